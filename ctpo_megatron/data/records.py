@@ -1,0 +1,132 @@
+"""The records that travel round the ring: Prompt, ToolCall, Trajectory, Group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["answer", "length", "max_turns"]
+"""Why an episode ended: the model answered without a call, the token budget ran out, or the turns did."""
+
+ToolStatus = Literal["success", "timeout", "runtime_error", "parse_error", "infrastructure_error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task, already rendered with the model's chat template up to the point where the model speaks."""
+
+    id: str
+    data_source: str
+    messages: tuple[dict[str, str], ...]
+    answer: str
+    token_ids: tuple[int, ...]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One tool call of an episode. `output` is the observation text as the model saw it; `wall_s` in seconds."""
+
+    turn: int
+    code: str
+    status: ToolStatus
+    output: str
+    wall_s: float
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """Append-only token record of one episode: prompt, then model turns and tool observations in turn.
+
+    The six per-token lists always have one length. History is never re-rendered or re-tokenized: what the
+    engine sampled is what is trained on.
+
+    token_ids: vocabulary ids.
+    model_mask: 1 where the policy sampled the token, else 0 (prompt, observation, template).
+    loss_mask: 1 where the token contributes to the loss; never 1 where model_mask is 0.
+    behaviour_logp: log-probability (nats) under the distribution sampled from; 0.0 where model_mask is 0.
+    weight_version: version of the weights that sampled the token; -1 where model_mask is 0.
+    turn: 0 for the prompt, then 1, 2, ... ; an observation carries the number of the turn that caused it.
+    """
+
+    prompt_id: str
+    sample_index: int
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    model_mask: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    behaviour_logp: list[float] = field(default_factory=list)
+    weight_version: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    final_text: str = ""
+    """Decoded text of the final model turn without its stop token: the only text a scorer may see."""
+    reward: float | None = None
+
+    def append_model(
+        self, token_ids: Sequence[int], behaviour_logp: Sequence[float], weight_version: Sequence[int], turn: int
+    ) -> None:
+        """Append tokens the policy sampled, with one log-probability and one weight version each."""
+        n = len(token_ids)
+        self._extend(token_ids, [1] * n, behaviour_logp, weight_version, turn)
+
+    def append_context(self, token_ids: Sequence[int], turn: int) -> None:
+        """Append tokens the policy did not sample (prompt, tool observation, template)."""
+        n = len(token_ids)
+        self._extend(token_ids, [0] * n, [0.0] * n, [-1] * n, turn)
+
+    def _extend(
+        self,
+        token_ids: Sequence[int],
+        mask: Sequence[int],
+        behaviour_logp: Sequence[float],
+        weight_version: Sequence[int],
+        turn: int,
+    ) -> None:
+        n = len(token_ids)
+        if not len(mask) == len(behaviour_logp) == len(weight_version) == n:
+            raise ValueError(
+                f"trajectory {self.prompt_id}#{self.sample_index} turn {turn}: {n} tokens with "
+                f"{len(behaviour_logp)} log-probs and {len(weight_version)} weight versions"
+            )
+        self.token_ids += token_ids
+        self.model_mask += mask
+        self.loss_mask += mask
+        self.behaviour_logp += behaviour_logp
+        self.weight_version += weight_version
+        self.turn += [turn] * n
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens after the prompt, observations included (the budget that `rollout.max_response_tokens` limits)."""
+        return sum(1 for turn in self.turn if turn > 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain-JSON form that `from_json` restores exactly (Python floats round-trip through JSON)."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Trajectory:
+        """Inverse of `to_json`."""
+        return cls(**{**record, "tool_calls": [ToolCall(**call) for call in record["tool_calls"]]})
+
+
+@dataclass(slots=True)
+class Group:
+    """The n trajectories of one prompt: the unit of commit, complete or replaced, never partial."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards in sample order; raises ValueError when a trajectory was not scored."""
+        missing = [t.sample_index for t in self.trajectories if t.reward is None]
+        if missing:
+            raise ValueError(f"group {self.prompt.id}: samples {missing} have no reward")
+        return [float(t.reward) for t in self.trajectories]  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Entry points that start ctpo-megatron on one node (torchrun) and on clusters."""

