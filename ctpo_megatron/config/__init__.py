@@ -1,1 +1,72 @@
-"""Config room: schema, YAML files with dotted overrides, and the checks done before anything starts. No torch."""
+"""Config room: schema, YAML files with dotted overrides, and the checks done before anything starts. No torch.
+
+config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigError names every mistake at once
+warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
+"""
+
+from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_train_args, train_args, world_size
+from ctpo_megatron.config.check import check, validate
+from ctpo_megatron.config.layout import Layout
+from ctpo_megatron.config.load import dump, load_config, load_with_sources
+from ctpo_megatron.config.model_facts import ModelFacts, facts_for
+from ctpo_megatron.config.problems import ConfigError, Problem
+from ctpo_megatron.config.schema import (
+    AdvantageConfig,
+    CheckpointConfig,
+    Config,
+    CorruptionConfig,
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    ExportConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    ObserveConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    PrepareConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SandboxConfig,
+    TinyModelConfig,
+    WarmupConfig,
+)
+
+__all__ = [
+    "AdvantageConfig",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "CorruptionConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "ExportConfig",
+    "Layout",
+    "ModelConfig",
+    "ModelFacts",
+    "ObjectiveConfig",
+    "ObserveConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "PrepareConfig",
+    "Problem",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SandboxConfig",
+    "TinyModelConfig",
+    "TrainArgs",
+    "WarmupConfig",
+    "add_train_arguments",
+    "check",
+    "dump",
+    "facts_for",
+    "load_config",
+    "load_with_sources",
+    "parse_train_args",
+    "train_args",
+    "validate",
+    "world_size",
+]

@@ -17,9 +17,11 @@ class Section(BaseModel):
 class RunConfig(Section):
     """One training run and its directory, `<root>/<name>`."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    root: str = "runs"
-    seed: NonNegativeInt = 0
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9._-]+$", description="directory name of the run: letters, digits, `.`, `_`, `-`"
+    )
+    root: str = Field("runs", description="parent folder of all runs")
+    seed: NonNegativeInt = Field(0, description="seeds prompt order, sampling and initialization")
     steps: NonNegativeInt = Field(description="CTPO batches (rollout + update) to run in all, resumed ones included")
     overwrite: bool = Field(False, description="delete an existing run directory of this name and start anew")
     resume: bool = Field(False, description="continue from the last complete checkpoint of this run")
@@ -32,17 +34,17 @@ class RunConfig(Section):
 class TinyModelConfig(Section):
     """Shape of the model that `prepare` builds (Qwen3, randomly initialized)."""
 
-    hidden_size: PositiveInt = 96
-    num_layers: PositiveInt = 2
-    num_attention_heads: PositiveInt = 4
-    num_key_value_heads: PositiveInt = 2
-    head_dim: PositiveInt = 24
-    intermediate_size: PositiveInt = 256
-    max_position_embeddings: PositiveInt = 512
-    tie_word_embeddings: bool = True
-    rope_theta: PositiveFloat = 1e4
-    initializer_range: PositiveFloat = 0.06
-    vocab_padding_multiple: PositiveInt = 128
+    hidden_size: PositiveInt = Field(96, description="width of the residual stream")
+    num_layers: PositiveInt = Field(2, description="transformer layers")
+    num_attention_heads: PositiveInt = Field(4, description="query heads")
+    num_key_value_heads: PositiveInt = Field(2, description="key/value heads (grouped-query attention)")
+    head_dim: PositiveInt = Field(24, description="width of one head; need not be hidden_size / heads")
+    intermediate_size: PositiveInt = Field(256, description="width of the gated MLP")
+    max_position_embeddings: PositiveInt = Field(512, description="longest sequence in tokens")
+    tie_word_embeddings: bool = Field(True, description="output layer shares the embedding matrix")
+    rope_theta: PositiveFloat = Field(1e4, description="base of the rotary embedding")
+    initializer_range: PositiveFloat = Field(0.06, description="standard deviation of the random weights")
+    vocab_padding_multiple: PositiveInt = Field(128, description="vocabulary is padded to a multiple of this")
 
 
 class CorruptionConfig(Section):
@@ -58,13 +60,13 @@ class CorruptionConfig(Section):
 class PrepareConfig(Section):
     """Stage (a): build the synthetic tool-arithmetic task, its tokenizer and a tiny model. Absent for real models."""
 
-    kind: Literal["toolmath"] = "toolmath"
+    kind: Literal["toolmath"] = Field("toolmath", description="which synthetic task")
     directory: str = Field(description="receives model/, train.parquet, heldout.parquet, warmup.parquet")
-    seed: NonNegativeInt = 0
-    train_prompts: PositiveInt = 4096
-    heldout_prompts: PositiveInt = 256
-    warmup_traces: PositiveInt = 16384
-    tokenizer_traces: PositiveInt = 4000
+    seed: NonNegativeInt = Field(0, description="seeds the task, the traces and the weights")
+    train_prompts: PositiveInt = Field(4096, description="prompts in train.parquet")
+    heldout_prompts: PositiveInt = Field(256, description="prompts in heldout.parquet")
+    warmup_traces: PositiveInt = Field(16384, description="conversations in warmup.parquet")
+    tokenizer_traces: PositiveInt = Field(4000, description="conversations the tokenizer is trained on")
     corruption: CorruptionConfig = CorruptionConfig()
     model: TinyModelConfig = TinyModelConfig()
 
@@ -72,7 +74,7 @@ class PrepareConfig(Section):
 class ModelConfig(Section):
     """The model to train: a directory in Hugging Face format."""
 
-    path: str
+    path: str = Field(description="directory with config.json, weights and tokenizer")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="passed to the chat template, e.g. {enable_thinking: false}"
     )
@@ -81,10 +83,10 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompt files: parquet in the schema of docs/data.md (`data_source`, `prompt`, `reward_model`, ...)."""
 
-    train: tuple[str, ...] = Field(min_length=1)
-    eval: tuple[str, ...] = ()
-    max_prompt_tokens: PositiveInt = 1024
-    shuffle: bool = True
+    train: tuple[str, ...] = Field(min_length=1, description="training prompts, one or more parquet files")
+    eval: tuple[str, ...] = Field((), description="held-out prompts; empty: no evaluation")
+    max_prompt_tokens: PositiveInt = Field(1024, description="longest rendered prompt in tokens")
+    shuffle: bool = Field(True, description="new order of the training prompts every epoch (seeded)")
     tool_in_prompt: bool = Field(
         True, description="offer the code_interpreter schema to the chat template (false: the prompt alone)"
     )
@@ -93,58 +95,79 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """AdamW (megatron-core) and its learning-rate schedule, counted in optimizer steps."""
 
-    lr: PositiveFloat = 1e-6
-    min_lr: NonNegativeFloat = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.01
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of a linear, cosine or wsd schedule")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "constant", description="wsd: constant, then linear down to min_lr over the last `decay_fraction` of the steps"
+    )
+    decay_fraction: float = Field(0.4, gt=0, le=1, description="share of the steps that decay (wsd only)")
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear increase from 0")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW moments")
+    eps: PositiveFloat = Field(1e-8, description="AdamW denominator floor")
+    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
     clip_grad: NonNegativeFloat = Field(1.0, description="global gradient-norm limit; 0 switches clipping off")
 
 
 class WarmupConfig(Section):
     """Stage (b): supervised warm-up on conversations (parquet column `messages`), through the same policy step."""
 
-    data: tuple[str, ...] = Field(min_length=1)
-    steps: PositiveInt
-    traces_per_step: PositiveInt = 32
+    data: tuple[str, ...] = Field(min_length=1, description="parquet files with a column `messages`")
+    steps: PositiveInt = Field(description="optimizer steps")
+    traces_per_step: PositiveInt = Field(32, description="conversations per optimizer step, over all ranks")
     optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
 
 
 class AdvantageConfig(Section):
     """Outcome reward -> advantage, over the samples of one prompt (algorithm section 5)."""
 
-    kind: Literal["group", "rloo", "mean_baseline"] = "group"
+    kind: Literal["group", "rloo", "mean_baseline"] = Field(
+        "group", description="baseline: group mean, leave-one-out mean, or mean of the whole batch"
+    )
     normalize_std: bool = Field(True, description="divide by the group's unbiased standard deviation (group only)")
 
 
 class ObjectiveConfig(Section):
     """The policy loss: a preset, and any field of it overridden (null keeps the preset's value)."""
 
-    preset: Literal["ctpo", "ctpo-fixed", "ctpo-geomean", "grpo", "dapo", "gspo", "sequence"] = "ctpo"
-    anchor: Literal["proximal", "behaviour"] = "proximal"
+    preset: Literal["ctpo", "ctpo-fixed", "ctpo-geomean", "grpo", "dapo", "gspo", "sequence"] = Field(
+        "ctpo", description="named objective whose fields the keys below override"
+    )
+    anchor: Literal["proximal", "behaviour"] = Field(
+        "proximal", description="ratio against log-probs recomputed by the trainer, or as the sampler reported them"
+    )
     advantage: AdvantageConfig = AdvantageConfig()
-    ratio: Literal["cumulative", "geomean", "token", "sequence", "sequence_geomean"] | None = None
-    clip: Literal["log_power", "ratio"] | None = None
-    clip_low: NonNegativeFloat | None = None
-    clip_high: NonNegativeFloat | None = None
+    ratio: Literal["cumulative", "geomean", "token", "sequence", "sequence_geomean"] | None = Field(
+        None, description="importance ratio of a token"
+    )
+    clip: Literal["log_power", "ratio"] | None = Field(
+        None, description="clip window: position-dependent in log space, or fixed on the ratio"
+    )
+    clip_low: NonNegativeFloat | None = Field(None, description="lower clip width")
+    clip_high: NonNegativeFloat | None = Field(None, description="upper clip width")
     clip_dual: float | None = Field(None, description="dual-clip bound; a negative number switches it off")
-    clip_power: float | None = None
-    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum"] | None = None
-    count_masked_sequences: bool | None = None
+    clip_power: float | None = Field(None, description="window grows as position ** power (log_power only)")
+    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum"] | None = Field(
+        None, description="how token losses become one loss"
+    )
+    count_masked_sequences: bool | None = Field(None, description="fully masked sequences count in the denominator")
 
 
 class PolicyConfig(Section):
     """Megatron-Core policy: parallel layout, precision, optimizer. World size comes from torchrun."""
 
-    tensor_model_parallel_size: PositiveInt = 1
-    pipeline_model_parallel_size: PositiveInt = 1
-    sequence_parallel: bool = False
-    use_distributed_optimizer: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
-    recompute: Literal["none", "full"] = "none"
+    tensor_model_parallel_size: PositiveInt = Field(1, description="ranks that share every layer")
+    pipeline_model_parallel_size: PositiveInt = Field(1, description="ranks that share the stack of layers")
+    sequence_parallel: bool = Field(False, description="split norms and residuals over the tensor-parallel ranks")
+    use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="precision of the parameters; gradients are always reduced in float32"
+    )
+    layer_spec: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="layer implementation; auto: Transformer Engine on CUDA where installed"
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none", description="full: recompute every layer in backward to save memory"
+    )
     mini_batch_prompts: PositiveInt = Field(4, description="prompts (groups) per optimizer step, over all ranks")
     micro_batch_tokens: PositiveInt = Field(8192, description="most tokens packed into one forward pass on one rank")
     threads: PositiveInt = Field(1, description="CPU threads of each trainer rank")
@@ -155,14 +178,16 @@ class PolicyConfig(Section):
 class EngineConfig(Section):
     """One vLLM engine. Memory and token limits are per engine."""
 
-    max_model_len: PositiveInt = 2048
-    max_num_seqs: PositiveInt = 128
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    tensor_parallel_size: PositiveInt = 1
+    max_model_len: PositiveInt = Field(2048, description="longest sequence in tokens, prompt included")
+    max_num_seqs: PositiveInt = Field(128, description="sequences decoded at once")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+        "auto", description="precision; auto: as the model's config.json says"
+    )
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one engine")
     kv_cache_mb: PositiveInt | None = Field(None, description="KV cache size in MiB; required on CPU")
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1, description="CUDA only")
-    block_size: PositiveInt | None = None
-    enforce_eager: bool = False
+    block_size: PositiveInt | None = Field(None, description="tokens of one KV block; null: vLLM's choice")
+    enforce_eager: bool = Field(False, description="no compilation, no CUDA graphs: faster start, slower decode")
     threads: PositiveInt = Field(1, description="CPU threads of the engine (CPU only)")
     extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, passed as they are")
 
@@ -170,20 +195,26 @@ class EngineConfig(Section):
 class RolloutConfig(Section):
     """Sampling of trajectories: batch, sampling distribution, token and turn budgets, fleet, deadlines."""
 
-    prompts_per_step: PositiveInt = 32
-    samples_per_prompt: PositiveInt = 8
-    temperature: PositiveFloat = 1.0
-    top_p: float = Field(1.0, gt=0, le=1)
+    prompts_per_step: PositiveInt = Field(32, description="prompts of one batch")
+    samples_per_prompt: PositiveInt = Field(8, description="trajectories per prompt (one group)")
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature of training rollouts")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="nucleus filter; below 1 the trainer's log-probs are of another distribution"
+    )
     top_k: int = Field(0, ge=0, description="0: no limit")
     max_turns: PositiveInt = Field(5, description="model turns; the last one may not call the tool any more")
     max_turn_tokens: PositiveInt | None = Field(None, description="model tokens per turn; null: only the budget below")
     max_response_tokens: PositiveInt = Field(8000, description="tokens after the prompt, tool output included")
-    max_observation_chars: PositiveInt = 4096
-    engines: PositiveInt = 1
+    max_observation_chars: PositiveInt = Field(
+        4096, description="longest tool output shown to the model; head and tail are kept"
+    )
+    engines: PositiveInt = Field(1, description="vLLM engines")
     engine: EngineConfig = EngineConfig()
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all engines to be ready")
     group_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one group of trajectories")
-    max_group_retries: NonNegativeInt = 3
+    max_group_retries: NonNegativeInt = Field(
+        3, description="times a failed group is sampled again before another prompt takes its place"
+    )
     mismatch_limit: PositiveFloat | None = Field(
         None, description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it"
     )
@@ -192,29 +223,31 @@ class RolloutConfig(Section):
 class SandboxConfig(Section):
     """The code_interpreter tool: our own server is started unless `url` names one."""
 
-    url: str | None = None
+    url: str | None = Field(None, description="address of a running server; null: start our own")
     slots: PositiveInt = Field(2, description="executions at once")
-    run_timeout_s: PositiveFloat = 4.0
-    memory_mb: PositiveInt = 512
+    run_timeout_s: PositiveFloat = Field(4.0, description="limit of one execution, counted from its start")
+    memory_mb: PositiveInt = Field(512, description="address-space limit of one execution in MiB")
     request_timeout_s: PositiveFloat = Field(60.0, description="deadline of one tool call as the rollout sees it")
     max_concurrency: PositiveInt = Field(64, description="tool requests in flight, over the whole run")
-    start_timeout_s: PositiveFloat = 60.0
+    start_timeout_s: PositiveFloat = Field(60.0, description="deadline for the server to answer")
 
 
 class RewardConfig(Section):
     """Answer scoring in worker processes."""
 
-    kind: Literal["math_verify"] = "math_verify"
-    workers: PositiveInt = 1
+    kind: Literal["math_verify"] = Field("math_verify", description="scorer")
+    workers: PositiveInt = Field(1, description="scorer processes")
     timeout_s: PositiveFloat = Field(5.0, description="hard limit per trajectory; a scorer that exceeds it is killed")
 
 
 class EvalConfig(Section):
     """Evaluation on `data.eval` before the first step, every `every` steps (0: never between), and at the end."""
 
-    every: NonNegativeInt = 0
+    every: NonNegativeInt = Field(
+        0, description="steps between evaluations; 0: only before the first and after the last"
+    )
     prompts: PositiveInt | None = Field(None, description="use only the first so many; null: all")
-    samples: PositiveInt = 1
+    samples: PositiveInt = Field(1, description="trajectories per prompt")
     temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
 
 
@@ -222,23 +255,23 @@ class CheckpointConfig(Section):
     """Megatron distributed checkpoints under `<run>/checkpoints/step_%06d`."""
 
     every: NonNegativeInt = Field(0, description="RL steps between checkpoints; 0: none")
-    keep_last: PositiveInt = 2
+    keep_last: PositiveInt = Field(2, description="older checkpoints are deleted")
 
 
 class ExportConfig(Section):
     """Stage (e): the final policy in Hugging Face format under `<run>/<directory>`."""
 
-    enabled: bool = True
-    directory: str = "model"
+    enabled: bool = Field(True, description="export at the end of the run")
+    directory: str = Field("model", description="folder name inside the run directory")
 
 
 class ObserveConfig(Section):
     """What is written beside `metrics.jsonl`."""
 
     live: Literal["auto", "plain", "off"] = Field("auto", description="auto: live display on a terminal, else plain")
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="write TensorBoard event files")
     trajectories: bool = Field(True, description="write every trajectory of every step")
-    report: bool = True
+    report: bool = Field(True, description="write report.html and figures at the end")
 
 
 class Config(Section):

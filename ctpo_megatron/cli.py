@@ -1,0 +1,209 @@
+"""The `ctpo` command. Everything heavy is imported inside the verb that needs it, so `ctpo --help` is immediate."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ctpo_megatron.config import (
+    Config,
+    Layout,
+    Problem,
+    TrainArgs,
+    add_train_arguments,
+    dump,
+    load_with_sources,
+    train_args,
+    validate,
+    world_size,
+)
+
+_USER_ERRORS = {
+    # module (imported already if its error was raised): exceptions whose message is all the user needs
+    "ctpo_megatron.config": ("ConfigError",),
+    "ctpo_megatron.data": ("DataError",),
+    "ctpo_megatron.observe": ("RunDirectoryError",),
+    "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `ctpo`; returns the exit status: 0 done, 1 failed, 2 the request was wrong."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser(with_sandbox_options=argv[:1] == ["sandbox"])
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown and (namespace.verb != "train" or not all("." in text or "=" in text for text in unknown)):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    namespace.unknown = unknown
+    try:
+        return namespace.action(namespace)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return _report_error(error)
+
+
+def run_train(args: TrainArgs) -> int:
+    """Check everything, then train (or, with --dry-run, print what would run)."""
+    config, sources = load_with_sources(args.config_path, args.overrides)
+    cuda = args.assume_cuda if args.dry_run and args.assume_cuda else _cuda_available()
+    warnings = validate(config, world_size=world_size(), cuda=cuda, sources=sources)
+    if _is_first_rank():
+        _print_warnings(warnings)
+    if args.dry_run:
+        if _is_first_rank():
+            _print_plan(config)
+        return 0
+    from ctpo_megatron.train import main as train
+
+    return train(config)
+
+
+def _parser(with_sandbox_options: bool = False) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ctpo", description="CTPO: reinforcement learning of tool-using models.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    train = verbs.add_parser("train", help="train from a configuration file", description="Train with CTPO.")
+    add_train_arguments(train)
+    train.set_defaults(action=lambda args: run_train(train_args(args, args.unknown)))
+
+    report = verbs.add_parser("report", help="rebuild the report of a run", description="Rebuild report.html.")
+    report.add_argument("run", metavar="RUN", help="run directory, e.g. runs/quickstart")
+    report.set_defaults(action=_report)
+
+    doctor = verbs.add_parser("doctor", help="what is installed, what is missing", description="Check this machine.")
+    doctor.set_defaults(action=_doctor)
+
+    _add_sandbox(verbs, with_sandbox_options)
+    return parser
+
+
+def _add_sandbox(verbs: argparse._SubParsersAction[argparse.ArgumentParser], with_options: bool) -> None:
+    sandbox = verbs.add_parser("sandbox", help="the code execution service", description="Code execution service.")
+    actions = sandbox.add_subparsers(dest="sandbox_verb", metavar="VERB", required=True)
+    serve = actions.add_parser("serve", help="serve until interrupted", description="Serve executions until ^C.")
+    # The server's options need its package; they are added only when this verb is asked for.
+    if with_options:
+        importlib.import_module("ctpo_sandbox.server").add_arguments(serve)
+    serve.set_defaults(action=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from ctpo_sandbox import server
+
+    return server.run(args) or 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from ctpo_megatron.observe import print_summary, write_report
+
+    run = Path(args.run)
+    if not (run / "config.yaml").is_file():
+        print(f"ctpo: {run} is not a run directory: it has no config.yaml", file=sys.stderr)
+        return 2
+    print_summary(run)
+    print(write_report(run))
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from ctpo_megatron.config.doctor import diagnose, failed, has_cuda, install_line
+
+    findings = diagnose()
+    rows = [(f.name, f.status, f"{f.detail}; {f.fix}" if f.fix else f.detail) for f in findings]
+    _print_table("This machine", ("what", "status", "detail"), [*rows, *_sandbox_rows()])
+    if not failed(findings):
+        return 0
+    print(f"\nTo install what is missing: {install_line(findings, has_cuda(findings))}", file=sys.stderr)
+    return 1
+
+
+def _sandbox_rows() -> list[tuple[str, str, str]]:
+    """What the sandbox enforces here, by starting one and asking it."""
+    try:
+        from ctpo_sandbox import SandboxStartError, start_server
+    except ImportError as error:
+        return [("sandbox", "note", f"does not import: {error}")]
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"slots": 1, "memory_mb": 512, "max_run_timeout_s": 5, "start_timeout_s": 60}
+        try:
+            with start_server(**options, log_path=Path(folder) / "sandbox.log") as server:
+                health = server.health
+        except SandboxStartError as error:
+            return [("sandbox", "note", f"does not start: {error}")]
+    return [
+        ("sandbox", "ok", "; ".join(health["enforced"])),
+        ("  not enforced", "note", "; ".join(health["not_enforced"])),
+    ]
+
+
+def _print_plan(config: Config) -> None:
+    print(dump(config), end="", flush=True)
+    for title, rows in Layout.of(config, world_size()).tables().items():
+        _print_table(title, ("", "value", "from"), rows)
+
+
+def _print_table(title: str, header: tuple[str, str, str], rows: Sequence[tuple[str, str, str]]) -> None:
+    """A table on a terminal, aligned plain lines in a file or a log."""
+    console = Console()
+    if console.is_terminal:
+        table = Table(*header, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        console.print()
+        console.print(table)
+        return
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    print(f"\n{title}")
+    for first, second, third in rows:
+        print(f"  {first:<{widths[0]}}  {second:>{widths[1]}}  {third}".rstrip())
+
+
+def _print_warnings(warnings: Sequence[Problem]) -> None:
+    for problem in warnings:
+        print(f"warning: {problem}", file=sys.stderr)
+
+
+def _report_error(error: Exception) -> int:
+    if not _is_user_error(error):
+        traceback.print_exception(error)
+        return 1
+    if _is_first_rank():  # one message per cause, not one per rank
+        print(f"ctpo: {error}", file=sys.stderr)
+    return 2
+
+
+def _is_user_error(error: Exception) -> bool:
+    """By class object, from modules that are loaded: a module that is not cannot have raised anything."""
+    for module, names in _USER_ERRORS.items():
+        loaded = sys.modules.get(module)
+        kinds = tuple(kind for name in names if isinstance(kind := getattr(loaded, name, None), type))
+        if isinstance(error, kinds):
+            return True
+    return False
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _cuda_available() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

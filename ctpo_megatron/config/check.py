@@ -1,0 +1,166 @@
+"""Checks across keys, the number of ranks, the model and the files: what would fail, or be silently wrong, later.
+
+Settings of Megatron-Core that train wrongly without an error are refused by not being offered: virtual pipeline stages,
+`batch_p2p_comm`, `overlap_p2p_comm`, `deallocate_pipeline_outputs`, `perform_initialization`, `overlap_param_gather`,
+context and expert parallelism, selective recomputation. docs/config.md says what each of them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ctpo_megatron.config.check_model import check_engine, check_parallel, check_tokens
+from ctpo_megatron.config.model_facts import PREPARED, ModelFacts, facts_for, will_be_prepared
+from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
+from ctpo_megatron.config.schema import Config, OptimizerConfig
+from ctpo_megatron.config.sources import Sources
+
+
+def validate(config: Config, *, world_size: int, cuda: bool, sources: Sources | None = None) -> list[Problem]:
+    """Run every check; returns the warnings, raises ConfigError with all errors (and names file and line if it can)."""
+    found: list[Problem] = []
+    facts = None
+    try:
+        facts = facts_for(config)
+    except ConfigError as unreadable:
+        found += unreadable.problems
+    found += check(config, world_size, facts, cuda=cuda)
+    placed = [_place(problem, sources) for problem in found]
+    errors = [problem for problem in placed if problem.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+    return placed
+
+
+def check(config: Config, world_size: int, model_facts: ModelFacts | None, *, cuda: bool) -> list[Problem]:
+    """All problems, errors and warnings; without model facts, the checks that need them are left out."""
+    found = [
+        *_run(config),
+        *check_parallel(config, world_size, model_facts, cuda=cuda),
+        *_batch(config, world_size),
+        *check_tokens(config, model_facts),
+        *check_engine(config, model_facts, cuda=cuda),
+        *_objective(config),
+        *_sampling(config),
+        *_schedules(config),
+        *_evaluation(config),
+        *_deadlines(config),
+        *_files(config),
+    ]
+    return sorted(found, key=lambda problem: problem.severity)  # errors first
+
+
+def _place(problem: Problem, sources: Sources | None) -> Problem:
+    if problem.where or sources is None or not problem.key:
+        return problem
+    keys = tuple(problem.key.split("."))
+    return replace(problem, where=sources.where(keys) if sources.has(keys) else "default")
+
+
+def _run(config: Config) -> Iterator[Problem]:
+    if config.run.resume and config.run.overwrite:
+        yield error(config, "run.resume", "contradicts run.overwrite: true", "switch one of them off")
+    if config.run.resume and not config.checkpoint.every:
+        yield warning(config, "run.resume", "but checkpoint.every is 0: this run writes no checkpoint to resume from")
+
+
+def _batch(config: Config, world_size: int) -> Iterator[Problem]:
+    rollout, policy = config.rollout, config.policy
+    mini = policy.mini_batch_prompts
+    if rollout.prompts_per_step % mini:
+        fix = f"choose a divisor of rollout.prompts_per_step ({rollout.prompts_per_step})"
+        yield error(config, "policy.mini_batch_prompts", "does not divide the batch", fix)
+    ranks = policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size
+    if world_size % ranks == 0:
+        data_parallel = world_size // ranks
+        sequences = mini * rollout.samples_per_prompt
+        if sequences % data_parallel:
+            message = f"x {rollout.samples_per_prompt} samples = {sequences} sequences cannot be shared evenly"
+            fix = f"make it divisible by the {data_parallel} data-parallel ranks"
+            yield error(config, "policy.mini_batch_prompts", message, fix)
+        if config.warmup and config.warmup.traces_per_step % data_parallel:
+            fix = f"make it a multiple of the {data_parallel} data-parallel ranks"
+            yield error(config, "warmup.traces_per_step", "cannot be shared evenly", fix)
+    if rollout.prompts_per_step == mini and config.objective.anchor == "proximal":
+        message = "makes exactly one update per batch: the ratio is identically 1 and the clip never acts"
+        fix = f"use a smaller divisor of rollout.prompts_per_step ({rollout.prompts_per_step}), or anchor: behaviour"
+        yield warning(config, "policy.mini_batch_prompts", message, fix)
+
+
+def _objective(config: Config) -> Iterator[Problem]:
+    kind = config.objective.advantage.kind
+    if config.rollout.samples_per_prompt == 1 and kind in ("group", "rloo"):
+        message = f"gives no advantage {kind!r}: a trajectory would be compared with itself alone, and nothing learned"
+        fix = "sample at least 2, or set objective.advantage.kind: mean_baseline"
+        yield error(config, "rollout.samples_per_prompt", message, fix)
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    """The sampler reports log-probs of the filtered distribution; the trainer's are of the whole vocabulary."""
+    report = error if config.objective.anchor == "behaviour" else warning
+    message = "the sampler's log-probs are of the filtered distribution, the trainer's are not"
+    for key, off, used in (
+        ("rollout.top_p", "1.0", config.rollout.top_p < 1),
+        ("rollout.top_k", "0", config.rollout.top_k > 0),
+    ):
+        if used:
+            fix = f"set {off}" + (", or objective.anchor: proximal" if report is error else "")
+            yield report(config, key, message, fix)
+
+
+def _schedules(config: Config) -> Iterator[Problem]:
+    updates = config.run.steps * max(1, config.rollout.prompts_per_step // config.policy.mini_batch_prompts)
+    yield from _schedule(config, "policy.optimizer", config.policy.optimizer, updates)
+    if config.warmup:
+        yield from _schedule(config, "warmup.optimizer", config.warmup.optimizer, config.warmup.steps)
+
+
+def _schedule(config: Config, key: str, optimizer: OptimizerConfig, steps: int) -> Iterator[Problem]:
+    if optimizer.min_lr > optimizer.lr:
+        yield error(config, f"{key}.min_lr", f"is above lr ({optimizer.lr:g})", "lower it")
+    if steps and optimizer.warmup_steps >= steps:
+        yield warning(config, f"{key}.warmup_steps", f"never reaches the full lr: there are {steps} optimizer steps")
+    for index, beta in enumerate(optimizer.betas):
+        if not 0 <= beta < 1:
+            yield error(config, f"{key}.betas", f"item {index} must be in [0, 1)")
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    evaluation = config.eval
+    if not config.data.eval:
+        if evaluation.every:
+            yield error(config, "eval.every", "there is nothing to evaluate on", "give data.eval, or set it to 0")
+        elif evaluation.prompts is not None:
+            yield warning(config, "eval.prompts", "has no effect without data.eval")
+    if evaluation.temperature == 0 and evaluation.samples > 1:
+        fix = "set eval.temperature above 0, or samples to 1"
+        yield warning(config, "eval.samples", "greedy decoding gives the same answer every time", fix)
+
+
+def _deadlines(config: Config) -> Iterator[Problem]:
+    sandbox = config.sandbox
+    if sandbox.request_timeout_s <= sandbox.run_timeout_s:
+        message = f"must exceed sandbox.run_timeout_s ({sandbox.run_timeout_s:g})"
+        yield error(config, "sandbox.request_timeout_s", message, "queueing and start-up come on top of the execution")
+    if config.rollout.group_timeout_s <= sandbox.request_timeout_s:
+        message = f"one slow tool call ({sandbox.request_timeout_s:g} s allowed) would replace a whole group"
+        yield warning(config, "rollout.group_timeout_s", message, "raise it above sandbox.request_timeout_s")
+
+
+def _files(config: Config) -> Iterator[Problem]:
+    """Prompt files that are neither there nor going to be written by `prepare`."""
+    wanted: list[tuple[str, Iterable[str]]] = [("data.train", config.data.train), ("data.eval", config.data.eval)]
+    if config.warmup:
+        wanted.append(("warmup.data", config.warmup.data))
+    for key, files in wanted:
+        for file in files:
+            if not will_be_prepared(config, Path(file)) and not Path(file).is_file():
+                yield Problem(key, "no such file", _file_hint(config, Path(file)), file)
+
+
+def _file_hint(config: Config, file: Path) -> str:
+    if config.prepare and file.absolute().is_relative_to(Path(config.prepare.directory).absolute()):
+        return f"`prepare` writes {', '.join(PREPARED[1:])} there"
+    return "give the path of a parquet file (docs/data.md)"

@@ -1,0 +1,138 @@
+"""Checks of the parallel layout, the token budgets and the engine against the model and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ctpo_megatron.config.model_facts import ModelFacts
+from ctpo_megatron.config.problems import Problem, error, warning
+from ctpo_megatron.config.schema import Config, EngineConfig
+
+_BFLOAT16_MISMATCH = 0.05
+"""Sampler and trainer in bfloat16 differ by up to 0.011 on a tiny random model; trained ones show more."""
+
+# vLLM's own names of what the schema sets, or what the trainer relies on.
+_OWNED = {
+    "model": "model.path",
+    "kv_cache_memory_bytes": "rollout.engine.kv_cache_mb",
+    "seed": "run.seed",
+    **{name: f"rollout.engine.{name}" for name in EngineConfig.model_fields if name != "extra"},
+}
+_FIXED = {
+    "logprobs_mode": "the trainer needs the log-probs of the distribution sampled from",
+    "worker_extension_cls": "the weight synchronization uses it",
+    "weight_transfer_config": "the weight synchronization uses it",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+    "pipeline_parallel_size": "the weight synchronization expects one stage",
+    "quantization": "synchronized weights are not quantized",
+}
+
+
+def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+    """Ranks, and the model's shape against the parallel layout."""
+    policy = config.policy
+    tp, pp = policy.tensor_model_parallel_size, policy.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        message = f"x pipeline_model_parallel_size {pp} = {tp * pp} does not divide the world size {world_size}"
+        fix = "start a multiple of that many ranks: torchrun --nproc-per-node N (for a dry run: WORLD_SIZE=N)"
+        yield error(config, "policy.tensor_model_parallel_size", message, fix)
+    if policy.sequence_parallel and tp == 1:
+        fix = "switch it off, or raise policy.tensor_model_parallel_size"
+        yield error(config, "policy.sequence_parallel", "needs tensor parallelism", fix)
+    if policy.layer_spec == "transformer_engine" and not cuda:
+        yield error(config, "policy.layer_spec", "Transformer Engine needs CUDA", "set auto or local")
+    if facts is None:
+        return
+    for name, amount in (
+        ("attention heads", facts.num_attention_heads),
+        ("key/value heads", facts.num_key_value_heads),
+        ("MLP channels", facts.intermediate_size),
+    ):
+        if amount % tp:
+            message = f"does not divide the model's {amount} {name}"
+            yield error(config, "policy.tensor_model_parallel_size", message)
+    if facts.num_layers % pp:
+        message = f"does not divide the model's {facts.num_layers} layers"
+        yield error(config, "policy.pipeline_model_parallel_size", message)
+
+
+def check_tokens(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+    """Prompt + response <= engine <= model, and every sequence fits into a micro-batch."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    longest, engine = prompt + response, config.rollout.engine.max_model_len
+    budget = f"data.max_prompt_tokens ({prompt}) + rollout.max_response_tokens ({response}) = {longest}"
+    if longest > engine:
+        yield error(config, "rollout.engine.max_model_len", f"is less than {budget}", f"set at least {longest}")
+    if facts is not None and engine > facts.max_position_embeddings:
+        message = f"exceeds the model's max_position_embeddings ({facts.max_position_embeddings})"
+        yield error(
+            config, "rollout.engine.max_model_len", message, "shorten the token budgets, or scale the positions"
+        )
+    if config.policy.micro_batch_tokens < longest:
+        message = f"cannot hold the longest sequence, {budget}"
+        yield error(config, "policy.micro_batch_tokens", message, f"set at least {longest}")
+    turn = config.rollout.max_turn_tokens
+    if turn is not None and turn > response:
+        message = f"never acts: rollout.max_response_tokens ({response}) is smaller"
+        yield warning(config, "rollout.max_turn_tokens", message)
+
+
+def check_engine(config: Config, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+    """vLLM: memory, precision, and extra arguments that would undo what the trainer relies on."""
+    engine = config.rollout.engine
+    if not cuda:
+        yield from _cpu(config, engine)
+    yield from _extra(config, engine)
+    if facts is None:
+        return
+    if facts.num_attention_heads % engine.tensor_parallel_size:
+        message = f"does not divide the model's {facts.num_attention_heads} attention heads"
+        yield error(config, "rollout.engine.tensor_parallel_size", message)
+    yield from _cache(config, facts)
+    yield from _precision(config, facts)
+
+
+def _cpu(config: Config, engine: EngineConfig) -> Iterator[Problem]:
+    if engine.kv_cache_mb is None:
+        message = "required without CUDA: vLLM would claim most of the machine's memory"
+        yield error(config, "rollout.engine.kv_cache_mb", message, "64 suffices for a tiny model")
+    if engine.block_size is not None and engine.block_size % 32:
+        yield error(config, "rollout.engine.block_size", "must be a multiple of 32 without CUDA", "set 32")
+
+
+def _extra(config: Config, engine: EngineConfig) -> Iterator[Problem]:
+    for name, value in engine.extra.items():
+        if name in _OWNED:
+            yield Problem(f"rollout.engine.extra.{name}", "is set elsewhere", f"use {_OWNED[name]}", value)
+        elif name in _FIXED:
+            yield Problem(f"rollout.engine.extra.{name}", f"is not for you to set: {_FIXED[name]}", "remove it", value)
+
+
+def _engine_dtype(config: Config, facts: ModelFacts) -> str:
+    chosen = config.rollout.engine.dtype
+    return facts.dtype if chosen == "auto" else chosen
+
+
+def _cache(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+    """vLLM refuses to start when its cache cannot hold one sequence of max_model_len."""
+    engine = config.rollout.engine
+    if engine.kv_cache_mb is None:
+        return
+    heads = max(1, facts.num_key_value_heads // engine.tensor_parallel_size)
+    bytes_each = 4 if _engine_dtype(config, facts) == "float32" else 2
+    per_token = 2 * facts.num_layers * heads * facts.head_dim * bytes_each
+    needed = -(-per_token * engine.max_model_len // 2**20)
+    if engine.kv_cache_mb < needed:
+        message = f"cannot hold one sequence of {engine.max_model_len} tokens ({per_token} bytes each)"
+        yield error(config, "rollout.engine.kv_cache_mb", message, f"set at least {needed}")
+
+
+def _precision(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+    trainer, sampler = config.policy.dtype, _engine_dtype(config, facts)
+    limit = config.rollout.mismatch_limit
+    if trainer != sampler:
+        message = f"but the engine runs in {sampler}: sampler and trainer will disagree by rounding"
+        yield warning(config, "policy.dtype", message, "set rollout.engine.dtype to the same")
+    if limit is not None and limit < _BFLOAT16_MISMATCH and "bfloat16" in (trainer, sampler):
+        message = "is within the rounding of bfloat16: a healthy run may stop"
+        yield warning(config, "rollout.mismatch_limit", message, f"set {_BFLOAT16_MISMATCH} or more, or null")

@@ -1,0 +1,119 @@
+"""Walks the schema: the list of known keys, what each holds, and the nearest ones to a misspelt key."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from ctpo_megatron.config.schema import Config, Section
+
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_NAMES = {bool: "true/false", int: "integer", float: "number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the schema."""
+
+    path: str
+    type: str
+    default: Any
+    required: bool
+    meaning: str
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section class a field holds (also when it may be null), or None for a leaf."""
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def defaults(section: type[Section], given: Mapping[str, Any], base: Section | None = None) -> dict[str, Any]:
+    """Defaults of a section as a plain tree, so that interpolations see them and a partly given section keeps the rest.
+
+    base: the default instance at this place of the schema, where it differs from the class's own defaults.
+    Optional sections that are not given, and keys given something else than a mapping, are left out.
+    """
+    tree: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        value = getattr(base, name) if base is not None else field.get_default(call_default_factory=True)
+        if inner is None:
+            if base is not None or not field.is_required():
+                tree[name] = list(value) if isinstance(value, tuple) else value
+        elif isinstance(given.get(name), Mapping) or (name not in given and isinstance(value, Section)):
+            tree[name] = defaults(inner, given.get(name, {}), value if isinstance(value, Section) else None)
+    return tree
+
+
+@cache
+def known_keys() -> tuple[Key, ...]:
+    """Every leaf of the schema in the order of declaration."""
+    return tuple(_walk(Config, "", None))
+
+
+@cache
+def known_paths() -> tuple[str, ...]:
+    """Dotted paths of all leaves and all sections."""
+    paths: dict[str, None] = {}
+    for key in known_keys():
+        parts = key.path.split(".")
+        paths.update((".".join(parts[: end + 1]), None) for end in range(len(parts)))
+    return tuple(paths)
+
+
+def nearest(path: str, limit: int = 3) -> list[str]:
+    """Known paths that an unknown one was probably meant to be, best first; may be empty."""
+    leaf = path.rpartition(".")[2]
+    same_leaf = [known for known in known_paths() if known.rpartition(".")[2] == leaf]
+    by_path = difflib.get_close_matches(path, known_paths(), n=limit, cutoff=0.75)
+    if not same_leaf and not by_path:
+        leaves = {known.rpartition(".")[2] for known in known_paths()}
+        close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
+        same_leaf = [known for known in known_paths() if known.rpartition(".")[2] in close]
+    ranked = sorted(same_leaf, key=lambda known: -difflib.SequenceMatcher(None, path, known).ratio())
+    siblings = [known for known in by_path if known.count(".") == path.count(".") and _parent(known) == _parent(path)]
+    around = [known for known in by_path if not path.startswith(f"{known}.")]
+    return list(dict.fromkeys([*siblings, *ranked, *around]))[:limit]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _walk(section: type[Section], prefix: str, base: Section | None) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        value = getattr(base, name) if base is not None else field.get_default(call_default_factory=True)
+        if inner is not None:
+            yield from _walk(inner, f"{prefix}{name}.", value if isinstance(value, Section) else None)
+        else:
+            required = base is None and field.is_required()
+            type_text = _describe(field.annotation, tuple(field.metadata))
+            yield Key(prefix + name, type_text, None if required else value, required, field.description or "")
+
+
+def _describe(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
+    """A type in words: `integer > 0 or null`, `"a" | "b"`, `list of text`."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _describe(arguments[0], (*arguments[1:], *constraints))
+    if origin in (Union, types.UnionType):
+        inner = [_describe(a, constraints) for a in arguments if a is not type(None)]
+        return " or ".join([*inner, "null"])
+    if origin is Literal:
+        return " | ".join(f'"{a}"' for a in arguments)
+    if origin is tuple:
+        return f"list of {_describe(arguments[0])}" if Ellipsis in arguments else f"{len(arguments)} numbers"
+    if origin is dict:
+        return "mapping"
+    bounds = [f"{sign} {getattr(c, name):g}" for c in constraints for name, sign in _BOUNDS.items() if hasattr(c, name)]
+    return " ".join([_NAMES[annotation], ", ".join(bounds)]).strip()

@@ -1,0 +1,170 @@
+"""Turns a YAML file and dotted overrides into a validated, frozen Config, or into one error naming every mistake."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
+from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
+from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, merge and validate a configuration; raises ConfigError with all problems at once."""
+    return load_with_sources(path, overrides)[0]
+
+
+def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Sources]:
+    """As `load_config`, and the record of where each value was written, for later messages."""
+    files = read_files(path)
+    extra, problems = read_overrides(overrides)
+    layers = [*files, *extra]
+    sources = Sources(tuple(layers))
+    values = _merge(layers, problems)
+    tree = _resolve(values, (), sources, problems)
+    broken = {problem.key for problem in problems}
+    try:
+        # Strict, and from JSON: "3", 3.0 and true are no integers, yet a list still makes a tuple.
+        config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        details = [d for d in error.errors() if _dotted(d["loc"]) not in broken]
+        problems += [_problem(d, sources) for d in details]
+    if problems:
+        raise ConfigError(problems)
+    return config, sources
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` of it gives an equal Config."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
+    given = OmegaConf.create({})
+    for layer in layers:
+        try:
+            given = OmegaConf.merge(given, layer.values)
+        except OmegaConfBaseException as error:
+            keys = max(layer.places, key=len, default=())
+            problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
+    return OmegaConf.merge(defaults(Config, plain(given)), given)  # type: ignore[return-value]
+
+
+def _resolve(node: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:
+    """Plain containers with interpolations replaced; each broken one becomes a problem, not only the first."""
+    if isinstance(node, ListConfig):
+        return [_resolve_item(node, i, (*keys, str(i)), sources, problems) for i in range(len(node))]
+    if isinstance(node, DictConfig):
+        return {
+            str(key): _resolve_item(node, key, (*keys, str(key)), sources, problems)
+            for key in node
+            if not OmegaConf.is_missing(node, key)  # "???" means: to be given; pydantic then asks for it
+        }
+    return node
+
+
+def _resolve_item(node: Any, key: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:
+    try:
+        value = node[key]
+    except MissingMandatoryValue:
+        return None
+    except OmegaConfBaseException as error:
+        raw = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
+        fix = ""
+        if isinstance(error, InterpolationKeyError):
+            name = first_line(error).split("'")[1]
+            fix = _did_you_mean(nearest(name))
+        problems.append(Problem(".".join(keys), first_line(error), fix, raw, sources.where(keys)))
+        return None
+    return _resolve(value, keys, sources, problems)
+
+
+def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
+    """A pydantic error in our words."""
+    key, keys = _dotted(detail["loc"]), tuple(str(part) for part in detail["loc"])
+    where = sources.where(keys)
+    kind, value = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        return Problem(key, "unknown key", _did_you_mean(nearest(key)) or _siblings(key), value, where)
+    if kind == "missing" and isinstance(detail["loc"][-1], str):
+        return Problem(key, "required, but not given", f"add it: {_meaning(key)}", where=where)
+    message, fix = _explain(detail)
+    return Problem(key, message, fix, NO_VALUE if kind == "missing" else value, where)
+
+
+def _explain(detail: ErrorDetails) -> tuple[str, str]:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "literal_error":
+        options = [o for o in str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", ") if o]
+        close = difflib.get_close_matches(str(value), options, n=1, cutoff=0.5)
+        return f"must be one of {', '.join(options)}", _did_you_mean(close)
+    if kind == "model_type":
+        return "a section must be a mapping", "write its keys below it, or remove it to take the defaults"
+    if kind == "tuple_type":
+        return "must be a list", f"write [{value}]" if isinstance(value, str) else ""
+    if kind in ("missing", "too_long", "too_short"):
+        least = context.get("min_length")
+        return "wrong number of items", f"give at least {least}" if least else _wanted(_dotted(detail["loc"]))
+    if kind == "string_pattern_mismatch":
+        return "may hold only letters, digits, `.`, `_` and `-`", ""
+    message = str(detail["msg"]).replace("Input should be", "must be").replace("valid ", "").replace("a i", "an i")
+    return message, _type_hint(kind, value)
+
+
+def _type_hint(kind: str, value: Any) -> str:
+    if kind == "string_type" and isinstance(value, int | float):
+        return f"quote it: \"'{value}'\" on the command line, '{value}' in YAML"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+        return "remove the quotes if it is one" if _is_number(value) else ""
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in ("true", "false")
+    return True
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+    return f"did you mean {' or '.join(names)}?" if names else ""
+
+
+def _siblings(key: str) -> str:
+    """What the deepest known section around an unknown key does hold."""
+    parent = key.rpartition(".")[0]
+    while parent and parent not in known_paths():
+        parent = parent.rpartition(".")[0]
+    depth = parent.count(".") + 1 if parent else 0
+    names = [p for p in known_paths() if p.count(".") == depth and p.startswith(f"{parent}." if parent else "")]
+    known = ", ".join(name.rpartition(".")[2] for name in names)
+    return f"{parent or 'the top level'} has {known}" if names else f"{parent} has no keys below it"
+
+
+def _wanted(key: str) -> str:
+    """What the list around a missing or surplus item should hold."""
+    return next((f"give {k.type}" for k in known_keys() if key == k.path or key.startswith(f"{k.path}.")), "")
+
+
+def _meaning(key: str) -> str:
+    for known in known_keys():
+        if known.path == key:
+            return f"{known.meaning} ({known.type})"
+    return f"a section with {', '.join(p.path for p in known_keys() if p.path.startswith(f'{key}.') and p.required)}"
+
+
+def _dotted(parts: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in parts)

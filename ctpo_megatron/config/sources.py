@@ -1,0 +1,177 @@
+"""Reads YAML files and command-line overrides into layers that remember where each value was written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ctpo_megatron.config.locate import locate
+from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
+
+COMMAND_LINE = "command line"
+Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One file or one override: its values, and where each key of it stands."""
+
+    values: DictConfig
+    places: dict[Keys, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """All layers, later ones win."""
+
+    layers: tuple[Layer, ...]
+
+    def where(self, keys: Keys) -> str:
+        """Where the value of a key comes from: the last layer with this key, else the last with its parent."""
+        for end in range(len(keys), -1, -1):
+            for layer in reversed(self.layers):
+                if keys[:end] in layer.places:
+                    return layer.places[keys[:end]]
+        return ""
+
+    def has(self, keys: Keys) -> bool:
+        """Whether the key itself was written somewhere (false: its value is a default)."""
+        return any(keys in layer.places for layer in self.layers)
+
+
+def read_files(path: str | Path) -> list[Layer]:
+    """The file and, before it, the files its `defaults` key names. Raises ConfigError."""
+    return _read_chain(locate(path), ())
+
+
+def _read_chain(file: Path, seen: tuple[Path, ...]) -> list[Layer]:
+    name, real = _display(file), file.resolve()
+    if real in seen:
+        chain = " -> ".join(_display(p) for p in (*seen[seen.index(real) :], real))
+        raise ConfigError([Problem("defaults", f"the files include each other in a circle: {chain}", where=name)])
+    layer = _read_file(file, name)
+    base = layer.values.pop("defaults", None)
+    if base is None:
+        return [layer]
+    where = layer.places[("defaults",)]
+    if not isinstance(base, str):
+        fix = "write one file name, e.g. `defaults: base.yaml` (Hydra's lists of groups are not supported)"
+        raise ConfigError([Problem("defaults", "not a file name", fix, OmegaConf.to_container(base), where)])
+    parent = file.parent / base
+    if not parent.is_file():
+        here = sorted(p.name for p in file.parent.glob("*.yaml"))
+        raise ConfigError([Problem("defaults", "no such file", f"beside it are {', '.join(here)}", base, where)])
+    return [*_read_chain(parent, (*seen, real)), layer]
+
+
+def _read_file(file: Path, name: str) -> Layer:
+    try:
+        text = file.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError([_syntax_problem(error, name)]) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem("", f"cannot be read: {error}", where=name)]) from error
+    if root is None:
+        return Layer(OmegaConf.create({}), {(): name})
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(
+            [Problem("", "the file must be a mapping of sections, e.g. `run: {name: first}`", where=name)]
+        )
+    places = {(): name, **dict(_places(root, (), name))}
+    try:
+        return Layer(OmegaConf.load(file), places)
+    except yaml.YAMLError as error:
+        raise ConfigError([_syntax_problem(error, name)]) from error
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or ""
+        where = places.get(tuple(key.split(".")), name)
+        raise ConfigError([Problem(key, f"broken interpolation: {first_line(error)}", where=where)]) from error
+
+
+def _places(node: yaml.Node, keys: Keys, name: str) -> Iterator[tuple[Keys, str]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*keys, str(key.value))
+            yield inner, f"{name}:{key.start_mark.line + 1}"
+            yield from _places(value, inner, name)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            inner = (*keys, str(index))
+            yield inner, f"{name}:{value.start_mark.line + 1}"
+            yield from _places(value, inner, name)
+
+
+def _syntax_problem(error: yaml.YAMLError, name: str) -> Problem:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    where = f"{name}:{mark.line + 1}" if mark is not None else name
+    reason = getattr(error, "problem", None) or first_line(error)
+    return Problem(
+        "", f"not valid YAML: {reason}", "check indentation, quotes and brackets here and above", where=where
+    )
+
+
+def read_overrides(overrides: Sequence[str]) -> tuple[list[Layer], list[Problem]]:
+    """One layer per `a.b=c`; the overrides that cannot be read are returned as problems."""
+    layers: list[Layer] = []
+    problems: list[Problem] = []
+    for text in overrides:
+        problem = _refuse(text)
+        if problem is None:
+            key, _, value = text.partition("=")
+            keys = tuple(key.strip().split("."))
+            try:
+                values = OmegaConf.from_dotlist([f"{key.strip()}={value}"])
+                layers.append(Layer(values, {keys[:end]: COMMAND_LINE for end in range(1, len(keys) + 1)}))
+            except (yaml.YAMLError, OmegaConfBaseException) as error:
+                reason = f"not a YAML value: {getattr(error, 'problem', None) or first_line(error)}"
+                fix = "quote it twice, once for the shell: a.b='\"text: {1}\"'"
+                problem = Problem(key, reason, fix, value, COMMAND_LINE)
+        if problem is not None:
+            problems.append(problem)
+    return layers, problems
+
+
+def _refuse(text: str) -> Problem | None:
+    """Spellings from other tools that would do something else than meant."""
+    key, equals, value = text.partition("=")
+    bare = key.strip().lstrip("+~-")
+    if key.startswith("+"):
+        message, fix = "no `+` here", f"every known key can be set: {bare}={value}"
+    elif key.startswith("~"):
+        message, fix = "no `~` here", f"an optional section or value is switched off with {bare}=null"
+    elif key.startswith("-"):
+        message, fix = "no dashes here", f"write {bare}={value or 'VALUE'}"
+    elif not equals:
+        message, fix = "no `=` in this override", f"write {bare}=VALUE"
+    elif "[" in bare or any(part.isdigit() for part in bare.split(".")):
+        whole = bare.split("[")[0].rstrip("0123456789.")
+        message, fix = "an item of a list cannot be set alone", f"give the whole list: {whole}=[first,second]"
+    elif not all(part.strip() for part in bare.split(".")):
+        message, fix = "an empty name in the path", "write section.key=VALUE"
+    else:
+        return None
+    return Problem(key, message, fix, value if equals else NO_VALUE, COMMAND_LINE)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text (OmegaConf appends internals below it)."""
+    return str(error).strip().split("\n")[0]
+
+
+def _display(file: Path) -> str:
+    """A path as short as it can be from here."""
+    relative = os.path.relpath(file)
+    return str(file) if relative.startswith("..") else relative
+
+
+def plain(values: DictConfig) -> dict[str, Any]:
+    """A layer's values as plain containers, interpolations left as they are."""
+    return OmegaConf.to_container(values, resolve=False)  # type: ignore[return-value]
