@@ -1,0 +1,148 @@
+"""Turns whole conversations into token records for supervised training on what the assistant says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.data.records import Trajectory
+from ctpo_megatron.data.tables import DataError, Problems, check_messages, find_files, plain_messages, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BUCKET_BATCHES = 16
+
+Place = tuple[Path, int]
+Segment = tuple[str, bool]
+"""A stretch of the rendered text, and whether the assistant says it."""
+
+
+def load_conversations(
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tool_schema: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Trajectory]:
+    """Read parquet files (column `messages`) and tokenize every conversation the way a rollout would produce it.
+
+    The text is cut where the assistant starts and after its end-of-turn token, and each piece is encoded alone.
+    Assistant pieces have model_mask = loss_mask = 1, log-probability 0.0 and weight version 0; the rest is context.
+    Raises DataError for bad rows, all at once, and for a template that does not render the start of a
+    conversation as the start of its text.
+    """
+    problems = Problems()
+    places: list[Place] = []
+    conversations: list[tuple[dict[str, str], ...]] = []
+    for file in find_files(files, problems):
+        for row, cells in read_rows(file, ("messages",), (), problems):
+            reason = check_messages(cells["messages"])
+            if reason is None and cells["messages"][-1]["role"] != "assistant":
+                reason = "must end with an assistant message"
+            if reason:
+                problems.row(file, row, "messages", cells["messages"], reason)
+                continue
+            places.append((file, row))
+            conversations.append(plain_messages(cells["messages"]))
+    problems.raise_if_any()
+    if not conversations:
+        raise DataError(f"no conversations in {', '.join(files)}")
+    kwargs = {"tools": None if tool_schema is None else [dict(tool_schema)], **(chat_template_kwargs or {})}
+    cut = _segments(conversations, places, tokenizer, kwargs)
+    return _encode(cut, places, tokenizer)
+
+
+def batches(traces: Sequence[Trajectory], per_step: int, seed: int) -> Iterator[list[Trajectory]]:
+    """Endless batches of `per_step` traces of similar length, reproducible from `seed`.
+
+    Every epoch is shuffled anew; within windows of a few batches traces are sorted by length, so that a batch
+    needs little padding, and the batches of an epoch come in random order. An epoch drops its incomplete batch.
+    Raises ValueError when there are fewer traces than one batch takes.
+    """
+    if len(traces) < per_step:
+        raise ValueError(f"{len(traces)} traces cannot fill a batch of {per_step}: lower warmup.traces_per_step")
+    return _endless_batches(traces, per_step, Random(f"{seed}/batches"))
+
+
+def _endless_batches(traces: Sequence[Trajectory], per_step: int, rng: Random) -> Iterator[list[Trajectory]]:
+    order = list(range(len(traces)))
+    while True:
+        rng.shuffle(order)
+        window = per_step * _BUCKET_BATCHES
+        ranked: list[int] = []
+        for start in range(0, len(order) - len(order) % per_step, window):
+            ranked += sorted(order[start : start + window], key=lambda index: len(traces[index]))
+        starts = list(range(0, len(ranked) - per_step + 1, per_step))
+        rng.shuffle(starts)
+        for start in starts:
+            yield [traces[index] for index in ranked[start : start + per_step]]
+
+
+def _segments(
+    conversations: Sequence[Sequence[dict[str, str]]],
+    places: Sequence[Place],
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: Mapping[str, Any],
+) -> list[list[Segment]]:
+    """Each conversation's text, cut where the assistant starts and after it ends its turn."""
+    turns = [
+        (index, at)
+        for index, messages in enumerate(conversations)
+        for at, message in enumerate(messages)
+        if message["role"] == "assistant"
+    ]
+    # One call for all prefixes: the template is looked up and compiled once.
+    before = [list(conversations[index][:at]) for index, at in turns]
+    after = [list(conversations[index][: at + 1]) for index, at in turns]
+    asked = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True, **kwargs)
+    said = tokenizer.apply_chat_template(after, tokenize=False, add_generation_prompt=False, **kwargs)
+    end_of_turn = str(tokenizer.eos_token)
+    cut: list[list[Segment]] = [[] for _ in conversations]
+    done = [0] * len(conversations)
+    text = [""] * len(conversations)
+    for (index, at), prefix, whole in zip(turns, asked, said, strict=True):
+        if not (prefix.startswith(text[index]) and whole.startswith(prefix)):
+            raise _not_a_prefix(places[index], at)
+        end = whole.rfind(end_of_turn, len(prefix))
+        if end < 0:
+            raise DataError(f"{_named(places[index])}: the chat template does not end message {at} with {end_of_turn}")
+        end += len(end_of_turn)
+        cut[index] += [(prefix[done[index] :], False), (whole[len(prefix) : end], True)]
+        done[index], text[index] = end, whole
+    return cut
+
+
+def _not_a_prefix(place: Place, message: int) -> DataError:
+    return DataError(
+        f"{_named(place)}: the chat template renders the conversation up to message {message} differently from the "
+        "start of the whole, so supervised tokens would not be those the model sees when it speaks. Templates that "
+        "rewrite earlier turns (dropped thinking, for instance) do this: change the template or pass "
+        "model.chat_template_kwargs that keep history as it was"
+    )
+
+
+def _named(place: Place) -> str:
+    return f"{place[0]} row {place[1]} column 'messages'"
+
+
+def _encode(
+    cut: Sequence[Sequence[Segment]], places: Sequence[Place], tokenizer: PreTrainedTokenizerBase
+) -> list[Trajectory]:
+    pieces = [text for segments in cut for text, _ in segments]
+    token_ids = iter(tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+    traces: list[Trajectory] = []
+    for (file, row), segments in zip(places, cut, strict=True):
+        trace = Trajectory(prompt_id=f"{file.stem}/{row}", sample_index=0, seed=0)
+        turn = 0
+        for _, is_model in segments:
+            ids = next(token_ids)
+            if is_model:
+                turn += 1
+                trace.append_model(ids, [0.0] * len(ids), [0] * len(ids), turn)
+            else:
+                trace.append_context(ids, turn)
+        traces.append(trace)
+    return traces

@@ -1,0 +1,139 @@
+"""Stage "prepare": writes the synthetic task's model, prompts and warm-up conversations, once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ctpo_megatron.config.schema import PrepareConfig
+from ctpo_megatron.data.tables import DataError
+from ctpo_megatron.data.toolmath.families import FAMILIES, Problem, draw_problem
+from ctpo_megatron.data.toolmath.model import build_model, write_model
+from ctpo_megatron.data.toolmath.tokenizer import train_tokenizer
+from ctpo_megatron.data.toolmath.traces import Message, trace
+
+FORMAT = 1
+"""Raised whenever equal settings would give other files, so that an old directory is not taken for a new one."""
+
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_PROMPT_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("data_source", pa.string()),
+        ("prompt", _MESSAGES),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string()), ("family", pa.string())])),
+    ]
+)
+
+
+def prepare(config: PrepareConfig) -> None:
+    """Write model/, train.parquet, heldout.parquet and warmup.parquet to `config.directory`.
+
+    A directory that an equal configuration wrote is reused at once. Raises DataError when the directory holds
+    anything else, naming the settings that differ; nothing is ever overwritten.
+    """
+    target = Path(config.directory)
+    record = {"format": FORMAT, **config.model_dump(mode="json", exclude={"directory"})}
+    if target.exists():
+        _check_reusable(target, record)
+        return
+    aside = target.with_name(target.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    _write(config, aside)
+    (aside / "prepare.json").write_text(json.dumps(record, indent=2) + "\n")
+    aside.rename(target)
+
+
+def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = True) -> list[Problem]:
+    """`count` problems, the families in turn, none of whose questions is in `seen` (which grows if `distinct`)."""
+    problems: list[Problem] = []
+    while len(problems) < count:
+        problem = draw_problem(FAMILIES[len(problems) % len(FAMILIES)], rng)
+        if problem.question not in seen:
+            problems.append(problem)
+            if distinct:
+                seen.add(problem.question)
+    return problems
+
+
+def warmup_conversations(config: PrepareConfig, excluded: set[str]) -> list[list[Message]]:
+    """The spoiled conversations of the warm-up, about questions that are not `excluded`, in random order."""
+    if config.corruption.wrong_common + config.corruption.wrong_rare > 1:
+        raise DataError("prepare.corruption: wrong_common + wrong_rare must not exceed 1")
+    rng = Random(f"{config.seed}/warmup")
+    problems = draw_problems(config.warmup_traces, rng, excluded, distinct=False)
+    rng.shuffle(problems)
+    return [trace(problem, config.corruption, rng) for problem in problems]
+
+
+def _write(config: PrepareConfig, directory: Path) -> None:
+    seen: set[str] = set()
+    for split, count in (("heldout", config.heldout_prompts), ("train", config.train_prompts)):
+        # Drawn first and never forgotten: held-out questions occur neither in training nor in the warm-up.
+        problems = draw_problems(count, Random(f"{config.seed}/{split}"), seen)
+        if split == "heldout":
+            heldout = set(seen)
+        rows = [_prompt_row(problem, index, split) for index, problem in enumerate(problems)]
+        pq.write_table(pa.Table.from_pylist(rows, schema=_PROMPT_SCHEMA), directory / f"{split}.parquet")
+    conversations = warmup_conversations(config, heldout)
+    table = pa.Table.from_pydict({"messages": conversations}, schema=pa.schema([("messages", _MESSAGES)]))
+    pq.write_table(table, directory / "warmup.parquet")
+    tokenizer = train_tokenizer(_plain_text(messages) for messages in conversations[: config.tokenizer_traces])
+    write_model(build_model(config.model, tokenizer, config.seed), tokenizer, directory / "model")
+
+
+def _prompt_row(problem: Problem, index: int, split: str) -> dict[str, Any]:
+    return {
+        "id": f"toolmath/{split}/{index}",
+        "data_source": "toolmath",
+        "prompt": [{"role": "user", "content": problem.question}],
+        "ability": "math",
+        "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
+        "extra_info": {"index": index, "split": split, "family": problem.family.name},
+    }
+
+
+def _plain_text(messages: list[Message]) -> str:
+    """What the chat template's text looks like to the merges: a role word and the content on lines of their own."""
+    return "\n".join(f"{message['role']}\n{message['content']}" for message in messages)
+
+
+def _check_reusable(target: Path, record: dict[str, Any]) -> None:
+    try:
+        found = json.loads((target / "prepare.json").read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"prepare.directory: {target} exists but holds no prepared task ({error}); name another directory"
+        ) from error
+    old, new = _flat(found), _flat(record)
+    changes = [
+        f"  prepare.{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} wanted"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    if changes:
+        raise DataError(
+            "\n".join(
+                [
+                    f"prepare.directory: {target} was prepared with other settings;",
+                    *changes,
+                    "delete it or name another directory",
+                ]
+            )
+        )
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

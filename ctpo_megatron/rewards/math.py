@@ -1,0 +1,73 @@
+"""Verdict on a mathematical answer: the last box of the final turn against the ground truth."""
+
+from __future__ import annotations
+
+import logging
+
+_BOX = "\\boxed{"
+
+
+def last_boxed(text: str) -> str | None:
+    """Content of the last complete `\\boxed{...}` in `text`, braces balanced; None when there is none.
+
+    `text` must be what the model said in its final turn. A later box that is never closed does not hide an
+    earlier complete one. Braces escaped with a backslash are part of the content and are not counted.
+    """
+    start = text.rfind(_BOX)
+    while start >= 0:
+        end = _closing_brace(text, start + len(_BOX))
+        if end is not None:
+            return text[start + len(_BOX) : end]
+        start = text.rfind(_BOX, 0, start)
+    return None
+
+
+def score_math(final_text: str, answer: str) -> float:
+    """1.0 when math-verify finds the last box of `final_text` equal to `answer`, else 0.0.
+
+    No time limit is set here: math-verify's own uses signal alarms, which stop no loop written in C. Run it in a
+    process that can be killed (RewardPool). Raises ValueError when `answer` itself cannot be read, and whatever
+    math-verify raises while it compares; a prediction that cannot be parsed is a wrong answer, not an error.
+    """
+    from math_verify import verify
+
+    box = last_boxed(final_text)
+    if box is None or not box.strip():
+        return 0.0
+    gold = _parse(answer, raise_on_error=True)
+    if not gold:
+        raise ValueError(f"math-verify cannot read the ground truth {answer!r}")
+    return float(verify(gold, _parse(box, raise_on_error=False), timeout_seconds=None, raise_on_error=True))
+
+
+def _parse(expression: str, *, raise_on_error: bool) -> list[object]:
+    from math_verify import LatexExtractionConfig, parse
+
+    return parse(
+        f"\\boxed{{{expression}}}",
+        extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
+        parsing_timeout=None,
+        raise_on_error=raise_on_error,
+    )
+
+
+def warm_up() -> None:
+    """Import math-verify and build its grammar, so that the first real answer does not pay for it."""
+    # It warns once that timeouts are off; here that is the design.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    score_math("\\boxed{1}", "1")
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 1
+    position = start
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 1
+        elif character in "{}":
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return position
+        position += 1
+    return None

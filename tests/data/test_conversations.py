@@ -1,0 +1,104 @@
+"""Segment-wise tokenization against whole-text tokenization, masks, errors and the batch stream."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ctpo_megatron.data import DataError, Trajectory, batches, load_conversations
+
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def write(path, conversations) -> str:
+    pq.write_table(pa.Table.from_pylist([{"messages": messages} for messages in conversations]), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def traces(toolmath, tokenizer) -> list[Trajectory]:
+    return load_conversations([str(toolmath / "warmup.parquet")], tokenizer)
+
+
+def test_segments_equal_the_whole_text(toolmath, tokenizer, traces):
+    conversations = pq.read_table(toolmath / "warmup.parquet")["messages"].to_pylist()
+    assert len(traces) == len(conversations)
+    for messages, trace in zip(conversations, traces, strict=True):
+        text = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
+        assert trace.token_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_the_model_is_taught_its_turns_with_their_end_and_nothing_else(toolmath, tokenizer, traces):
+    conversations = pq.read_table(toolmath / "warmup.parquet")["messages"].to_pylist()
+    for messages, trace in zip(conversations, traces, strict=True):
+        assert trace.model_mask == trace.loss_mask
+        said = [token for token, mask in zip(trace.token_ids, trace.loss_mask, strict=True) if mask]
+        wanted = "".join(message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant")
+        assert tokenizer.decode(said) == wanted
+        assert max(trace.turn) == sum(message["role"] == "assistant" for message in messages)
+        assert trace.turn == sorted(trace.turn)
+        assert trace.loss_mask[0] == 0 and trace.loss_mask[-1] == 1
+    assert traces[7].prompt_id == "warmup/7"
+
+
+def test_a_template_that_rewrites_history_is_refused(tmp_path, tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{% for m in messages %}{{ m.content if loop.last else '...' }}<|im_end|>{% endfor %}"
+    with pytest.raises(DataError, match=r"row 0 column 'messages': the chat template renders .* differently"):
+        load_conversations([write(tmp_path / "a.parquet", [TALK + TALK])], other)
+
+
+def test_a_template_without_end_of_turn_is_refused(tmp_path, tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    with pytest.raises(DataError, match=r"does not end message 1 with <\|im_end\|>"):
+        load_conversations([write(tmp_path / "a.parquet", [TALK])], other)
+
+
+def test_bad_rows_are_reported_at_once(tmp_path, tokenizer):
+    file = write(tmp_path / "a.parquet", [TALK, TALK[:1], [], [{"role": "x", "content": "y"}]])
+    with pytest.raises(DataError) as caught:
+        load_conversations([file, str(tmp_path / "none.parquet")], tokenizer)
+    message = str(caught.value)
+    assert "4 problems" in message
+    assert "row 1 column 'messages': must end with an assistant message" in message
+    assert "row 2 column 'messages': expected a non-empty list" in message
+    assert "row 3 column 'messages': message 0 has role 'x'" in message
+    assert "no such file" in message
+
+
+def test_missing_column(tmp_path, tokenizer):
+    pq.write_table(pa.table({"message": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"no column 'messages'.*did you mean 'message'"):
+        load_conversations([str(tmp_path / "a.parquet")], tokenizer)
+
+
+def test_batches_are_full_reproducible_and_use_every_trace_once_an_epoch(traces):
+    per_epoch = len(traces) // 32
+    first = list(itertools.islice(batches(traces, 32, seed=0), per_epoch))
+    again = list(itertools.islice(batches(traces, 32, seed=0), per_epoch))
+    other = list(itertools.islice(batches(traces, 32, seed=1), per_epoch))
+    names = [[trace.prompt_id for trace in batch] for batch in first]
+    assert names == [[trace.prompt_id for trace in batch] for batch in again]
+    assert names != [[trace.prompt_id for trace in batch] for batch in other]
+    assert all(len(batch) == 32 for batch in first)
+    used = list(itertools.chain(*names))
+    assert len(used) == len(set(used)) == per_epoch * 32
+
+
+def test_batches_hold_traces_of_similar_length(traces):
+    def padding(groups: list[list[Trajectory]]) -> int:
+        return sum(max(map(len, group)) * len(group) - sum(map(len, group)) for group in groups)
+
+    bucketed = list(itertools.islice(batches(traces, 32, seed=0), len(traces) // 32))
+    plain = [traces[start : start + 32] for start in range(0, len(traces) - 31, 32)]
+    assert padding(bucketed) < padding(plain) / 3
+
+
+def test_too_few_traces(traces):
+    with pytest.raises(ValueError, match=r"3 traces cannot fill a batch of 4: lower warmup\.traces_per_step"):
+        batches(traces[:3], 4, seed=0)

@@ -1,0 +1,124 @@
+"""What stage "prepare" writes: content, determinism, reuse, and a standard Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from toolmath_small import small_config
+
+from ctpo_megatron.data import DataError
+from ctpo_megatron.data.toolmath import prepare
+
+
+def _questions(path) -> list[str]:
+    return [row[0]["content"] for row in pq.read_table(path)["prompt"].to_pylist()]
+
+
+def test_splits_do_not_overlap(toolmath):
+    train, heldout = _questions(toolmath / "train.parquet"), _questions(toolmath / "heldout.parquet")
+    warmup = [row[0]["content"] for row in pq.read_table(toolmath / "warmup.parquet")["messages"].to_pylist()]
+    assert len(train) == len(set(train)) == 70
+    assert len(heldout) == len(set(heldout)) == 28
+    assert len(warmup) == 400
+    assert not set(heldout) & (set(train) | set(warmup))
+
+
+def test_rows_follow_the_schema(toolmath):
+    rows = pq.read_table(toolmath / "train.parquet").to_pylist()
+    assert rows[0].keys() == {"id", "data_source", "prompt", "ability", "reward_model", "extra_info"}
+    assert {row["data_source"] for row in rows} == {"toolmath"}
+    assert len({row["extra_info"]["family"] for row in rows}) == 14
+    assert rows[3]["extra_info"] == {"index": 3, "split": "train", "family": "rem"}
+    assert rows[3]["reward_model"]["ground_truth"].isdigit()
+
+
+def test_same_seed_same_files_other_seed_other_files(toolmath, tmp_path):
+    from safetensors.torch import load_file
+
+    prepare(small_config(tmp_path / "same"))
+    prepare(small_config(tmp_path / "other", seed=1))
+    for name in ("train", "heldout", "warmup"):
+        table = pq.read_table(toolmath / f"{name}.parquet")
+        assert table.equals(pq.read_table(tmp_path / "same" / f"{name}.parquet"))
+        assert not table.equals(pq.read_table(tmp_path / "other" / f"{name}.parquet"))
+    weights, same, other = (
+        load_file(path / "model" / "model.safetensors") for path in (toolmath, tmp_path / "same", tmp_path / "other")
+    )
+    assert weights.keys() == same.keys()
+    assert all(weights[key].equal(same[key]) for key in weights)
+    assert not weights["model.embed_tokens.weight"].equal(other["model.embed_tokens.weight"])
+    tokenizers = [(path / "model" / "tokenizer.json").read_text() for path in (toolmath, tmp_path / "same")]
+    assert tokenizers[0] == tokenizers[1]
+
+
+def test_an_equal_directory_is_reused_and_another_one_refused(toolmath):
+    before = (toolmath / "train.parquet").stat().st_mtime_ns
+    prepare(small_config(toolmath))
+    assert (toolmath / "train.parquet").stat().st_mtime_ns == before
+    with pytest.raises(DataError, match=r"prepare\.seed: 0 there, 7 wanted") as caught:
+        prepare(small_config(toolmath, seed=7, corruption={"guess": 0.5}))
+    assert "prepare.corruption.guess: 0.15 there, 0.5 wanted" in str(caught.value)
+
+
+def test_a_foreign_directory_is_never_touched(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(DataError, match="holds no prepared task"):
+        prepare(small_config(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+def test_impossible_mixture_is_refused(tmp_path):
+    with pytest.raises(DataError, match="wrong_common \\+ wrong_rare"):
+        prepare(small_config(tmp_path / "bad", corruption={"wrong_common": 0.7, "wrong_rare": 0.7}))
+    assert not (tmp_path / "bad").exists()
+
+
+def test_the_model_directory_is_standard(toolmath, tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(toolmath / "model")
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert model.num_parameters() == 252_480
+    assert model.config.vocab_size == 512 >= len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert json.loads((toolmath / "model" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize(
+    "text", ["12345 + 0", "a\n\n b\t{}\\boxed{7}.", "naïve – ✓ 漢字", "<tool_call>\n{}\n</tool_call>"]
+)
+def test_tokenizer_round_trip(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_every_digit_is_a_token_and_tags_are_single(tokenizer):
+    assert tokenizer.tokenize("print(9041)")[-5:-1] == list("9041")
+    for tag in ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_start|>", "<|im_end|>"):
+        assert len(tokenizer(tag, add_special_tokens=False)["input_ids"]) == 1
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert len(tokenizer) <= 512
+
+
+def test_chat_template_renders_roles_and_tools(tokenizer):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "c"},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    tools = [{"type": "function", "function": {"name": "code_interpreter"}}]
+    offered = tokenizer.apply_chat_template(messages[1:2], tools=tools, tokenize=False)
+    assert offered.startswith("<|im_start|>system\n# Tools")
+    assert '<tools>\n{"type": "function", "function": {"name": "code_interpreter"}}\n</tools>' in offered

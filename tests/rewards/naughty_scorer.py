@@ -1,0 +1,21 @@
+"""A scorer that misbehaves on request; alone in its file because every worker that is replaced imports it anew."""
+
+from __future__ import annotations
+
+import os
+import time
+
+
+def naughty(final_text: str, answer: str) -> float:
+    """Does what `final_text` says."""
+    if final_text == "hang in C":
+        return float(sum(range(10**12)))
+    if final_text == "sleep":
+        time.sleep(3600)
+    if final_text == "die":
+        os._exit(3)
+    if final_text == "raise":
+        raise KeyError("broken scorer")
+    if final_text == "nan":
+        return float("nan")
+    return float(final_text == answer)
