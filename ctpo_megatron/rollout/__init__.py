@@ -1,1 +1,43 @@
-"""rollout room."""
+"""Rollout room: prompts in, groups of multi-turn trajectories out.
+
+`RolloutFleet` runs the engines; `Sampling` is the distribution to sample from; `rollout_metrics` summarizes groups.
+The episode, tool and template modules are plain Python and can be imported without vLLM or Ray.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.rollout.engine import Sampling
+from ctpo_megatron.rollout.metrics import rollout_metrics
+from ctpo_megatron.rollout.tools import TOOL_SCHEMA
+
+if TYPE_CHECKING:
+    from ctpo_megatron.rollout.fleet import GroupFailed, RolloutFleet
+    from ctpo_megatron.rollout.slot import FleetError, WeightSyncError
+
+_LAZY = {
+    "RolloutFleet": "ctpo_megatron.rollout.fleet",
+    "GroupFailed": "ctpo_megatron.rollout.fleet",
+    "FleetError": "ctpo_megatron.rollout.slot",
+    "WeightSyncError": "ctpo_megatron.rollout.slot",
+}
+
+__all__ = [
+    "TOOL_SCHEMA",
+    "FleetError",
+    "GroupFailed",
+    "RolloutFleet",
+    "Sampling",
+    "WeightSyncError",
+    "rollout_metrics",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs Ray only when it is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,292 @@
+"""The rollout engine: vLLM's AsyncLLM in a Ray actor, with whole groups of episodes played next to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ctpo_megatron.config.schema import Config
+from ctpo_megatron.data.records import ToolCall, Trajectory
+from ctpo_megatron.rollout.episode import EpisodeFailed, Limits, ModelTurn, run_episode
+from ctpo_megatron.rollout.seeds import trajectory_seed
+from ctpo_megatron.rollout.tools import ExecutionResultLike, ToolUnavailable
+
+Device = Literal["cpu", "cuda"]
+ToolFactory = Callable[[], Callable[[str], Awaitable[ExecutionResultLike]]]
+
+INITIAL_VERSION = 0
+"""Version of the weights an engine loads from its model directory, before the first update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampling distribution. temperature 0: greedy; top_k 0: no limit."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTask:
+    """One prompt to be played `samples` times."""
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    step: int
+    samples: int
+    sampling: Sampling
+
+
+@dataclass(slots=True)
+class GroupOutcome:
+    """What became of a GroupTask: all trajectories, or the reason why there are none and the tool calls made."""
+
+    trajectories: list[Trajectory] | None
+    failure: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+class EngineDied(RuntimeError):
+    """The engine core behind a living actor is gone; the actor is of no further use."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """An engine's own account of a weight update."""
+
+    version: str
+    compared: int
+    wrong: tuple[str, ...]
+
+
+def engine_environment(device: Device, threads: int) -> dict[str, str]:
+    """Environment variables that must be set before vLLM is imported."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        env |= {
+            "OMP_NUM_THREADS": str(threads),
+            "TORCHDYNAMO_DISABLE": "1",  # no compiler needed at run time; never on CUDA
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return env
+
+
+def engine_arguments(config: Config, model_path: str, device: Device) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs. Raises ValueError when the CPU needs a setting that is missing."""
+    engine = config.rollout.engine
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": engine.dtype,
+        "seed": config.run.seed,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if engine.tensor_parallel_size == 1 else "mp",
+        "enforce_eager": engine.enforce_eager,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # sampling parameters come from us alone
+        "worker_extension_cls": "ctpo_megatron.rollout.weights_worker.WorkerExtension",
+    }
+    if engine.kv_cache_mb is not None:
+        arguments["kv_cache_memory_bytes"] = engine.kv_cache_mb << 20
+    if engine.block_size is not None:
+        arguments["block_size"] = engine.block_size
+    if device == "cuda":
+        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        return arguments | engine.extra
+    if engine.kv_cache_mb is None:
+        raise ValueError("rollout.engine.kv_cache_mb is required on CPU (vLLM would claim most of the machine)")
+    # vLLM's CPU default of 128 would keep short prompts out of the prefix cache.
+    arguments.setdefault("block_size", 32)
+    arguments["enforce_eager"] = True
+    # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut into chunks, which CPU generators refuse:
+    # the engine dies. Whole prefills avoid it; the batch must then hold the longest sequence.
+    arguments["enable_chunked_prefill"] = False
+    arguments["max_num_batched_tokens"] = max(engine.max_model_len, 4096)
+    return arguments | engine.extra
+
+
+def _redirect_output(path: str) -> None:
+    """Send this process's and its children's stdout and stderr to `path`."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
+class RolloutEngine:
+    """One engine; made a Ray actor by the fleet. `start` loads the model, everything else needs it."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        run_seed: int,
+        sandbox_url: str,
+        device: Device,
+        log_path: str,
+        tool_factory: ToolFactory | None = None,
+    ) -> None:
+        _redirect_output(log_path)
+        os.environ.update(engine_environment(device, config.rollout.engine.threads))
+        self._config, self._model_path, self._run_seed, self._device = config, model_path, run_seed, device
+        self._sandbox_url, self._tool_factory = sandbox_url, tool_factory
+        self._requests = 0
+
+    async def start(self) -> int:
+        """Load the model and tokenizer; returns the engine process id."""
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from ctpo_megatron.rollout.template import ObservationTemplate, TokenizerCodec, stop_token_ids
+        from ctpo_megatron.rollout.weights_worker import BACKEND
+
+        arguments = engine_arguments(self._config, self._model_path, self._device)
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=BACKEND), **arguments)
+        )
+        await self._llm.update_weight_version(str(INITIAL_VERSION))
+        tokenizer = self._llm.get_tokenizer()
+        stops = stop_token_ids(tokenizer, self._model_path)
+        template = ObservationTemplate(tokenizer, self._config.model.chat_template_kwargs, sorted(stops))
+        self._codec = TokenizerCodec(tokenizer, template, stops)
+        rollout = self._config.rollout
+        self._limits = Limits(
+            rollout.max_turns,
+            rollout.max_turn_tokens,
+            rollout.max_response_tokens,
+            rollout.engine.max_model_len,
+            rollout.max_observation_chars,
+        )
+        self._run_tool = self._tool_factory() if self._tool_factory else self._sandbox_tool()
+        return os.getpid()
+
+    async def ping(self) -> str:
+        """The current weight version, as the engine core itself answers."""
+        return str(await self._llm.get_weight_version())
+
+    async def run_group(self, task: GroupTask) -> GroupOutcome:
+        """Play all samples of one prompt at once; siblings of an episode that fails are cancelled."""
+        trajectories = [
+            Trajectory(task.prompt_id, i, trajectory_seed(self._run_seed, task.step, task.prompt_id, i))
+            for i in range(task.samples)
+        ]
+        generate = self._turn_generator(task.sampling)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for trajectory in trajectories:
+                    group.create_task(
+                        run_episode(
+                            task.token_ids,
+                            trajectory,
+                            generate=generate,
+                            run_tool=self._run_tool,
+                            codec=self._codec,
+                            limits=self._limits,
+                        )
+                    )
+        except BaseExceptionGroup as errors:
+            failures = [error for error in errors.exceptions if isinstance(error, EpisodeFailed)]
+            if len(failures) != len(errors.exceptions):
+                raise _lone_error(errors) from None
+            calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
+            return GroupOutcome(None, str(failures[0]), calls)
+        return GroupOutcome(trajectories)
+
+    async def update_weights(self, path: str, version: int) -> UpdateReport:
+        """Replace the weights by those in the safetensors file `path`, forget all cached prefixes, take on `version`.
+
+        Requests in flight are frozen meanwhile and go on with the new weights.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": path}))
+        await self._llm.finish_weight_update(weight_version=str(version))
+        answers = await self._llm.collective_rpc("ctpo_compare_weights", args=(path,))
+        await self._llm.resume_generation()
+        wrong = tuple(sorted({name for _, names in answers for name in names}))
+        return UpdateReport(await self.ping(), min(count for count, _ in answers), wrong)
+
+    async def shutdown(self) -> None:
+        """Stop the engine core."""
+        self._llm.shutdown(timeout=2.0)
+
+    def _turn_generator(self, sampling: Sampling) -> Callable[..., Awaitable[ModelTurn]]:
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        stops = sorted(self._codec.stop_ids)
+
+        async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
+            params = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=max_tokens,
+                seed=seed,
+                stop_token_ids=stops,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,
+            )
+            self._requests += 1
+            last = None
+            async for output in self._llm.generate(tokens_input(list(token_ids)), params, f"r{self._requests}"):
+                last = output
+            if last is None or last.outputs[0].finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"the engine ended a request with {last and last.outputs[0].finish_reason!r}")
+            return _model_turn(last.outputs[0])
+
+        return generate
+
+    def _sandbox_tool(self) -> Callable[[str], Awaitable[ExecutionResultLike]]:
+        from ctpo_sandbox import SandboxClient, SandboxUnavailable
+
+        sandbox = self._config.sandbox
+        share = max(1, sandbox.max_concurrency // self._config.rollout.engines)
+        client = SandboxClient(self._sandbox_url, max_concurrency=share, request_timeout_s=sandbox.request_timeout_s)
+
+        async def run_tool(code: str) -> ExecutionResultLike:
+            try:
+                return await client.run(code, run_timeout_s=sandbox.run_timeout_s)
+            except SandboxUnavailable as error:
+                raise ToolUnavailable(str(error)) from error
+
+        return run_tool
+
+
+def _lone_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error that is no tool failure; vLLM hands one EngineDeadError to all, whose traceback only grows."""
+    error = next(error for error in errors.exceptions if not isinstance(error, EpisodeFailed))
+    return EngineDied(str(error)) if type(error).__name__ == "EngineDeadError" else error
+
+
+def _model_turn(output: Any) -> ModelTurn:
+    token_ids = list(output.token_ids)
+    logps = list(output.logprobs.logprobs)
+    versions: list[int] = []
+    for span in output.weight_versions:
+        versions += [int(span.version)] * (span.end - span.start)
+    return ModelTurn(token_ids, logps, versions)
+

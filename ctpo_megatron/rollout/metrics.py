@@ -1,0 +1,51 @@
+"""Rollout figures of a batch, computed from its trajectories alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ctpo_megatron.data.records import Group
+
+TOOL_STATUSES = ("success", "runtime_error", "timeout", "parse_error", "infrastructure_error")
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Flat `rollout/*`, `tokens/*` and `sandbox/*` figures of `groups`; empty when there are no trajectories.
+
+    rollout/tool_use, truncated and max_turns are shares of trajectories; tool_calls, turns_mean, response_length_mean
+    (tokens after the prompt, observations included) and model_tokens_mean are means per trajectory; tool_error_rate is
+    the share of calls that did not succeed. tokens/* and the sandbox/* statuses are counts; sandbox/calls counts every
+    call, malformed ones included; sandbox/wall_mean_s is the mean seconds of the calls that were executed. Both
+    rates are left out when there was no call to take them over.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories:
+        return {}
+    n = len(trajectories)
+    calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
+    statuses = Counter(call.status for call in calls)
+    reasons = Counter(trajectory.finish_reason for trajectory in trajectories)
+    model = sum(sum(trajectory.model_mask) for trajectory in trajectories)
+    total = sum(len(trajectory) for trajectory in trajectories)
+    response = sum(trajectory.response_tokens for trajectory in trajectories)
+    users = sum(any(call.status == "success" for call in trajectory.tool_calls) for trajectory in trajectories)
+    metrics = {
+        "rollout/tool_use": users / n,
+        "rollout/tool_calls": len(calls) / n,
+        "rollout/truncated": reasons["length"] / n,
+        "rollout/max_turns": reasons["max_turns"] / n,
+        "rollout/turns_mean": sum(max(trajectory.turn) for trajectory in trajectories) / n,
+        "rollout/response_length_mean": response / n,
+        "rollout/model_tokens_mean": model / n,
+        "tokens/model": float(model),
+        "tokens/total": float(total),
+        "sandbox/calls": float(len(calls)),
+    }
+    metrics |= {f"sandbox/{status}": float(statuses[status]) for status in TOOL_STATUSES}
+    if calls:
+        metrics["rollout/tool_error_rate"] = 1.0 - statuses["success"] / len(calls)
+    executed = [call.wall_s for call in calls if call.status != "parse_error"]
+    if executed:
+        metrics["sandbox/wall_mean_s"] = sum(executed) / len(executed)
+    return metrics

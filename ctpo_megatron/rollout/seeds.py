@@ -1,0 +1,25 @@
+"""Sampling seeds as a stable function of what is sampled, so that a run can be repeated token for token."""
+
+from __future__ import annotations
+
+import hashlib
+
+_BITS = 53  # exact in a JSON number whoever reads it
+
+
+def _hash(*parts: object) -> int:
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big") >> (64 - _BITS)
+
+
+def trajectory_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
+    """Seed of one trajectory: the top 53 bits of blake2b-64 over the fields joined by the unit separator (0x1f).
+
+    A retried group gets the same seeds, so a fault leaves no trace in what is sampled.
+    """
+    return _hash("trajectory", run_seed, step, prompt_id, sample_index)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Seed of model turn `turn` (from 1) of the trajectory with `seed`."""
+    return _hash("turn", seed, turn)
