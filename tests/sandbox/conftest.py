@@ -1,0 +1,33 @@
+"""One real server for the whole folder, and a client call that needs no event loop in the tests."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ctpo_sandbox import ExecutionResult, SandboxClient, SandboxServer, start_server
+
+Runner = Callable[..., ExecutionResult]
+
+
+@pytest.fixture(scope="session")
+def sandbox_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
+    log: Path = tmp_path_factory.mktemp("sandbox") / "server.log"
+    with start_server(slots=2, memory_mb=384, max_run_timeout_s=20, start_timeout_s=60, log_path=log) as server:
+        yield server
+
+
+@pytest.fixture
+def execute(sandbox_server: SandboxServer) -> Runner:
+    def run(code: str, *, stdin: str = "", run_timeout_s: float = 10.0) -> ExecutionResult:
+        async def once() -> ExecutionResult:
+            client = SandboxClient(sandbox_server.url, max_concurrency=1, request_timeout_s=40)
+            try:
+                return await client.run(code, stdin=stdin, run_timeout_s=run_timeout_s)
+            finally:
+                await client.aclose()
+
+        return asyncio.run(once())
+
+    return run

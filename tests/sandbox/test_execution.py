@@ -1,0 +1,82 @@
+"""A snippet behaves as under `python main.py`, and its verdict says what happened to it."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def test_success(execute):
+    result = execute("print(1 + 1)")
+    assert (result.status, result.stdout, result.stderr) == ("success", "2\n", "")
+    assert 0 < result.wall_s < 5
+
+
+def test_stdin_is_what_was_given_and_then_ends(execute):
+    assert execute("print(input(), input())", stdin="a\nb\n").stdout == "a b\n"
+    assert "EOFError" in execute("input()").stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(:\n    pass",
+        "def f(n):\n    return 1 // n\n\nf(0)",
+        "try:\n    {}['a']\nexcept KeyError:\n    raise ValueError('two\\nlines')",
+        "import sys\nprint('out')\nsys.exit(3)",
+        "raise SystemExit('a message')",
+        "raise SystemExit",
+        "import atexit\natexit.register(print, 'bye')\nprint(__name__, __import__('sys').argv)",
+        "from __future__ import annotations\nx: undefined = 1\nprint(__annotations__)",
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
+        "import sys\nsys.excepthook = lambda *a: print('hook', a[1])\n1 / 0",
+        "class A: pass\nimport pickle\nprint(type(pickle.loads(pickle.dumps(A()))).__name__)",
+        "# -*- coding: latin-1 -*-\nprint('caf\u00e9'.encode())",
+    ],
+)
+def test_like_python_main(execute, tmp_path, code):
+    (tmp_path / "main.py").write_text(code)
+    command = [sys.executable, "-X", "utf8", "main.py"]
+    expected = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    result = execute(code)
+    assert result.status == ("success" if expected.returncode == 0 else "runtime_error")
+    assert result.stdout == expected.stdout
+    assert result.stderr == expected.stderr.replace(str(tmp_path / "main.py"), "main.py")
+
+
+def test_death_by_signal_is_named(execute):
+    result = execute("import os\nprint('before', flush=True)\nos.abort()")
+    assert (result.status, result.stdout) == ("runtime_error", "before\n")
+    assert "[killed by signal 6 (SIGABRT)]" in result.stderr
+
+
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGXCPU"])
+def test_a_snippet_cannot_claim_a_timeout(execute, sent):
+    result = execute(f"import os, signal\nos.kill(os.getpid(), signal.{sent})")
+    assert result.status == "runtime_error"
+    assert sent in result.stderr
+
+
+def test_output_that_is_not_utf8(execute):
+    assert execute(r"import os; os.write(1, b'\xff\xfeok')").stdout == "\ufffd\ufffdok"
+
+
+def test_lone_surrogates_do_not_break_the_reply(execute):
+    assert "UnicodeEncodeError" in execute(r"print('\ud800')").stderr
+    assert "SyntaxError" in execute("print('\ud800')").stderr
+    assert execute("import sys; print(len(sys.stdin.buffer.read()))", stdin="\ud800").stdout == "3\n"
+
+
+def test_numerical_libraries_import(execute):
+    code = "import numpy, sympy\nx = sympy.Symbol('x')\nprint(numpy.arange(3).sum(), sympy.integrate(x, x))"
+    result = execute(code)
+    assert (result.stdout, result.status) == ("3 x**2/2\n", "success")
+
+
+def test_runs_share_nothing(execute):
+    execute("import math, random\nmath.pi = 3\nopen('left', 'w').close()")
+    results = [
+        execute("import math, os, random\nprint(math.pi > 3.1, os.listdir(), random.random())") for _ in range(4)
+    ]
+    assert all(result.stdout.startswith("True [] ") for result in results)
+    assert len({result.stdout for result in results}) == 4
