@@ -1,1 +1,35 @@
-"""objective room."""
+"""Objective room: the mathematics of CTPO and its relatives in plain torch. The specification that kernels must equal.
+
+    rewards --group_advantages--> A --+
+    logp, anchor_logp, masks ---------+--policy_loss(objective, denominators)--> loss, per_token, stats
+    correction_weights ---------------+
+
+- `PolicyObjective.preset("ctpo")`, `objective_from_config(config)`: which ratio, clip and aggregation.
+- `policy_loss`: the loss of a padded or packed batch; `supervised_loss`: negative log-likelihood of the warm-up.
+- `Denominators`: counts of the whole optimizer step, so that cutting it into micro-batches changes nothing.
+- `group_advantages`, `correction_weights`: inputs of the loss.
+- `merge`, `summarize`: statistics of several micro-batches and ranks -> metrics.
+"""
+
+from ctpo_megatron.objective.advantages import group_advantages
+from ctpo_megatron.objective.aggregation import Denominators
+from ctpo_megatron.objective.correction import correction_weights
+from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss
+from ctpo_megatron.objective.presets import PRESETS, PolicyObjective, objective_from_config
+from ctpo_megatron.objective.stats import LossStats, merge, summarize
+from ctpo_megatron.objective.supervised import supervised_loss
+
+__all__ = [
+    "PRESETS",
+    "Denominators",
+    "LossStats",
+    "PolicyLossOutput",
+    "PolicyObjective",
+    "correction_weights",
+    "group_advantages",
+    "merge",
+    "objective_from_config",
+    "policy_loss",
+    "summarize",
+    "supervised_loss",
+]

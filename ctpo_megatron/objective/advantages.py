@@ -1,0 +1,53 @@
+"""Outcome rewards of one prompt's samples -> advantages, to be broadcast to every token of each trajectory."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ctpo_megatron.config.schema import AdvantageConfig
+
+STD_EPSILON = 1e-6
+
+
+def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig) -> Tensor:
+    """Advantages of one group, float32 `[n]`, from its n rewards (sample order kept; computed in float64).
+
+        group           (R_i - mean) / (std + 1e-6), unbiased std; without `normalize_std`: R_i - mean
+        rloo            R_i - mean of the other n - 1 rewards
+        mean_baseline   R_i - mean
+
+    Equal rewards give exactly 0, and so does a group of one (there is nothing to compare with; warned about once).
+    Raises ValueError for an empty group and for a reward that is not finite, naming its index and value.
+    """
+    r = torch.as_tensor(rewards).detach().to(torch.float64)
+    if r.dim() != 1 or r.numel() == 0:
+        raise ValueError(f"rewards must be a non-empty list of numbers; got shape {tuple(r.shape)}")
+    for index, value in enumerate(r.tolist()):
+        if not float("-inf") < value < float("inf"):
+            raise ValueError(f"reward {index} of the group is {value}; rewards must be finite")
+    n = r.numel()
+    if n == 1:
+        _warn_group_of_one()
+    # Decided on the rewards themselves: rounding of the mean must not turn "no difference" into a tiny advantage.
+    if n == 1 or bool((r == r[0]).all()):
+        return torch.zeros(n, dtype=torch.float32, device=r.device)
+    centred = r - r.mean()
+    if config.kind == "rloo":
+        centred = centred * n / (n - 1)
+    elif config.kind == "group" and config.normalize_std:
+        centred = centred / (r.std(correction=1) + STD_EPSILON)
+    return centred.to(torch.float32)
+
+
+@functools.cache
+def _warn_group_of_one() -> None:
+    warnings.warn(
+        "a group of one sample has no relative advantage: it is 0 and the sample teaches nothing "
+        "(set rollout.samples_per_prompt to 2 or more)",
+        stacklevel=3,
+    )

@@ -1,0 +1,75 @@
+"""The clipped surrogate: log-space bounds that widen with position (CTPO), and ratio bounds (PPO, GRPO, GSPO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ctpo_megatron.objective.presets import PolicyObjective
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """Loss per token and where a bound replaced the ratio (so that the token has no gradient).
+
+    loss: `[N]`, before weights and aggregation, in units of the advantage.
+    ratio: `[N]`, detached r_t after the cap.
+    high, low, dual: bool `[N]`. high: A > 0 and r above its bound; low: A < 0 and r below; dual: A < 0 and r far above.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    high: Tensor
+    low: Tensor
+    dual: Tensor
+
+
+def capped(x: Tensor, upper: float) -> Tensor:
+    """min(x, upper) whose gradient is 1 up to and including the bound and 0 beyond it.
+
+    Not `torch.clamp`: that gives NaN a zero gradient, which would hide a NaN from the optimizer; not `torch.minimum`:
+    that halves the gradient at an exact tie.
+    """
+    return torch.where(x > upper, upper, x)
+
+
+def surrogate(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective: PolicyObjective) -> Surrogate:
+    """Clipped policy-gradient loss per token. All inputs `[N]`, and finite wherever the caller will not use the result.
+
+    With log r_t cut at 10 (zero gradient beyond) and s_t = t^power, clip "log_power" is
+
+        l1 = -A r_t
+        l2 = -A exp(clamp(log r_t, -low s_t, high s_t))
+        l  = max(l1, l2);   if A < 0 and dual is set:  l = min(l, -A exp(dual s_t))
+
+    and clip "ratio" the same with r_t bounded by [1 - low, 1 + high] and by dual. The max and min leave exactly one
+    interval per sign of A, which is what the code writes:
+
+        A >= 0:  l = -A min(r, upper bound)
+        A <  0:  l = -A min(max(r, lower bound), dual bound)
+
+    The bound is compared with the quantity it is stated for (log r or r), so rounding of exp cannot move a decision.
+    A ratio equal to a bound counts as inside it.
+    """
+    log_ratio = capped(log_ratio, LOG_RATIO_CAP)
+    if objective.clip == "log_power":
+        scale = position.clamp(min=1).to(log_ratio.dtype) ** objective.clip_power
+        x, low, high = log_ratio, -objective.clip_low * scale, objective.clip_high * scale
+        dual = None if objective.clip_dual is None else objective.clip_dual * scale
+    else:
+        x = log_ratio.exp()
+        low, high = torch.full_like(x, 1 - objective.clip_low), torch.full_like(x, 1 + objective.clip_high)
+        dual = None if objective.clip_dual is None else torch.full_like(x, objective.clip_dual)
+    low, high = low.detach(), high.detach()
+    is_high = (advantages > 0) & (x > high)
+    is_low = (advantages < 0) & (x < low)
+    is_dual = torch.zeros_like(is_low) if dual is None else (advantages < 0) & (x > dual.detach())
+
+    bounded = torch.where(is_high, high, torch.where(is_low, low, x))
+    if dual is not None:
+        bounded = torch.where(is_dual, dual.detach(), bounded)
+    clipped_ratio = bounded.exp() if objective.clip == "log_power" else bounded
+    return Surrogate(-advantages * clipped_ratio, log_ratio.detach().exp(), is_high, is_low, is_dual)

@@ -1,0 +1,105 @@
+"""The policy loss: ratio x clip x aggregation, in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ctpo_megatron.objective.aggregation import Denominators, token_scale
+from ctpo_megatron.objective.clips import Surrogate, surrogate
+from ctpo_megatron.objective.layout import SequenceLayout
+from ctpo_megatron.objective.presets import PolicyObjective
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, TokenRatios, token_ratios
+from ctpo_megatron.objective.stats import LossStats, stats_of
+
+
+@dataclass(frozen=True)
+class PolicyLossOutput:
+    """loss: scalar, differentiable in logp. per_token: l_t w_t in the shape of logp, before aggregation, 0 where the
+    loss mask is 0; still on the graph, so detach it before keeping it. stats: sums, counts and extrema, detached."""
+
+    loss: Tensor
+    per_token: Tensor
+    stats: LossStats
+
+
+def policy_loss(
+    logp: Tensor,
+    anchor_logp: Tensor,
+    advantages: Tensor,
+    model_mask: Tensor,
+    objective: PolicyObjective,
+    *,
+    loss_mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    denominators: Denominators | None = None,
+) -> PolicyLossOutput:
+    """Loss of a padded `[B, T]` or packed `[N]` batch (tokens of one sequence adjacent, in order, never split).
+
+    logp: log-probabilities (nats) of the sampled tokens under the policy in training; the only differentiable input.
+        float32, or float64, kept; lower precisions are computed in float32.
+    anchor_logp: log-probabilities that the ratio is taken against: recomputed by the trainer with the weights that the
+        rollout batch started from ("proximal"), or as the sampler reported them ("behaviour").
+    advantages: A_t per token, or one per sequence `[B]`.
+    model_mask: 1 where the policy sampled the token. Only these enter the prefix sum and advance the position t.
+    loss_mask: 1 where the token contributes to the loss (default: model_mask); it acts on the loss alone, so dropping
+        a token here leaves every other token's ratio and bound as they were. Cut to model_mask.
+    weights: detached correction factors w_t, per token or `[B]` (default 1).
+    cu_seqlens: int `[B + 1]`, boundaries of a packed batch.
+    denominators: counts of the whole optimizer step; None takes this batch for the whole step.
+
+    The gradient of token t's loss reaches logp_t only: -A_t r_t w_t inside the bounds, 0 beyond them. Values at masked
+    positions, NaN included, never enter; a NaN at a model token shows in its own sequence from there on (cumulative
+    ratios), at that token (token ratio), or over its whole sequence (sequence ratios).
+    No host synchronisation on CUDA tensors. Raises ValueError for shapes that do not fit.
+    """
+    layout = SequenceLayout.of(logp, cu_seqlens)
+    dtype = logp.dtype if logp.dtype == torch.float64 else torch.float32
+    model = layout.mask(model_mask, "model_mask")
+    trained = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
+
+    # Select before any arithmetic: 0 * NaN is NaN, in the forward pass and in the gradient.
+    flat_logp = torch.where(model, layout.values(logp, "logp", dtype), 0.0)
+    flat_anchor = layout.values(anchor_logp, "anchor_logp", dtype)
+    advantage = torch.where(trained, layout.values(advantages.detach(), "advantages", dtype, per_sequence=True), 0.0)
+
+    ratios = token_ratios(objective.ratio, flat_logp, flat_anchor, model, layout)
+    token = surrogate(torch.where(trained, ratios.log_ratio, 0.0), ratios.position, advantage, objective)
+    per_token = token.loss
+    if weights is not None:
+        per_token = per_token * layout.values(weights.detach(), "weights", dtype, per_sequence=True)
+    per_token = torch.where(trained, per_token, 0.0)
+
+    scale = token_scale(trained, layout, objective, denominators)
+    loss = (per_token * scale).sum()  # float64: the order of the tokens does not show in the float32 result
+    stats = _stats(loss, ratios, token, model, trained)
+    return PolicyLossOutput(loss.to(dtype), per_token.reshape(layout.shape), stats)
+
+
+@torch.no_grad()
+def _stats(loss: Tensor, ratios: TokenRatios, token: Surrogate, model: Tensor, trained: Tensor) -> LossStats:
+    """Sums and extrema of one batch; all `[N]` inputs flat."""
+    log_ratio = ratios.log_ratio.detach()
+    excess = torch.where(trained, token.ratio.double() - 1, 0.0)
+    return stats_of(
+        {
+            "loss": loss,
+            "loss_tokens": trained.sum(),
+            "model_tokens": model.sum(),
+            "minus_d": -ratios.d.double().sum(),
+            "ratio_excess": excess.sum(),
+            "ratio_excess_squared": excess.square().sum(),
+            "clip_high": token.high.sum(),
+            "clip_low": token.low.sum(),
+            "clip_dual": token.dual.sum(),
+            "capped": (trained & (log_ratio > LOG_RATIO_CAP)).sum(),
+        },
+        {
+            "ratio": (token.ratio, trained),
+            "minus_ratio": (-token.ratio, trained),
+            "abs_log_ratio": (log_ratio.abs(), model),
+        },
+    )

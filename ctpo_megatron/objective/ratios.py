@@ -1,0 +1,109 @@
+"""Log importance ratios: cumulative (CTPO), its geometric mean, token, and the two whole-sequence forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ctpo_megatron.objective.layout import SequenceLayout
+from ctpo_megatron.objective.presets import RatioKind
+
+TOKEN_LOG_RATIO_LIMIT = 20.0
+"""|d_t| above this (nats) is cut before it enters a sum; the value is detached, so no gradient is lost to the cut."""
+
+LOG_RATIO_CAP = 10.0
+"""log r_t above this (nats) is cut, and its gradient is zero."""
+
+FRACTION_BITS = 40
+"""S_t is summed in integer units of 2^-40 nats."""
+
+
+@dataclass(frozen=True)
+class TokenRatios:
+    """Log-ratios of a flat batch; every field is `[N]` and meaningful where model_mask is 1.
+
+    log_ratio: log r_t before the upper cap, nats; d log_ratio_t / d logp_t = 1 and 0 for every other token.
+    d: detached token log-ratio logp_t - anchor_t within +-20 nats; 0 where model_mask is 0.
+    position: int64, model tokens of the sequence up to and including this one (t, from 1).
+    """
+
+    log_ratio: Tensor
+    d: Tensor
+    position: Tensor
+
+
+def token_log_ratio(logp: Tensor, anchor_logp: Tensor, model_mask: Tensor) -> Tensor:
+    """d_t = clamp(logp_t - anchor_t, -20, 20), detached, and exactly 0 where model_mask is 0 (whatever stands there).
+
+    All `[N]`; NaN in a model token stays NaN, an infinite difference becomes +-20.
+    """
+    d = (logp.detach() - anchor_logp.detach()).clamp(-TOKEN_LOG_RATIO_LIMIT, TOKEN_LOG_RATIO_LIMIT)
+    return torch.where(model_mask, d, 0.0)
+
+
+def _fixed_point(d: Tensor) -> tuple[Tensor, Tensor]:
+    """d as int64 units of 2^-40 (round half to even; NaN as 0), and int64 NaN flags.
+
+    |d| <= 20 uses 45 bits, so a sequence holds 2^18 tokens at the limit before 64 bits could overflow. The running sum
+    over the batch may wrap: differences modulo 2^64 are still right.
+    """
+    bad = d.isnan()
+    units = torch.round(torch.where(bad, 0.0, d).double() * 2.0**FRACTION_BITS).to(torch.int64)
+    return units, bad.to(torch.int64)
+
+
+def _nats(units: Tensor, bad: Tensor) -> Tensor:
+    """Inverse of `_fixed_point` for a sum of units that contains `bad` NaN terms: float64."""
+    return torch.where(bad > 0, torch.nan, units.double() * 2.0**-FRACTION_BITS)
+
+
+def prefix_sum(d: Tensor, layout: SequenceLayout) -> Tensor:
+    """S_t = sum_{k <= t} d_k within each sequence, float64 `[N]`, from `d` `[N]` that is 0 at masked tokens.
+
+    Summed in 64-bit fixed point: integer addition is associative, so S_t has the same bits in whatever order, padding
+    or company the sequence is packed. A NaN makes S NaN from its position to the end of its own sequence.
+    """
+    units, bad = _fixed_point(d)
+    return _nats(layout.cumulative_sum(units), layout.cumulative_sum(bad))
+
+
+def sequence_sum(d: Tensor, layout: SequenceLayout) -> Tensor:
+    """S_T, the sum over each whole sequence broadcast to its tokens, float64 `[N]`; exact as `prefix_sum` is."""
+    units, bad = _fixed_point(d)
+    return layout.to_tokens(_nats(layout.total(units), layout.total(bad)))
+
+
+def token_ratios(
+    kind: RatioKind, logp: Tensor, anchor_logp: Tensor, model_mask: Tensor, layout: SequenceLayout
+) -> TokenRatios:
+    """The log-ratio of every token: log r_t = sg[x_t] + logp_t - sg[logp_t], with x_t by `kind` (sg = stop-gradient)
+
+        cumulative         S_t            prefix product of token ratios (CTPO)
+        geomean            S_t / t        its geometric mean
+        token              d_t            PPO, GRPO, DAPO
+        sequence           S_T            product over the whole sequence
+        sequence_geomean   S_T / T        its geometric mean (GSPO, in the token form of its authors)
+
+    where T counts the model tokens of the sequence. All inputs are `[N]`; `logp` must be finite at masked tokens
+    (the caller has put 0 there), other masked values never enter.
+    """
+    d = token_log_ratio(logp, anchor_logp, model_mask)
+    counts = model_mask.to(torch.int64)
+    position = layout.cumulative_sum(counts)
+    match kind:
+        case "cumulative":
+            x = prefix_sum(d, layout)
+        case "geomean":
+            x = prefix_sum(d, layout) / position.clamp(min=1)
+        case "token":
+            x = d
+        case "sequence":
+            x = sequence_sum(d, layout)
+        case "sequence_geomean":
+            x = sequence_sum(d, layout) / layout.to_tokens(layout.total(counts)).clamp(min=1)
+        case _:
+            raise ValueError(f"unknown ratio {kind!r}")
+    # logp - sg[logp] is exactly 0 in value and 1 in gradient: no other token's log-probability is reached.
+    return TokenRatios(log_ratio=x.to(logp.dtype) + (logp - logp.detach()), d=d, position=position)

@@ -1,0 +1,125 @@
+"""What a loss reports: sums, counts and extrema that merge exactly over micro-batches and ranks; never means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+SUMS = (
+    "loss",  # share of the aggregated loss
+    "loss_tokens",
+    "model_tokens",
+    "minus_d",  # sum over model tokens of anchor_t - logp_t
+    "ratio_excess",  # sum over loss tokens of r_t - 1; around 1 because r stays there, and the variance would cancel
+    "ratio_excess_squared",
+    "clip_high",
+    "clip_low",
+    "clip_dual",
+    "capped",  # loss tokens with log r_t above the cap of 10
+)
+MAXIMA = ("ratio", "minus_ratio", "abs_log_ratio")
+
+StatsKind = Literal["policy", "supervised"]
+
+
+@dataclass(frozen=True)
+class LossStats:
+    """Statistics of one or more loss calls, on the device of the loss and detached.
+
+    sums: float64 `[len(SUMS)]`, entries as `SUMS` names them; counts are exact to 2^53.
+    maxima: float64 `[len(MAXIMA)]`, -inf where no token took part. The ratio's are over loss tokens, |log r| (before
+        the cap) over all model tokens.
+    kind: which loss reported; only like kinds merge.
+    """
+
+    sums: Tensor
+    maxima: Tensor
+    kind: StatsKind = "policy"
+
+    def as_tensor(self) -> Tensor:
+        """One float64 vector for an all-gather; `from_tensor` restores it."""
+        return torch.cat([self.sums, self.maxima])
+
+    @classmethod
+    def from_tensor(cls, vector: Tensor, kind: StatsKind = "policy") -> LossStats:
+        """Inverse of `as_tensor`; raises ValueError for another length."""
+        if vector.shape != (len(SUMS) + len(MAXIMA),):
+            raise ValueError(f"expected [{len(SUMS) + len(MAXIMA)}], got {list(vector.shape)}")
+        return cls(vector[: len(SUMS)], vector[len(SUMS) :], kind)
+
+
+def stats_of(
+    sums: dict[str, Tensor], maxima: dict[str, tuple[Tensor, Tensor]] | None = None, kind: StatsKind = "policy"
+) -> LossStats:
+    """Assemble `LossStats` without a host synchronisation.
+
+    sums: name of `SUMS` -> scalar; a name left out is 0. maxima: name of `MAXIMA` -> (values, bool mask), both `[N]`.
+    """
+    zero = torch.zeros_like(next(iter(sums.values())), dtype=torch.float64)
+    none = zero.reshape(1) - math.inf
+
+    def maximum(name: str) -> Tensor:
+        if not maxima or name not in maxima:
+            return none[0]
+        values, mask = maxima[name]
+        # The appended -inf gives the maximum over no tokens a value.
+        return torch.cat([torch.where(mask, values.double(), -math.inf), none]).amax()
+
+    return LossStats(
+        torch.stack([sums[name].detach().double() if name in sums else zero for name in SUMS]),
+        torch.stack([maximum(name) for name in MAXIMA]),
+        kind,
+    )
+
+
+def merge(stats: Sequence[LossStats]) -> LossStats:
+    """One record for several micro-batches or ranks: sums add, maxima take the largest. NaN survives.
+
+    Raises ValueError for an empty list or unlike kinds.
+    """
+    kinds = {part.kind for part in stats}
+    if len(kinds) != 1:
+        raise ValueError(f"merge needs statistics of exactly one kind; got {sorted(kinds) or 'none'}")
+    sums = torch.stack([part.sums for part in stats]).sum(0)
+    return LossStats(sums, torch.stack([part.maxima for part in stats]).amax(0), stats[0].kind)
+
+
+def summarize(stats: LossStats) -> dict[str, float]:
+    """Metrics of merged statistics (one host synchronisation). A mean over no token is left out, not reported as 0.
+
+    Rates are per loss token. `actor/ppo_kl` is the mean of -d_t over model tokens, the first-order estimate of the
+    divergence from the anchor. `actor/pg_clipfrac` counts tokens whose loss the two-sided bounds changed,
+    `actor/pg_clipfrac_lower` those that the dual bound changed. `pg_update/is_ratio/*` is r_t over loss tokens with the
+    unbiased standard deviation. `actor/pg_loss` is the loss of the step if every call had the step's denominators.
+    """
+    values = stats.as_tensor().tolist()
+    total = dict(zip(SUMS, values, strict=False))
+    maximum = dict(zip(MAXIMA, values[len(SUMS) :], strict=True))
+    if stats.kind == "supervised":
+        return {"supervised/loss": total["loss"]}
+    metrics = {"actor/pg_loss": total["loss"]}
+    clipped = {side: total[f"clip_{side}"] for side in ("high", "low", "dual")}
+    clipped["total"] = sum(clipped.values())
+    metrics |= {f"pg_update/clip/{side}/count": count for side, count in clipped.items()}
+    metrics["pg_update/log_ratio_capped/count"] = total["capped"]
+    if total["model_tokens"]:
+        metrics["actor/ppo_kl"] = total["minus_d"] / total["model_tokens"]
+        metrics["pg_update/log_ratio_abs_max"] = maximum["abs_log_ratio"]
+    if n := total["loss_tokens"]:
+        metrics |= {f"pg_update/clip/{side}/rate": count / n for side, count in clipped.items()}
+        metrics["actor/pg_clipfrac"] = (clipped["high"] + clipped["low"]) / n
+        metrics["actor/pg_clipfrac_lower"] = clipped["dual"] / n
+        excess = total["ratio_excess"] / n
+        metrics["pg_update/is_ratio/mean"] = 1 + excess
+        metrics["pg_update/is_ratio/min"] = -maximum["minus_ratio"]
+        metrics["pg_update/is_ratio/max"] = maximum["ratio"]
+        if n > 1:
+            variance = (total["ratio_excess_squared"] - n * excess**2) / (n - 1)
+            # Rounding may leave a variance of -1e-20; NaN goes through.
+            metrics["pg_update/is_ratio/std"] = 0.0 if variance <= 0 else math.sqrt(variance)
+    return metrics

@@ -1,0 +1,198 @@
+"""Every row of the gradient table, the stop-gradient form, ties, limits and NaN."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from objective_reference import packed, random_batch
+
+from ctpo_megatron.objective import PRESETS, PolicyObjective, policy_loss
+
+T = 9  # position of the token under test: s_t = 3
+INSIDE, HIGH, BETWEEN, LOW = 0.1, 0.2, -0.05, -0.1  # log r; bounds at t = 9: low -.075, high .15, dual .15
+
+
+def token_gradient(log_r: float, a: float, *, l: int = 1, spread: bool = True, **overrides) -> tuple[float, float]:  # noqa: E741
+    """d l_t / d logp_t and l_t of token 9 of a sequence with S_9 = `log_r`; asserts that no other token is reached."""
+    d = torch.zeros(1, T, dtype=torch.float64)
+    d[0, :] = log_r / T if spread else 0.0
+    d[0, -1] = log_r - d[0, :-1].sum()
+    logp = (d - 1).requires_grad_()
+    loss_mask = torch.zeros(1, T)
+    loss_mask[0, -1] = l
+    objective = PolicyObjective.preset("ctpo", **overrides)
+    out = policy_loss(
+        logp,
+        torch.full_like(logp, -1),
+        torch.tensor([a], dtype=torch.float64),
+        torch.ones(1, T),
+        objective,
+        loss_mask=loss_mask,
+    )
+    out.per_token.sum().backward()
+    assert not logp.grad[0, :-1].any()
+    return logp.grad[0, -1].item(), out.per_token[0, -1].item()
+
+
+@pytest.mark.parametrize("a", [0.7, 2.0])
+@pytest.mark.parametrize("log_r", [INSIDE, BETWEEN, LOW, -3.0, 0.0])
+def test_positive_advantage_up_to_high(a, log_r):
+    """There is no lower clip for A > 0."""
+    assert token_gradient(log_r, a)[0] == pytest.approx(-a * math.exp(log_r), abs=1e-10)
+
+
+@pytest.mark.parametrize("log_r", [HIGH, 3.0])
+def test_positive_advantage_above_high(log_r):
+    gradient, loss = token_gradient(log_r, 0.7)
+    assert gradient == 0 and loss == pytest.approx(-0.7 * math.exp(0.15))
+
+
+@pytest.mark.parametrize("log_r", [LOW, -3.0])
+def test_negative_advantage_below_low(log_r):
+    gradient, loss = token_gradient(log_r, -0.7)
+    assert gradient == 0 and loss == pytest.approx(0.7 * math.exp(-0.075))
+
+
+@pytest.mark.parametrize("log_r", [BETWEEN, 0.0, INSIDE])
+def test_negative_advantage_between_low_and_dual(log_r):
+    assert token_gradient(log_r, -0.7)[0] == pytest.approx(0.7 * math.exp(log_r), abs=1e-10)
+
+
+@pytest.mark.parametrize("log_r", [HIGH, 3.0])
+def test_negative_advantage_above_dual(log_r):
+    gradient, loss = token_gradient(log_r, -0.7)
+    assert gradient == 0 and loss == pytest.approx(0.7 * math.exp(0.15))
+
+
+def test_dual_bound_apart_from_high():
+    """high bounds nothing for A < 0; dual does, and only when it is set."""
+    assert token_gradient(0.4, -1.0, clip_dual=0.2)[0] == pytest.approx(math.exp(0.4))
+    assert token_gradient(0.7, -1.0, clip_dual=0.2) == (0.0, pytest.approx(math.exp(0.6)))
+    assert token_gradient(0.7, -1.0, clip_dual=-1)[0] == pytest.approx(math.exp(0.7))
+    assert token_gradient(0.4, 1.0, clip_high=0.2, clip_dual=0.01)[0] == pytest.approx(-math.exp(0.4))
+
+
+@pytest.mark.parametrize("log_r", [LOW, 0.0, INSIDE, HIGH])
+def test_no_advantage_or_no_loss_mask(log_r):
+    assert token_gradient(log_r, 0.0)[0] == 0
+    assert token_gradient(log_r, 1.0, l=0) == (0.0, 0.0)
+    assert token_gradient(log_r, -1.0, l=0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("a", [1.0, -1.0])
+def test_cap_at_ten(a):
+    open_bounds = {"clip_low": 100.0, "clip_high": 100.0, "clip_dual": None}
+    assert token_gradient(9.9, a, **open_bounds)[0] == pytest.approx(-a * math.exp(9.9))
+    assert token_gradient(10.1, a, **open_bounds) == (0.0, pytest.approx(-a * math.exp(10)))
+
+
+@pytest.mark.parametrize("difference", [-25.0, 25.0])
+def test_limit_of_twenty_changes_the_value_and_not_the_own_gradient(difference):
+    """The second token brings the sum back, so that its ratio is inside while a limited d stands before it."""
+    logp = torch.tensor([[difference, -math.copysign(20.0, difference)]], dtype=torch.float64, requires_grad=True)
+    objective = PolicyObjective.preset("ctpo")
+    out = policy_loss(logp, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2), objective)
+    out.per_token.sum().backward()
+    assert logp.grad[0, 1].item() == pytest.approx(-1.0)
+    assert logp.grad[0, 0].item() == pytest.approx(0.0 if difference > 0 else -math.exp(-20.0), rel=1e-9)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, -0.5])
+def test_equality_with_a_bound_is_inside(power):
+    """A bound of 0 at r = 1 is the tie that really happens (first mini-batch): the gradient is whole, not half."""
+    for a in (1.0, -1.0):
+        zero = {"clip_low": 0.0, "clip_high": 0.0, "clip_dual": 0.0, "clip_power": power}
+        assert token_gradient(0.0, a, spread=False, **zero)[0] == -a
+    # .125 s_t with power 0 is exact in binary.
+    assert token_gradient(0.125, 1.0, spread=False, clip_high=0.125, clip_power=0.0)[0] == -math.exp(0.125)
+    assert token_gradient(0.125, -1.0, spread=False, clip_dual=0.125, clip_power=0.0)[0] == math.exp(0.125)
+
+
+def test_power_zero_is_a_fixed_window():
+    assert token_gradient(0.06, 1.0, clip_power=0.0)[0] == 0
+    assert token_gradient(0.04, 1.0, clip_power=0.0)[0] == pytest.approx(-math.exp(0.04))
+    assert token_gradient(-0.03, -1.0, clip_power=0.0)[0] == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_jacobian_is_diagonal(name):
+    """d l_t / d logp_k is exactly 0 for k != t, whole-sequence ratios included."""
+    arguments = packed(random_batch(4, [5, 7], 0.05))
+    logp = arguments.pop("logp")
+    objective = PolicyObjective.preset(name)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: policy_loss(x, objective=objective, **arguments).per_token, logp
+    )
+    diagonal = jacobian.diagonal()
+    assert diagonal.any() and torch.equal(jacobian, torch.diag(diagonal))
+
+
+@pytest.mark.parametrize(("log_r", "a", "expected"), [
+    (math.log(1.3), 1.0, 0.0), (math.log(1.1), 1.0, -1.1), (math.log(0.5), 1.0, -0.5),
+    (math.log(0.7), -1.0, 0.0), (math.log(1.3), -1.0, 1.3), (math.log(3.1), -1.0, 0.0), (math.log(2.9), -1.0, 2.9),
+])  # fmt: skip
+def test_ratio_clip_with_dual_three(log_r, a, expected):
+    logp = torch.tensor([[0.0, log_r]], dtype=torch.float64, requires_grad=True)
+    out = policy_loss(
+        logp,
+        torch.zeros(1, 2),
+        torch.tensor([a], dtype=torch.float64),
+        torch.ones(1, 2),
+        PolicyObjective.preset("grpo"),
+    )
+    out.per_token.sum().backward()
+    assert logp.grad[0, 1].item() == pytest.approx(expected)
+
+
+def test_gspo_gives_every_token_the_same_ratio_and_its_own_gradient():
+    d = torch.tensor([[1e-4, -2e-4, 2e-4, 2e-4]], dtype=torch.float64)
+    logp = d.clone().requires_grad_()
+    out = policy_loss(logp, torch.zeros_like(d), torch.ones(1), torch.ones(1, 4), PolicyObjective.preset("gspo"))
+    out.per_token.sum().backward()
+    torch.testing.assert_close(logp.grad, torch.full_like(d, -math.exp(0.75e-4)), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_masked_values_never_enter(name, bad):
+    clean = packed(random_batch(9, [6, 9, 4], 0.1))
+    objective = PolicyObjective.preset(name)
+    dirty = {k: v.clone() for k, v in clean.items()}
+    off = dirty["model_mask"] == 0
+    assert off.any()
+    for key in ("logp", "anchor_logp"):
+        dirty[key][off] = bad
+    for key in ("advantages", "weights"):
+        dirty[key][dirty["loss_mask"] == 0] = bad
+    results = []
+    for arguments in (clean, dirty):
+        logp = arguments["logp"].clone().requires_grad_()
+        out = policy_loss(**{**arguments, "logp": logp}, objective=objective)
+        out.loss.backward()
+        results.append((out, logp.grad))
+    assert torch.equal(results[0][0].loss, results[1][0].loss)
+    assert torch.equal(results[0][1], results[1][1])
+    assert torch.equal(results[0][0].stats.as_tensor(), results[1][0].stats.as_tensor())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("where", ["logp", "anchor_logp"])
+def test_nan_surfaces_in_its_own_sequence_from_its_position_on(name, trained, where):
+    """Loss and gradient alike: the bounds must not turn a NaN into a silent zero gradient."""
+    arguments = packed(random_batch(9, [6, 8, 4], 0.0))
+    arguments["model_mask"], arguments["loss_mask"] = torch.ones(18), torch.ones(18)
+    arguments["loss_mask"][9] = float(trained)
+    arguments[where][9] = math.nan
+    logp = arguments.pop("logp").requires_grad_()
+    objective = PolicyObjective.preset(name)
+    out = policy_loss(logp, objective=objective, **arguments)
+    out.per_token.sum().backward()
+    spoiled = {"token": range(9, 10), "sequence": range(6, 14), "sequence_geomean": range(6, 14)}
+    expected = torch.zeros(18, dtype=torch.bool)
+    expected[list(spoiled.get(objective.ratio, range(9, 14)))] = True
+    expected[9] &= trained
+    assert torch.equal(out.per_token.isnan(), expected)
+    assert torch.equal(logp.grad.isnan(), expected)

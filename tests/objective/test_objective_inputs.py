@@ -1,0 +1,107 @@
+"""Advantages, correction weights and the supervised loss."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+
+import pytest
+import torch
+
+from ctpo_megatron.config.schema import AdvantageConfig
+from ctpo_megatron.objective import Denominators, correction_weights, group_advantages, summarize, supervised_loss
+from ctpo_megatron.objective.advantages import _warn_group_of_one
+
+REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.5]
+
+
+def test_group_divides_by_unbiased_std():
+    mean, std = statistics.fmean(REWARDS), statistics.stdev(REWARDS)
+    got = group_advantages(REWARDS, AdvantageConfig())
+    assert got.dtype == torch.float32
+    assert got.tolist() == pytest.approx([(r - mean) / (std + 1e-6) for r in REWARDS], rel=1e-6)
+
+
+def test_switches():
+    mean = statistics.fmean(REWARDS)
+    centred = pytest.approx([r - mean for r in REWARDS], rel=1e-6)
+    assert group_advantages(REWARDS, AdvantageConfig(normalize_std=False)).tolist() == centred
+    assert group_advantages(REWARDS, AdvantageConfig(kind="mean_baseline")).tolist() == centred
+    others = [(sum(REWARDS) - r) / (len(REWARDS) - 1) for r in REWARDS]
+    rloo = group_advantages(torch.tensor(REWARDS), AdvantageConfig(kind="rloo"))
+    assert rloo.tolist() == pytest.approx([r - o for r, o in zip(REWARDS, others, strict=True)], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["group", "rloo", "mean_baseline"])
+def test_equal_rewards_are_exactly_zero(kind):
+    assert not group_advantages([0.1] * 7, AdvantageConfig(kind=kind)).any()
+
+
+@pytest.mark.parametrize("kind", ["group", "rloo", "mean_baseline"])
+def test_group_of_one_is_zero_and_warned_about_once(kind):
+    _warn_group_of_one.cache_clear()
+    with pytest.warns(UserWarning, match="group of one"):
+        assert group_advantages([1.0], AdvantageConfig(kind=kind)).tolist() == [0.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert group_advantages([3], AdvantageConfig(kind=kind)).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_reward_is_named(bad):
+    with pytest.raises(ValueError, match=f"reward 2 of the group is {bad}"):
+        group_advantages([1.0, 0.0, bad], AdvantageConfig())
+    with pytest.raises(ValueError, match="non-empty"):
+        group_advantages([], AdvantageConfig())
+
+
+def test_correction_weights():
+    d = [[0.5, math.nan, 1.0, -3.0], [2.0, -1.0, 0.25, 0.0]]
+    model = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]])
+    proximal = torch.tensor(d, dtype=torch.float64)
+    behaviour = torch.zeros_like(proximal)
+    e = math.exp
+    expected = {
+        "token": [[e(0.5), 1, e(1), e(-3)], [5, e(-1), e(0.25), 1]],
+        "sequence": [[e(-1.5), 1, e(-1.5), e(-1.5)], [e(1.25), e(1.25), e(1.25), 1]],
+        "prefix": [[e(0.5), 1, e(1.5), e(-1.5)], [5, e(1), e(1.25), 1]],
+    }
+    for kind, want in expected.items():
+        got = correction_weights(kind, proximal, behaviour, model)
+        torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-11, atol=0)
+        flat = correction_weights(
+            kind, proximal.reshape(-1), behaviour.reshape(-1), model.reshape(-1), cu_seqlens=torch.tensor([0, 4, 8])
+        )
+        assert torch.equal(flat, got.reshape(-1))
+    assert correction_weights("prefix", proximal, behaviour, model, cap=1.5).max() == pytest.approx(1.5)
+
+
+def test_correction_weights_never_overflow_and_refuse_nonsense():
+    x = torch.full((1, 500), 50.0, requires_grad=True)
+    got = correction_weights("sequence", x, torch.zeros(1, 500), torch.ones(1, 500))
+    torch.testing.assert_close(got, torch.full((1, 500), 5.0))
+    assert not got.requires_grad
+    with pytest.raises(ValueError, match="unknown correction 'causal'"):
+        correction_weights("causal", x, x, torch.ones(1, 500))
+    with pytest.raises(ValueError, match="cap must be"):
+        correction_weights("token", x, x, torch.ones(1, 500), cap=0)
+
+
+def test_supervised_loss_is_the_token_mean_whatever_the_cut():
+    g = torch.Generator().manual_seed(0)
+    logp = -torch.rand(4, 6, generator=g)
+    mask = (torch.rand(4, 6, generator=g) < 0.6).int()
+    logp[mask == 0] = math.nan
+    logp.requires_grad_()
+    whole = supervised_loss(logp, mask)
+    (gradient,) = torch.autograd.grad(whole.loss, logp)
+    n = int(mask.sum())
+    torch.testing.assert_close(gradient, -mask / n)
+    torch.testing.assert_close(whole.loss, -logp.detach()[mask == 1].mean())
+    step = Denominators.of(mask)
+    parts = [supervised_loss(logp[i : i + 1], mask[i : i + 1], step) for i in range(4)]
+    torch.testing.assert_close(sum(p.loss for p in parts), whole.loss)
+    assert summarize(whole.stats) == {"supervised/loss": pytest.approx(whole.loss.item())}
+    with pytest.raises(ValueError, match="loss_mask has shape"):
+        supervised_loss(logp, mask[0])

@@ -1,0 +1,250 @@
+"""The policy loss against token-by-token Python, and its independence of layout, order and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_reference import packed, padded, random_batch, reference
+
+from ctpo_megatron.objective import PRESETS, Denominators, PolicyObjective, merge, policy_loss, supervised_loss
+from ctpo_megatron.objective.layout import SequenceLayout
+from ctpo_megatron.objective.ratios import prefix_sum, sequence_sum
+
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+BATCHES = {"lengths": LENGTHS, "seed": st.integers(0, 10**6), "spread": st.sampled_from([0.0, 0.03, 0.5, 4.0])}
+few = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def run(arguments: dict, objective: PolicyObjective, **more):
+    """Loss output and gradient in logp."""
+    logp = arguments["logp"].clone().requires_grad_()
+    out = policy_loss(**{**arguments, "logp": logp}, objective=objective, **more)
+    out.loss.backward()
+    return out, logp.grad
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@given(**BATCHES, aggregation=st.sampled_from(["sequence_mean", "token_mean", "sequence_sum"]), counted=st.booleans())
+@few
+def test_equals_python_reference(name, lengths, seed, spread, aggregation, counted):
+    objective = PolicyObjective.preset(
+        name, aggregation=aggregation, count_masked_sequences=counted, token_normalizer=7.0
+    )
+    batch = random_batch(seed, lengths, spread)
+    expected = reference(batch, objective)
+    out, gradient = run(packed(batch), objective)
+    # The tolerance is that of the 2^-40 fixed point times exp(10).
+    kwargs = {"rtol": 1e-9, "atol": 1e-9}
+    flat = [x for row in expected.per_token for x in row]
+    torch.testing.assert_close(out.per_token.detach(), torch.tensor(flat, dtype=torch.float64), **kwargs)
+    torch.testing.assert_close(out.loss.item(), expected.loss, **kwargs)
+    flat = [x for row in expected.gradient for x in row]
+    torch.testing.assert_close(gradient, torch.tensor(flat, dtype=torch.float64), **kwargs)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, -0.5, 0.3])
+@pytest.mark.parametrize("dual", [None, 0.02, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_inputs_are_computed_in_float32(power, dual, dtype):
+    objective = PolicyObjective.preset("ctpo", clip_power=power, clip_dual=dual)
+    batch = random_batch(3, [40, 0, 7, 120], 0.03)
+    arguments = packed(batch, dtype)
+    exact = {k: v.double() if v.is_floating_point() else v for k, v in arguments.items()}
+    out, gradient = run(arguments, objective)
+    wide, wide_gradient = run(exact, objective)
+    assert out.loss.dtype == torch.float32 and gradient.dtype == dtype
+    torch.testing.assert_close(out.per_token.double(), wide.per_token, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(
+        gradient.double(), wide_gradient, rtol=2e-6 if dtype == torch.float32 else 4e-3, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_padded_equals_packed_bit_for_bit(name):
+    objective = PolicyObjective.preset(name)
+    batch = random_batch(5, [4, 0, 9, 1, 6], 0.3)
+    flat, flat_gradient = run(packed(batch, torch.float32), objective)
+    wide, wide_gradient = run(padded(batch, torch.float32), objective)
+    keep = torch.zeros_like(wide_gradient, dtype=torch.bool)
+    for row, s in enumerate(batch):
+        keep[row, : len(s)] = True
+    assert wide.per_token.shape == wide_gradient.shape and not wide_gradient[~keep].any()
+    assert torch.equal(wide.per_token[keep], flat.per_token)
+    assert torch.equal(wide_gradient[keep], flat_gradient)
+    assert torch.equal(wide.loss, flat.loss)
+
+
+@given(**BATCHES, order=st.randoms(use_true_random=False), name=st.sampled_from(sorted(PRESETS)))
+@few
+def test_packing_order_changes_no_bit(lengths, seed, spread, order, name):
+    objective = PolicyObjective.preset(name)
+    batch = random_batch(seed, lengths, spread)
+    positions = list(range(len(batch)))
+    order.shuffle(positions)
+    straight, gradient = run(packed(batch, torch.float32), objective)
+    shuffled, shuffled_gradient = run(packed([batch[i] for i in positions], torch.float32), objective)
+    ends = packed(batch)["cu_seqlens"].tolist()
+    tokens = torch.tensor([k for i in positions for k in range(ends[i], ends[i + 1])], dtype=torch.long)
+    assert torch.equal(straight.per_token[tokens], shuffled.per_token)
+    assert torch.equal(gradient[tokens], shuffled_gradient)
+    torch.testing.assert_close(straight.loss, shuffled.loss, rtol=1e-7, atol=1e-9)
+
+
+@given(**BATCHES, cuts=st.sets(st.integers(1, 5)), name=st.sampled_from(sorted(PRESETS)))
+@few
+def test_micro_batches_add_up_to_the_whole(lengths, seed, spread, cuts, name):
+    batch = random_batch(seed, lengths, spread)
+    whole_arguments = packed(batch)
+    for aggregation in ("sequence_mean", "token_mean", "sequence_sum"):
+        objective = PolicyObjective.preset(name, aggregation=aggregation)
+        whole, gradient = run(whole_arguments, objective)
+        edges = [0, *sorted(c for c in cuts if c < len(batch)), len(batch)]
+        parts = [packed(batch[a:b]) for a, b in itertools.pairwise(edges)]
+        step = sum((Denominators.of(p["loss_mask"], p["cu_seqlens"]) for p in parts), Denominators())
+        assert step == Denominators.of(whole_arguments["loss_mask"], whole_arguments["cu_seqlens"])
+        assert step == Denominators.of_lists(s.loss for s in batch)
+        results = [run(p, objective, denominators=step) for p in parts]
+        torch.testing.assert_close(sum(out.loss for out, _ in results), whole.loss, rtol=1e-12, atol=1e-12)
+        assert torch.equal(torch.cat([g for _, g in results]), gradient)
+
+
+def test_prefix_sum_is_exact_bits_in_any_company():
+    """A long sequence between others of large sums: the same S_t bits alone, packed, padded, and in any order."""
+    g = torch.Generator().manual_seed(0)
+    own = 0.05 * torch.randn(4096, generator=g)
+    noise = 20 * torch.sign(torch.randn(3000, generator=g))
+    alone = prefix_sum(own, SequenceLayout.of(own, torch.tensor([0, 4096])))
+    for parts in ([noise, own], [noise, own, noise], [own[:0], own, noise]):
+        ends = torch.tensor([0] + [len(p) for p in parts]).cumsum(0)
+        flat = torch.cat(parts)
+        layout = SequenceLayout.of(flat, ends)
+        assert torch.equal(prefix_sum(flat, layout)[ends[1] : ends[2]], alone)
+        assert torch.equal(sequence_sum(flat, layout)[ends[1] : ends[2]], alone[-1].expand(4096))
+    exact = own.double().cumsum(0)
+    assert (alone - exact).abs().max() < 4096 * 2.0**-41 + 1e-12
+
+
+def test_fixed_point_rounds_half_to_even():
+    """Part of the contract with other implementations of the prefix sum: each token is rounded once, on entry."""
+    d = torch.tensor([1.5, 2.5, -0.5, 0.75, -1.5]) * 2.0**-40
+    units = prefix_sum(d, SequenceLayout.of(d, torch.arange(6))) * 2.0**40
+    assert units.tolist() == [2, 2, 0, 1, -2]
+
+
+def test_prefix_sum_survives_wrapping_of_the_batch_total():
+    """A batch whose total passes 2^63 units still has exact sums per sequence: differences modulo 2^64 hold."""
+    d = torch.full((600_000,), 20.0)
+    ends = torch.arange(0, 600_001, 200_000)
+    total = sequence_sum(d, SequenceLayout.of(d, ends))
+    assert torch.equal(total, torch.full_like(total, 4_000_000.0))
+
+
+def test_prefix_runs_across_turns_and_skips_observations():
+    model = torch.tensor([0, 0, 1, 1, 0, 0, 1, 0, 1])
+    d = torch.tensor([9.0, 9.0, 0.1, 0.2, 9.0, 9.0, -0.4, 9.0, 0.05])
+    objective = PolicyObjective.preset("ctpo", clip_low=9, clip_high=9, clip_dual=None)
+    out = policy_loss(d, torch.zeros(9), -torch.ones(9), model, objective, cu_seqlens=torch.tensor([0, 9]))
+    expected = torch.tensor([0, 0, 0.1, 0.3, 0, 0, -0.1, 0, -0.05]).exp() * model
+    torch.testing.assert_close(out.per_token, expected)
+
+
+def test_loss_mask_leaves_prefix_and_position_of_other_tokens_alone():
+    batch = random_batch(11, [12, 20, 8], 0.2)
+    arguments = packed(batch)
+    full = {**arguments, "loss_mask": arguments["model_mask"]}
+    rejected = arguments["loss_mask"].bool()
+    for name in PRESETS:
+        objective = PolicyObjective.preset(name)
+        everything, some = policy_loss(**full, objective=objective), policy_loss(**arguments, objective=objective)
+        assert torch.equal(some.per_token, torch.where(rejected, everything.per_token, 0.0))
+
+
+def test_advantages_and_weights_per_sequence_are_broadcast():
+    batch = random_batch(2, [3, 5, 1], 0.1)
+    a, w = torch.tensor([1.0, -2.0, 0.5]).double(), torch.tensor([0.5, 1.5, 2.0]).double()
+    lengths = torch.tensor([3, 5, 1])
+    objective = PolicyObjective.preset("ctpo")
+    for arguments in (packed(batch), padded(batch)):
+        short = {**arguments, "advantages": a, "weights": w}
+        long = {
+            **arguments,
+            "advantages": a.repeat_interleave(lengths) if "cu_seqlens" in arguments else a[:, None].expand(3, 7),
+            "weights": w.repeat_interleave(lengths) if "cu_seqlens" in arguments else w[:, None].expand(3, 7),
+        }
+        assert torch.equal(run(short, objective)[1], run(long, objective)[1])
+
+
+def test_empty_and_fully_masked_batches_give_zero():
+    objective = PolicyObjective.preset("ctpo")
+    nothing = torch.zeros(0)
+    out = policy_loss(nothing, nothing, nothing, nothing, objective, cu_seqlens=torch.tensor([0]))
+    assert out.loss == 0 and out.per_token.shape == (0,)
+    x = torch.randn(2, 3, requires_grad=True)
+    out = policy_loss(x, x.detach() - 1, torch.ones(2), torch.zeros(2, 3), objective)
+    out.loss.backward()
+    assert out.loss == 0 and not x.grad.any()
+
+
+def test_fully_masked_sequences_count_by_choice():
+    logp, mask = torch.zeros(2, 2), torch.tensor([[1, 1], [0, 0]])
+    for counted, expected in ((True, -0.5), (False, -1.0)):
+        objective = PolicyObjective.preset("ctpo", count_masked_sequences=counted)
+        out = policy_loss(logp, logp, torch.ones(2), torch.ones(2, 2), objective, loss_mask=mask)
+        assert out.loss.item() == expected
+
+
+def test_padding_after_the_last_sequence_is_ignored():
+    batch = random_batch(8, [4, 6], 0.1)
+    arguments = packed(batch)
+    tail = {k: v if k == "cu_seqlens" else torch.cat([v, torch.ones(3)]) for k, v in arguments.items()}
+    objective = PolicyObjective.preset("gspo")
+    assert torch.equal(run(tail, objective)[1][:10], run(arguments, objective)[1])
+    assert not run(tail, objective)[1][10:].any()
+
+
+def test_misfits_are_refused():
+    x, o = torch.zeros(4), PolicyObjective.preset("ctpo")
+    ends = torch.tensor([0, 4])
+    with pytest.raises(ValueError, match="need cu_seqlens"):
+        policy_loss(x, x, x, x, o)
+    with pytest.raises(ValueError, match=r"advantages has shape \(2,\)"):
+        policy_loss(x, x, torch.zeros(2), x, o, cu_seqlens=ends)
+    with pytest.raises(ValueError, match="model_mask has shape"):
+        policy_loss(x, x, x, torch.zeros(3), o, cu_seqlens=ends)
+    for bad in ([0, 5], [1, 4], [0, 3, 2]):
+        with pytest.raises(ValueError, match="must rise from 0"):
+            policy_loss(x, x, x, x, o, cu_seqlens=torch.tensor(bad))
+    with pytest.raises(ValueError, match="cu_seqlens must be an integer"):
+        policy_loss(x, x, x, x, o, cu_seqlens=torch.tensor([0.0, 4.0]))
+
+
+def test_a_longer_mixed_batch_in_float64():
+    """Hundreds of tokens, so that positions, bounds and the cap are all met in one batch."""
+    lengths = [random.Random(1).randint(50, 200) for _ in range(4)]
+    batch = random_batch(21, lengths, 0.6)
+    objective = PolicyObjective.preset("ctpo")
+    expected, (out, _) = reference(batch, objective), run(packed(batch), objective)
+    assert min(expected.high, expected.low, expected.dual) > 0
+    torch.testing.assert_close(out.loss.item(), expected.loss, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_nothing_is_read_back_from_the_device(name):
+    """Meta tensors hold no values, so any read-back (an `.item()`, a branch on data) would raise here."""
+    x = torch.zeros(10, device="meta", requires_grad=True)
+    ones = torch.ones(10, device="meta")
+    ends = torch.zeros(3, dtype=torch.int32, device="meta")
+    step = Denominators(2, 2, 10)
+    for denominators in (None, step):
+        out = policy_loss(
+            x, ones, ones[:2], ones, PolicyObjective.preset(name),
+            loss_mask=ones, weights=ones, cu_seqlens=ends, denominators=denominators,
+        )  # fmt: skip
+        out.loss.backward()
+        assert merge([out.stats, out.stats]).as_tensor().device.type == "meta"
+    assert supervised_loss(x, ones, step).loss.device.type == "meta"
