@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from importlib import import_module
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,6 +12,9 @@ from toolmath_small import small_config
 
 from ctpo_megatron.data import DataError
 from ctpo_megatron.data.toolmath import prepare
+
+# The package exports the function of the same name.
+prepare_module = import_module("ctpo_megatron.data.toolmath.prepare")
 
 
 def _questions(path) -> list[str]:
@@ -68,6 +73,22 @@ def test_a_foreign_directory_is_never_touched(tmp_path):
     with pytest.raises(DataError, match="holds no prepared task"):
         prepare(small_config(tmp_path / "mine"))
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+def test_an_equal_directory_published_meanwhile_is_accepted(tmp_path, monkeypatch):
+    """Two processes that prepare the same directory at once must both succeed."""
+    write = prepare_module._write
+
+    def write_twice(config, directory):
+        write(config, directory)
+        if not (tmp_path / "task").exists():
+            shutil.copytree(directory, tmp_path / "task")
+            record = {"format": prepare_module.FORMAT, **config.model_dump(mode="json", exclude={"directory"})}
+            (tmp_path / "task" / "prepare.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(prepare_module, "_write", write_twice)
+    prepare(small_config(tmp_path / "task"))
+    assert [path.name for path in tmp_path.iterdir()] == ["task"]
 
 
 def test_impossible_mixture_is_refused(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import tempfile
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -45,12 +45,19 @@ def prepare(config: PrepareConfig) -> None:
     if target.exists():
         _check_reusable(target, record)
         return
-    aside = target.with_name(target.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    _write(config, aside)
-    (aside / "prepare.json").write_text(json.dumps(record, indent=2) + "\n")
-    aside.rename(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
+        aside = Path(temporary) / target.name
+        aside.mkdir()
+        _write(config, aside)
+        (aside / "prepare.json").write_text(json.dumps(record, indent=2) + "\n")
+        try:
+            aside.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+            # Another process published the same directory first: its content must do.
+            _check_reusable(target, record)
 
 
 def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = True) -> list[Problem]:
