@@ -37,8 +37,7 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
         # Strict, and from JSON: "3", 3.0 and true are no integers, yet a list still makes a tuple.
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        details = [d for d in error.errors() if _dotted(d["loc"]) not in broken]
-        problems += [_problem(d, sources) for d in details]
+        problems += [_problem(d, sources) for d in error.errors() if not _explained(_dotted(d["loc"]), broken)]
     if problems:
         raise ConfigError(problems)
     return config, sources
@@ -47,6 +46,11 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
 def dump(config: Config) -> str:
     """The resolved configuration as YAML; `load_config` of it gives an equal Config."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _explained(key: str, broken: set[str]) -> bool:
+    """Whether the key, or an item in it, is reported already: its missing value would only be a second message."""
+    return any(known == key or known.startswith(f"{key}.") for known in broken)
 
 
 def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:

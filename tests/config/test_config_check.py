@@ -1,0 +1,266 @@
+"""Cross-field, model, machine and file checks: each mistake has one message, and a good configuration has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.config import Config, ConfigError, Layout, ModelFacts, check, facts_for, load_with_sources, validate
+from ctpo_megatron.config.keys import known_paths
+
+Make = Callable[..., Config]
+FACTS = ModelFacts(
+    architecture="Qwen3ForCausalLM",
+    num_layers=2,
+    hidden_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=24,
+    intermediate_size=256,
+    max_position_embeddings=512,
+    vocab_size=512,
+)
+
+
+def found(config: Config, world_size: int = 1, facts: ModelFacts | None = FACTS, cuda: bool = False) -> list[str]:
+    return [f"{p.severity}: {p}" for p in check(config, world_size, facts, cuda=cuda)]
+
+
+def test_good_configuration_has_no_problem(config_with: Make) -> None:
+    config = config_with()
+    assert validate(config, world_size=1, cuda=False) == []
+    assert found(config, world_size=4) == []
+    assert found(config_with("policy.tensor_model_parallel_size=2", "policy.sequence_parallel=true"), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["policy.tensor_model_parallel_size=2"], "= 2 does not divide the world size 3"),
+        (["policy.sequence_parallel=true"], "policy.sequence_parallel = true: needs tensor parallelism"),
+        (["policy.layer_spec=transformer_engine"], "Transformer Engine needs CUDA"),
+        (["policy.tensor_model_parallel_size=3"], "does not divide the model's 4 attention heads"),
+        (["policy.tensor_model_parallel_size=3"], "does not divide the model's 2 key/value heads"),
+        (["policy.tensor_model_parallel_size=3"], "does not divide the model's 256 MLP channels"),
+        (["policy.pipeline_model_parallel_size=3"], "does not divide the model's 2 layers"),
+        (
+            ["policy.mini_batch_prompts=5"],
+            "the batch; choose a divisor of rollout.prompts_per_step (32)",
+        ),
+        (
+            ["policy.mini_batch_prompts=4"],
+            "= 32 sequences cannot be shared evenly; make it divisible by the 3",
+        ),
+        (["warmup.data=[base.yaml]", "warmup.steps=1"], "warmup.traces_per_step = 32: cannot be shared evenly"),
+        (
+            ["rollout.max_response_tokens=200"],
+            "max_model_len = 256: is less than data.max_prompt_tokens (64)",
+        ),
+        (["rollout.engine.max_model_len=600"], "exceeds the model's max_position_embeddings (512)"),
+        (["policy.micro_batch_tokens=200"], "cannot hold the longest sequence"),
+        (["rollout.engine.kv_cache_mb=null"], "kv_cache_mb = null: required without CUDA"),
+        (["rollout.engine.block_size=16"], "must be a multiple of 32 without CUDA"),
+        (["rollout.engine.extra={dtype: half}"], 'extra.dtype = "half": is set elsewhere; use rollout.engine.dtype'),
+        (["rollout.engine.extra={logprobs_mode: raw}"], "the trainer needs the log-probs of the distribution sampled"),
+        (["rollout.engine.tensor_parallel_size=3"], "rollout.engine.tensor_parallel_size = 3: does not divide"),
+        (["rollout.samples_per_prompt=1"], "samples_per_prompt = 1: gives no advantage 'group'"),
+        (
+            ["rollout.top_p=0.9", "objective.anchor=behaviour"],
+            "error: rollout.top_p = 0.9: the sampler's log-probs",
+        ),
+        (["rollout.top_k=5", "objective.anchor=behaviour"], "error: rollout.top_k = 5: the sampler's log-probs are of"),
+        (["policy.optimizer.min_lr=1"], "policy.optimizer.min_lr = 1.0: is above lr (1e-06)"),
+        (["policy.optimizer.betas=[0.9,1.0]"], "item 1 must be in [0, 1)"),
+        (["eval.every=2"], "eval.every = 2: there is nothing to evaluate on; give data.eval, or set it to 0"),
+        (["run.resume=true", "run.overwrite=true"], "run.resume = true: contradicts run.overwrite: true"),
+        (["sandbox.request_timeout_s=4"], "sandbox.request_timeout_s = 4.0: must exceed sandbox.run_timeout_s (4)"),
+        (["data.train=[none.parquet]"], 'data.train = "none.parquet": no such file; give the path of a parquet file'),
+        (["data.eval=[runs/task/x.parquet]"], "no such file; `prepare` writes train.parquet, heldout.parquet"),
+    ],
+)
+def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
+    errors = [text for text in found(config_with(*overrides), world_size=3) if text.startswith("error: ")]
+    assert any(expected in text for text in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["policy.mini_batch_prompts=32"], "exactly one update per batch: the ratio is identically 1"),
+        (["rollout.top_p=0.9"], "rollout.top_p = 0.9: the sampler's log-probs are of the filtered distribution"),
+        (["policy.dtype=bfloat16"], 'policy.dtype = "bfloat16": but the engine runs in float32'),
+        (["rollout.mismatch_limit=0.001", "policy.dtype=bfloat16"], "is within the rounding of bfloat16"),
+        (["eval.samples=4"], "greedy decoding gives the same answer every time"),
+        (["eval.prompts=4"], "eval.prompts = 4: has no effect without data.eval"),
+        (["policy.optimizer.warmup_steps=32"], "never reaches the full lr: there are 32 optimizer steps"),
+        (["rollout.max_turn_tokens=500"], "never acts: rollout.max_response_tokens (176) is smaller"),
+        (["rollout.group_timeout_s=60"], "one slow tool call (60 s allowed) would replace a whole group"),
+        (["run.resume=true"], "this run writes no checkpoint to resume from"),
+    ],
+)
+def test_warnings(config_with: Make, overrides: list[str], expected: str) -> None:
+    texts = found(config_with(*overrides))
+    assert all(text.startswith("warning: ") for text in texts), texts
+    assert any(expected in text for text in texts), texts
+
+
+def test_no_false_alarms(config_with: Make) -> None:
+    assert found(config_with("policy.mini_batch_prompts=32", "objective.anchor=behaviour")) == []
+    assert found(config_with("rollout.samples_per_prompt=1", "objective.advantage.kind=mean_baseline")) == []
+    assert found(config_with("rollout.engine.kv_cache_mb=null", "rollout.engine.block_size=16"), cuda=True) == []
+    assert found(config_with("rollout.engine.extra={max_num_batched_tokens: 512}")) == []
+
+
+def test_cache_must_hold_one_sequence(config_with: Make) -> None:
+    wide = replace(FACTS, num_layers=36, num_key_value_heads=8, head_dim=128)
+    (text,) = found(config_with(), facts=wide)
+    assert "rollout.engine.kv_cache_mb = 64: cannot hold one sequence of 256 tokens (294912 bytes each)" in text
+    assert text.endswith("set at least 72")
+
+
+def test_all_errors_at_once_with_their_places(base: Path) -> None:
+    config, sources = load_with_sources(base, ["eval.every=2", "policy.micro_batch_tokens=100"])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, world_size=5, cuda=False, sources=sources)
+    assert [str(problem).split(":")[0] for problem in caught.value.problems] == [
+        "default",
+        "command line",
+        "command line",
+    ]
+
+
+def test_settings_that_train_wrongly_are_not_offered() -> None:
+    refused = (
+        "virtual_pipeline",
+        "p2p_comm",
+        "deallocate_pipeline",
+        "perform_initialization",
+        "overlap_param_gather",
+        "overlap_grad_reduce",
+        "context_parallel",
+        "expert",
+    )
+    assert [path for path in known_paths() for word in refused if word in path] == []
+
+
+# --- model facts ------------------------------------------------------------------------------------------------
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = {key: value for key, value in {**QWEN3, **changes}.items() if value != "drop"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def test_facts_of_old_and_new_config_files(tmp_path: Path) -> None:
+    old = ModelFacts.read(write_model(tmp_path))
+    assert (old.head_dim, old.rope_theta, old.rope_scaling, old.dtype) == (128, 1e6, None, "bfloat16")
+    assert (old.qk_norm, old.qkv_bias, old.tie_word_embeddings) == (True, False, True)
+    new = {"rope_theta": "drop", "rope_scaling": "drop", "torch_dtype": "drop", "dtype": "bfloat16"}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    assert ModelFacts.read(write_model(tmp_path, **new, rope_parameters=rope)) == old
+
+
+def test_facts_of_the_other_families(tmp_path: Path) -> None:
+    qwen2 = ModelFacts.read(write_model(tmp_path, architectures=["Qwen2ForCausalLM"]))
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, 80)
+    llama = ModelFacts.read(write_model(tmp_path, architectures=["LlamaForCausalLM"], rope_scaling=LLAMA3))
+    assert (llama.qkv_bias, llama.rope_scaling) == (False, LLAMA3)
+    linear = ModelFacts.read(write_model(tmp_path, rope_scaling={"type": "linear", "factor": 2.0}))
+    assert linear.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"architectures": ["Gemma3ForCausalLM"]},
+            "architecture Gemma3ForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Llama",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope type 'yarn' is not supported; supported",
+        ),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 8.0}}, "llama3 rope scaling with {'high_freq_factor': 8.0}"),
+        ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' has no factor"),
+        ({"num_hidden_layers": "drop"}, "has no integer 'num_hidden_layers'"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias is not supported"),
+        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
+    ],
+)
+def test_unsupported_models(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match="1 problem") as caught:
+        ModelFacts.read(write_model(tmp_path, **changes))
+    assert expected in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_facts_of_a_model_still_to_be_prepared(config_with: Make, base: Path) -> None:
+    facts = facts_for(config_with("prepare.model.num_layers=3"))
+    assert (facts.num_layers, facts.vocab_size, facts.qk_norm) == (3, 0, True)
+    write_model(base.parent / "runs" / "task" / "model")
+    assert facts_for(config_with("prepare.model.num_layers=3")).num_layers == 36
+
+
+def test_missing_model(config_with: Make) -> None:
+    with pytest.raises(ConfigError, match=r'model.path = "nowhere": no such directory; .* or runs/task/model which'):
+        facts_for(config_with("model.path=nowhere"))
+    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-4B --local-dir"):
+        facts_for(config_with("model.path=Qwen/Qwen3-4B", "prepare=null", "data.train=[x]"))
+
+
+def test_broken_model_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.json: No such file"):
+        ModelFacts.read(tmp_path)
+    (tmp_path / "config.json").write_text("{\n oops")
+    with pytest.raises(ConfigError, match=r"config\.json:2: not valid JSON"):
+        ModelFacts.read(tmp_path)
+
+
+# --- layout -----------------------------------------------------------------------------------------------------
+
+
+def test_layout_arithmetic(config_with: Make) -> None:
+    layout = Layout.of(config_with("policy.tensor_model_parallel_size=2", "data.eval=[x]", "eval.every=3"), 8)
+    assert (layout.data_parallel, layout.sequences_per_batch, layout.mini_batches) == (4, 256, 8)
+    assert (layout.sequences_per_mini_batch, layout.sequences_per_rank, layout.optimizer_steps) == (32, 8, 32)
+    assert (layout.max_sequence_tokens, layout.max_batch_tokens) == (240, 61440)
+    assert layout.evaluations == 3  # before the first step, after step 3, after the last (4)
+    assert ("data parallel", "4", "world size / (tensor x pipeline)") in layout.tables()["Parallel layout"]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, 2), (1, 5), (2, 3), (4, 2), (9, 2)])
+def test_evaluations(config_with: Make, every: int, expected: int) -> None:
+    assert Layout.of(config_with("data.eval=[x]", f"eval.every={every}"), 1).evaluations == expected

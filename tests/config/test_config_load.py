@@ -1,0 +1,245 @@
+"""Files, defaults, interpolation, overrides; and every mistake in one readable message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from ctpo_megatron.config import Config, ConfigError, dump, load_config, load_with_sources
+from ctpo_megatron.config.keys import known_keys, nearest
+
+Refusal = Callable[..., list[str]]
+
+
+def problems_of(path: str | Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_values_overrides_and_interpolation(config_with: Callable[..., Config]) -> None:
+    config = config_with("run.root=out", "policy.optimizer.lr=3e-4", "policy.optimizer.betas=[0.9,0.95]")
+    assert config.model.path == "out/task/model"
+    assert config.data.train == ("out/task/train.parquet",)
+    assert config.policy.optimizer.lr == 3e-4
+    assert config.policy.optimizer.betas == (0.9, 0.95)
+    assert config.run.directory == Path("out/first")
+
+
+def test_interpolation_sees_schema_defaults(config_with: Callable[..., Config]) -> None:
+    assert config_with().model.path == "runs/task/model"
+
+
+def test_partly_given_section_keeps_the_defaults_of_its_place(config_with: Callable[..., Config]) -> None:
+    warmup = config_with("warmup.data=[a]", "warmup.steps=5", "warmup.optimizer.weight_decay=0.5").warmup
+    assert warmup is not None
+    assert warmup.optimizer.lr == 3e-3
+    assert warmup.optimizer.weight_decay == 0.5
+
+
+def test_config_is_frozen(config_with: Callable[..., Config]) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        config_with().run.steps = 5  # type: ignore[misc]
+
+
+def test_dump_round_trips(config_with: Callable[..., Config], tmp_path: Path) -> None:
+    config = config_with("run.name='1e5'", "warmup.data=[a]", "warmup.steps=5", "rollout.engine.extra={a_b: [1, x]}")
+    (tmp_path / "resolved.yaml").write_text(dump(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_last_override_wins(config_with: Callable[..., Config]) -> None:
+    assert config_with("run.seed=1", "run.seed=2").run.seed == 2
+
+
+def test_optional_section_can_be_switched_off(base: Path) -> None:
+    (base.parent / "child.yaml").write_text("defaults: base.yaml\nwarmup: {data: [a], steps: 3}\n")
+    assert load_config("child.yaml").warmup is not None
+    assert load_config("child.yaml", ["warmup=null"]).warmup is None
+
+
+def test_defaults_are_read_first_and_recursively(base: Path) -> None:
+    (base.parent / "sub").mkdir()
+    (base.parent / "sub" / "middle.yaml").write_text("defaults: ../base.yaml\nrun: {seed: 1, steps: 9}\n")
+    (base.parent / "child.yaml").write_text("defaults: sub/middle.yaml\nrun: {seed: 2}\n")
+    config = load_config("child.yaml")
+    assert (config.run.name, config.run.steps, config.run.seed) == ("first", 9, 2)
+
+
+def test_defaults_refuse_a_circle_and_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("defaults: b.yaml\n")
+    Path("b.yaml").write_text("run: {seed: 1}\ndefaults: a.yaml\n")
+    assert problems_of("a.yaml") == [
+        "a.yaml: defaults: the files include each other in a circle: a.yaml -> b.yaml -> a.yaml"
+    ]
+    Path("b.yaml").write_text("run: {seed: 1}\ndefaults: c.yaml\n")
+    assert problems_of("a.yaml") == [
+        'b.yaml:2: defaults = "c.yaml": no such file; beside it are a.yaml, b.yaml',
+    ]
+    Path("b.yaml").write_text("defaults: [a, b]\n")
+    (problem,) = problems_of("a.yaml")
+    assert problem.startswith('b.yaml:1: defaults = ["a", "b"]: not a file name; write one file name')
+
+
+def test_place_of_a_value_in_an_included_file(base: Path) -> None:
+    base.write_text(base.read_text() + "polcy: {threads: 2}\n")
+    (base.parent / "child.yaml").write_text("defaults: base.yaml\nrun:\n  seed: -1\n")
+    assert problems_of("child.yaml") == [
+        "child.yaml:3: run.seed = -1: must be greater than or equal to 0",
+        'base.yaml:11: polcy = {"threads": 2}: unknown key; did you mean policy?',
+    ]
+
+
+def test_all_problems_at_once_each_with_its_place(refusal: Refusal) -> None:
+    problems = refusal(
+        "run.seed=-1",
+        "objective.preset=gropo",
+        append="eval:\n  samples: none\n  evry: 3\ncheckpoint:\n  every: 2.0\n",
+    )
+    assert problems == [
+        "command line: run.seed = -1: must be greater than or equal to 0",
+        'command line: objective.preset = "gropo": must be one of ctpo, ctpo-fixed, ctpo-geomean, grpo, dapo, gspo, '
+        "sequence; did you mean grpo?",
+        'base.yaml:12: eval.samples = "none": must be an integer',
+        "base.yaml:13: eval.evry = 3: unknown key; did you mean eval.every?",
+        "base.yaml:15: checkpoint.every = 2.0: must be an integer; write 2",
+    ]
+
+
+def test_message_says_how_many(base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^2 problems in the configuration:\n  command line: run\.seed"):
+        load_config(base, ["run.seed=x", "run.steps=x"])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("+policy.threads=3", '+policy.threads = "3": no `+` here; every known key can be set: policy.threads=3'),
+        ("++policy.threads=3", "every known key can be set: policy.threads=3"),
+        ("~warmup", "~warmup: no `~` here; an optional section or value is switched off with warmup=null"),
+        ("~warmup.data=1", "is switched off with warmup.data=null"),
+        ("--policy.threads=3", "no dashes here; write policy.threads=3"),
+        ("data.train.0=x", "an item of a list cannot be set alone; give the whole list: data.train=[first,second]"),
+        ("data.train[0]=x", "give the whole list: data.train=[first,second]"),
+        ("policy.threads", "policy.threads: no `=` in this override; write policy.threads=VALUE"),
+        ("policy..threads=3", "an empty name in the path"),
+        ("=3", "an empty name in the path"),
+        ("policy.threads={1", 'policy.threads = "{1": not a YAML value: did not find expected'),
+        ("run.name=${run", "broken"),
+    ],
+)
+def test_unreadable_overrides(refusal: Refusal, override: str, expected: str) -> None:
+    (problem,) = refusal(override)
+    assert problem.startswith("command line: ")
+    assert expected in problem or (expected == "broken" and "not a YAML value: no viable alternative" in problem)
+
+
+def test_unreadable_override_does_not_hide_the_others(refusal: Refusal) -> None:
+    assert len(refusal("+run.seed=1", "run.steps=-1", "nothing")) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("policy.lr=1", "unknown key; did you mean policy.optimizer.lr or warmup.optimizer.lr?"),
+        ("rollout.samples=4", "did you mean"),
+        ("rolout.engines=4", 'rolout = {"engines": 4}: unknown key; did you mean rollout?'),
+        ("policy.micro_batch_token=4", "did you mean policy.micro_batch_tokens?"),
+        ("sandbox.xyz=1", "unknown key; sandbox has url, slots, run_timeout_s"),
+        ("xyz=1", "unknown key; the top level has run, model, data"),
+        ("run.name=7", "run.name = 7: must be a string; quote it: \"'7'\" on the command line"),
+        ("run.name=a/b", 'run.name = "a/b": may hold only letters, digits'),
+        ("run.name.x=3", 'run.name = {"x": 3}: must be a string'),
+        ("run.steps='4'", 'run.steps = "4": must be an integer; remove the quotes if it is one'),
+        ("run.steps=true", "run.steps = true: must be an integer"),
+        ("run.overwrite=1", "run.overwrite = 1: must be a boolean"),
+        ("policy.optimizer.lr=.nan", "must be a finite number"),
+        ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas.1: wrong number of items; give 2 numbers"),
+        ("data.train=a.parquet", 'data.train = "a.parquet": must be a list; write [a.parquet]'),
+        ("data.train=[]", "data.train = []: wrong number of items; give at least 1"),
+        ("eval=null", "eval = null: a section must be a mapping"),
+        ("policy=3", "policy = 3: a section must be a mapping"),
+        ("warmup.steps=3", "warmup.data: required, but not given; add it: parquet files with a column `messages`"),
+        ("run.root=${run.rot}", "Interpolation key 'run.rot' not found; did you mean run.root?"),
+        ("run.root=${oc.env:CTPO_NO_SUCH_VARIABLE}", "Environment variable 'CTPO_NO_SUCH_VARIABLE' not found"),
+        ("run.root=${run.root}", "Recursive interpolation detected"),
+        ("rollout.top_p=0", "must be greater than 0"),
+    ],
+)
+def test_wrong_keys_and_values(refusal: Refusal, override: str, expected: str) -> None:
+    problems = refusal(override)
+    assert any(problem.startswith("command line: ") and expected in problem for problem in problems), problems
+
+
+def test_required_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.yaml").write_text("")
+    assert problems_of("empty.yaml") == [
+        "empty.yaml: run: required, but not given; add it: a section with run.name, run.steps",
+        "empty.yaml: model: required, but not given; add it: a section with model.path",
+        "empty.yaml: data: required, but not given; add it: a section with data.train",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run:\n  name: x\n bad: 1\n", "bad.yaml:3: not valid YAML: "),
+        ("run: {name: x\n", "bad.yaml:2: not valid YAML: "),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", "bad.yaml:2: not valid YAML: found duplicate key run"),
+        ("- run\n", "bad.yaml: the file must be a mapping of sections"),
+        ("run:\n  name: ${x\n", "bad.yaml:2: run.name: broken interpolation: "),
+    ],
+)
+def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text(text)
+    (problem,) = problems_of("bad.yaml")
+    assert problem.startswith(expected)
+
+
+def test_missing_file_says_where_it_looked_and_what_is_near(base: Path) -> None:
+    (problem,) = problems_of("bsae.yaml")
+    assert problem.startswith("bsae.yaml: no such configuration (looked for bsae.yaml, ")
+    assert f"configs{'/'}bsae.yaml" in problem
+    assert problem.endswith("did you mean base.yaml?")
+
+
+def test_configs_of_the_checkout_are_found_from_anywhere(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "sub").mkdir(parents=True)
+    base.rename(checkout / "sub" / "mine.yaml")
+    monkeypatch.setattr("ctpo_megatron.config.locate.config_folders", lambda: [checkout])
+    for name in ("sub/mine.yaml", "configs/sub/mine.yaml", "sub/mine"):
+        assert load_config(name).run.name == "first"
+
+
+def test_sources_tell_defaults_from_given_values(base: Path) -> None:
+    _, sources = load_with_sources(base, ["run.seed=3"])
+    assert sources.where(("run", "seed")) == "command line"
+    assert sources.where(("data", "train", "0")) == "base.yaml:5"
+    assert not sources.has(("run", "root"))
+
+
+def test_every_key_is_its_own_nearest_and_has_a_meaning() -> None:
+    for key in known_keys():
+        assert nearest(key.path)[0] == key.path
+        assert key.meaning, f"{key.path} has no description"
+
+
+def test_room_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, ctpo_megatron.config, ctpo_megatron.config.doctor, ctpo_megatron.config.reference\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'megatron', 'pyarrow', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

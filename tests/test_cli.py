@@ -1,0 +1,221 @@
+"""The `ctpo` command: exit codes, clean messages, a dry run that touches nothing, and help without heavy imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron import cli
+from ctpo_megatron.config import Config, TrainArgs, parse_train_args
+from ctpo_megatron.config.doctor import Finding, diagnose, failed, has_cuda, install_line
+
+CONFIG = """\
+run: {name: first, steps: 4}
+prepare: {directory: "${run.root}/task"}
+model: {path: "${prepare.directory}/model"}
+data: {train: ["${prepare.directory}/train.parquet"], max_prompt_tokens: 64}
+policy: {micro_batch_tokens: 1024, mini_batch_prompts: 32}
+rollout: {max_response_tokens: 176, engine: {max_model_len: 256, kv_cache_mb: 64, dtype: float32}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test in its own folder with one good configuration, on a machine without CUDA and torchrun."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_cuda_available", lambda: False)
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "first.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A stand-in for the driver that remembers its configuration."""
+    module = types.ModuleType("ctpo_megatron.train")
+
+    def main(config: Config) -> int:
+        module.config = config  # type: ignore[attr-defined]
+        return 0
+
+    module.main = main  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ctpo_megatron.train", module)
+    return module
+
+
+def test_help_is_light() -> None:
+    code = (
+        "import sys\nfrom ctpo_megatron.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'megatron', 'fastapi', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(verb in done.stdout for verb in ("train", "report", "doctor", "sandbox"))
+
+
+def test_dry_run_prints_the_plan_and_touches_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], driver: types.ModuleType
+) -> None:
+    assert cli.main(["train", "first.yaml", "--dry-run", "run.seed=7"]) == 0
+    out, err = capsys.readouterr()
+    assert "  seed: 7\n" in out
+    assert "  path: runs/task/model\n" in out
+    assert "data parallel      1  world size / (tensor x pipeline)" in out
+    assert "sequences per batch          256  32 prompts x 8 samples" in out
+    assert "warning: first.yaml:5: policy.mini_batch_prompts = 32: makes exactly one update per batch" in err
+    assert [path.name for path in folder.iterdir()] == ["first.yaml"]
+    assert not hasattr(driver, "config")
+
+
+def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    arguments = ["train", "first.yaml", "--dry-run", "rollout.engine.kv_cache_mb=null"]
+    assert cli.main(arguments) == 2
+    assert cli.main([*arguments, "--cuda"]) == 0
+    assert "data parallel      4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_all_problems_at_once_without_traceback(
+    dry: list[str], capsys: pytest.CaptureFixture[str], driver: types.ModuleType
+) -> None:
+    wrong = ["policy.micro_batch_tokens=9", "eval.every=3", "run.resume=true", "run.overwrite=true"]
+    assert cli.main(["train", "first.yaml", *wrong, *dry]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ctpo: 3 problems in the configuration:\n  command line: ")
+    assert "Traceback" not in err
+    assert not hasattr(driver, "config")
+
+
+def test_train_gets_the_checked_configuration(driver: types.ModuleType) -> None:
+    assert cli.main(["train", "first.yaml", "run.seed=3"]) == 0
+    assert driver.config.run.seed == 3
+
+
+def test_arguments_in_any_order() -> None:
+    expected = TrainArgs("a.yaml", ("x.y=1", "z.w=2"), dry_run=True)
+    assert parse_train_args(["a.yaml", "x.y=1", "--dry-run", "z.w=2"]) == expected
+    assert parse_train_args(["--dry-run", "a.yaml", "x.y=1", "z.w=2"]) == expected
+
+
+def test_dashed_override_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "first.yaml", "--policy.threads=3"]) == 2
+    assert "no dashes here; write policy.threads=3" in capsys.readouterr().err
+
+
+def test_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["train", "first.yaml", "--fast"], ["doctor", "--fast"], []):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(arguments)
+    with pytest.raises(SystemExit, match="2"):
+        parse_train_args(["first.yaml", "--fast"])
+
+
+def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "frist.yaml"]) == 2
+    assert "did you mean first.yaml?" in capsys.readouterr().err
+
+
+def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["train", "none.yaml"]) == 2
+    assert cli.main(["train", "first.yaml", "--dry-run"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_user_errors_of_other_rooms_are_messages(
+    driver: types.ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = types.ModuleType("ctpo_megatron.observe")
+    room.RunDirectoryError = type("RunDirectoryError", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ctpo_megatron.observe", room)
+
+    def refuse(_: Config) -> int:
+        raise room.RunDirectoryError("runs/first exists")
+
+    driver.main = refuse  # type: ignore[attr-defined]
+    assert cli.main(["train", "first.yaml"]) == 2
+    assert capsys.readouterr().err.endswith("ctpo: runs/first exists\n")
+
+
+def test_other_errors_keep_their_traceback(driver: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: Config) -> int:
+        raise RuntimeError("a bug")
+
+    driver.main = fail  # type: ignore[attr-defined]
+    assert cli.main(["train", "first.yaml"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "RuntimeError: a bug" in err
+
+
+def test_report_of_something_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli.main(["report", "nowhere"]) == 2
+    assert "nowhere is not a run directory" in capsys.readouterr().err
+
+
+def test_sandbox_serve_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = types.ModuleType("ctpo_sandbox.server")
+    server.add_arguments = lambda parser: parser.add_argument("--port", type=int)  # type: ignore[attr-defined]
+    server.run = lambda args: args.port  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ctpo_sandbox.server", server)
+    package = sys.modules.get("ctpo_sandbox") or types.ModuleType("ctpo_sandbox")
+    monkeypatch.setattr(package, "server", server, raising=False)
+    monkeypatch.setitem(sys.modules, "ctpo_sandbox", package)
+    assert cli.main(["sandbox", "serve", "--port", "5"]) == 5
+
+
+# --- doctor -------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_sees_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = {"imports": {}, "cuda": False, "apex_extensions": []}
+
+    def fake(modules: list[str]) -> dict[str, object]:
+        return {**probe, "imports": {**dict.fromkeys(modules, ""), "transformer_engine.pytorch": "ImportError: no"}}
+
+    monkeypatch.setattr("ctpo_megatron.config.doctor._probe", fake)
+    by_name = {finding.name: finding for finding in diagnose()}
+    assert by_name["layer spec"].detail.startswith("local")
+    assert by_name["optimizer"].detail == "torch.optim.AdamW"
+    assert by_name["CUDA"] == Finding("CUDA", "note", "none")
+    assert int(by_name["cores"].detail) >= 1
+
+
+def test_doctor_exits_1_with_the_pip_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [Finding("ray", "missing", "not installed", "ray>=2.60"), Finding("vllm", "missing", "not installed")]
+    monkeypatch.setattr("ctpo_megatron.config.doctor.diagnose", lambda: findings)
+    monkeypatch.setattr(cli, "_sandbox_rows", list)
+    assert cli.main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "ray   missing  not installed; ray>=2.60" in out
+    assert "pip install -e '.[cpu,train]'" in err
+
+
+def test_doctor_verdict() -> None:
+    good = [Finding("torch", "ok", "2"), Finding("apex", "note", "optional"), Finding("CUDA", "ok", "H100")]
+    assert not failed(good)
+    assert has_cuda(good)
+    broken = [Finding("pyseccomp", "broken", "does not import")]
+    assert failed(broken)
+    assert install_line(broken, cuda=True) == "pip install -e '.[sandbox]'"
+
+
+def test_probe_survives_a_broken_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ctpo_megatron.config import doctor
+
+    (tmp_path / "dies_at_import.py").write_text("import os; os._exit(3)")
+    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('half installed')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    raised = doctor._probe(["raises_at_import", "json"])["imports"]
+    assert raised == {"raises_at_import": "RuntimeError: half installed", "json": ""}
+    assert "exit status 3" in doctor._probe(["dies_at_import"])["imports"]["dies_at_import"]
