@@ -13,6 +13,7 @@ import httpx
 _PATH = "/faas/sandbox"
 _STATUSES = ("success", "timeout", "runtime_error")
 _RETRIED_CODES = (429, 500, 502, 503, 504)
+_REFUSED_CODES = (400, 413, 422)
 _MAX_ATTEMPTS = 5
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
@@ -136,8 +137,10 @@ class SandboxClient:
             raise _Retry(f"{type(error).__name__}: {error}") from error
         if response.status_code in _RETRIED_CODES:
             raise _Retry(f"HTTP {response.status_code}: {response.text[:500]}")
-        if response.status_code != httpx.codes.OK:
+        if response.status_code in _REFUSED_CODES:
             raise ValueError(f"sandbox {self.url} refused: HTTP {response.status_code}: {response.text[:500]}")
+        if response.status_code != httpx.codes.OK:
+            raise self._unavailable(f"HTTP {response.status_code}, is this a sandbox? {response.text[:200]}")
         try:
             return _parse(response.json(), elapsed_s=time.monotonic() - started)
         except (KeyError, TypeError, ValueError) as error:

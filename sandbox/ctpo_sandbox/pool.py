@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -99,7 +99,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     @property
     def _directory(self) -> str:
@@ -110,6 +110,8 @@ class Worker:
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
+        if self.starts:
+            await asyncio.to_thread(remove_tree, self._directory)
         self.starts += 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -173,7 +175,6 @@ class Worker:
             self._process.kill()
             self._process.wait(timeout=BACKSTOP_S)
             self._process = None
-            remove_tree(self._directory)
 
 
 class Pool:
@@ -181,9 +182,8 @@ class Pool:
 
     def __init__(self, *, slots: int, limits: Limits) -> None:
         self.executions = 0
-        self._temporary = tempfile.TemporaryDirectory(prefix="ctpo-sandbox-", ignore_cleanup_errors=True)
-        root = Path(self._temporary.name)
-        self.workers = [Worker(f"worker-{index}", root, limits) for index in range(slots)]
+        self._root = Path(tempfile.mkdtemp(prefix="ctpo-sandbox-"))
+        self.workers = [Worker(f"worker-{index}", self._root, limits) for index in range(slots)]
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
 
     @property
@@ -242,5 +242,4 @@ class Pool:
         """Kill every worker and remove every work directory."""
         for worker in self.workers:
             worker.kill()
-        with suppress(FileNotFoundError):  # the last worker may have been quicker
-            self._temporary.cleanup()
+        remove_tree(str(self._root))

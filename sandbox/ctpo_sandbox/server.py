@@ -5,6 +5,7 @@ import asyncio
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -94,9 +95,16 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
         pool.close()
 
 
+def _exit_on(number: int, _: object) -> None:
+    """uvicorn raises a caught signal again when it is done; the default action would skip the pool's clean-up."""
+    raise SystemExit(128 + number)
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal or the end of the parent; the exit status. Failures to start are printed, not raised."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit_on)
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         with socket.create_server((args.host, args.port), family=family, backlog=_BACKLOG) as listener:

@@ -132,6 +132,8 @@ def remove_tree(directory: str) -> None:
     try:
         os.rmdir(directory)
         return
+    except FileNotFoundError:
+        return
     except OSError:
         command = ["sh", "-c", _REMOVE_TREE, "sh", directory]
     try:

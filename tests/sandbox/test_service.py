@@ -27,6 +27,18 @@ def _post(server, **request) -> httpx.Response:
     return httpx.post(server.url + _PATH, content=body, headers=headers, timeout=30, trust_env=False)
 
 
+def _running_snippet(url: str) -> psutil.Process:
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        workers = [pid for pid in _health(url)["workers"] if pid is not None]
+        found.extend(child for pid in workers for child in psutil.Process(pid).children())
+        return bool(found)
+
+    _wait_until(look, "a snippet to start")
+    return found[0]
+
+
 @contextmanager
 def _endless_run(url: str) -> Iterator[psutil.Process]:
     """The process of a snippet that runs until its request's connection is closed."""
@@ -35,9 +47,7 @@ def _endless_run(url: str) -> Iterator[psutil.Process]:
     head = f"POST {_PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((address.host, address.port), timeout=10) as connection:
         connection.sendall((head + body).encode())
-        workers = _health(url)["workers"]
-        _wait_until(lambda: any(psutil.Process(pid).children() for pid in workers), "the snippet to start")
-        yield next(child for pid in workers for child in psutil.Process(pid).children())
+        yield _running_snippet(url)
 
 
 def _gone(processes: list[psutil.Process]) -> bool:
@@ -124,13 +134,11 @@ def test_worker_killed_during_a_run(sandbox_server):
     async def killed_once():
         client = SandboxClient(sandbox_server.url, max_concurrency=2, request_timeout_s=30)
         run = asyncio.ensure_future(client.run("import time; time.sleep(1); print('done')", run_timeout_s=10))
-        await asyncio.sleep(0.3)
-        children = psutil.Process(sandbox_server.process.pid).children(recursive=True)
-        sleeping = [process for process in children if process.ppid() != sandbox_server.process.pid]
-        os.kill(sleeping[0].ppid(), signal.SIGKILL)
+        snippet = await asyncio.to_thread(_running_snippet, sandbox_server.url)
+        os.kill(snippet.ppid(), signal.SIGKILL)
         result = await run
         await client.aclose()
-        return result, sleeping[0]
+        return result, snippet
 
     result, orphan = asyncio.run(killed_once())
     assert (result.status, result.stdout) == ("success", "done\n")
@@ -173,6 +181,12 @@ def test_silent_server_meets_the_deadline():
     assert client.stats.unavailable == 1
 
 
+def test_address_of_something_else(sandbox_server):
+    error, client = _run_against(f"{sandbox_server.url}/elsewhere")
+    assert "HTTP 404, is this a sandbox?" in str(error)
+    assert client.stats.retries == 0
+
+
 def test_client_refuses_to_call_a_bad_request_a_result(sandbox_server, execute):
     with pytest.raises(ValueError, match="422"):
         execute("print(1)", run_timeout_s=-1.0)
@@ -205,6 +219,17 @@ time.sleep(60)
             parent.kill()
             _wait_until(lambda: _gone(family), "server, worker and snippet to end with their parent")
     assert list(tmp_path.glob("ctpo-sandbox-*")) == []
+
+
+def test_stopping_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    log = tmp_path / "log"
+    with start_server(slots=2, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=log) as server:
+        directories = list(tmp_path.glob("ctpo-sandbox-*/worker-*"))
+        with _endless_run(server.url) as snippet:
+            os.kill(snippet.ppid(), signal.SIGKILL)
+    assert len(directories) == 2
+    assert list(tmp_path.iterdir()) == [log]
 
 
 def test_workers_end_with_a_killed_server(tmp_path: Path):
