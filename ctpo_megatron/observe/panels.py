@@ -1,0 +1,207 @@
+"""The list of figures of a run: which metrics each shows, and what to say about it. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .display_view import PHASES
+from .run_data import ACCURACY, RunData
+
+LIGHT = {
+    "ink": "#1c2024",
+    "muted": "#646b73",
+    "axis": "#b4bac2",
+    "grid": "#e6e9ed",
+    "blue": "#2f6fde",
+    "orange": "#d4791a",
+    "green": "#1d9a6c",
+    "red": "#d1495b",
+    "purple": "#8257c9",
+    "cyan": "#2aa3b8",
+    "grey": "#8d96a0",
+}
+"""Colours on white by name; the report's style sheet has the same names for light and dark pages."""
+
+OVERVIEW = ("reward", "accuracy", "tool", "clip", "is_ratio", "time")
+"""Panels of figures/overview.png, in reading order."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric as a curve."""
+
+    metric: str
+    label: str
+    colour: str = "blue"
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure. `limits` fixes ends of the y axis (None: fitted); `reference` is (config key, label) of a line."""
+
+    name: str
+    title: str
+    ylabel: str
+    caption: str
+    lines: tuple[Line, ...] = ()
+    kind: Literal["lines", "phases"] = "lines"
+    band: tuple[str, str] | None = None
+    reference: tuple[str, str] | None = None
+    limits: tuple[float | None, float | None] | None = None
+    log: bool = False
+    annotate: bool = False
+    xlabel: str = "RL step"
+
+    def has_data(self, run: RunData) -> bool:
+        """Whether any of its curves has a value (on a log axis: a positive one)."""
+        found = (run.series(line.metric) for line in self.lines)
+        return any(series is not None and (not self.log or max(series.values) > 0) for series in found)
+
+    def absent(self, run: RunData) -> list[str]:
+        """Metrics it shows that the run does not have."""
+        return [line.metric for line in self.lines if run.series(line.metric) is None]
+
+
+_SHARE = (0.0, 1.0)
+_FROM_ZERO = (0.0, None)
+
+
+def panels(run: RunData) -> list[Panel]:
+    """All figures, in the order of the report."""
+    return [_PANELS[0], _accuracy(run), *_PANELS[1:]]
+
+
+def _accuracy(run: RunData) -> Panel:
+    colours = ("blue", "orange", "green", "purple", "cyan", "red")
+    names = run.accuracy_names or ["val/<data_source>/acc/mean@1"]
+    lines = []
+    for index, name in enumerate(names):
+        match = ACCURACY.fullmatch(name)
+        lines.append(Line(name, match["source"] if match else name, colours[index % len(colours)]))
+    return Panel(
+        "accuracy",
+        "Held-out accuracy",
+        "accuracy",
+        "Share of held-out prompts answered correctly, before, during and after training.",
+        tuple(lines),
+        limits=_SHARE,
+        annotate=len(lines) <= 2,
+    )
+
+
+_PANELS = (
+    Panel(
+        "reward",
+        "Reward",
+        "mean reward",
+        "Mean reward of the trajectories sampled in each step, before they are trained on.",
+        (Line("reward/mean", "reward"),),
+        limits=_SHARE,
+        annotate=True,
+    ),
+    Panel(
+        "tool",
+        "Tool use",
+        "share",
+        "Trajectories with at least one successful tool call, and the share of calls that failed.",
+        (
+            Line("rollout/tool_use", "trajectories using the tool"),
+            Line("rollout/tool_error_rate", "failed calls", "red"),
+        ),
+        limits=_SHARE,
+    ),
+    Panel(
+        "signal",
+        "Learning signal",
+        "share",
+        "Only groups with right and wrong answers teach anything. A trajectory cut off by its budget earns nothing.",
+        (Line("reward/groups_mixed", "groups with signal", "green"), Line("rollout/truncated", "cut off", "grey")),
+        limits=_SHARE,
+    ),
+    Panel(
+        "no_box",
+        "Answers without a box",
+        "trajectories per step",
+        "Trajectories that end without \\boxed{}: whatever they say, they earn nothing.",
+        (Line("reward/no_box", "no boxed answer", "orange"),),
+        limits=_FROM_ZERO,
+    ),
+    Panel(
+        "clip",
+        "Clipped tokens",
+        "share of tokens",
+        "Tokens whose gradient the clip sets to zero, by the bound that did it.",
+        (
+            Line("pg_update/clip/total/rate", "total", "ink"),
+            Line("pg_update/clip/high/rate", "high", "blue"),
+            Line("pg_update/clip/low/rate", "low", "orange"),
+            Line("pg_update/clip/dual/rate", "dual", "purple"),
+        ),
+        limits=_FROM_ZERO,
+    ),
+    Panel(
+        "is_ratio",
+        "Importance ratio",
+        "ratio r",
+        "Ratio of the updated policy to the anchor, over the loss tokens of the step's last update; 1: unchanged.",
+        (Line("pg_update/is_ratio/mean", "mean"),),
+        band=("pg_update/is_ratio/min", "pg_update/is_ratio/max"),
+        log=True,
+    ),
+    Panel(
+        "mismatch",
+        "Sampler against trainer",
+        "|Δ log p|, nats",
+        "Difference between the log-probabilities of the sampler and of the trainer for the same tokens and weights.",
+        (Line("mismatch/logp_abs_max", "largest", "orange"), Line("mismatch/logp_abs_mean", "mean", "blue")),
+        reference=("rollout.mismatch_limit", "limit"),
+        log=True,
+    ),
+    Panel(
+        "grad_norm",
+        "Gradient norm",
+        "L2 norm",
+        "Global gradient norm before clipping.",
+        (Line("actor/grad_norm", "gradient norm"),),
+        reference=("policy.optimizer.clip_grad", "clipped above"),
+        limits=_FROM_ZERO,
+    ),
+    Panel(
+        "length",
+        "Response length",
+        "tokens per trajectory",
+        "Tokens after the prompt, and those of them that the model wrote.",
+        (
+            Line("rollout/response_length_mean", "response", "grey"),
+            Line("rollout/model_tokens_mean", "written by the model"),
+        ),
+        limits=_FROM_ZERO,
+    ),
+    Panel(
+        "time",
+        "Time per step",
+        "seconds",
+        "Wall time of each step by phase. Phases that overlap may add up to more than the step.",
+        tuple(Line(f"time/{phase}", phase) for phase in PHASES),
+        kind="phases",
+    ),
+    Panel(
+        "throughput",
+        "Throughput",
+        "tokens per second",
+        "All tokens of a step over its wall time.",
+        (Line("tokens/per_second", "throughput", "green"),),
+        limits=_FROM_ZERO,
+    ),
+    Panel(
+        "warmup",
+        "Warm-up loss",
+        "nats per token",
+        "Supervised warm-up that teaches the format before reinforcement learning begins.",
+        (Line("warmup/loss", "loss", "purple"),),
+        limits=_FROM_ZERO,
+        xlabel="warm-up step",
+    ),
+)

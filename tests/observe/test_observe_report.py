@@ -1,0 +1,149 @@
+"""The report and the summary: complete, offline, safe, and made from the run directory alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made_up_run import HOSTILE, make_config, step_metrics, write_run
+from rich.console import Console
+
+from ctpo_megatron.observe import MetricsWriter, open_run_directory, print_summary, summarize, write_report
+from ctpo_megatron.observe.panels import panels
+from ctpo_megatron.observe.run_data import RunData
+from ctpo_megatron.observe.trajectory_view import sample_views
+
+FIGURES = ("reward", "accuracy", "tool", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "overview")
+
+
+@pytest.fixture(scope="module")
+def page(demo_run: Path) -> str:
+    return (demo_run / "report.html").read_text(encoding="utf-8")
+
+
+class Tags(HTMLParser):
+    """Collects tags, their attributes, and the text inside of scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+def test_sections_figures_and_headline_are_there(demo_run, page):
+    for part in ("curves", "trajectories", "health", "settings"):
+        assert f'<section id="{part}">' in page
+    for name in FIGURES:
+        assert (demo_run / "figures" / f"{name}.png").stat().st_size > 5_000
+        assert name == "overview" or f'id="figure-{name}"' in page
+    assert "accuracy on toolmath from 0.40 to 0.94" in page
+    assert "Left out" not in page
+    assert "±" in page, "the cumulative ratio and its window are drawn"
+    assert len(page) < 2_000_000
+
+
+def test_nothing_is_loaded_from_elsewhere(page):
+    assert not re.search(r"https?://", page)
+    tags = Tags()
+    tags.feed(page)
+    for tag, attributes in tags.seen:
+        assert tag not in ("link", "iframe", "object", "embed", "img")
+        for name in ("src", "href", "xlink:href", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith("#"), (tag, name, value)
+    assert "default-src 'none'" in page
+    assert "@import" not in page and not re.search(r"url\((?!#)", page)
+
+
+def test_model_text_cannot_become_markup(page):
+    assert HOSTILE not in page
+    assert page.count("<script") == 1
+    assert "&lt;" in page
+
+
+def test_svg_takes_its_colours_from_the_page(page):
+    svg = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert "var(--blue)" in svg
+    assert "#2f6fde" not in svg
+    assert "DejaVu" not in svg
+
+
+def test_trajectories_can_be_filtered(page):
+    assert 'data-tool="success"' in page and 'data-reward="0"' in page
+    assert {'data-source="training"', 'data-source="evaluation"'} <= set(re.findall(r'data-source="\w+"', page))
+    assert 'data-t="probability' in page and "log ratio" in page
+
+
+def test_views_are_best_and_worst_of_groups(demo_run):
+    views = sample_views(demo_run)
+    first = [view for view in views if view.source == "training" and view.step == 1]
+    rewards: dict[str, list[float]] = {}
+    for view in first:
+        rewards.setdefault(view.record["prompt_id"], []).append(view.record["reward"])
+    assert any(pair == [1.0, 0.0] for pair in rewards.values())
+    assert all(len(pair) <= 2 for pair in rewards.values())
+
+
+def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        writer.log(1, {"reward/mean": 0.2, "actor/grad_norm": float("nan")})
+    (run_dir / "figures").mkdir()
+    (run_dir / "figures" / "is_ratio.png").write_bytes(b"of an earlier report")
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert {path.name for path in (run_dir / "figures").iterdir()} == {"reward.png", "overview.png"}
+    assert "Importance ratio: <code>pg_update/is_ratio/mean</code>" in page
+    assert "<code>actor/grad_norm</code>" in page
+    assert "wrote no trajectories" in page
+
+
+def test_a_run_without_any_metrics_still_has_a_report(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    assert "no reward was recorded" in write_report(run_dir).read_text(encoding="utf-8")
+    print_summary(run_dir, Console(file=io.StringIO()))
+
+
+def test_long_runs_and_long_texts_stay_small(tmp_path):
+    run_dir = write_run(tmp_path, steps=2, samples=2, prompts=2, final="word " * 2_000)
+    rng = random.Random(1)
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        for step in range(3, 400):
+            writer.log(step, step_metrics(rng, step, 400))
+    path = write_report(run_dir)
+    assert path.stat().st_size < 2_000_000
+    assert "characters left out" in path.read_text(encoding="utf-8")
+
+
+def test_not_a_run_directory_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not a run directory"):
+        write_report(tmp_path)
+
+
+def test_summary_is_rebuilt_from_the_files(demo_run):
+    summary = summarize(demo_run)
+    metrics = [json.loads(line) for line in (demo_run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [record["reward/mean"] for record in metrics if "reward/mean" in record]
+    assert summary.reward is not None
+    assert summary.reward.start == rewards[0]
+    assert summary.reward.end == pytest.approx(sum(rewards[-5:]) / 5)
+    assert summary.accuracy["toolmath"].end == 0.94
+    assert summary.steps == 20
+    assert summary.tokens == 20 * 23000
+    output = io.StringIO()
+    print_summary(demo_run, Console(file=output, width=120))
+    for part in ("sampled reward", "accuracy, toolmath", "tool use", "warm-up", "rollout", "report.html"):
+        assert part in output.getvalue()
+
+
+def test_every_metric_that_is_drawn_is_documented(demo_run):
+    documented = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for panel in panels(RunData.load(demo_run)):
+        for line in panel.lines:
+            assert f"`{line.metric}`" in documented.replace("<data_source>", "toolmath"), line.metric
