@@ -125,7 +125,7 @@ def checks(run: RunData) -> Iterator[Check]:
     limit = run.setting("rollout.mismatch_limit")
     judged = f"limit {limit:g}" if limit else "no limit set"
     yield from _largest(run, "mismatch/logp_abs_max", "Sampler–trainer mismatch", limit, f"nats; {judged}")
-    note = "nats in the first mini-batch; exactly 0 unless the packing layouts differ"
+    note = "nats in the first mini-batch; above 0.001 the anchor and the training pass disagree"
     yield from _largest(run, "pg_update/first_log_ratio_abs_max", "First log-ratio", 1e-3, note)
     for metric, label, note in (
         ("sandbox/infrastructure_error", "Sandbox failures", "tool calls the service could not serve"),
