@@ -1,10 +1,33 @@
-"""Data room: prompt files, the records of the ring, and packing into training batches."""
+"""Data room: prompt files, conversations, the records of the ring, packing into training batches, the toolmath task.
 
-from ctpo_megatron.data.conversations import batches, load_conversations
-from ctpo_megatron.data.pack import PackedBatch, pack, split_evenly
-from ctpo_megatron.data.prompts import PromptSampler, load_prompts
+Names are imported when they are first used: reward workers and tools that need the records only do not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ctpo_megatron.data.records import Group, Prompt, ToolCall, Trajectory
-from ctpo_megatron.data.tables import DataError
+
+if TYPE_CHECKING:
+    from ctpo_megatron.data.conversations import batches, load_conversations
+    from ctpo_megatron.data.pack import PackedBatch, pack, split_evenly
+    from ctpo_megatron.data.prompts import PromptSampler, load_prompts
+    from ctpo_megatron.data.tables import DataError
+    from ctpo_megatron.data.toolmath import prepare
+
+_MODULES = {
+    "DataError": "tables",
+    "PackedBatch": "pack",
+    "PromptSampler": "prompts",
+    "batches": "conversations",
+    "load_conversations": "conversations",
+    "load_prompts": "prompts",
+    "pack": "pack",
+    "prepare": "toolmath",
+    "split_evenly": "pack",
+}
 
 __all__ = [
     "DataError",
@@ -18,5 +41,15 @@ __all__ = [
     "load_conversations",
     "load_prompts",
     "pack",
+    "prepare",
     "split_evenly",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a front-door name; keep the name here, also where a module is called the same (pack)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

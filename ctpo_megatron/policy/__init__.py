@@ -1,1 +1,31 @@
-"""policy room."""
+"""Policy room: the Megatron-Core model under training, its parallel layout, optimizer steps, weights and checkpoints.
+
+layout = join(config.policy, seed)                      process groups of this rank
+policy = Policy(config.policy, layout, model_path, temperature=1.0)
+policy.use_optimizer(optimizer_config, total_steps)
+steps = policy.mini_batches(trajectories, advantages, size)
+policy.anchor(steps)
+updates = [policy.update(step, policy_gradient(objective, "proximal")) for step in steps]
+policy.weights()                                        Hugging Face names and tensors, for sync and export
+"""
+
+from ctpo_megatron.policy.checkpoint import complete as complete_checkpoints
+from ctpo_megatron.policy.device import capabilities
+from ctpo_megatron.policy.losses import policy_gradient, supervised
+from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.policy.parallel import Layout, join, leave
+from ctpo_megatron.policy.policy import Policy, Update, summarize_updates
+
+__all__ = [
+    "Layout",
+    "MiniBatch",
+    "Policy",
+    "Update",
+    "capabilities",
+    "complete_checkpoints",
+    "join",
+    "leave",
+    "policy_gradient",
+    "summarize_updates",
+    "supervised",
+]

@@ -1,0 +1,214 @@
+"""The only file of the trainer that knows CPU from CUDA: device, backend, library choices, and CPU accommodation.
+
+megatron-core 0.16.1 assumes CUDA in a few dozen call sites. On a machine without CUDA `install()` replaces the
+functions listed in `_cpu_replacements`, one row each with its reason, and `scope()` answers the remaining CUDA
+requests (made as arguments of torch calls) with the CPU. With CUDA both do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+log = logging.getLogger(__name__)
+
+CUDA = torch.cuda.is_available()
+BACKEND = "nccl" if CUDA else "gloo"
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the machine offers beyond megatron-core itself."""
+
+    cuda: bool
+    transformer_engine: bool
+    apex: bool
+    grad_accumulation_fusion: bool
+
+    @property
+    def layer_spec(self) -> str:
+        """The layer spec that `policy.layer_spec: auto` stands for."""
+        return "transformer_engine" if self.transformer_engine else "local"
+
+    def describe(self) -> str:
+        """One line for the log: which implementation of what is in use."""
+        adam = "TE FusedAdam" if self.transformer_engine else "apex FusedAdam" if self.apex else "torch AdamW"
+        return (
+            f"device: {'cuda' if self.cuda else 'cpu'}, collectives: {BACKEND}, layer spec: {self.layer_spec}, "
+            f"Adam: {adam}, fused weight-gradient accumulation: {'yes' if self.grad_accumulation_fusion else 'no'}"
+        )
+
+
+def capabilities() -> Capabilities:
+    """Look for CUDA, transformer-engine and apex without importing them."""
+    return Capabilities(
+        cuda=CUDA,
+        transformer_engine=CUDA and importlib.util.find_spec("transformer_engine") is not None,
+        # An unrelated package on PyPI is called apex too; amp_C is the extension module that only NVIDIA's has.
+        apex=CUDA and importlib.util.find_spec("amp_C") is not None,
+        grad_accumulation_fusion=CUDA and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+    )
+
+
+def local_device(local_rank: int) -> torch.device:
+    """The device of this rank; selects it on CUDA."""
+    if not CUDA:
+        return _CPU
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def transformer_flags() -> dict[str, Any]:
+    """TransformerConfig arguments that follow from the device.
+
+    `batch_p2p_comm=False` everywhere: with interleaved pipelines of two stages its default mixes up messages.
+    `deallocate_pipeline_outputs` only on CUDA: gloo may still be reading the tensor that it frees.
+    """
+    found = capabilities()
+    return {
+        "use_cpu_initialization": not CUDA,
+        "gradient_accumulation_fusion": found.grad_accumulation_fusion,
+        "apply_rope_fusion": found.transformer_engine,
+        "bias_activation_fusion": CUDA,
+        "bias_dropout_fusion": CUDA,
+        "masked_softmax_fusion": False,
+        "batch_p2p_comm": False,
+        "deallocate_pipeline_outputs": CUDA,
+    }
+
+
+class _CudaRequestsToCpu(TorchFunctionMode):
+    """Answers `device="cuda"`, `pin_memory=True`, `Tensor.cuda()` and `Tensor.type()` as a CUDA machine would.
+
+    `Tensor.type()` is compared with the string 'torch.cuda.FloatTensor' in megatron's gradient clipping and
+    optimizers, so the CPU type name is reported in its CUDA spelling.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs:
+            wanted = kwargs.get("device")
+            if wanted is not None and torch.device(wanted).type == "cuda":
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def scope() -> AbstractContextManager[Any]:
+    """Enter around every call into megatron-core. The underlying mode is thread-local: enter it per call."""
+    return contextlib.nullcontext() if CUDA else _CudaRequestsToCpu()
+
+
+def _cpu_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_cpu_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _cpu_rng_tracker() -> type:
+    from megatron.core.tensor_parallel import random as mcore_random
+
+    class CpuRNGStatesTracker(mcore_random.CudaRNGStatesTracker):
+        """The same named random streams over the CPU generator."""
+
+        def add(self, name: str, seed: int) -> None:
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random stream {name!r} or its seed {seed} exists already")
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if name not in self.states_:
+                raise KeyError(f"random stream {name!r} was never added")
+            outer = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outer)
+
+    return CpuRNGStatesTracker
+
+
+def _set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+    """Restore one parameter's master copy and Adam moments (shadows DistributedOptimizer's method).
+
+    The original copies into every entry of the state, which for torch's AdamW holds a `step` that the checkpoint
+    keeps elsewhere (KeyError), and writes in place into a leaf that requires grad.
+    """
+    group, order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group]["params"][order]
+    with torch.no_grad():
+        main_param.data.copy_(tensors["param"])
+        for key, value in self.optimizer.state[main_param].items():
+            if key != "step":
+                value.copy_(tensors[key])
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    module: str
+    attribute: str
+    value: Any
+    reason: str
+
+    def apply(self) -> None:
+        owner: Any = importlib.import_module(self.module)
+        *path, leaf = self.attribute.split(".")
+        for name in path:
+            owner = getattr(owner, name)
+        getattr(owner, leaf)  # an AttributeError here means that the pinned version moved: fail now, not in training
+        setattr(owner, leaf, self.value)
+
+
+def _cpu_replacements() -> tuple[_Replacement, ...]:
+    random = "megatron.core.tensor_parallel.random"
+    return (
+        _Replacement("torch.cuda", "current_device", lambda: _CPU, "gradient buffers, RoPE, TP and PP buffers ask it"),
+        _Replacement("torch.cuda", "synchronize", lambda *_: None, "variable-length pipelines and checkpoints call it"),
+        _Replacement(random, "_get_cuda_rng_state", _cpu_rng_state, "activation recompute saves the stream"),
+        _Replacement(random, "_set_cuda_rng_state", _set_cpu_rng_state, "activation recompute restores the stream"),
+        _Replacement(random, "CudaRNGStatesTracker", _cpu_rng_tracker(), "sequence parallel forks named streams"),
+        _Replacement(
+            "megatron.core.optimizer.distrib_optimizer",
+            "DistributedOptimizer._set_main_param_and_optimizer_states",
+            _set_main_param_and_optimizer_states,
+            "loading a distributed-optimizer checkpoint with torch AdamW",
+        ),
+    )
+
+
+_installed = False
+
+
+def install() -> None:
+    """Make megatron-core run on this machine; call once per process before building anything. Nothing on CUDA."""
+    global _installed
+    if CUDA or _installed:
+        return
+    for replacement in _cpu_replacements():
+        replacement.apply()
+        log.debug("cpu: %s.%s replaced (%s)", replacement.module, replacement.attribute, replacement.reason)
+    _installed = True

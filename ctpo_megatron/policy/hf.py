@@ -1,0 +1,300 @@
+"""Hugging Face weights in and out of the Megatron model: one table of names, split and merged per tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ctpo_megatron.config import ModelFacts
+from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
+from ctpo_megatron.policy.parallel import Layout
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one Megatron parameter corresponds to one or more Hugging Face tensors.
+
+    split: full HF tensors -> one shard per tensor-parallel rank; merge: all shards -> full HF tensors.
+    """
+
+    hf: tuple[str, ...]
+    split: Callable[[Tensors, ModelFacts, int], Tensors]
+    merge: Callable[[Tensors, ModelFacts], Tensors]
+
+
+def _replicated(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
+    return tensors * tp
+
+
+def _columns(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
+    return list(tensors[0].chunk(tp, dim=0))
+
+
+def _rows(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
+    return list(tensors[0].chunk(tp, dim=1))
+
+
+def _split_vocab(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
+    (weight,) = tensors
+    rows = padded_vocab_size(weight.shape[0], tp)
+    return list(F.pad(weight, (0, 0, 0, rows - weight.shape[0])).chunk(tp, dim=0))
+
+
+def _merge_vocab(shards: Tensors, facts: ModelFacts) -> Tensors:
+    return [torch.cat(shards)[: facts.vocab_size]]
+
+
+def _split_qkv(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
+    """q, k, v -> per key-value group: its query heads, its key head, its value head (Megatron's interleaving)."""
+    groups, d = facts.num_key_value_heads, facts.head_dim
+    packed = torch.cat([t.reshape(groups, -1, d, *t.shape[1:]) for t in tensors], dim=1)
+    return list(packed.flatten(0, 2).chunk(tp, dim=0))
+
+
+def _merge_qkv(shards: Tensors, facts: ModelFacts) -> Tensors:
+    packed = torch.cat(shards)
+    groups, d = facts.num_key_value_heads, facts.head_dim
+    queries = facts.num_attention_heads // groups
+    by_group = packed.reshape(groups, queries + 2, d, *packed.shape[1:])
+    return [part.flatten(0, 2) for part in by_group.split([queries, 1, 1], dim=1)]
+
+
+def _split_gate_up(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
+    gate, up = (t.chunk(tp, dim=0) for t in tensors)
+    return [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+
+
+def _merge_gate_up(shards: Tensors, facts: ModelFacts) -> Tensors:
+    halves = [shard.chunk(2, dim=0) for shard in shards]
+    return [torch.cat([half[i] for half in halves]) for i in range(2)]
+
+
+def _first(shards: Tensors, facts: ModelFacts) -> Tensors:
+    return [shards[0]]
+
+
+def _join_columns(shards: Tensors, facts: ModelFacts) -> Tensors:
+    return [torch.cat(shards, dim=0)]
+
+
+def _join_rows(shards: Tensors, facts: ModelFacts) -> Tensors:
+    return [torch.cat(shards, dim=1)]
+
+
+def _norm(*hf: str) -> Rule:
+    return Rule(hf, _replicated, _first)
+
+
+_QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
+_TOP = {
+    "embedding.word_embeddings.weight": Rule(("model.embed_tokens.weight",), _split_vocab, _merge_vocab),
+    "decoder.final_layernorm.weight": _norm("model.norm.weight"),
+    "output_layer.weight": Rule(("lm_head.weight",), _split_vocab, _merge_vocab),
+}
+_LAYER = {
+    "input_layernorm.weight": _norm("input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": _norm("input_layernorm.weight"),  # the TE spec fuses the norm
+    "self_attention.linear_qkv.weight": Rule(tuple(f"{n}.weight" for n in _QKV), _split_qkv, _merge_qkv),
+    "self_attention.linear_qkv.bias": Rule(tuple(f"{n}.bias" for n in _QKV), _split_qkv, _merge_qkv),
+    "self_attention.q_layernorm.weight": _norm("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": _norm("self_attn.k_norm.weight"),
+    "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), _rows, _join_rows),
+    "pre_mlp_layernorm.weight": _norm("post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": _norm("post_attention_layernorm.weight"),
+    "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), _split_gate_up, _merge_gate_up),
+    "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), _rows, _join_rows),
+}
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+def rule_for(name: str, layer_offset: int) -> Rule:
+    """The rule of a parameter of this rank's GPTModel, with full HF names. Raises KeyError naming an unknown one."""
+    match = _LAYER_NAME.fullmatch(name)
+    rule = _LAYER.get(match[2]) if match else _TOP.get(name)
+    if rule is None:
+        raise KeyError(f"no Hugging Face counterpart is known for the Megatron parameter {name!r}")
+    if match is None:
+        return rule
+    prefix = f"model.layers.{int(match[1]) + layer_offset}."
+    return Rule(tuple(prefix + hf for hf in rule.hf), rule.split, rule.merge)
+
+
+def _rules(model: BuiltModel, layout: Layout) -> dict[str, Rule]:
+    per_stage = model.facts.num_layers // layout.pp_size
+    rules = {}
+    for name, _ in model.gpt.named_parameters():
+        if name == "output_layer.weight" and model.facts.tie_word_embeddings:
+            continue  # later pipeline stages hold a copy of the embedding under this name
+        rules[name] = rule_for(name, layout.pp_rank * per_stage)
+    return rules
+
+
+class WeightFiles:
+    """The safetensors files of a Hugging Face model directory, read tensor by tensor."""
+
+    def __init__(self, directory: Path) -> None:
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            by_name = json.loads(index.read_text())["weight_map"]
+            self._file_of = {name: directory / file for name, file in by_name.items()}
+        else:
+            single = directory / "model.safetensors"
+            if not single.exists():
+                raise FileNotFoundError(
+                    f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
+                    "convert the checkpoint with save_pretrained(..., safe_serialization=True)"
+                )
+            with safe_open(single, "pt") as file:
+                self._file_of = dict.fromkeys(file.keys(), single)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One full tensor on the CPU, in the file's dtype."""
+        with safe_open(self._file_of[name], "pt") as file:
+            return file.get_tensor(name)
+
+
+@torch.no_grad()
+def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
+    """Copy the directory's weights into this rank's model (its layers, its tensor-parallel shards).
+
+    Raises ValueError listing every tensor that is missing, unused, or of another shape than the model expects.
+    """
+    files = WeightFiles(directory)
+    rules = _rules(model, layout)
+    needed = {hf for rule in rules.values() for hf in rule.hf}
+    problems = [f"missing: {name}" for name in sorted(needed - files.names)]
+    if layout.pp_size == 1:
+        unused = files.names - needed - ({"lm_head.weight"} if model.facts.tie_word_embeddings else set())
+        problems += [f"not used by this architecture: {name}" for name in sorted(unused)]
+    if not problems:
+        parameters = dict(model.gpt.named_parameters())
+        for name, rule in rules.items():
+            problems += _copy(parameters[name], rule, files, model.facts, layout, name)
+    if problems:
+        raise ValueError(f"the weights in {directory} do not fit the model:\n  " + "\n  ".join(problems))
+    if model.facts.tie_word_embeddings and layout.pp_size > 1 and layout.is_last_stage:
+        weight = rule_for("embedding.word_embeddings.weight", 0)
+        shard = weight.split([files.read(weight.hf[0])], model.facts, layout.tp_size)[layout.tp_rank]
+        model.gpt.output_layer.weight.copy_(shard)
+
+
+def _copy(
+    parameter: torch.Tensor, rule: Rule, files: WeightFiles, facts: ModelFacts, layout: Layout, name: str
+) -> list[str]:
+    tensors = [files.read(hf) for hf in rule.hf]
+    shard = rule.split(tensors, facts, layout.tp_size)[layout.tp_rank]
+    if shard.shape != parameter.shape:
+        found = {hf: tuple(t.shape) for hf, t in zip(rule.hf, tensors, strict=True)}
+        return [f"{name} is {tuple(parameter.shape)} on this rank, but {found} gives {tuple(shard.shape)}"]
+    parameter.copy_(shard)
+    return []
+
+
+@torch.no_grad()
+def export(model: BuiltModel, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (HF name, full tensor) for the whole model, one at a time, on every rank (all must iterate to the end).
+
+    Tensor-parallel shards are gathered, pipeline stages take turns to broadcast; peak extra memory is one tensor.
+    """
+    rules = _rules(model, layout)
+    parameters = dict(model.gpt.named_parameters())
+    local = ((name, parameters[name], rule) for name, rule in rules.items())
+    merged = (pair for _, p, rule in local for pair in zip(rule.hf, _merge(p, rule, model.facts), strict=True))
+    if layout.pp_size == 1:
+        yield from merged
+        return
+    for stage in range(layout.pp_size):
+        yield from _relay_stage(stage, merged if layout.pp_rank == stage else iter(()), layout)
+
+
+def _relay_stage(
+    stage: int, merged: Iterator[tuple[str, torch.Tensor]], layout: Layout
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Broadcast one stage's tensors to all stages; `merged` is empty except on that stage."""
+    group = mpu.get_pipeline_model_parallel_group()
+    source = dist.get_process_group_ranks(group)[stage]
+    while True:
+        name, tensor = next(merged, (None, None))
+        box = [None if tensor is None else (name, tuple(tensor.shape), tensor.dtype)]
+        dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
+        if box[0] is None:
+            return
+        name, shape, dtype = box[0]
+        full = torch.empty(shape, dtype=dtype, device=layout.device) if tensor is None else tensor.contiguous()
+        dist.broadcast(full, src=source, group=group)
+        yield name, full
+
+
+def _merge(parameter: torch.Tensor, rule: Rule, facts: ModelFacts) -> Tensors:
+    shards = [parameter.detach()]
+    group = mpu.get_tensor_model_parallel_group()
+    if group.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
+        shards = [torch.empty_like(shards[0]) for _ in range(group.size())]
+        dist.all_gather(shards, parameter.detach().contiguous(), group=group)
+    return rule.merge(shards, facts)
+
+
+def write_directory(
+    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path, *, write: bool, shard_bytes: int = 4 << 30
+) -> None:
+    """Write a Hugging Face model directory: `tensors` in safetensors shards, everything else copied from `source`.
+
+    Ranks with `write=False` only take part in the gathering. Written aside and renamed; an existing directory of
+    that name is replaced. Raises OSError from the file system.
+    """
+    if not write:
+        for _ in tensors:
+            pass
+        return
+    aside = target.with_name(f".{target.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix not in {".safetensors", ".bin", ".pt"} and ".index." not in file.name:
+            shutil.copy2(file, aside / file.name)
+    shard: dict[str, torch.Tensor] = {}
+    names: list[list[str]] = [[]]
+    used = total = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if shard and used + size > shard_bytes:
+            save_file(shard, aside / f"part-{len(names)}.safetensors", metadata={"format": "pt"})
+            shard, used = {}, 0
+            names.append([])
+        shard[name] = tensor.detach().cpu().contiguous().clone()
+        names[-1].append(name)
+        used, total = used + size, total + size
+    save_file(shard, aside / f"part-{len(names)}.safetensors", metadata={"format": "pt"})
+    _name_shards(aside, names, total)
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
+
+
+def _name_shards(directory: Path, names: list[list[str]], total: int) -> None:
+    if len(names) == 1:
+        (directory / "part-1.safetensors").rename(directory / "model.safetensors")
+        return
+    weight_map = {}
+    for i, members in enumerate(names, start=1):
+        final = f"model-{i:05d}-of-{len(names):05d}.safetensors"
+        (directory / f"part-{i}.safetensors").rename(directory / final)
+        weight_map |= dict.fromkeys(members, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

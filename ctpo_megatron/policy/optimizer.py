@@ -1,0 +1,62 @@
+"""AdamW and its schedules, as megatron-core builds them."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.policy.model import DTYPES, BuiltModel
+
+_STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
+
+
+def build_optimizer(
+    model: BuiltModel, policy: PolicyConfig, config: OptimizerConfig, total_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Optimizer with fresh state and its schedule over `total_steps` optimizer steps."""
+    dtype = DTYPES[policy.dtype]
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=policy.use_distributed_optimizer,
+        ),
+        [model.wrapped],
+    )
+    steps = max(total_steps, config.warmup_steps + 1)
+    decaying = max(1, round(steps * config.decay_fraction))
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=steps,
+        lr_decay_style=_STYLES[config.schedule],
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+        # A resumed run follows the configuration it is given, not the values of the run that it continues.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=decaying,
+        lr_wsd_decay_style="linear",
+    )
+    return optimizer, scheduler
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The rate that the next step uses."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)

@@ -1,0 +1,172 @@
+"""The policy: weights in, anchor log-probs, optimizer updates, weights out, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
+from ctpo_megatron.data import PackedBatch, Trajectory
+from ctpo_megatron.objective import LossStats, merge, summarize
+from ctpo_megatron.policy import checkpoint, device, hf
+from ctpo_megatron.policy.losses import LossFunction
+from ctpo_megatron.policy.minibatch import MiniBatch, make_mini_batches
+from ctpo_megatron.policy.model import build_model
+from ctpo_megatron.policy.optimizer import build_optimizer, learning_rate
+from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.policy.step import Collected, run_schedule
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step reports: loss statistics over all ranks, gradient norm before clipping, rate used."""
+
+    stats: LossStats
+    grad_norm: float
+    learning_rate: float
+
+
+class Policy:
+    """A Megatron-Core language model under training; every method is collective over all ranks.
+
+    The architecture and the weights come from the Hugging Face directory `model_path`. Log-probs are those of
+    softmax(logits / temperature), the distribution that rollouts are sampled from.
+    """
+
+    def __init__(self, config: PolicyConfig, layout: Layout, model_path: Path, *, temperature: float) -> None:
+        self.config = config
+        self.layout = layout
+        self.temperature = temperature
+        self.source = model_path
+        self.facts = ModelFacts.read(model_path)
+        with device.scope():
+            self._model = build_model(self.facts, config, layout.device)
+            hf.load(self._model, model_path, layout)
+
+    def use_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
+        """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps."""
+        with device.scope():
+            self._optimizer, self._scheduler = build_optimizer(self._model, self.config, config, total_steps)
+
+    def mini_batches(
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float] | None, size: int
+    ) -> list[MiniBatch]:
+        """Optimizer steps of `size` trajectories each, in order; see `make_mini_batches`."""
+        return make_mini_batches(trajectories, advantages, size=size, config=self.config, layout=self.layout)
+
+    def anchor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Fill `anchor_logp` with the log-probs of the present weights, in the layout that training will use.
+
+        Returns `mismatch/*` (|sampler - trainer| in nats over model tokens) and `actor/entropy` (nats).
+        """
+        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
+        zero = torch.zeros((), device=self.layout.device)
+        with device.scope(), torch.no_grad():
+            kept = run_schedule(
+                self._model,
+                micro_batches,
+                lambda logp, _: (zero, {"logp": logp}),
+                temperature=self.temperature,
+                forward_only=True,
+            )
+        for micro, found in zip(micro_batches, kept, strict=False):  # nothing is kept before the last stage
+            micro.anchor_logp = found["logp"]
+        mine = _anchor_totals(micro_batches, kept) if self.layout.reports else None
+        found = [totals for totals in gather_objects(mine) if totals is not None]
+        tokens = sum(totals["tokens"] for totals in found)
+        return {
+            "mismatch/logp_abs_max": max(totals["max"] for totals in found),
+            "mismatch/logp_abs_mean": sum(totals["sum"] for totals in found) / tokens,
+            "actor/entropy": sum(totals["entropy"] for totals in found) / tokens,
+        }
+
+    def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
+        """One optimizer step; `temperature` replaces the rollouts' (a supervised loss wants 1).
+
+        Raises FloatingPointError when the loss (checked before any weight changes) or the gradient is not finite.
+        """
+
+        def loss(logp: torch.Tensor, micro: PackedBatch) -> tuple[torch.Tensor, Collected]:
+            output = loss_function(logp, micro, mini_batch.denominators)
+            return output.loss, {"stats": output.stats}
+
+        with device.scope():
+            self._model.wrapped.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            kept = run_schedule(
+                self._model,
+                mini_batch.micro_batches,
+                loss,
+                temperature=temperature or self.temperature,
+                forward_only=False,
+            )
+            stats = self._over_ranks(kept)
+            summary = summarize(stats)
+            if not all(math.isfinite(value) for name, value in summary.items() if name.endswith("loss")):
+                raise FloatingPointError(f"the loss of this optimizer step is not finite: {summary}")
+            rate = learning_rate(self._optimizer)
+            updated, grad_norm, _ = self._optimizer.step()
+            if not updated or not math.isfinite(grad_norm):
+                raise FloatingPointError(f"the gradient norm of this optimizer step is {grad_norm}")
+            self._scheduler.step(increment=1)
+        return Update(stats, float(grad_norm), rate)
+
+    def _over_ranks(self, kept: list[Collected]) -> LossStats:
+        mine = merge([found["stats"] for found in kept]) if self.layout.reports else None
+        vector = None if mine is None else (mine.as_tensor().cpu(), mine.kind)
+        parts = [LossStats.from_tensor(*part) for part in gather_objects(vector) if part is not None]
+        return merge(parts)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end."""
+        with device.scope():
+            yield from hf.export(self._model, self.layout)
+
+    def export(self, directory: Path) -> None:
+        """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model."""
+        hf.write_directory(self.weights(), self.source, directory, write=self.layout.rank == 0)
+
+    def save(self, directory: Path, step: int, run_state: dict[str, Any], keep_last: int) -> Path:
+        """Checkpoint weights, optimizer, schedule and the driver's state; see `checkpoint.save`."""
+        with device.scope():
+            return checkpoint.save(directory, step, self._model, self._optimizer, self._scheduler, run_state, keep_last)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint and return the driver's state in it; see `checkpoint.load`."""
+        with device.scope():
+            checkpoint.load(path, self._model, self._optimizer, self._scheduler)
+        return checkpoint.read_run_state(path)
+
+
+def _anchor_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
+    difference = torch.cat([(m.anchor_logp - m.behaviour_logp)[m.model_mask].abs() for m in micro_batches])
+    return {
+        "max": float(difference.max()),
+        "sum": float(difference.sum()),
+        "tokens": float(difference.numel()),
+        "entropy": sum(found["entropy_sum"] for found in kept),
+    }
+
+
+def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
+    """Metrics of all optimizer steps of one batch: exact over tokens, mean loss, mean and largest gradient norm.
+
+    `pg_update/first_log_ratio_abs_max` belongs to the first step, where it shows whether the anchor pass and the
+    training pass agree; `pg_update/is_ratio/*` to the last, where the ratio has moved furthest.
+    """
+    metrics = summarize(merge([update.stats for update in updates]))
+    first, last = summarize(updates[0].stats), summarize(updates[-1].stats)
+    metrics |= {name: value for name, value in last.items() if name.startswith("pg_update/is_ratio/")}
+    if "pg_update/log_ratio_abs_max" in first:
+        metrics["pg_update/first_log_ratio_abs_max"] = first["pg_update/log_ratio_abs_max"]
+    for name in ("actor/pg_loss", "supervised/loss"):
+        if name in metrics:
+            metrics[name] /= len(updates)
+    norms = [update.grad_norm for update in updates]
+    metrics |= {"actor/grad_norm": sum(norms) / len(norms), "actor/grad_norm_max": max(norms)}
+    return metrics | {"actor/lr": updates[-1].learning_rate}

@@ -1,0 +1,148 @@
+"""The driver: Algorithm 1 of CTPO, run by every rank. `ctpo train`, or `torchrun ... -m ctpo_megatron.train`."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from ctpo_megatron.config import Config
+from ctpo_megatron.data import Group, batches, load_conversations
+from ctpo_megatron.objective import group_advantages, objective_from_config
+from ctpo_megatron.policy import (
+    Policy,
+    capabilities,
+    complete_checkpoints,
+    join,
+    leave,
+    policy_gradient,
+    summarize_updates,
+    supervised,
+)
+from ctpo_megatron.session import Session
+
+log = logging.getLogger(__name__)
+
+
+def main(config: Config) -> int:
+    """Run all stages of a configuration; returns the exit status. Every rank of the job calls this."""
+    # A scheduler's SIGTERM must close engines and sandbox as an exception would.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    layout = join(config.policy, config.run.seed)
+    try:
+        with Session(config, layout) as session:
+            log.info(capabilities().describe())
+            session.prepare()
+            session.open_world()
+            policy = Policy(config.policy, layout, Path(config.model.path), temperature=config.rollout.temperature)
+            checkpoint = last_checkpoint(config, session.directory)
+            if checkpoint is None and config.warmup is not None:
+                with session.stage("warm-up"):
+                    warm_up(config, policy, session)
+            with session.stage("rl"):
+                reinforce(config, policy, session, checkpoint)
+            if config.export.enabled:
+                with session.stage("export"):
+                    policy.export(session.directory / config.export.directory)
+            session.finish()
+    finally:
+        leave()
+    return 0
+
+
+def warm_up(config: Config, policy: Policy, session: Session) -> None:
+    """Supervised learning on conversations, through the same policy step as RL."""
+    settings = config.warmup
+    traces = load_conversations(
+        settings.data,
+        AutoTokenizer.from_pretrained(config.model.path),
+        chat_template_kwargs=config.model.chat_template_kwargs,
+    )
+    policy.use_optimizer(settings.optimizer, settings.steps)
+    stream = batches(traces, settings.traces_per_step, config.run.seed)
+    for step, batch in enumerate(islice(stream, settings.steps), start=1):
+        (mini_batch,) = policy.mini_batches(batch, None, settings.traces_per_step)
+        metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
+        renamed = {"warmup/loss": metrics["supervised/loss"], "warmup/grad_norm": metrics["actor/grad_norm"]}
+        session.warmup_progress(step, settings.steps, renamed | {"warmup/lr": metrics["actor/lr"]})
+
+
+def reinforce(config: Config, policy: Policy, session: Session, checkpoint: Path | None) -> None:
+    """CTPO: sample groups with the present weights, score, update against the anchor, hand the weights back."""
+    loss = policy_gradient(objective_from_config(config.objective), config.objective.anchor)
+    groups_per_update = config.policy.mini_batch_prompts
+    updates_per_step = config.rollout.prompts_per_step // groups_per_update
+    policy.use_optimizer(config.policy.optimizer, config.run.steps * updates_per_step)
+    done = resume(policy, session, checkpoint) if checkpoint is not None else 0
+    session.sync(policy, version=done + 1)
+    if done == 0:
+        session.log(0, session.evaluate(0))
+        save(config, policy, session, step=0)
+    for step in range(done + 1, config.run.steps + 1):
+        with session.timer.phase("step"):
+            groups, metrics = session.collect(step)
+            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+            mini_batches = policy.mini_batches(
+                trajectories, advantages(config, groups), groups_per_update * config.rollout.samples_per_prompt
+            )
+            with session.timer.phase("anchor"):
+                metrics |= policy.anchor(mini_batches)
+            check_mismatch(config, metrics)
+            with session.timer.phase("update"):
+                metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
+            session.sync(policy, version=step + 1)
+        metrics |= session.timer.metrics() | {"weights/version": float(step + 1)}
+        metrics["tokens/per_second"] = metrics["tokens/total"] / metrics["time/step"]
+        session.log(step, metrics, groups)
+        if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
+            session.log(step, session.evaluate(step))
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            save(config, policy, session, step)
+
+
+def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
+    """One advantage per trajectory, in the order of the groups and of the samples in them."""
+    return [a for group in groups for a in group_advantages(group.rewards, config.objective.advantage).tolist()]
+
+
+def check_mismatch(config: Config, metrics: dict[str, float]) -> None:
+    """Stop when sampler and trainer disagree beyond the limit: the weights in the engines are not the policy's."""
+    limit, found = config.rollout.mismatch_limit, metrics["mismatch/logp_abs_max"]
+    if limit is not None and found > limit:
+        raise RuntimeError(
+            f"sampler and trainer log-probs differ by up to {found:.3g}, more than rollout.mismatch_limit={limit}: "
+            "a weight sync did not arrive, or the two sides compute in different precision"
+        )
+
+
+def last_checkpoint(config: Config, directory: Path) -> Path | None:
+    """The newest complete checkpoint when the run is to be resumed; None to start from the beginning."""
+    found = complete_checkpoints(directory / "checkpoints") if config.run.resume else []
+    return found[-1] if found else None
+
+
+def save(config: Config, policy: Policy, session: Session, step: int) -> None:
+    """Checkpoint the policy and the driver's state after `step`."""
+    if config.checkpoint.every:
+        state: dict[str, Any] = {"step": step, "sampler": session.sampler_state()}
+        with session.timer.phase("checkpoint"):
+            policy.save(session.directory / "checkpoints", step, state, config.checkpoint.keep_last)
+
+
+def resume(policy: Policy, session: Session, checkpoint: Path) -> int:
+    """Restore policy and driver from a checkpoint; returns the RL steps done."""
+    state = policy.load(checkpoint)
+    session.rewind(state["step"], state["sampler"])
+    return state["step"]
+
+
+if __name__ == "__main__":
+    from ctpo_megatron.cli import main as command
+
+    sys.exit(command(["train", *sys.argv[1:]]))

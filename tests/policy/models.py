@@ -1,0 +1,73 @@
+"""Tiny random Hugging Face models and recorded trajectories for the policy tests."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ctpo_megatron.data import Trajectory
+
+VOCAB = 500  # not a multiple of 128: the padded columns must not matter
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3-untied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen2.5": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+}
+
+
+def build(family: str, directory: Path) -> PreTrainedModel:
+    """Write a 4-layer model of the family and return it; weights are perturbed so that no tensor is trivial."""
+    config_class, model_class, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_class(
+        config_class(
+            vocab_size=VOCAB,
+            hidden_size=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=192,
+            max_position_embeddings=512,
+            **extra,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(directory)
+    return model
+
+
+def trajectories(count: int = 16, seed: int = 0) -> list[Trajectory]:
+    """Prompt, model turn, observation, model turn; lengths vary so that packing matters."""
+    rng = random.Random(seed)
+    result = []
+    for index in range(count):
+        trajectory = Trajectory(f"p{index // 4}", index % 4, seed=index)
+        trajectory.append_context([rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))], turn=0)
+        for turn in (1, 2):
+            n = rng.randint(1, 25)
+            ids = [rng.randrange(VOCAB) for _ in range(n)]
+            trajectory.append_model(ids, [-6.0] * n, [0] * n, turn)
+            if turn == 1:
+                trajectory.append_context([rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))], turn)
+        result.append(trajectory)
+    return result
+
+
+def advantages(count: int = 16) -> list[float]:
+    """Both signs and zero."""
+    return [(-1.0, 0.5, 0.0, 1.3)[index % 4] for index in range(count)]

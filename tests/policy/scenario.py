@@ -1,0 +1,57 @@
+"""Training scenarios, run one after another by every rank of one job; rank 0 writes what the tests compare.
+
+python scenario.py MODELS OUTPUT '{"name": {"family": ..., "policy": {...}, "save": DIR, "load": CHECKPOINT}, ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import models
+from megatron.core import parallel_state as mpu
+
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.policy import Policy, join, leave, policy_gradient, summarize_updates
+
+
+def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train for a few RL steps on recorded trajectories; every rank returns metrics and full weights."""
+    config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, **settings.get("policy", {}))
+    layout = join(config, seed=0)
+    policy = Policy(config, layout, model, temperature=0.9)
+    policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", betas=(0.9, 0.95)), total_steps=20)
+    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    done = policy.load(Path(settings["load"]))["step"] if "load" in settings else 0
+    loss = policy_gradient(PolicyObjective.preset(settings.get("preset", "ctpo")), "proximal")
+    steps = []
+    for step in range(done, settings.get("steps", 2)):
+        mini_batches = policy.mini_batches(models.trajectories(seed=step), models.advantages(), size=8)
+        metrics = policy.anchor(mini_batches)
+        steps.append(metrics | summarize_updates([policy.update(m, loss) for m in mini_batches]))
+        if "save" in settings and step == 0:
+            policy.save(Path(settings["save"]), 1, {"step": 1}, keep_last=2)
+    weights = {name: tensor.clone() for name, tensor in policy.weights()}
+    return {"steps": steps, "before": before, "weights": weights}
+
+
+def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
+    results = {}
+    for name, settings in scenarios.items():
+        results[name] = run(models_dir / settings.get("family", "qwen3-tied"), settings)
+        mpu.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        torch.save(results, output)
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
