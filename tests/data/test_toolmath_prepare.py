@@ -102,7 +102,10 @@ def test_the_model_directory_is_standard(toolmath, tokenizer):
 
     model = AutoModelForCausalLM.from_pretrained(toolmath / "model")
     assert type(model).__name__ == "Qwen3ForCausalLM"
-    assert model.num_parameters() == 252_480
+    shape = small_config(toolmath).model
+    assert (model.config.hidden_size, model.config.num_hidden_layers) == (shape.hidden_size, shape.num_layers)
+    assert (model.config.head_dim, model.config.rope_parameters["rope_theta"]) == (shape.head_dim, shape.rope_theta)
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(shape.initializer_range, rel=0.02)
     assert model.config.vocab_size == 512 >= len(tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert json.loads((toolmath / "model" / "config.json").read_text())["tie_word_embeddings"] is True
