@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -112,8 +113,8 @@ def engine_arguments(config: Config, model_path: str, device: Device) -> dict[st
     # vLLM's CPU default of 128 would keep short prompts out of the prefix cache.
     arguments.setdefault("block_size", 32)
     arguments["enforce_eager"] = True
-    # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut into chunks, which CPU generators refuse:
-    # the engine dies. Whole prefills avoid it; the batch must then hold the longest sequence.
+    # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut into chunks; CPU generators refuse and
+    # the engine dies. Whole prefills avoid it; a batch must then hold the longest sequence.
     arguments["enable_chunked_prefill"] = False
     arguments["max_num_batched_tokens"] = max(engine.max_model_len, 4096)
     return arguments | engine.extra
@@ -176,6 +177,8 @@ class RolloutEngine:
             rollout.max_observation_chars,
         )
         self._run_tool = self._tool_factory() if self._tool_factory else self._sandbox_tool()
+        gc.collect()
+        gc.freeze()  # the imported world is large and stays: full collections would cost more than the episodes
         return os.getpid()
 
     async def ping(self) -> str:
@@ -289,4 +292,3 @@ def _model_turn(output: Any) -> ModelTurn:
     for span in output.weight_versions:
         versions += [int(span.version)] * (span.end - span.start)
     return ModelTurn(token_ids, logps, versions)
-

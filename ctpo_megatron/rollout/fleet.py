@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,13 @@ from ctpo_megatron.rollout.engine import Device, GroupOutcome, GroupTask, Sampli
 from ctpo_megatron.rollout.metrics import TOOL_STATUSES
 from ctpo_megatron.rollout.ray_runtime import RayRuntime
 from ctpo_megatron.rollout.slot import EngineSlot, FleetError, WeightSyncError, engine_died
-from ctpo_megatron.rollout.weights import WeightSnapshot
+from ctpo_megatron.rollout.weights import WeightSnapshot, checkpoint_names
 
 if TYPE_CHECKING:
     import torch
 
 _MAX_BACKOFF_S = 10.0
+_CLOSE_TIMEOUT_S = 20.0
 
 
 class GroupFailed(FleetError):
@@ -71,6 +73,7 @@ class RolloutFleet:
         self._log_dir = (log_dir or config.run.directory / "logs").resolve()
         self._tool_factory = tool_factory
         self._runtime: RayRuntime | None = None
+        self._begun = 0.0
         self._slots: list[EngineSlot] = []
         self._snapshot: WeightSnapshot | None = None
         self._counts: Counter[str] = Counter()
@@ -82,10 +85,13 @@ class RolloutFleet:
         self.close()
 
     def start(self) -> None:
-        """Bring Ray up and begin all engines, without waiting for them. Raises ValueError on an unusable config."""
+        """Begin to bring up Ray and all engines, and return at once."""
         rollout = self._config.rollout
-        self._runtime = RayRuntime(cpus=rollout.engines * rollout.engine.threads)
-        device: Device = "cuda" if self._runtime.gpus > 0 else "cpu"
+        self._begun = time.monotonic()
+        self._runtime = RayRuntime(rollout.engines * rollout.engine.threads, self._launch)
+
+    def _launch(self, gpus: float) -> None:
+        device: Device = "cuda" if gpus > 0 else "cpu"
         self._slots = [
             EngineSlot(
                 index,
@@ -97,13 +103,18 @@ class RolloutFleet:
                 self._log_dir / f"rollout_engine_{index}.log",
                 self._tool_factory,
             )
-            for index in range(rollout.engines)
+            for index in range(self._config.rollout.engines)
         ]
 
     def wait_ready(self) -> None:
-        """Block until every engine serves. Raises FleetError naming the one that is late or failed, and its log."""
-        if not self._slots:
+        """Block until every engine serves. Raises FleetError naming what is late or failed, and where its log is."""
+        if self._runtime is None:
             raise FleetError("the fleet was not started")
+        limit = self._config.rollout.start_timeout_s
+        try:
+            self._runtime.wait(max(0.0, self._begun + limit - time.monotonic()))
+        except Exception as error:
+            raise FleetError(f"the rollout side did not start: {error}") from error
         for slot in self._slots:
             if not slot.live:
                 self._await_start(slot)
@@ -137,12 +148,17 @@ class RolloutFleet:
     def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Give all engines these weights (Hugging Face names and full shapes) and hold them to `version` (>= 0).
 
-        An engine found dead is restarted with the new weights. Raises WeightSyncError when an engine answers with
-        another version or other values, FleetError when one cannot be restarted.
+        An engine found dead is restarted with the new weights. Raises WeightSyncError when a tensor of the model is
+        missing (engines would silently keep the old one) or an engine answers with another version or other values,
+        FleetError when one cannot be restarted.
         """
         self.wait_ready()
         started = time.monotonic()
         snapshot = WeightSnapshot(named_tensors, version)
+        missing = checkpoint_names(self._model_path) - snapshot.names - {"lm_head.weight"}  # absent when tied
+        if missing:
+            snapshot.close()
+            raise WeightSyncError(f"weights {version} lack {len(missing)} tensors, e.g. {sorted(missing)[:3]}")
         if self._snapshot is not None:
             self._snapshot.close()
         self._snapshot = snapshot
@@ -173,7 +189,10 @@ class RolloutFleet:
         return {name: float(counts[name]) for name in names}
 
     def close(self) -> None:
-        """Stop engines and a Ray instance of our own; release the weights. Idempotent, never waits long."""
+        """Stop engines and a Ray instance of our own; release the weights. Idempotent, waits seconds at most."""
+        if self._runtime is not None:
+            with suppress(Exception):  # a start that failed was reported to whoever waited for it
+                self._runtime.wait(_CLOSE_TIMEOUT_S)
         for slot in self._slots:
             slot.kill(gently=slot.live)
         self._slots = []

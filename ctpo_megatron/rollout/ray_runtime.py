@@ -6,34 +6,72 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 _OBJECT_STORE_BYTES = 256 << 20
+_JOIN_TIMEOUT_S = 30.0
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_metrics_collection": "0",
 }
 
 
 class RayRuntime:
-    """Connects on construction; `close` shuts down only what this object started.
+    """Begins to bring Ray up when constructed, then calls `then(gpus of the cluster)`; `wait` tells how that went.
 
-    A local Ray lives exactly as long as the thread that created this object: the kernel kills Ray's processes when
-    that thread ends, whichever way. Create it from a thread that lasts as long as the run.
+    All of it happens in a thread of its own that lives until `close`: the caller goes on meanwhile, the caller's signal
+    handlers stay, and a local Ray, whose processes the kernel kills with the thread that started them, ends with the
+    process however that ends.
     """
 
-    def __init__(self, cpus: int) -> None:
+    def __init__(self, cpus: int, then: Callable[[float], None]) -> None:
+        self._cpus, self._then = cpus, then
+        self._temp: Path | None = None
+        self._owner = False
+        self._error: BaseException | None = None
+        self._up, self._closing = threading.Event(), threading.Event()
+        self._keeper = threading.Thread(target=self._run, name="ray-keeper", daemon=True)
+        self._keeper.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once `then` has run; raises what Ray or `then` raised, TimeoutError when it takes longer."""
+        if not self._up.wait(timeout_s):
+            raise TimeoutError(f"Ray is not up after {timeout_s:g} s; its logs: {self._temp or 'on the cluster'}")
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Shut Ray down if this object started or joined it. Idempotent."""
+        self._closing.set()
+        self._keeper.join(_JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            self._connect()
+            import ray
+
+            self._then(float(ray.cluster_resources().get("GPU", 0.0)))
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        self._up.set()
+        while not self._closing.wait(3600.0):
+            pass
+        self._disconnect()
+
+    def _connect(self) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import ray
 
-        self._temp: Path | None = None
-        self._owner = not ray.is_initialized()
-        if not self._owner:
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        if ray.is_initialized():
             return
+        self._owner = True
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
             return
@@ -41,7 +79,7 @@ class RayRuntime:
         self._temp = Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))
         ray.init(
             address="local",
-            num_cpus=cpus,
+            num_cpus=self._cpus,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -49,20 +87,13 @@ class RayRuntime:
             _temp_dir=str(self._temp),
         )
 
-    @property
-    def gpus(self) -> float:
-        """GPUs of the whole cluster."""
-        import ray
-
-        return float(ray.cluster_resources().get("GPU", 0.0))
-
-    def close(self) -> None:
-        """Shut Ray down if this object started or joined it. Idempotent."""
+    def _disconnect(self) -> None:
         import ray
 
         if self._owner and ray.is_initialized():
             ray.shutdown()
-        self._owner = False
-        if self._temp is not None:
+        for _ in range(20):  # Ray's processes may still be writing their last log lines
+            if self._temp is None or not self._temp.exists():
+                break
             shutil.rmtree(self._temp, ignore_errors=True)
-            self._temp = None
+            time.sleep(0.05)

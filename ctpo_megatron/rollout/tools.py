@@ -23,7 +23,6 @@ TOOL_SCHEMA: dict[str, Any] = {
 }
 """OpenAI-style function schema, as chat templates expect it in `tools=[...]`."""
 
-_EXPECTED = f'{CALL_OPEN}{{"name": "{TOOL_NAME}", "arguments": {{"code": "..."}}}}{CALL_CLOSE}'
 _STDERR_CHARS = 2000
 
 
@@ -136,5 +135,5 @@ def observation_text(result: ExecutionResultLike, max_chars: int) -> str:
 
 
 def parse_error_text(error: ParseError, max_chars: int) -> str:
-    """What the model is shown of a malformed call: the reason and the expected form."""
-    return cut_middle(f"[parse_error] {error}. Expected form: {_EXPECTED}", max_chars)
+    """What the model is shown of a malformed call."""
+    return cut_middle(f"[parse_error] {error}", max_chars)

@@ -35,9 +35,10 @@ class WeightSnapshot:
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         from safetensors.torch import save_file
 
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors}
+        tensors = _storable(named_tensors)
         if not tensors:
             raise ValueError(f"weights of version {version}: no tensors given")
+        self.names = frozenset(tensors)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.version = version
         self._path = _new_path(_directory(size))
@@ -64,6 +65,30 @@ class WeightSnapshot:
         """Release the memory."""
         self._path.unlink(missing_ok=True)
         self._file.close()
+
+
+def _storable(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Contiguous CPU tensors, each with memory of its own (safetensors refuses tied ones)."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in named_tensors:
+        if name in tensors:
+            raise ValueError(f"weights: {name!r} given twice")
+        tensor = tensor.detach().cpu().contiguous()
+        tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return tensors
+
+
+def checkpoint_names(model_path: str | Path) -> frozenset[str]:
+    """Tensor names of the safetensors checkpoint in `model_path`; empty when it has another format."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in sorted(Path(model_path).glob("*.safetensors")):
+        with safe_open(str(file), "pt") as handle:
+            names.update(handle.keys())
+    return frozenset(names)
 
 
 def _new_path(directory: Path) -> Path:

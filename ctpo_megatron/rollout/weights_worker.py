@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "ctpo_file"
@@ -59,6 +60,11 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def finish_weight_update(self) -> None:
         """Turn the loaded parameters into the layout the kernels want."""
         finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules():
+            # A head tied to the embedding receives no weights of its own, so vLLM 0.32 does not process it again,
+            # and on CPU it would go on with the packed copy of the previous weights.
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Nothing to release."""

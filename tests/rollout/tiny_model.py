@@ -14,7 +14,8 @@ CALL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(1)"
 
 CHATML = (
     "{%- for m in messages %}"
-    "{%- if m.role == 'tool' %}{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    "{%- if m.role == 'tool' %}"
+    "{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
     "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
@@ -66,6 +67,10 @@ def build_tiny_model(
         head[len(tokenizer) :].sub_(40.0 / hidden**0.5 * direction)  # padding rows are never sampled
         for token, logit in favour.items():
             head[tokenizer.convert_tokens_to_ids(token)].add_(logit / hidden**0.5 * direction)
+        # A direction that only the call carries, and only the end token listens to: calls are mostly well-formed.
+        follow = torch.nn.functional.normalize(torch.randn(hidden), dim=0)
+        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids(CALL)].add_(8.0 * follow)
+        head[tokenizer.convert_tokens_to_ids("<|im_end|>")].add_(1.5 * follow)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return tokenizer, model
