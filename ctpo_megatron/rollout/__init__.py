@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.rollout.engine import Sampling
 from ctpo_megatron.rollout.metrics import rollout_metrics
+from ctpo_megatron.rollout.tasks import Sampling
 from ctpo_megatron.rollout.tools import TOOL_SCHEMA
 
 if TYPE_CHECKING:
-    from ctpo_megatron.rollout.fleet import GroupFailed, RolloutFleet
+    from ctpo_megatron.rollout.dispatch import GroupFailed
+    from ctpo_megatron.rollout.fleet import RolloutFleet
     from ctpo_megatron.rollout.slot import FleetError, WeightSyncError
 
 _LAZY = {
     "RolloutFleet": "ctpo_megatron.rollout.fleet",
-    "GroupFailed": "ctpo_megatron.rollout.fleet",
+    "GroupFailed": "ctpo_megatron.rollout.dispatch",
     "FleetError": "ctpo_megatron.rollout.slot",
     "WeightSyncError": "ctpo_megatron.rollout.slot",
 }

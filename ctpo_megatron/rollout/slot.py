@@ -10,7 +10,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.rollout.engine import Device, GroupTask, RolloutEngine, ToolFactory, UpdateReport
+from ctpo_megatron.rollout.engine import RolloutEngine
+from ctpo_megatron.rollout.tasks import Device, GroupTask, ToolFactory, UpdateReport
 from ctpo_megatron.rollout.weights import WeightSnapshot
 
 _PING_TIMEOUT_S = 20.0
@@ -49,20 +50,21 @@ class EngineSlot:
     ) -> None:
         self.index, self.log_path, self.name = index, log_path, f"rollout engine {index}"
         self.live = False
-        self._config, self._device = config, device
+        self._config = config
+        on_gpu, engine = device == "cuda", config.rollout.engine
+        self._cpus, self._gpus = (1, engine.tensor_parallel_size) if on_gpu else (engine.threads, 0)
+        self.needs = f"{self._cpus} CPU and {self._gpus} GPU"
         self._arguments = (config, model_path, run_seed, sandbox_url, device, str(log_path), tool_factory)
         self.launch()
 
     def launch(self) -> None:
         """Begin a (new) engine process; the slot is not live until `admit` succeeded."""
-        engine = self._config.rollout.engine
-        on_gpu = self._device == "cuda"
         self.live = False
         self._actor: Any = (
             ray.remote(RolloutEngine)
             .options(
-                num_cpus=1 if on_gpu else engine.threads,
-                num_gpus=engine.tensor_parallel_size if on_gpu else 0,
+                num_cpus=self._cpus,
+                num_gpus=self._gpus,
                 max_restarts=0,  # a new engine has old weights: the fleet restarts it, so that it can push first
                 max_concurrency=4096,
             )
@@ -75,11 +77,14 @@ class EngineSlot:
         """Collect the finished start, push the current weights if there are any, and go live. Raises FleetError."""
         try:
             ray.get(self.ready_ref, timeout=0)
-        except (RayError, Exception) as error:
+        except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
             raise FleetError(f"{self.name} did not start: {_last_line(error)}; log: {self.log_path}") from error
         if snapshot is not None:
-            with snapshot.published() as path:
-                self.check_update(self.begin_update(path, snapshot.version), snapshot.version)
+            try:
+                with snapshot.published() as path:
+                    self.check_update(self.begin_update(path, snapshot.version), snapshot.version)
+            except RayError as error:
+                raise FleetError(f"{self.name} did not take its weights: {error}; log: {self.log_path}") from error
         self.live = True
 
     def submit(self, task: GroupTask) -> Any:

@@ -6,63 +6,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from fleet_helpers import MAX_RESPONSE, MAX_TURN, make_config, scripted_tool
 from tiny_model import CALL, build_tiny_model
 from transformers import Qwen3ForCausalLM
 
-from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
-from ctpo_megatron.rollout import FleetError, GroupFailed, RolloutFleet, Sampling, WeightSyncError, rollout_metrics
+from ctpo_megatron.rollout import GroupFailed, RolloutFleet, Sampling, WeightSyncError, rollout_metrics
 
 pytestmark = pytest.mark.timeout(600)
-
-MAX_RESPONSE, MAX_TURN = 150, 30
-
-
-def make_config(path: Path, root: Path, **rollout: Any) -> Config:
-    engine = {"max_model_len": 320, "max_num_seqs": 64, "dtype": "float32", "kv_cache_mb": 32, "block_size": 32}
-    settings = {
-        "max_turns": 3,
-        "max_turn_tokens": MAX_TURN,
-        "max_response_tokens": MAX_RESPONSE,
-        "max_group_retries": 2,
-        "start_timeout_s": 240,
-        "group_timeout_s": 120,
-        "engine": engine,
-    }
-    return Config.model_validate(
-        {
-            "run": {"name": "test", "root": str(root), "steps": 1},
-            "model": {"path": str(path)},
-            "data": {"train": ["unused"]},
-            "rollout": settings | rollout,
-        }
-    )
-
-
-def scripted_tool(flag: Path) -> Callable[[], Any]:
-    """A tool that prints 1; while `flag` holds a positive number it counts it down and is unavailable instead."""
-
-    def factory() -> Any:
-        async def run(code: str) -> Any:
-            from ctpo_megatron.rollout.tools import ToolUnavailable
-
-            left = int(flag.read_text()) if flag.exists() else 0
-            if left > 0:
-                flag.write_text(str(left - 1))
-                raise ToolUnavailable("connection refused")
-            return SimpleNamespace(status="success", stdout="1\n", stderr="", wall_s=0.0)
-
-        return run
-
-    return factory
 
 
 class Stage:
@@ -256,18 +214,3 @@ def test_engine_dead_before_a_sync_is_replaced(stage: Stage) -> None:
     stage.sync(0.01)
     assert largest_logp_error(stage.model, stage.generate(stage.prompts(2), step=9)) <= 1e-4
     assert stage.fleet.stats()["engine_restarts"] == 1
-
-
-@pytest.mark.slow
-def test_failed_and_late_starts_name_engine_and_log(stage: Stage, tmp_path: Path) -> None:
-    tool = scripted_tool(tmp_path / "flag")
-    broken = make_config(tmp_path / "nothing", tmp_path)
-    with RolloutFleet(broken, str(tmp_path / "nothing"), 0, "unused", tool_factory=tool) as fleet:
-        fleet.start()
-        with pytest.raises(FleetError, match=r"rollout engine 0 did not start: .*log: .*rollout_engine_0\.log"):
-            fleet.wait_ready()
-    late = make_config(stage.path, tmp_path, start_timeout_s=2)
-    with RolloutFleet(late, str(stage.path), 0, "unused", tool_factory=tool) as fleet:
-        fleet.start()
-        with pytest.raises(FleetError, match=r"rollout engine 0 is not up after 2 s.*rollout_engine_0\.log"):
-            fleet.wait_ready()

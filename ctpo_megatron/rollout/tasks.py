@@ -1,0 +1,113 @@
+"""What travels between the fleet and its engines, and what an engine is configured with."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ctpo_megatron.config.schema import Config
+from ctpo_megatron.data.records import ToolCall, Trajectory
+from ctpo_megatron.rollout.tools import ExecutionResultLike
+
+Device = Literal["cpu", "cuda"]
+ToolFactory = Callable[[], Callable[[str], Awaitable[ExecutionResultLike]]]
+
+INITIAL_VERSION = 0
+"""Version of the weights an engine loads from its model directory, before the first update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampling distribution. temperature 0: greedy; top_k 0: no limit."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTask:
+    """One prompt to be played `samples` times."""
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    step: int
+    samples: int
+    sampling: Sampling
+
+
+@dataclass(slots=True)
+class GroupOutcome:
+    """What became of a GroupTask: all trajectories, or the reason why there are none and the tool calls made."""
+
+    trajectories: list[Trajectory] | None
+    failure: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+class EngineDied(RuntimeError):
+    """The engine core behind a living actor is gone; the actor is of no further use."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """An engine's own account of a weight update."""
+
+    version: str
+    compared: int
+    wrong: tuple[str, ...]
+
+
+def engine_environment(device: Device, threads: int) -> dict[str, str]:
+    """Environment variables that must be set before vLLM is imported."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        env |= {
+            "OMP_NUM_THREADS": str(threads),
+            "TORCHDYNAMO_DISABLE": "1",  # no compiler needed at run time; never on CUDA
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return env
+
+
+def engine_arguments(config: Config, model_path: str, device: Device) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs. Raises ValueError when the CPU needs a setting that is missing."""
+    engine = config.rollout.engine
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": engine.dtype,
+        "seed": config.run.seed,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if engine.tensor_parallel_size == 1 else "mp",
+        "enforce_eager": engine.enforce_eager,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # sampling parameters come from us alone
+        "worker_extension_cls": "ctpo_megatron.rollout.weights_worker.WorkerExtension",
+    }
+    if engine.kv_cache_mb is not None:
+        arguments["kv_cache_memory_bytes"] = engine.kv_cache_mb << 20
+    if engine.block_size is not None:
+        arguments["block_size"] = engine.block_size
+    if device == "cuda":
+        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        return arguments | engine.extra
+    if engine.kv_cache_mb is None:
+        raise ValueError("rollout.engine.kv_cache_mb is required on CPU (vLLM would claim most of the machine)")
+    # vLLM's CPU default of 128 would keep short prompts out of the prefix cache.
+    arguments.setdefault("block_size", 32)
+    arguments["enforce_eager"] = True
+    # vLLM 0.32 rewinds the generator of a seeded request whose prefill was cut into chunks; CPU generators refuse and
+    # the engine dies. Whole prefills avoid it; a batch must then hold the longest sequence.
+    arguments["enable_chunked_prefill"] = False
+    arguments["max_num_batched_tokens"] = max(engine.max_model_len, 4096)
+    return arguments | engine.extra
