@@ -42,6 +42,7 @@ class Session:
             self._metrics = self._exit.enter_context(MetricsWriter(self.directory, config.observe.tensorboard))
             title = f"{config.run.name}, {config.objective.preset}"
             self._display = self._exit.enter_context(Display(config.observe.live, config.run.steps, title=title))
+            self._display.note(f"writing to {self.directory}")
 
     def __enter__(self) -> Session:
         return self
@@ -103,15 +104,17 @@ class Session:
         rollout = self.config.rollout
         sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
         return self.layout.first(
-            lambda: self._play(self._sampler.take(rollout.prompts_per_step), step, rollout.samples_per_prompt, sampling)
+            lambda: self._play(
+                self._sampler.take(rollout.prompts_per_step), step, rollout.samples_per_prompt, sampling, self.timer
+            )
         )
 
     def _play(
-        self, prompts: list[Prompt], step: int, samples: int, sampling: Sampling
+        self, prompts: list[Prompt], step: int, samples: int, sampling: Sampling, timer: PhaseTimer
     ) -> tuple[list[Group], dict[str, float]]:
-        with self.timer.phase("rollout"):
+        with timer.phase("rollout"):
             groups = self._fleet.generate(prompts, step=step, samples=samples, sampling=sampling)
-        with self.timer.phase("reward"):
+        with timer.phase("reward"):
             report = self._scorers.score([(t, group.prompt.answer) for group in groups for t in group.trajectories])
         fleet = {f"rollout/{name}": value for name, value in self._fleet.stats().items()}
         return groups, rollout_metrics(groups) | reward_metrics(groups, report) | fleet
@@ -125,8 +128,9 @@ class Session:
             return {}
         settings = self.config.eval
         sampling = Sampling(settings.temperature, 1.0, 0)
-        groups, _ = self._play(self._held_out, step, settings.samples, sampling)
-        self._dump(step, groups, "evaluation")
+        with self.timer.phase("eval"):
+            groups, _ = self._play(self._held_out, step, settings.samples, sampling, PhaseTimer())
+            self._dump(step, groups, "evaluation")
         return evaluation_metrics(groups)
 
     def sync(self, policy: Policy, version: int) -> None:
@@ -138,18 +142,32 @@ class Session:
                 for _ in policy.weights():
                     pass
 
-    def log(self, step: int, metrics: Mapping[str, float], groups: list[Group] | None = None) -> None:
-        """Write and show the metrics of a step, and its trajectories; more calls for one step add to it."""
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: list[Group] | None = None,
+        traces: Mapping[tuple[str, int], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write and show the metrics of a step and the time since the last call; more calls for one step add up.
+
+        groups: the trajectories of an RL step, dumped with what `traces` adds by (prompt id, sample index).
+        """
         if not self.is_first:
             return
+        metrics = {**metrics, **self.timer.metrics()}
+        if "time/step" in metrics and "tokens/total" in metrics:
+            metrics["tokens/per_second"] = metrics["tokens/total"] / metrics["time/step"]
         self._metrics.log(step, metrics)
         if groups is not None:
             self._display.step(step, metrics)
             if self.config.observe.trajectories:
-                self._dump(step, groups, "trajectories")
+                self._dump(step, groups, "trajectories", traces)
 
-    def _dump(self, step: int, groups: list[Group], folder: str) -> None:
-        write_trajectories(self.directory, step, groups, self._decode, folder=folder)
+    def _dump(
+        self, step: int, groups: list[Group], folder: str, traces: Mapping[tuple[str, int], Any] | None = None
+    ) -> None:
+        write_trajectories(self.directory, step, groups, self._decode, folder=folder, extra=traces)
 
     def warmup_progress(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Write and show one supervised step."""
@@ -157,6 +175,7 @@ class Session:
             return
         if step == 1:
             writer = MetricsWriter(self.directory, self.config.observe.tensorboard, "warmup.jsonl")
+            writer.truncate_after(0)  # lines of an interrupted attempt
             self._warmup = self._exit.enter_context(writer)
         self._warmup.log(step, metrics)
         self._display.progress(step, total, metrics)
@@ -164,6 +183,11 @@ class Session:
     def sampler_state(self) -> dict[str, int]:
         """Where the prompt order stands (rank 0; empty elsewhere)."""
         return self._sampler.state_dict() if self.is_first else {}
+
+    def start_over(self) -> None:
+        """Forget everything that was logged: the run was interrupted before its first checkpoint."""
+        if self.is_first:
+            self._metrics.truncate_after(-1)
 
     def rewind(self, step: int, sampler: Mapping[str, int]) -> None:
         """Go on after `step`: the prompt order as saved, and what was logged later forgotten (it comes again)."""
@@ -176,8 +200,7 @@ class Session:
         if not self.is_first:
             return
         with self.stage("report"):
-            report = write_report(self.directory) if self.config.observe.report else None
+            if self.config.observe.report:
+                write_report(self.directory)
         self._display.stop()
         print_summary(self.directory)
-        if report is not None:
-            print(f"report: {report}")

@@ -18,8 +18,8 @@ from ctpo_megatron.objective import group_advantages, objective_from_config
 from ctpo_megatron.policy import (
     Policy,
     capabilities,
-    complete_checkpoints,
     join,
+    latest_checkpoint,
     leave,
     policy_gradient,
     summarize_updates,
@@ -39,9 +39,10 @@ def main(config: Config) -> int:
         with Session(config, layout) as session:
             log.info(capabilities().describe())
             session.prepare()
-            session.open_world()
-            policy = Policy(config.policy, layout, Path(config.model.path), temperature=config.rollout.temperature)
-            checkpoint = last_checkpoint(config, session.directory)
+            with session.stage("start"):
+                session.open_world()
+                policy = Policy(config.policy, layout, Path(config.model.path), temperature=config.rollout.temperature)
+            checkpoint = latest_checkpoint(session.directory / "checkpoints") if config.run.resume else None
             if checkpoint is None and config.warmup is not None:
                 with session.stage("warm-up"):
                     warm_up(config, policy, session)
@@ -75,13 +76,14 @@ def warm_up(config: Config, policy: Policy, session: Session) -> None:
 
 def reinforce(config: Config, policy: Policy, session: Session, checkpoint: Path | None) -> None:
     """CTPO: sample groups with the present weights, score, update against the anchor, hand the weights back."""
-    loss = policy_gradient(objective_from_config(config.objective), config.objective.anchor)
+    objective = objective_from_config(config.objective)
+    loss = policy_gradient(objective, config.objective.anchor)
     groups_per_update = config.policy.mini_batch_prompts
     updates_per_step = config.rollout.prompts_per_step // groups_per_update
     policy.use_optimizer(config.policy.optimizer, config.run.steps * updates_per_step)
-    done = resume(policy, session, checkpoint) if checkpoint is not None else 0
+    done = resume(policy, session, checkpoint)
     session.sync(policy, version=done + 1)
-    if done == 0:
+    if checkpoint is None:
         session.log(0, session.evaluate(0))
         save(config, policy, session, step=0)
     for step in range(done + 1, config.run.steps + 1):
@@ -97,9 +99,8 @@ def reinforce(config: Config, policy: Policy, session: Session, checkpoint: Path
             with session.timer.phase("update"):
                 metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
             session.sync(policy, version=step + 1)
-        metrics |= session.timer.metrics() | {"weights/version": float(step + 1)}
-        metrics["tokens/per_second"] = metrics["tokens/total"] / metrics["time/step"]
-        session.log(step, metrics, groups)
+        traces = policy.trace(mini_batches[-1], objective) if config.observe.trajectories else {}
+        session.log(step, metrics | {"weights/version": float(step + 1)}, groups, traces)
         if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
             session.log(step, session.evaluate(step))
         if config.checkpoint.every and step % config.checkpoint.every == 0:
@@ -121,22 +122,20 @@ def check_mismatch(config: Config, metrics: dict[str, float]) -> None:
         )
 
 
-def last_checkpoint(config: Config, directory: Path) -> Path | None:
-    """The newest complete checkpoint when the run is to be resumed; None to start from the beginning."""
-    found = complete_checkpoints(directory / "checkpoints") if config.run.resume else []
-    return found[-1] if found else None
-
-
 def save(config: Config, policy: Policy, session: Session, step: int) -> None:
     """Checkpoint the policy and the driver's state after `step`."""
     if config.checkpoint.every:
         state: dict[str, Any] = {"step": step, "sampler": session.sampler_state()}
         with session.timer.phase("checkpoint"):
             policy.save(session.directory / "checkpoints", step, state, config.checkpoint.keep_last)
+        session.log(step, {})
 
 
-def resume(policy: Policy, session: Session, checkpoint: Path) -> int:
-    """Restore policy and driver from a checkpoint; returns the RL steps done."""
+def resume(policy: Policy, session: Session, checkpoint: Path | None) -> int:
+    """Restore policy and driver; returns the RL steps done. Without a checkpoint the run starts from its beginning."""
+    if checkpoint is None:
+        session.start_over()
+        return 0
     state = policy.load(checkpoint)
     session.rewind(state["step"], state["sampler"])
     return state["step"]

@@ -37,13 +37,13 @@ class TinyModelConfig(Section):
     hidden_size: PositiveInt = Field(96, description="width of the residual stream")
     num_layers: PositiveInt = Field(2, description="transformer layers")
     num_attention_heads: PositiveInt = Field(4, description="query heads")
-    num_key_value_heads: PositiveInt = Field(2, description="key/value heads (grouped-query attention)")
-    head_dim: PositiveInt = Field(24, description="width of one head; need not be hidden_size / heads")
+    num_key_value_heads: PositiveInt = Field(4, description="key/value heads (grouped-query attention)")
+    head_dim: PositiveInt = Field(32, description="width of one head; need not be hidden_size / heads")
     intermediate_size: PositiveInt = Field(256, description="width of the gated MLP")
     max_position_embeddings: PositiveInt = Field(512, description="longest sequence in tokens")
     tie_word_embeddings: bool = Field(True, description="output layer shares the embedding matrix")
-    rope_theta: PositiveFloat = Field(1e4, description="base of the rotary embedding")
-    initializer_range: PositiveFloat = Field(0.06, description="standard deviation of the random weights")
+    rope_theta: PositiveFloat = Field(100.0, description="base of the rotary embedding")
+    initializer_range: PositiveFloat = Field(0.1, description="standard deviation of the random weights")
     vocab_padding_multiple: PositiveInt = Field(128, description="vocabulary is padded to a multiple of this")
 
 

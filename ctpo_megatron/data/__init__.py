@@ -12,21 +12,21 @@ from ctpo_megatron.data.records import Group, Prompt, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.conversations import batches, load_conversations
-    from ctpo_megatron.data.pack import PackedBatch, pack, split_evenly
+    from ctpo_megatron.data.packing import PackedBatch, pack, split_evenly
     from ctpo_megatron.data.prompts import PromptSampler, load_prompts
     from ctpo_megatron.data.tables import DataError
     from ctpo_megatron.data.toolmath import prepare
 
 _MODULES = {
     "DataError": "tables",
-    "PackedBatch": "pack",
+    "PackedBatch": "packing",
     "PromptSampler": "prompts",
     "batches": "conversations",
     "load_conversations": "conversations",
     "load_prompts": "prompts",
-    "pack": "pack",
+    "pack": "packing",
     "prepare": "toolmath",
-    "split_evenly": "pack",
+    "split_evenly": "packing",
 }
 
 __all__ = [
@@ -47,9 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a front-door name; keep the name here, also where a module is called the same (pack)."""
+    """Import the module of a front-door name."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -18,7 +18,7 @@ class PackedBatch:
     token_ids, position_ids: [N] int64; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
     model_mask, loss_mask: [N] bool, aligned with the token that is predicted (the first token of a sequence is 0).
     behaviour_logp, advantages, anchor_logp: [N] fp32 (nats; anchor_logp is filled by the policy's anchor pass).
-    sequences: index of each sequence in the list that was packed; a trailing alignment sequence is not listed.
+    sequences: (prompt id, sample index) of each sequence; a trailing alignment sequence is not listed.
     """
 
     token_ids: torch.Tensor
@@ -28,7 +28,7 @@ class PackedBatch:
     loss_mask: torch.Tensor
     behaviour_logp: torch.Tensor
     advantages: torch.Tensor
-    sequences: tuple[int, ...]
+    sequences: tuple[tuple[str, int], ...]
     anchor_logp: torch.Tensor | None = None
 
     @property
@@ -121,5 +121,5 @@ def _concatenate(
         loss_mask=flat("loss_mask", torch.bool),
         behaviour_logp=flat("behaviour_logp", torch.float32),
         advantages=torch.tensor(per_sequence).repeat_interleave(sizes),
-        sequences=tuple(members),
+        sequences=tuple((t.prompt_id, t.sample_index) for t in chosen),
     )

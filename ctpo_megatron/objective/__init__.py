@@ -9,6 +9,7 @@
 - `Denominators`: counts of the whole optimizer step, so that cutting it into micro-batches changes nothing.
 - `group_advantages`, `correction_weights`: inputs of the loss.
 - `merge`, `summarize`: statistics of several micro-batches and ranks -> metrics.
+- `ratio_trace`: log r_t beside its clip window, for people to look at.
 """
 
 from ctpo_megatron.objective.advantages import group_advantages
@@ -18,6 +19,7 @@ from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss
 from ctpo_megatron.objective.presets import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.stats import LossStats, merge, summarize
 from ctpo_megatron.objective.supervised import supervised_loss
+from ctpo_megatron.objective.trace import RatioTrace, ratio_trace
 
 __all__ = [
     "PRESETS",
@@ -25,11 +27,13 @@ __all__ = [
     "LossStats",
     "PolicyLossOutput",
     "PolicyObjective",
+    "RatioTrace",
     "correction_weights",
     "group_advantages",
     "merge",
     "objective_from_config",
     "policy_loss",
+    "ratio_trace",
     "summarize",
     "supervised_loss",
 ]

@@ -36,6 +36,20 @@ def capped(x: Tensor, upper: float) -> Tensor:
     return torch.where(x > upper, upper, x)
 
 
+def window(position: Tensor, dtype: torch.dtype, objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The low, high and dual bound at each position (int64 `[N]`, from 1); dual is None where it is off.
+
+    They bound log r for clip "log_power" and r for clip "ratio".
+    """
+    if objective.clip == "log_power":
+        scale = position.clamp(min=1).to(dtype) ** objective.clip_power
+        dual = None if objective.clip_dual is None else objective.clip_dual * scale
+        return -objective.clip_low * scale, objective.clip_high * scale, dual
+    one = torch.ones_like(position, dtype=dtype)
+    dual = None if objective.clip_dual is None else objective.clip_dual * one
+    return (1 - objective.clip_low) * one, (1 + objective.clip_high) * one, dual
+
+
 def surrogate(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective: PolicyObjective) -> Surrogate:
     """Clipped policy-gradient loss per token. All inputs `[N]`, and finite wherever the caller will not use the result.
 
@@ -55,21 +69,14 @@ def surrogate(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective
     A ratio equal to a bound counts as inside it.
     """
     log_ratio = capped(log_ratio, LOG_RATIO_CAP)
-    if objective.clip == "log_power":
-        scale = position.clamp(min=1).to(log_ratio.dtype) ** objective.clip_power
-        x, low, high = log_ratio, -objective.clip_low * scale, objective.clip_high * scale
-        dual = None if objective.clip_dual is None else objective.clip_dual * scale
-    else:
-        x = log_ratio.exp()
-        low, high = torch.full_like(x, 1 - objective.clip_low), torch.full_like(x, 1 + objective.clip_high)
-        dual = None if objective.clip_dual is None else torch.full_like(x, objective.clip_dual)
-    low, high = low.detach(), high.detach()
+    x = log_ratio if objective.clip == "log_power" else log_ratio.exp()
+    low, high, dual = window(position, x.dtype, objective)
     is_high = (advantages > 0) & (x > high)
     is_low = (advantages < 0) & (x < low)
-    is_dual = torch.zeros_like(is_low) if dual is None else (advantages < 0) & (x > dual.detach())
+    is_dual = torch.zeros_like(is_low) if dual is None else (advantages < 0) & (x > dual)
 
     bounded = torch.where(is_high, high, torch.where(is_low, low, x))
     if dual is not None:
-        bounded = torch.where(is_dual, dual.detach(), bounded)
+        bounded = torch.where(is_dual, dual, bounded)
     clipped_ratio = bounded.exp() if objective.clip == "log_power" else bounded
     return Surrogate(-advantages * clipped_ratio, log_ratio.detach().exp(), is_high, is_low, is_dual)

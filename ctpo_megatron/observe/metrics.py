@@ -54,6 +54,7 @@ class MetricsWriter:
         if step == self._last["step"]:
             record = {**self._last, **record}
             self._file.truncate(self._last_offset)
+            self._file.seek(self._last_offset)  # tell() would go on counting from the old end
         nonfinite = sum(value is None for value in record.values())
         self._append(step, record | ({NONFINITE: float(nonfinite)} if nonfinite else {}))
         self._log_events(step, values)

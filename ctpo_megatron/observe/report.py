@@ -96,7 +96,7 @@ def tiles(run: RunData, summary: Summary) -> Iterator[Tile]:
         note = "trajectories with a successful call"
         yield Tile("Tool use", f"{summary.tool_use.end:.0%}", f"{summary.tool_use.start:.0%}", note)
     if summary.wall_s:
-        cpu = f"{duration(summary.cpu_s)} trainer CPU" if summary.cpu_s else ""
+        cpu = f"{duration(summary.cpu_s)} CPU" if summary.cpu_s else ""
         yield Tile("Time", duration(summary.wall_s), note=cpu)
     if summary.tokens:
         rate = f"{summary.tokens_per_second:,.0f} per second" if summary.tokens_per_second else ""

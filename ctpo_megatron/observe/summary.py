@@ -53,8 +53,8 @@ class Summary:
 
     @property
     def cpu_s(self) -> float | None:
-        """CPU seconds of the trainer process over the whole run; None if not recorded."""
-        total = sum(spent.cpu for spent in self.stages.values())
+        """CPU seconds of the whole run, of all its processes where that was measured; None if not recorded."""
+        total = sum(spent.cpu_all or spent.cpu for spent in self.stages.values())
         return total or (self.phases["step"].cpu if "step" in self.phases else None) or None
 
 
@@ -89,7 +89,7 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
         _add_change(table, f"accuracy, {source}", change, f"{evaluation_label(run)}, held-out prompts")
     _add_change(table, "tool use", summary.tool_use, "trajectories with a successful call")
     times = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for label in ("time", "wall", "trainer CPU"):
+    for label in ("time", "wall", "CPU, all", "CPU, trainer"):
         times.add_column(label, justify="left" if label == "time" else "right")
     _add_times(times, summary)
     grid = Table.grid(padding=(1, 0))
@@ -143,14 +143,15 @@ def _add_change(table: Table, label: str, change: Change | None, note: str) -> N
 
 def _add_times(table: Table, summary: Summary) -> None:
     for name, spent in summary.stages.items():
-        table.add_row(name, duration(spent.wall), duration(spent.cpu))
+        everything = duration(spent.cpu_all) if spent.cpu_all else "–"
+        table.add_row(name, duration(spent.wall), everything, duration(spent.cpu))
         if name == "rl":
             for phase, seconds in summary.phases.items():
                 if phase != "step":
-                    table.add_row(f"[dim]  {phase}[/]", f"[dim]{duration(seconds.wall)}[/]", _dim_cpu(seconds))
+                    table.add_row(f"[dim]  {phase}[/]", f"[dim]{duration(seconds.wall)}[/]", "", _dim_cpu(seconds))
     if not summary.stages:
         for phase, seconds in summary.phases.items():
-            table.add_row(phase, duration(seconds.wall), _dim_cpu(seconds))
+            table.add_row(phase, duration(seconds.wall), "", _dim_cpu(seconds))
 
 
 def _dim_cpu(seconds: Seconds) -> str:

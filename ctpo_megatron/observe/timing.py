@@ -6,19 +6,25 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 STAGES_FILE = "stages.json"
 
 
 @dataclass(slots=True)
 class Seconds:
-    """Accumulated time; `cpu` is that of this process, all threads, without its children (engines, sandbox)."""
+    """Accumulated time; `cpu` is that of this process, all threads; `cpu_all` adds engines, sandbox and scorers.
+
+    `cpu_all` is measured for stages only: walking the process tree is too slow for the phases of a step.
+    """
 
     wall: float = 0.0
     cpu: float = 0.0
+    cpu_all: float = 0.0
 
 
 class PhaseTimer:
@@ -42,7 +48,7 @@ class PhaseTimer:
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage of the run (prepare, warm-up, rl, evaluation, export, report), also when it raises."""
         try:
-            with _measured(lambda spent: self._add(name, spent, self.stages)):
+            with _measured(lambda spent: self._add(name, spent, self.stages), whole_tree=True):
                 yield
         finally:
             self._save()
@@ -60,6 +66,7 @@ class PhaseTimer:
                 seconds = total.setdefault(name, Seconds())
                 seconds.wall += spent.wall
                 seconds.cpu += spent.cpu
+                seconds.cpu_all += spent.cpu_all
 
     def _save(self) -> None:
         if self._path is None:
@@ -76,9 +83,22 @@ def read_stages(run_dir: Path) -> dict[str, Seconds]:
 
 
 @contextmanager
-def _measured(report: Callable[[Seconds], None]) -> Iterator[None]:
+def _measured(report: Callable[[Seconds], None], whole_tree: bool = False) -> Iterator[None]:
+    tree = _tree_cpu() if whole_tree else 0.0
     wall, cpu = time.perf_counter(), time.process_time()
     try:
         yield
     finally:
-        report(Seconds(time.perf_counter() - wall, time.process_time() - cpu))
+        spent = Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+        spent.cpu_all = max(_tree_cpu() - tree, spent.cpu) if whole_tree else 0.0
+        report(spent)
+
+
+def _tree_cpu() -> float:
+    """CPU seconds of this process and its descendants, those that have ended and been waited for included."""
+    this = psutil.Process()
+    total = 0.0
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # ended since it was listed; its parent has its time now
+            total += sum(process.cpu_times()[:4])
+    return total

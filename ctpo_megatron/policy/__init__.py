@@ -9,7 +9,13 @@ updates = [policy.update(step, policy_gradient(objective, "proximal")) for step 
 policy.weights()                                        Hugging Face names and tensors, for sync and export
 """
 
-from ctpo_megatron.policy.checkpoint import complete as complete_checkpoints
+# ruff: noqa: E402
+import warnings
+
+# megatron-core warns at import about every optional package that is absent; `capabilities()` says it in one line.
+warnings.filterwarnings("ignore", module=r"megatron\.core")
+
+from ctpo_megatron.policy.checkpoint import latest as latest_checkpoint
 from ctpo_megatron.policy.device import capabilities
 from ctpo_megatron.policy.losses import policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
@@ -22,8 +28,8 @@ __all__ = [
     "Policy",
     "Update",
     "capabilities",
-    "complete_checkpoints",
     "join",
+    "latest_checkpoint",
     "leave",
     "policy_gradient",
     "summarize_updates",

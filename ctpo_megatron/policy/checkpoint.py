@@ -104,6 +104,12 @@ def complete(directory: Path) -> list[Path]:
     return sorted(p for p in directory.iterdir() if _STEP.fullmatch(p.name) and (p / MARKER).is_file())
 
 
+def latest(directory: Path) -> Path | None:
+    """The newest complete checkpoint in `directory`; None when there is none."""
+    found = complete(directory)
+    return found[-1] if found else None
+
+
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
     """The driver's state as `save` was given it."""
     return json.loads((checkpoint / MARKER).read_text())["run"]

@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import device
 
-
 T = TypeVar("T")
 
 

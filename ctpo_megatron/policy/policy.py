@@ -12,7 +12,7 @@ import torch
 
 from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
 from ctpo_megatron.data import PackedBatch, Trajectory
-from ctpo_megatron.objective import LossStats, merge, summarize
+from ctpo_megatron.objective import LossStats, PolicyObjective, merge, ratio_trace, summarize
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.losses import LossFunction
 from ctpo_megatron.policy.minibatch import MiniBatch, make_mini_batches
@@ -20,6 +20,8 @@ from ctpo_megatron.policy.model import build_model
 from ctpo_megatron.policy.optimizer import build_optimizer, learning_rate
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.step import Collected, run_schedule
+
+Traces = dict[tuple[str, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,7 @@ class Policy:
         Returns `mismatch/*` (|sampler - trainer| in nats over model tokens) and `actor/entropy` (nats).
         """
         micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
-        zero = torch.zeros((), device=self.layout.device)
-        with device.scope(), torch.no_grad():
-            kept = run_schedule(
-                self._model,
-                micro_batches,
-                lambda logp, _: (zero, {"logp": logp}),
-                temperature=self.temperature,
-                forward_only=True,
-            )
+        kept = self._forward(micro_batches)
         for micro, found in zip(micro_batches, kept, strict=False):  # nothing is kept before the last stage
             micro.anchor_logp = found["logp"]
         mine = _anchor_totals(micro_batches, kept) if self.layout.reports else None
@@ -84,6 +78,28 @@ class Policy:
             "mismatch/logp_abs_mean": sum(totals["sum"] for totals in found) / tokens,
             "actor/entropy": sum(totals["entropy"] for totals in found) / tokens,
         }
+
+    def _forward(self, micro_batches: Sequence[PackedBatch]) -> list[Collected]:
+        zero = torch.zeros((), device=self.layout.device)
+        with device.scope(), torch.no_grad():
+            return run_schedule(
+                self._model,
+                micro_batches,
+                lambda logp, _: (zero, {"logp": logp}),
+                temperature=self.temperature,
+                forward_only=True,
+            )
+
+    def trace(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Traces:
+        """How far the present weights have moved from the anchor on each trajectory of a mini-batch (see `anchor`).
+
+        (prompt id, sample index) -> `advantage`, and `log_ratio`, `clip_low`, `clip_high` (nats) per token.
+        """
+        kept = self._forward(mini_batch.micro_batches)
+        mine: Traces = {}
+        for micro, found in zip(mini_batch.micro_batches if self.layout.reports else [], kept, strict=False):
+            mine |= _traces(micro, found["logp"], objective)
+        return {key: fields for part in gather_objects(mine) for key, fields in part.items()}
 
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
         """One optimizer step; `temperature` replaces the rollouts' (a supervised loss wants 1).
@@ -150,6 +166,17 @@ def _anchor_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> d
         "sum": float(difference.sum()),
         "tokens": float(difference.numel()),
         "entropy": sum(found["entropy_sum"] for found in kept),
+    }
+
+
+def _traces(micro: PackedBatch, logp: torch.Tensor, objective: PolicyObjective) -> Traces:
+    trace = ratio_trace(logp, micro.anchor_logp, micro.model_mask, objective, cu_seqlens=micro.cu_seqlens)
+    columns = {"log_ratio": trace.log_ratio, "clip_low": trace.low, "clip_high": trace.high}
+    bounds = micro.cu_seqlens.tolist()
+    return {
+        key: {"advantage": float(micro.advantages[start])}
+        | {name: [round(x, 6) for x in column[start:end].tolist()] for name, column in columns.items()}
+        for key, start, end in zip(micro.sequences, bounds, bounds[1:], strict=False)
     }
 
 

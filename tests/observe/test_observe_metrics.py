@@ -34,9 +34,10 @@ def test_a_second_call_for_the_step_adds_to_its_line(tmp_path):
         writer.log(1, {"a/x": 1})
         writer.log(2, {"a/x": 2})
         writer.log(2, {"b/y": 3, "a/x": 4})
+        writer.log(2, {"c/z": 6})
         writer.log(3, {"a/x": 5})
     assert read_metrics(tmp_path) == [
-        {"step": 1, "a/x": 1}, {"step": 2, "a/x": 4, "b/y": 3}, {"step": 3, "a/x": 5},
+        {"step": 1, "a/x": 1}, {"step": 2, "a/x": 4, "b/y": 3, "c/z": 6}, {"step": 3, "a/x": 5},
     ]  # fmt: skip
 
 
