@@ -5,15 +5,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: quickstart test test-slow test-gpu lint clean
 
+# Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... ARGS with a run.* key decides
+# itself, e.g. ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
 quickstart: $(INSTALLED)
-	$(BIN)/ctpo train $(CONFIG) $(ARGS)
+	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
+	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(findstring run.,$(ARGS)),,run.name=$$name) $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)

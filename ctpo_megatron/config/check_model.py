@@ -28,6 +28,10 @@ _FIXED = {
 }
 
 
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vLLM 0.32's CPU attention kernels; with another size the engine dies at its first request."""
+
+
 def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
     """Ranks, and the model's shape against the parallel layout."""
     policy = config.policy
@@ -88,6 +92,9 @@ def check_engine(config: Config, facts: ModelFacts | None, *, cuda: bool) -> Ite
     if facts.num_attention_heads % engine.tensor_parallel_size:
         message = f"does not divide the model's {facts.num_attention_heads} attention heads"
         yield error(config, "rollout.engine.tensor_parallel_size", message)
+    if not cuda and facts.head_dim not in _CPU_HEAD_SIZES:
+        fix = f"it supports {', '.join(map(str, _CPU_HEAD_SIZES))}"
+        yield error(config, "model.path", f"head_dim {facts.head_dim} is unknown to vLLM's CPU attention", fix)
     yield from _cache(config, facts)
     yield from _precision(config, facts)
 

@@ -20,7 +20,7 @@ FACTS = ModelFacts(
     hidden_size=96,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=24,
+    head_dim=32,
     intermediate_size=256,
     max_position_embeddings=512,
     vocab_size=512,
@@ -121,6 +121,13 @@ def test_cache_must_hold_one_sequence(config_with: Make) -> None:
     (text,) = found(config_with(), facts=wide)
     assert "rollout.engine.kv_cache_mb = 64: cannot hold one sequence of 256 tokens (294912 bytes each)" in text
     assert text.endswith("set at least 72")
+
+
+def test_head_size_that_the_cpu_engine_lacks(config_with: Make) -> None:
+    odd = replace(FACTS, head_dim=24)
+    (text,) = found(config_with(), facts=odd)
+    assert "model.path" in text and "head_dim 24" in text and "32, 64" in text
+    assert found(config_with(), facts=odd, cuda=True) == []
 
 
 def test_all_errors_at_once_with_their_places(base: Path) -> None:

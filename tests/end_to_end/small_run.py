@@ -1,0 +1,83 @@
+"""A quickstart cut down to seconds, run through the real command in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "warmup.steps=40",
+    "run.steps=3",
+    "prepare.train_prompts=64",
+    "prepare.heldout_prompts=16",
+    "prepare.warmup_traces=640",
+    "prepare.tokenizer_traces=400",
+    "rollout.prompts_per_step=4",
+    "policy.mini_batch_prompts=2",
+    "rollout.samples_per_prompt=4",
+    "checkpoint.every=1",
+    "observe.live=plain",
+)
+
+
+@dataclass(frozen=True)
+class Ctpo:
+    """Starts `ctpo train configs/quickstart.yaml`, small, in a scratch directory."""
+
+    directory: Path
+
+    def command(self, *overrides: str, ranks: int = 1) -> list[str]:
+        config = str(ROOT / "configs" / "quickstart.yaml")
+        if ranks == 1:
+            program = [sys.executable, "-m", "ctpo_megatron.train"]
+        else:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            program = [sys.executable, *launcher, "-m", "ctpo_megatron.train"]
+        return [*program, config, *SMALL, *overrides]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
+        return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+    def train(self, *overrides: str, ranks: int = 1, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*overrides, ranks=ranks),
+            cwd=self.directory,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def train_until(self, text: str, *overrides: str, timeout: float = 200) -> str:
+        """Run until a line containing `text` appears, then kill -9 the whole process group; returns the output."""
+        log = self.directory / "killed.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                self.command(*overrides),
+                cwd=self.directory,
+                env=self.environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            deadline = time.monotonic() + timeout
+            while text not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.2)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=30)
+        return log.read_text()
+
+
+def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """A JSON-lines file of a run."""
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]

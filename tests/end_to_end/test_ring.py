@@ -1,0 +1,124 @@
+"""The whole ring on CPU with the real parts: what a run writes, that it can be resumed, cut over ranks and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import Ctpo, records
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NOT_REPEATED = ("time/", "tokens/per_second", "rollout/generate_s", "rollout/sync_s", "sandbox/wall_mean_s")
+
+
+def repeatable(record: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if not name.startswith(NOT_REPEATED)}
+
+
+def test_a_run_writes_what_it_promises(finished: Path) -> None:
+    metrics = records(finished)
+    assert [record["step"] for record in metrics] == [0, 1, 2, 3]
+    assert "val/toolmath/acc/mean@1" in metrics[0] and "val/toolmath/acc/mean@1" in metrics[-1]
+    assert len(records(finished, "warmup.jsonl")) == 40
+    for path in ("config.yaml", "report.html", "figures/reward.png", "model/config.json", "model/tokenizer.json"):
+        assert (finished / path).stat().st_size > 0, path
+    assert list((finished / "tensorboard").glob("events.*"))
+    output = (finished / "output.txt").read_text()
+    assert "sampled reward" in output and "report.html" in output and "accuracy, toolmath" in output
+
+
+def test_anchor_and_training_pass_agree_and_sampler_agrees_with_trainer(finished: Path) -> None:
+    for record in records(finished)[1:]:
+        assert record["pg_update/first_log_ratio_abs_max"] <= 1e-5
+        assert record["mismatch/logp_abs_max"] <= 1e-3
+        assert record["weights/version"] == record["step"] + 1
+
+
+def test_trajectories_are_whole_and_dumped_with_masks_and_ratios(finished: Path) -> None:
+    lines = records(finished, "trajectories/step_000002.jsonl")
+    assert len(lines) == 16
+    traced = 0
+    for line in lines:
+        length = len(line["token_ids"])
+        for name in ("model_mask", "loss_mask", "behaviour_logp", "weight_version", "turn"):
+            assert len(line[name]) == length
+        versions = {v for v, m in zip(line["weight_version"], line["model_mask"], strict=True) if m}
+        assert versions == {2}
+        if "log_ratio" in line:
+            traced += 1
+            assert len(line["log_ratio"]) == len(line["clip_low"]) == length
+    assert traced == 8  # the last mini-batch
+
+
+def test_exported_model_gives_the_same_greedy_answers(finished: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32).eval()
+    for line in records(finished, "evaluation/step_000003.jsonl"):
+        ids, mask = line["token_ids"], line["model_mask"]
+        start, end = mask.index(1), next((i for i in range(mask.index(1), len(mask)) if not mask[i]), len(mask))
+        prompt = torch.tensor([ids[:start]])
+        with torch.no_grad():
+            found = model.generate(
+                prompt, max_new_tokens=end - start, do_sample=False, eos_token_id=tokenizer.eos_token_id
+            )
+        assert found[0, start:].tolist() == ids[start:end]
+
+
+def test_the_same_seed_gives_the_same_run(ctpo: Ctpo, finished: Path) -> None:
+    done = ctpo.train("run.name=again")
+    assert done.returncode == 0, done.stderr[-4000:]
+    again = ctpo.directory / "runs" / "again"
+    assert [repeatable(r) for r in records(again)] == [repeatable(r) for r in records(finished)]
+    for step in (1, 2, 3):
+        name = f"trajectories/step_{step:06d}.jsonl"
+        ours = [(t["prompt_id"], t["sample_index"], t["seed"], t["token_ids"]) for t in records(again, name)]
+        theirs = [(t["prompt_id"], t["sample_index"], t["seed"], t["token_ids"]) for t in records(finished, name)]
+        assert ours == theirs
+
+
+def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished: Path) -> None:
+    output = ctpo.train_until("step 2/3", "run.name=killed")
+    assert "step 2/3" in output, output[-4000:]
+    run = ctpo.directory / "runs" / "killed"
+    done = ctpo.train("run.name=killed", "run.resume=true")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [record["step"] for record in records(run)] == [0, 1, 2, 3]
+    assert [repeatable(r) for r in records(run)] == [repeatable(r) for r in records(finished)]
+
+
+def test_an_existing_run_is_never_overwritten_by_accident(ctpo: Ctpo, finished: Path) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    done = ctpo.train("run.name=whole")
+    assert done.returncode == 2
+    assert "run.overwrite=true" in done.stderr and "run.resume=true" in done.stderr
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("layout", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+def test_two_ranks_run_the_same_driver(ctpo: Ctpo, finished: Path, layout: str) -> None:
+    name = layout.split("_")[0]
+    done = ctpo.train(f"run.name={name}", f"policy.{layout}=2", "run.steps=1", "checkpoint.every=0", ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours, theirs = records(ctpo.directory / "runs" / name), records(finished)
+    assert [record["step"] for record in ours] == [0, 1]
+    # The warm-up runs under the other layout too, so the weights differ by rounding when RL begins.
+    warmup = [records(ctpo.directory / "runs" / run, "warmup.jsonl")[-1]["warmup/loss"] for run in (name, "whole")]
+    assert warmup[0] == pytest.approx(warmup[1], rel=1e-2)
+    assert ours[1]["mismatch/logp_abs_max"] <= 1e-3
+    assert ours[1]["pg_update/first_log_ratio_abs_max"] <= 1e-5
+    assert theirs[1]["weights/version"] == ours[1]["weights/version"]
+
+
+def test_a_tool_that_never_answers_stops_the_run_with_a_reason(ctpo: Ctpo) -> None:
+    done = ctpo.train(
+        "run.name=deaf",
+        "run.steps=1",
+        "warmup.steps=120",  # long enough for the model to call the tool
+        "sandbox.url=http://127.0.0.1:9",  # the discard port: nobody listens
+        "sandbox.request_timeout_s=3",
+        "rollout.max_group_retries=1",
+    )
+    assert done.returncode != 0
+    assert "127.0.0.1:9" in done.stderr and "sandbox" in done.stderr.lower(), json.dumps(done.stderr[-3000:])
