@@ -20,11 +20,22 @@ from transformers import (
 from ctpo_megatron.data import Trajectory
 
 VOCAB = 500  # not a multiple of 128: the padded columns must not matter
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.0}
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24, "tie_word_embeddings": True}),
     "qwen3-untied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen2.5": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "llama-3.1-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
+    "linear-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR_ROPE}),
 }
 
 

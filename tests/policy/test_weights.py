@@ -1,0 +1,100 @@
+"""Hugging Face weights in and out: every tensor, every log-prob, and what is said when a directory does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.policy import Layout, Policy, join, leave
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[Layout]:
+    yield join(PolicyConfig(), seed=0)
+    leave()
+
+
+@pytest.fixture(scope="module", params=list(models.FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    directory = tmp_path_factory.mktemp(request.param) / "model"
+    return models.build(request.param, directory), directory
+
+
+def reference_log_probs(model: PreTrainedModel, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(token_ids[None]).logits[0].float() / temperature
+    return logits.log_softmax(-1)[:-1].gather(1, token_ids[1:, None]).squeeze(1)
+
+
+def test_log_probs_equal_transformers_and_weights_return_unchanged(
+    family: tuple[PreTrainedModel, Path], layout: Layout, tmp_path: Path
+) -> None:
+    model, directory = family
+    policy = Policy(PolicyConfig(micro_batch_tokens=300), layout, directory, temperature=0.7)
+    (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+    policy.anchor([mini_batch])
+    assert len(mini_batch.micro_batches) > 1
+    for micro in mini_batch.micro_batches:
+        bounds = micro.cu_seqlens.tolist()
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            expected = reference_log_probs(model, micro.token_ids[start:end], temperature=0.7)
+            mask = micro.model_mask[start + 1 : end]
+            torch.testing.assert_close(
+                micro.anchor_logp[start + 1 : end][mask], expected[mask], atol=1e-5, rtol=0, check_stride=False
+            )
+    policy.export(tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], tensor), name
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert (exported(ids).logits - model(ids).logits).abs().max() < 1e-4
+
+
+def test_misfit_weights_are_all_named(layout: Layout, tmp_path: Path) -> None:
+    models.build("qwen3-untied", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    weights["model.layers.1.mlp.bonus"] = torch.zeros(2)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as caught:
+        Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+    assert "missing: model.norm.weight" in str(caught.value)
+    assert "not used by this architecture: model.layers.1.mlp.bonus" in str(caught.value)
+
+
+def test_a_tensor_of_another_shape_is_named(layout: Layout, tmp_path: Path) -> None:
+    models.build("qwen3-untied", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.2.self_attn.k_proj.weight"] = torch.zeros(128, 96)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.2\.self_attn\.k_proj\.weight.*\(128, 96\)"):
+        Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+
+
+def test_weights_without_safetensors_say_how_to_convert(layout: Layout, tmp_path: Path) -> None:
+    models.build("qwen3-untied", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="safe_serialization"):
+        Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+
+
+def test_sharded_directories_are_read_and_written(layout: Layout, tmp_path: Path) -> None:
+    from ctpo_megatron.policy import hf
+
+    model = models.build("qwen3-tied", tmp_path / "one")
+    policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    hf.write_directory(policy.weights(), tmp_path / "one", tmp_path / "many", write=True, shard_bytes=200_000)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    again = Policy(PolicyConfig(), layout, tmp_path / "many", temperature=1.0)
+    for name, tensor in again.weights():
+        assert torch.equal(tensor, model.state_dict()[name]), name
