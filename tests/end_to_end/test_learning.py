@@ -1,0 +1,35 @@
+"""The quickstart as a user runs it: it learns, for every seed that we promise."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_run import ROOT, Ctpo, records
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_quickstart_learns(tmp_path: Path, seed: int) -> None:
+    command = [sys.executable, "-m", "ctpo_megatron.train", str(ROOT / "configs" / "quickstart.yaml")]
+    done = subprocess.run(
+        [*command, f"run.seed={seed}", "observe.live=plain"],
+        cwd=tmp_path,
+        env=Ctpo(tmp_path).environment,
+        capture_output=True,
+        text=True,
+        timeout=1400,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    metrics = records(tmp_path / "runs" / "quickstart")
+    rewards = [record["reward/mean"] for record in metrics[1:]]
+    accuracy = [record["val/toolmath/acc/mean@1"] for record in (metrics[0], metrics[-1])]
+    assert rewards[0] <= 0.45
+    assert statistics.fmean(rewards[-5:]) >= rewards[0] + 0.30
+    assert accuracy[1] > accuracy[0]
+    assert max(record["mismatch/logp_abs_max"] for record in metrics[1:]) <= 1e-3
+    assert max(record["pg_update/first_log_ratio_abs_max"] for record in metrics[1:]) <= 1e-5
