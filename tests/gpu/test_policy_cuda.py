@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import models
@@ -25,7 +26,7 @@ def test_log_probs_and_one_update(tmp_path: Path) -> None:
         policy.anchor([mini_batch])
         for micro in mini_batch.micro_batches:
             bounds = micro.cu_seqlens.tolist()
-            for start, end in zip(bounds, bounds[1:], strict=False):
+            for start, end in itertools.pairwise(bounds):
                 ids = micro.token_ids[start:end].cpu()
                 with torch.no_grad():
                     logp = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_log_probs_equal_transformers_and_weights_return_unchanged(
     assert len(mini_batch.micro_batches) > 1
     for micro in mini_batch.micro_batches:
         bounds = micro.cu_seqlens.tolist()
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             expected = reference_log_probs(model, micro.token_ids[start:end], temperature=0.7)
             mask = micro.model_mask[start + 1 : end]
             torch.testing.assert_close(

@@ -60,7 +60,7 @@ def draw_problem(family: Family, rng: Random) -> Problem:
     """Draw numbers until no wrong program gives the right answer by accident and no digit occurs twice.
 
     Digits are single tokens. With all of them different, "what followed this digit" has one answer, and a two-layer
-    model learns to copy numbers within minutes; with repeats most of the warm-up would go into that.
+    model learns to copy numbers within a minute; with repeats most of the warm-up would go into that.
     """
     while True:
         numbers = family.draw(rng)
@@ -103,12 +103,12 @@ def _three(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> Callab
 
 
 def _descending(rng: Random) -> dict[str, int]:
-    small, large = sorted(rng.sample(range(100, 1000), 2))
+    small, large = sorted(rng.sample(range(10, 100), 2))
     return {"a": large, "b": small}
 
 
 def _ascending(rng: Random) -> dict[str, int]:
-    small, large = sorted(rng.sample(range(10, 1000), 2))
+    small, large = sorted(rng.sample(range(10, 100), 2))
     return {"a": small, "b": large}
 
 
@@ -122,36 +122,36 @@ def _common_factor(low: int, high: int) -> Callable[[Random], dict[str, int]]:
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("sum", "What is the sum of {a} and {b}?", _two(100, 999, 100, 999),
+    Family("sum", "What is the sum of {a} and {b}?", _two(10, 99, 10, 99),
            (_SUM,), ((_PRODUCT,), (_DIFFERENCE,))),
-    Family("prod", "What is the product of {a} and {b}?", _two(100, 999, 10, 99),
+    Family("prod", "What is the product of {a} and {b}?", _two(10, 99, 10, 99),
            (_PRODUCT,), ((_SUM,), (_DIFFERENCE,))),
     Family("diff", "How much larger is {a} than {b}?", _descending,
            (_DIFFERENCE,), ((_SUM,), (_PRODUCT,))),
     Family("rem", "Find the remainder when {a} is divided by {b}.", _two(100, 999, 10, 99),
            (_REMAINDER,), ((_QUOTIENT,), (_DIFFERENCE,))),
-    Family("quo", "Find the integer part of {a} divided by {b}.", _two(1000, 9999, 10, 99),
+    Family("quo", "Find the integer part of {a} divided by {b}.", _two(100, 999, 10, 99),
            (_QUOTIENT,), ((_DIFFERENCE,), (_PRODUCT,))),
     Family("range", "Find the sum of all integers from {a} to {b}.", _ascending,
            (_RANGE,), ((_SHORT_RANGE,), (_SUM,))),
     Family("count", "How many integers from {a} to {b} are there?", _ascending,
            (_COUNT,), ((_REVERSED,), (_SUM,))),
-    Family("gcd", "Find the greatest common divisor of {a} and {b}.", _common_factor(100, 999),
+    Family("gcd", "Find the greatest common divisor of {a} and {b}.", _common_factor(10, 99),
            (_GCD,), ((_REMAINDER,), (_DIFFERENCE,))),
-    Family("lcm", "Find the least common multiple of {a} and {b}.", _common_factor(20, 199),
+    Family("lcm", "Find the least common multiple of {a} and {b}.", _common_factor(10, 99),
            (_LCM,), ((_PRODUCT,), (_SUM,))),
-    Family("pow", "Find the remainder when {a}^{b} is divided by {c}.", _three((10, 99), (10, 99), (100, 999)),
+    Family("pow", "Find the remainder when {a}^{b} is divided by {c}.", _three((10, 99), (10, 99), (10, 99)),
            (_POWER,), ((_PRODUCT_REMAINDER,), (_SUM_REMAINDER,))),
     Family("sq", "Find the sum of the squares of {a} and {b}.", _two(10, 99, 10, 99),
            (_SQUARES,), ((_SQUARED_SUM,), (_PRODUCT,))),
     Family("sumrem", "Let s be the sum of {a} and {b}. Find the remainder when s is divided by {c}.",
-           _three((100, 999), (100, 999), (10, 99)),
+           _three((10, 99), (10, 99), (10, 99)),
            (_SUM, _THEN_REMAINDER), ((_SUM, _THEN_QUOTIENT), (_SUM, _THEN_MINUS))),
     Family("prodrem", "Let s be the product of {a} and {b}. Find the remainder when s is divided by {c}.",
-           _three((100, 999), (10, 99), (10, 99)),
+           _three((10, 99), (10, 99), (10, 99)),
            (_PRODUCT, _THEN_REMAINDER), ((_PRODUCT, _THEN_QUOTIENT), (_SUM, _THEN_REMAINDER))),
     Family("proddiff", "Let s be the product of {a} and {b}. Find how much larger s is than {c}.",
-           _three((100, 999), (10, 99), (100, 999)),
+           _three((10, 99), (10, 99), (10, 99)),
            (_PRODUCT, _THEN_MINUS), ((_PRODUCT, _THEN_PLUS), (_SUM, _THEN_MINUS))),
 )  # fmt: skip
 """The fourteen kinds of questions; the last three need two tool calls, the second using the first's result."""
