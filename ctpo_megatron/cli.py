@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import tempfile
@@ -64,6 +65,8 @@ def run_train(args: TrainArgs) -> int:
         if _is_first_rank():
             _print_plan(config)
         return 0
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("ctpo_megatron").setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
     from ctpo_megatron.train import main as train
 
     return train(config)

@@ -1,1 +1,1 @@
-"""Fused kernels for CTPO; depends on torch (and triton on CUDA) only, usable without the rest of the project."""
+"""Reserved for the fused kernels: the objective in one pass. Nothing is here yet; `ctpo_megatron.objective` is used."""

@@ -1,1 +1,1 @@
-"""Entry points that start ctpo-megatron on one node (torchrun) and on clusters."""
+"""Reserved for the cluster launchers. Nothing is here yet; one node is started with torchrun."""

@@ -41,7 +41,10 @@ def build_model(shape: TinyModelConfig, tokenizer: PreTrainedTokenizerFast, seed
 
 def write_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """config.json, generation_config.json, model.safetensors and the tokenizer files, in `directory`."""
+    from transformers.utils import logging as transformers_logging
+
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
+    transformers_logging.disable_progress_bar()  # it would break the display, for a megabyte
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
