@@ -92,12 +92,13 @@ def _reward(record: dict[str, Any]) -> float:
 
 
 def _best_and_worst(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Best and worst trajectory of some groups; groups whose rewards differ (the ones that teach) come first."""
+    """Best and worst trajectory of some groups; groups whose rewards differ (the ones that teach) come first, and among
+    them those whose ratios were traced."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["prompt_id"], []).append(record)
     pairs = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
-    pairs.sort(key=lambda pair: _reward(pair[0]) == _reward(pair[1]))
+    pairs.sort(key=lambda pair: (_reward(pair[0]) == _reward(pair[1]), "log_ratio" not in pair[0]))
     chosen = []
     for best, worst in pairs[:GROUPS_PER_STEP]:
         chosen += [best] if _reward(best) == _reward(worst) else [best, worst]
