@@ -11,11 +11,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: quickstart test test-slow test-gpu lint clean
 
-# Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... ARGS with a run.* key decides
-# itself, e.g. ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
+# Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
+# ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
+DECIDED = $(strip $(foreach key,run.name= run.overwrite= run.resume=,$(findstring $(key),$(ARGS))))
 quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
-	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(findstring run.,$(ARGS)),,run.name=$$name) $(ARGS)
+	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
