@@ -53,7 +53,7 @@ def build_tiny_model(
         "head_dim": 32,
         "max_position_embeddings": 512,
         "initializer_range": 0.06,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "eos_token_id": tokenizer.eos_token_id,
     }
     model = Qwen3ForCausalLM(Qwen3Config(**(settings | overrides)))
