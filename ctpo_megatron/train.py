@@ -115,7 +115,7 @@ def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
 def check_mismatch(config: Config, metrics: dict[str, float]) -> None:
     """Stop when sampler and trainer disagree beyond the limit: the weights in the engines are not the policy's."""
     limit, found = config.rollout.mismatch_limit, metrics["mismatch/logp_abs_max"]
-    if limit is not None and found > limit:
+    if limit is not None and not found <= limit:  # a NaN is beyond every limit
         raise RuntimeError(
             f"sampler and trainer log-probs differ by up to {found:.3g}, more than rollout.mismatch_limit={limit}: "
             "a weight sync did not arrive, or the two sides compute in different precision"
