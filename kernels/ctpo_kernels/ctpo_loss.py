@@ -1,0 +1,127 @@
+"""The CTPO loss of given log-probs: one pass for loss, gradient and statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ctpo_kernels import context_parallel, dispatch, loss_torch
+from ctpo_kernels.labels import effective
+from ctpo_kernels.loss_torch import LossPass
+from ctpo_kernels.packed import PackedTokens
+from ctpo_kernels.spec import LossSpec
+from ctpo_kernels.stats import CTPOStats, PerToken
+
+
+def ctpo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor | None,
+    response_mask: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    clip_low: float = 0.025,
+    clip_high: float = 0.05,
+    clip_c: float | None = 0.05,
+    clip_power: float = 0.5,
+    clip_mode: str = "log_power",
+    ratio_mode: str = "cumprod",
+    loss_mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    loss_scale_factor: float = 1.0,
+    batch_num_tokens: int | Tensor | None = None,
+    global_batch_size: int | Tensor | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+    return_per_token: bool = False,
+) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
+    """Policy-gradient loss of packed sequences (arXiv 2605.07331, and its relatives on the same machinery).
+
+    log_prob: float32 `[N]` nats, the only differentiable input (float64 too, in the torch backend).
+    old_log_prob: `[N]`, log-probs the ratio is taken against; None: on-policy (every ratio 1).
+    response_mask: `[N]`, 1 where the policy sampled the token (the model mask): only these enter the prefix sum and
+        advance the position.
+    advantages: `[N]` or `[B]`. weights: `[N]` or `[B]`, detached factors of the token loss (default 1).
+    cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding.
+    clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"), or of r_t itself ("ratio": 1 - low,
+        1 + high, c). clip_c bounds negative advantages from above; None or negative: off.
+    ratio_mode: log r_t is the prefix sum S_t ("cumprod", CTPO), S_t / t ("geomean"), the token's own d_t ("token"),
+        the sum over the sequence ("sequence") or its mean ("sequence-geomean", GSPO).
+    loss_mask: `[N]`, tokens whose loss counts (default and at most response_mask); it acts on the loss alone.
+    loss_agg_mode: "seq-mean-token-mean", "token-mean", "seq-mean-token-sum" (divided by `loss_scale_factor` too).
+    batch_num_tokens, global_batch_size: loss tokens and sequences of the whole optimizer step (default: of this call),
+        so that the losses of its micro-batches add up.
+    cp_group: context-parallel group in which this rank holds the pieces r and 2R - 1 - r of 2R of every sequence, one
+        behind the other (`cu_seqlens` local); loss and statistics are this rank's share.
+    return_per_token: also return `PerToken`.
+
+    The gradient reaches each token's own log-prob only. S_t has the same bits for every launch form, block size,
+    packing order and context-parallel split. Values at masked tokens never enter; a NaN at a response token shows in
+    its own sequence from there on. No host synchronisation where `cu_seqlens` and the data are on one device.
+    Raises ValueError or TypeError naming the argument, RuntimeError when a backend that was asked for cannot run.
+    """
+    spec = LossSpec.of(
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_c=clip_c,
+        clip_power=clip_power,
+        clip_mode=clip_mode,
+        ratio_mode=ratio_mode,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+    )
+    batch = PackedTokens.of(log_prob, old_log_prob, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch.loss_mask, batch.segments)
+    cp_group = effective(cp_group)
+    if cp_group is not None:
+        batch = context_parallel.pieces(batch)
+    out = whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)
+    loss = _GivenGradient.apply(log_prob, out.vector[0].to(log_prob.dtype), out.gradient)
+    stats = CTPOStats.from_vector(out.vector)
+    return (loss, stats, out.per_token) if return_per_token else (loss, stats)
+
+
+def whole_pass(
+    batch: PackedTokens,
+    spec: LossSpec,
+    inverse: float | Tensor,
+    cp_group: dist.ProcessGroup | None,
+    *,
+    per_token: bool = False,
+) -> LossPass:
+    """Loss and gradient of a batch whose log-probs are all known, by the backend of its device.
+
+    With `cp_group` the segments are `context_parallel.pieces`.
+    """
+    implementation = loss_implementation(batch.log_prob)
+    if cp_group is None:
+        return implementation.loss_pass(batch, spec, inverse, per_token=per_token)
+    state, totals = context_parallel.zigzag(implementation.segment_totals(batch), cp_group)
+    return implementation.loss_pass(batch, spec, inverse, state=state, totals=totals, per_token=per_token)
+
+
+def loss_implementation(tensor: Tensor) -> Any:
+    """The module with `loss_pass`, `segment_totals` and `LossStream` for this tensor."""
+    if dispatch.choose(tensor) == "torch":
+        return loss_torch
+    from ctpo_kernels import loss_triton
+
+    return loss_triton
+
+
+class _GivenGradient(torch.autograd.Function):
+    """A scalar whose gradient is known already: backward only multiplies it by the upstream scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, log_prob: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream, None, None

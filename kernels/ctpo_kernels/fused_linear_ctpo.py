@@ -1,0 +1,232 @@
+"""Output layer, log-probs, loss and all gradients in one sweep over the tokens, without the logits of all of them.
+
+The cumulative ratio of a token needs only tokens up to it, so while its chunk's logits are at hand everything that its
+gradient needs is known: three matrix products in all, none of them again in a backward pass. Ratios of the whole
+sequence need tokens that come later: their logits are computed twice (four products).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ctpo_kernels import context_parallel, labels as arguments
+from ctpo_kernels.ctpo_loss import loss_implementation, whole_pass
+from ctpo_kernels.linear import (
+    LinearHead,
+    active_rows,
+    check_operands,
+    gather_hidden,
+    pick,
+    reduce_d_hidden,
+    scatter,
+)
+from ctpo_kernels.packed import PackedTokens
+from ctpo_kernels.spec import LossSpec
+from ctpo_kernels.stats import CTPOStats
+
+
+def fused_linear_ctpo(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old_log_prob: Tensor | None,
+    response_mask: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    clip_low: float = 0.025,
+    clip_high: float = 0.05,
+    clip_c: float | None = 0.05,
+    clip_power: float = 0.5,
+    clip_mode: str = "log_power",
+    ratio_mode: str = "cumprod",
+    loss_mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    loss_scale_factor: float = 1.0,
+    batch_num_tokens: int | Tensor | None = None,
+    global_batch_size: int | Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk_size: int | None = None,
+    accumulate_into_main_grad: bool = False,
+    skip_zero_tiles: bool = True,
+) -> tuple[Tensor, CTPOStats, Tensor]:
+    """`ctpo_loss(linear_log_probs(hidden, weight, labels), ...)` with its gradients, computed in the forward pass.
+
+    hidden, weight, labels, temperature, vocab_size, tp_group, sequence_parallel, chunk_size: as `linear_log_probs`.
+    Row i of hidden predicts labels[i]; everything per token is aligned with labels. All others: as `ctpo_loss`;
+    old_log_prob None means on-policy. Rows whose response_mask is 0 are dropped before the first matrix product.
+    accumulate_into_main_grad: add the weight gradient (float32) to `weight.main_grad` in the forward pass, as
+        megatron-core's fused layers do in the backward: sets `weight.grad_added_to_main_grad` and hands autograd a
+        placeholder. The upstream scalar must then be 1 (checked in the backward, on CUDA by a device-side assertion).
+    skip_zero_tiles: leave out tiles of 128 rows without any gradient (clipped, or advantage 0) in the two gradient
+        products; exact, and costs one small read-back a chunk.
+
+    Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs, float32 `[N]`, detached, 0
+    where the response mask is 0. One backward per forward: a second one raises RuntimeError. Without grad mode only the
+    log-probs and the loss are computed. CUDA: synchronises once for the number of rows.
+    """
+    spec = LossSpec.of(
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_c=clip_c,
+        clip_power=clip_power,
+        clip_mode=clip_mode,
+        ratio_mode=ratio_mode,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+    )
+    group = arguments.effective(tp_group)
+    n = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
+    if accumulate_into_main_grad and getattr(weight, "main_grad", None) is None:
+        raise ValueError("accumulate_into_main_grad: weight has no main_grad (megatron's DDP makes it)")
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    # The loss fills in the log-probs as they come.
+    log_prob = torch.zeros(n, dtype=dtype, device=hidden.device)
+    full = PackedTokens.of(log_prob, old_log_prob, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, full.loss_mask, full.segments)
+    cp_group = arguments.effective(cp_group)
+    if cp_group is not None:
+        full = context_parallel.pieces(full)
+    rows = active_rows(full.model_mask)
+    if rows is None:
+        batch = full
+    else:
+        kept_before = torch.nn.functional.pad(full.model_mask.long().cumsum(0), (1, 0))
+        batch = full.select(rows, kept_before[full.cu])
+    plan = _Plan(
+        batch=batch,
+        spec=spec,
+        inverse=inverse,
+        rows=rows,
+        tokens=n,
+        labels=pick(labels, rows),
+        cp_group=cp_group,
+        sequence_parallel=sequence_parallel,
+        into_main_grad=accumulate_into_main_grad,
+        skip=skip_zero_tiles,
+        head={"group": group, "temperature": temperature, "vocab_size": vocab_size, "chunk_size": chunk_size},
+    )
+    arguments.check_range(plan.labels, vocab_size or weight.shape[0] * (group.size() if group else 1))
+    loss, vector, log_prob = _Sweep.apply(hidden, weight, plan)
+    return loss, CTPOStats.from_vector(vector), log_prob
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything of a call that is no operand. batch, labels: of the response tokens only; rows: where they are."""
+
+    batch: PackedTokens
+    spec: LossSpec
+    inverse: float | Tensor
+    rows: Tensor | None
+    tokens: int
+    labels: Tensor
+    cp_group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    into_main_grad: bool
+    skip: bool
+    head: dict[str, Any]
+
+
+class _Sweep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, plan: _Plan) -> tuple[Tensor, Tensor, Tensor]:
+        group = plan.head["group"]
+        x = pick(gather_hidden(hidden, group, plan.sequence_parallel), plan.rows)
+        head = LinearHead(x, weight, plan.labels, **plan.head)
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.zeros_like(x) if want_hidden else None
+        d_weight = None
+        if want_weight:
+            d_weight = weight.main_grad if plan.into_main_grad else torch.zeros_like(weight, dtype=head.dtype)
+
+        def accumulate(dz: Tensor, start: int, g: Tensor) -> None:
+            head.accumulate(dz, start, g, d_hidden, d_weight, skip=plan.skip)
+
+        two_phases = plan.spec.whole_sequence or plan.cp_group is not None
+        sweep = _twice if two_phases else _once
+        log_prob, vector = sweep(head, plan, accumulate if want_hidden or want_weight else None)
+
+        if want_hidden:
+            d_hidden = reduce_d_hidden(scatter(d_hidden, plan.rows, plan.tokens), group, plan.sequence_parallel)
+        ctx.gradients = (d_hidden, d_weight)
+        ctx.weight, ctx.into_main_grad = weight, plan.into_main_grad
+        log_prob = scatter(log_prob, plan.rows, plan.tokens)
+        ctx.mark_non_differentiable(vector, log_prob)
+        return vector[0].to(head.dtype), vector, log_prob
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        if ctx.gradients is None:
+            raise RuntimeError("fused_linear_ctpo keeps its gradients for one backward pass: call it again")
+        (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
+        if d_hidden is not None:
+            d_hidden.mul_(upstream.to(d_hidden.dtype))
+        if d_weight is None:
+            return d_hidden, None, None
+        if not ctx.into_main_grad:
+            return d_hidden, d_weight.mul_(upstream).to(ctx.weight.dtype), None
+        _require_one(upstream)
+        return d_hidden, _placeholder(ctx.weight), None
+
+
+Accumulate = Callable[[Tensor, int, Tensor], None] | None
+
+
+def _once(head: LinearHead, plan: _Plan, accumulate: Accumulate) -> tuple[Tensor, Tensor]:
+    """Log-probs `[M]` and the statistics vector; logits of every chunk are computed once."""
+    implementation = loss_implementation(plan.batch.log_prob)
+    totals = implementation.segment_totals(plan.batch) if plan.spec.per_sequence else None
+    state = torch.zeros(plan.batch.segments, 3, dtype=torch.int64, device=plan.batch.cu.device)
+    stream = implementation.LossStream(plan.batch, plan.spec, plan.inverse, totals=totals, state=state)
+    for start, end in head.chunks():
+        merged = head.log_probs(start, end)
+        g = stream.step(start, end, merged.log_prob)
+        plan.batch.log_prob[start:end] = merged.log_prob
+        if accumulate is not None:
+            accumulate(head.gradient_rows(start, end, merged, g), start, g)
+    return plan.batch.log_prob, stream.finish()
+
+
+def _twice(head: LinearHead, plan: _Plan, accumulate: Accumulate) -> tuple[Tensor, Tensor]:
+    """The same when the ratio needs all log-probs first."""
+    lse = torch.empty_like(plan.batch.log_prob)
+    for start, end in head.chunks():
+        merged = head.log_probs(start, end)
+        plan.batch.log_prob[start:end], lse[start:end] = merged.log_prob, merged.lse
+    out = whole_pass(plan.batch, plan.spec, plan.inverse, plan.cp_group)
+    if accumulate is not None:
+        for start, end in head.chunks():
+            g = out.gradient[start:end]
+            accumulate(head.recomputed_gradient_rows(start, end, lse[start:end], g), start, g)
+    return plan.batch.log_prob, out.vector
+
+
+def _require_one(upstream: Tensor) -> None:
+    """The weight gradient is in main_grad already and can no longer be scaled."""
+    if upstream.is_cuda:
+        torch._assert_async(upstream == 1)
+    elif float(upstream) != 1.0:
+        raise RuntimeError(
+            f"accumulate_into_main_grad needs an upstream gradient of 1; got {float(upstream)}. Scale the advantages or "
+            "the denominators instead, or set accumulate_into_main_grad=False"
+        )
+
+
+def _placeholder(weight: Tensor) -> Tensor:
+    """What autograd gets for a gradient that is in main_grad: megatron's hook must run and must not add it again."""
+    weight.grad_added_to_main_grad = True
+    # A weight that the embedding shares gets this added to the embedding's gradient: it must be zero then.
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

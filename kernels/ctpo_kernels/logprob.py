@@ -1,0 +1,110 @@
+"""Log-probs of labels from given logits whose vocabulary may be split over a tensor-parallel group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ctpo_kernels import dispatch, labels as arguments, rows_torch
+from ctpo_kernels.rows_torch import Merged, Shard
+
+SCRATCH_BYTES = 64 << 20
+"""Memory for float copies of logit rows in the torch backend."""
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    tp_group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    inplace_backward: bool = False,
+    *,
+    vocab_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature)[label] of each row, computed in float32 (float64 for float64 logits).
+
+    logits: `[N, V / tp]`, this rank's columns, differentiable. labels: `[N]` global ids; -100 gives log-prob 0 and no
+        gradient. Another label outside the vocabulary: ValueError on the CPU, NaN in its row on CUDA.
+    inplace_backward: the gradient overwrites the logits, which nothing else may need any more.
+    vocab_size: real vocabulary over all ranks; the columns beyond it are padding and never enter.
+
+    Returns float32 `[N]` nats, with `return_entropy` also the entropy of each row (nats, no gradient). Saves the logits
+    and one number a row; collectives: one all-gather of 16 bytes a row in the forward pass, none in the backward.
+    """
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floating-point [N, V]; got {logits.dtype} {list(logits.shape)}")
+    arguments.check(logits.shape[0], labels, logits.device, temperature)
+    group = arguments.effective(tp_group)
+    shard = arguments.shard_of(logits.shape[1], vocab_size, group)
+    arguments.check_range(labels, vocab_size or logits.shape[1] * (group.size() if group else 1))
+    log_prob, entropy = _LogProbs.apply(logits, labels, group, shard, temperature, return_entropy, inplace_backward)
+    return (log_prob, entropy) if return_entropy else log_prob
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: dist.ProcessGroup | None,
+        shard: Shard,
+        temperature: float,
+        entropy: bool,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor]:
+        parts = _parts(logits, labels, shard, temperature, entropy)
+        merged = merge(arguments.gather_parts(parts, group), labels)
+        ctx.save_for_backward(logits, labels, merged.lse)
+        ctx.shard, ctx.temperature, ctx.inplace = shard, temperature, inplace
+        ctx.mark_non_differentiable(merged.entropy)
+        return merged.log_prob, merged.entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, lse = ctx.saved_tensors
+        g = torch.where(labels == rows_torch.IGNORED_LABEL, 0.0, upstream)
+        out = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        if dispatch.choose(lse) == "triton":
+            from ctpo_kernels import rows_triton
+
+            rows_triton.gradient_into(out, logits, lse, labels, g, ctx.shard, ctx.temperature)
+        else:
+            for rows in _row_slices(logits):
+                part = logits[rows].to(lse.dtype, copy=True)
+                rows_torch.gradient(part, lse[rows], labels[rows], g[rows], ctx.shard, ctx.temperature)
+                out[rows] = part
+        return out, *[None] * 6
+
+
+def merge(parts: Tensor, labels: Tensor) -> Merged:
+    """`rows_torch.merge_stats` by the backend of the tensors."""
+    if dispatch.choose(parts) == "triton":
+        from ctpo_kernels import rows_triton
+
+        return rows_triton.merge_stats(parts, labels)
+    return rows_torch.merge_stats(parts, labels)
+
+
+def _parts(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, entropy: bool) -> Tensor:
+    """Statistics `[N, 4]` of this rank's columns; the logits stay as they are."""
+    if dispatch.choose(logits) == "triton":
+        from ctpo_kernels import rows_triton
+
+        return rows_triton.row_stats(logits, labels, shard, temperature, entropy=entropy)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    parts = [
+        rows_torch.row_stats(logits[rows].to(dtype, copy=True), labels[rows], shard, temperature, entropy=entropy)
+        for rows in _row_slices(logits)
+    ]
+    return torch.cat(parts) if parts else logits.new_empty(0, 4, dtype=dtype)
+
+
+def _row_slices(logits: Tensor) -> list[slice]:
+    rows = max(1, SCRATCH_BYTES // (4 * max(1, logits.shape[1])))
+    return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]

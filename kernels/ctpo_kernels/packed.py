@@ -1,0 +1,124 @@
+"""A checked packed batch: what both backends of the loss work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Tokens laid end to end, on one device.
+
+    log_prob, old_log_prob: float `[N]` nats (float32, or float64 in the torch backend); old may be None: d_t = 0.
+    model_mask, loss_mask: bool `[N]`; loss_mask is a subset of model_mask.
+    advantages, weights: float `[N]`, or `[S, 1]` for one value a segment; weights may be None: 1.
+    cu: int64 `[S + 1]`, segment s is `cu[s] : cu[s + 1]`; what lies behind cu[S] is padding.
+    """
+
+    log_prob: Tensor
+    old_log_prob: Tensor | None
+    model_mask: Tensor
+    loss_mask: Tensor
+    advantages: Tensor
+    weights: Tensor | None
+    cu: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.log_prob.numel()
+
+    @property
+    def segments(self) -> int:
+        return self.cu.numel() - 1
+
+    def with_log_prob(self, log_prob: Tensor) -> PackedTokens:
+        """The same batch with other log-probs."""
+        return replace(self, log_prob=log_prob)
+
+    def select(self, rows: Tensor, cu: Tensor) -> PackedTokens:
+        """The batch of the tokens `rows` (int64 `[M]`, ascending) with their boundaries `cu`; all of them in order."""
+
+        def take(values: Tensor | None) -> Tensor | None:
+            return values if values is None or values.dim() == 2 else values[rows]
+
+        return PackedTokens(*(take(getattr(self, name)) for name in self.__dataclass_fields__ if name != "cu"), cu)
+
+    def window(self, start: int, end: int) -> PackedTokens:
+        """The tokens `start : end`, with the same segments cut to that range (most of them empty)."""
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return values if values is None or values.dim() == 2 else values[start:end]
+
+        parts = [cut(getattr(self, name)) for name in self.__dataclass_fields__ if name != "cu"]
+        return PackedTokens(*parts, (self.cu - start).clamp(0, end - start))
+
+    @classmethod
+    def of(
+        cls,
+        log_prob: Tensor,
+        old_log_prob: Tensor | None,
+        response_mask: Tensor,
+        advantages: Tensor,
+        cu_seqlens: Tensor,
+        loss_mask: Tensor | None,
+        weights: Tensor | None,
+    ) -> PackedTokens:
+        """Check shapes, dtypes and devices, and bring masks to bool and boundaries to int64.
+
+        The values of `cu_seqlens` are checked where that needs no device synchronisation: when it lies on the CPU.
+        Raises TypeError for dtypes, ValueError for shapes, devices and boundaries; each names the argument.
+        """
+        device, n = log_prob.device, log_prob.numel()
+        if log_prob.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"log_prob must be float32 (or float64): the cumulative ratio adds up the rounding of {log_prob.dtype}"
+            )
+        if log_prob.dim() != 1:
+            raise ValueError(f"log_prob must be packed [N]; got shape {list(log_prob.shape)}")
+        if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+            raise TypeError(f"cu_seqlens must be integers; got {cu_seqlens.dtype}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+            raise ValueError(f"cu_seqlens must be [B + 1]; got shape {list(cu_seqlens.shape)}")
+        if cu_seqlens.device.type == "cpu":
+            bounds = cu_seqlens.long()
+            if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()) or int(bounds[-1]) > n:
+                raise ValueError(f"cu_seqlens must rise from 0 to at most {n}; got {cu_seqlens.tolist()}")
+        b = cu_seqlens.numel() - 1
+        given = {
+            "old_log_prob": (old_log_prob, False),
+            "response_mask": (response_mask, False),
+            "advantages": (advantages, True),
+            "loss_mask": (loss_mask, False),
+            "weights": (weights, True),
+        }
+        for name, (value, per_sequence) in given.items():
+            if value is None:
+                continue
+            if value.shape != (n,) and not (per_sequence and value.shape == (b,)):
+                also = f" or [{b}]" if per_sequence else ""
+                raise ValueError(f"{name} has shape {list(value.shape)}; expected [{n}]{also}")
+            if value.device != device:
+                raise ValueError(f"{name} is on {value.device}, log_prob on {device}: move it")
+        dtype = log_prob.dtype
+
+        def column(values: Tensor) -> Tensor:
+            # With N == B a flat tensor is per token, as in the objective room.
+            flat = values.detach().to(dtype).contiguous()
+            return flat if flat.shape == (n,) else flat[:, None]
+
+        cu = cu_seqlens.to(device=device, dtype=torch.int64)
+        model = response_mask != 0
+        if cu_seqlens.device.type != "cpu" or int(cu_seqlens[-1]) < n:
+            model = model & (torch.arange(n, device=device) < cu[-1])
+        return cls(
+            log_prob.detach().contiguous(),
+            None if old_log_prob is None else old_log_prob.detach().to(dtype).contiguous(),
+            model,
+            model if loss_mask is None else model & (loss_mask != 0),
+            column(advantages),
+            None if weights is None else column(weights),
+            cu,
+        )

@@ -1,0 +1,110 @@
+"""Row work on logits in plain torch: softmax statistics, their merge over vocabulary shards, gradients in place.
+
+A row's statistics on one shard are float `[C, 4]`: its largest logit, sum exp(z - largest), the label's logit (NaN where
+another shard owns it), and sum exp(z - largest) (z - largest) (0 unless entropy is wanted); all of z = logits / T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which vocabulary columns this rank holds. start: global id of column 0; valid: columns that are no padding."""
+
+    start: int
+    valid: int
+
+
+@dataclass(frozen=True)
+class Merged:
+    """log_prob, lse, entropy: float `[C]`, nats; lse is log sum exp of z over the whole vocabulary."""
+
+    log_prob: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+
+def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:
+    """Statistics `[C, 4]` of this shard; float32 or float64 `logits` `[C, V]` are consumed: exp(z - largest) on return."""
+    if shard.valid < logits.shape[1]:
+        logits[:, max(shard.valid, 0) :] = float("-inf")
+    if temperature != 1.0:
+        logits.mul_(1.0 / temperature)
+    largest = logits.amax(dim=1)
+    # A shard of padding only, or of -inf: its exponentials are 0 instead of exp(-inf + inf).
+    shift = torch.where(largest == float("-inf"), 0.0, largest)
+    target = _own_logits(logits, labels, shard)
+    logits.sub_(shift[:, None])
+    if entropy:
+        finite = logits.clamp(min=torch.finfo(logits.dtype).min)  # 0 * -inf is NaN
+        weighted = finite.mul_(logits.exp_()).sum(dim=1)
+    else:
+        logits.exp_()
+        weighted = torch.zeros_like(largest)
+    return torch.stack([largest, logits.sum(dim=1), target, weighted], dim=1)
+
+
+def merge_stats(parts: Tensor, labels: Tensor) -> Merged:
+    """Statistics of all shards `[tp, C, 4]` -> log-probs, in rank order, so that every rank gets the same bits.
+
+    IGNORED_LABEL gives log-prob 0; a label that no shard owns gives NaN.
+    """
+    largest, sums, targets, weighted = parts.unbind(dim=2)
+    top = largest.amax(dim=0)
+    shift = torch.where(top == float("-inf"), 0.0, top)
+    factor = (largest - shift).exp()
+    total = (sums * factor).sum(dim=0)
+    log_total = total.log()
+    absent = targets.isnan()
+    target = torch.where(absent.all(dim=0), torch.nan, torch.where(absent, float("-inf"), targets).amax(dim=0))
+    log_prob = torch.where(labels == IGNORED_LABEL, 0.0, (target - shift) - log_total)
+    # Each shard's sum of e^(z - m)(z - m) is around its own maximum m; an empty shard has m = -inf and adds nothing.
+    apart = torch.where(factor == 0, 0.0, largest - shift)
+    entropy = log_total - (factor * (weighted + apart * sums)).sum(dim=0) / total
+    return Merged(log_prob, shift + log_total, entropy)
+
+
+def gradient_after_stats(
+    exponentials: Tensor, parts: Tensor, merged: Merged, labels: Tensor, g: Tensor, shard: Shard, temperature: float
+) -> Tensor:
+    """d (sum_i g_i logp_i) / d logits `[C, V]`, in place of what `row_stats` left; parts: this shard's statistics."""
+    largest = parts[:, 0]
+    shift = torch.where(largest == float("-inf"), 0.0, largest)
+    g = g / temperature
+    exponentials.mul_((-g * (shift - merged.lse).exp())[:, None])
+    return _add_at_labels(exponentials, labels, g, shard)
+
+
+def gradient(logits: Tensor, lse: Tensor, labels: Tensor, g: Tensor, shard: Shard, temperature: float) -> Tensor:
+    """The same from fresh float32 or float64 logits and the lse of an earlier pass, in place."""
+    if shard.valid < logits.shape[1]:
+        logits[:, max(shard.valid, 0) :] = float("-inf")
+    if temperature != 1.0:
+        logits.mul_(1.0 / temperature)
+    g = g / temperature
+    logits.sub_(lse[:, None]).exp_().mul_(-g[:, None])
+    return _add_at_labels(logits, labels, g, shard)
+
+
+def _own(labels: Tensor, shard: Shard, columns: int) -> tuple[Tensor, Tensor]:
+    """Column of each label `[C]` (0 where another shard owns it), and whether this shard owns it."""
+    local = labels - shard.start
+    owned = (local >= 0) & (local < min(shard.valid, columns))
+    return local.where(owned, 0), owned
+
+
+def _own_logits(logits: Tensor, labels: Tensor, shard: Shard) -> Tensor:
+    column, owned = _own(labels, shard, logits.shape[1])
+    return torch.where(owned, logits.gather(1, column[:, None]).squeeze(1), torch.nan)
+
+
+def _add_at_labels(rows: Tensor, labels: Tensor, g: Tensor, shard: Shard) -> Tensor:
+    column, owned = _own(labels, shard, rows.shape[1])
+    return rows.scatter_add_(1, column[:, None], torch.where(owned, g, 0.0)[:, None].to(rows.dtype))
