@@ -46,8 +46,8 @@ def ctpo_loss(
         advance the position.
     advantages: `[N]` or `[B]`. weights: `[N]` or `[B]`, detached factors of the token loss (default 1).
     cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding.
-    clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"), or of r_t itself ("ratio": 1 - low,
-        1 + high, c). clip_c bounds negative advantages from above; None or negative: off.
+    clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"), or of r_t itself ("ratio":
+        1 - low, 1 + high, c). clip_c bounds negative advantages from above; None or negative: off.
     ratio_mode: log r_t is the prefix sum S_t ("cumprod", CTPO), S_t / t ("geomean"), the token's own d_t ("token"),
         the sum over the sequence ("sequence") or its mean ("sequence-geomean", GSPO).
     loss_mask: `[N]`, tokens whose loss counts (default and at most response_mask); it acts on the loss alone.
@@ -74,8 +74,9 @@ def ctpo_loss(
         loss_scale_factor=loss_scale_factor,
     )
     batch = PackedTokens.of(log_prob, old_log_prob, response_mask, advantages, cu_seqlens, loss_mask, weights)
-    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch.loss_mask, batch.segments)
     cp_group = effective(cp_group)
+    spec.require_global_counts(cp_group, batch_num_tokens)
+    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch.loss_mask, batch.segments)
     if cp_group is not None:
         batch = context_parallel.pieces(batch)
     out = whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)

@@ -63,7 +63,9 @@ def _obstacle(tensor: torch.Tensor) -> str | None:
         return "its kernels compute in float32 and the tensors are float64: use the torch backend"
     if tensor.device.type == "cpu":
         if not interpreting():
-            return "the tensors are on the CPU: set TRITON_INTERPRET=1 before importing triton, or use the torch backend"
+            return (
+                "the tensors are on the CPU: set TRITON_INTERPRET=1 before importing triton, or use the torch backend"
+            )
         return None
     if tensor.device.type != "cuda":
         return f"it does not support device {tensor.device}: use the torch backend"

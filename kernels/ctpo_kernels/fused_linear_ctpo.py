@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ctpo_kernels import context_parallel, labels as arguments
+from ctpo_kernels import context_parallel
+from ctpo_kernels import labels as arguments
 from ctpo_kernels.ctpo_loss import loss_implementation, whole_pass
 from ctpo_kernels.linear import (
     LinearHead,
@@ -72,9 +73,9 @@ def fused_linear_ctpo(
     skip_zero_tiles: leave out tiles of 128 rows without any gradient (clipped, or advantage 0) in the two gradient
         products; exact, and costs one small read-back a chunk.
 
-    Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs, float32 `[N]`, detached, 0
-    where the response mask is 0. One backward per forward: a second one raises RuntimeError. Without grad mode only the
-    log-probs and the loss are computed. CUDA: synchronises once for the number of rows.
+    Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs: float32 `[N]`, detached,
+    0 where the response mask is 0. One backward per forward: a second one raises RuntimeError. Without grad mode only
+    the log-probs and the loss are computed. CUDA: synchronises once for the number of rows.
     """
     spec = LossSpec.of(
         clip_low=clip_low,
@@ -94,8 +95,9 @@ def fused_linear_ctpo(
     # The loss fills in the log-probs as they come.
     log_prob = torch.zeros(n, dtype=dtype, device=hidden.device)
     full = PackedTokens.of(log_prob, old_log_prob, response_mask, advantages, cu_seqlens, loss_mask, weights)
-    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, full.loss_mask, full.segments)
     cp_group = arguments.effective(cp_group)
+    spec.require_global_counts(cp_group, batch_num_tokens)
+    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, full.loss_mask, full.segments)
     if cp_group is not None:
         full = context_parallel.pieces(full)
     rows = active_rows(full.model_mask)
@@ -220,8 +222,8 @@ def _require_one(upstream: Tensor) -> None:
         torch._assert_async(upstream == 1)
     elif float(upstream) != 1.0:
         raise RuntimeError(
-            f"accumulate_into_main_grad needs an upstream gradient of 1; got {float(upstream)}. Scale the advantages or "
-            "the denominators instead, or set accumulate_into_main_grad=False"
+            f"accumulate_into_main_grad needs an upstream gradient of 1; got {float(upstream)}. Scale the advantages "
+            "or the denominators instead, or set accumulate_into_main_grad=False"
         )
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ctpo_kernels import dispatch, labels as arguments, rows_torch
+from ctpo_kernels import dispatch, rows_torch
+from ctpo_kernels import labels as arguments
 from ctpo_kernels.logprob import merge
 from ctpo_kernels.rows_torch import Merged
 
@@ -48,7 +49,7 @@ class LinearHead:
         rows = chunk_size or max(TILE, budget // (4 * columns) // TILE * TILE)
         self.chunk_size = min(rows, max(1, hidden.shape[0]))
         self._buffer = hidden.new_empty(self.chunk_size, columns, dtype=self.dtype)
-        # CUDA multiplies low-precision operands into float32; elsewhere one float32 copy of the weight serves all chunks.
+        # CUDA multiplies low-precision operands into float32; elsewhere one float32 copy of the weight serves.
         self._mixed = hidden.dtype != self.dtype and hidden.is_cuda
         self._operand = weight if self._mixed else weight.to(self.dtype)
         self._parts: Tensor | None = None
@@ -71,7 +72,7 @@ class LinearHead:
         return merge(arguments.gather_parts(parts, self.group), labels)
 
     def gradient_rows(self, start: int, end: int, merged: Merged, g: Tensor) -> Tensor:
-        """d (sum g logp) / d logits of the rows that `log_probs` saw last, `[end - start, V / tp]`, for `accumulate`."""
+        """d (sum g logp) / d logits of the rows that `log_probs` saw last, for `accumulate`."""
         if self.triton:
             return self._triton_gradient(start, end, merged.lse, g)
         logits, labels = self._buffer[: end - start], self.labels[start:end]

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ctpo_kernels import dispatch, labels as arguments, rows_torch
+from ctpo_kernels import dispatch, rows_torch
+from ctpo_kernels import labels as arguments
 from ctpo_kernels.rows_torch import Merged, Shard
 
 SCRATCH_BYTES = 64 << 20

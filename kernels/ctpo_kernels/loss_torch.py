@@ -42,7 +42,7 @@ def position_scale(position: Tensor, power: float, dtype: torch.dtype) -> Tensor
 
 
 def token_units(batch: PackedTokens) -> tuple[Tensor, Tensor, Tensor]:
-    """d_t `[N]` (0 at masked tokens, NaN kept), the same as int64 units (half to even; NaN as 0), and int64 NaN flags."""
+    """d_t `[N]` (0 at masked tokens, NaN kept), the same in int64 units (half to even; NaN as 0), int64 NaN flags."""
     if batch.old_log_prob is None:
         d = batch.log_prob - batch.log_prob  # 0, and NaN where the log-prob is not finite
     else:

@@ -7,10 +7,10 @@ import math
 from typing import Any, Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from ctpo_kernels import loss_kernels as kernels
+from ctpo_kernels import loss_tile
 from ctpo_kernels.loss_torch import LossPass, empty_vector, position_scale, segment_totals
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.spec import RATIO_MODES, LossSpec
@@ -227,14 +227,14 @@ def _power(
     power: float, batch: PackedTokens, positions: int | None, totals: Tensor | None
 ) -> tuple[int, Tensor | None]:
     """Kernel constant for t^power, and a table for powers that the device would not round as the twin does."""
-    known = {0.0: kernels.POWER_ZERO, 0.5: kernels.POWER_HALF, -0.5: kernels.POWER_MINUS_HALF}
+    known = {0.0: loss_tile.POWER_ZERO, 0.5: loss_tile.POWER_HALF, -0.5: loss_tile.POWER_MINUS_HALF}
     if power in known:
         return known[power].value, None
     if positions is None:
         # Context parallelism: pieces on other ranks come before; their tokens are in the totals (one read-back).
         positions = int(totals[:, 1].max()) if totals is not None else batch.tokens
     size = 1 << max(0, math.ceil(math.log2(max(1, positions))))
-    return kernels.POWER_TABLE.value, _table(power, size, batch.cu.device)
+    return loss_tile.POWER_TABLE.value, _table(power, size, batch.cu.device)
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,7 +1,7 @@
 """Row work on logits in plain torch: softmax statistics, their merge over vocabulary shards, gradients in place.
 
-A row's statistics on one shard are float `[C, 4]`: its largest logit, sum exp(z - largest), the label's logit (NaN where
-another shard owns it), and sum exp(z - largest) (z - largest) (0 unless entropy is wanted); all of z = logits / T.
+A row's statistics on one shard are float `[C, 4]`: its largest logit, sum exp(z - largest), the label's logit (NaN
+where another shard owns it), and sum exp(z - largest) (z - largest) (0 unless entropy is wanted). z = logits / T.
 """
 
 from __future__ import annotations
@@ -12,6 +12,20 @@ import torch
 from torch import Tensor
 
 IGNORED_LABEL = -100
+
+
+def _initialise_math_library() -> None:
+    """Call exp and log once in one thread.
+
+    MKL sets up such a function at its first call, and two threads that enter it together can leave one of them with the
+    low-accuracy variant for that call: relative errors of 1e-4 in half of the rows, in one process of some hundred
+    (torch 2.13). Log-probs of the anchor pass and of training would then differ.
+    """
+    for dtype in (torch.float32, torch.float64):
+        torch.ones(1, dtype=dtype).exp_().log_()
+
+
+_initialise_math_library()
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class Merged:
 
 
 def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:
-    """Statistics `[C, 4]` of this shard; float32 or float64 `logits` `[C, V]` are consumed: exp(z - largest) on return."""
+    """Statistics `[C, 4]` of this shard. float32 or float64 `logits` `[C, V]` become exp(z - largest)."""
     if shard.valid < logits.shape[1]:
         logits[:, max(shard.valid, 0) :] = float("-inf")
     if temperature != 1.0:

@@ -49,6 +49,11 @@ class LossSpec:
         """Whether a token's ratio needs tokens after it."""
         return self.ratio in ("sequence", "sequence-geomean")
 
+    def require_global_counts(self, cp_group: object | None, batch_num_tokens: int | torch.Tensor | None) -> None:
+        """Raises ValueError where a rank of a context-parallel group would divide by its own tokens only."""
+        if cp_group is not None and self.agg == "token-mean" and batch_num_tokens is None:
+            raise ValueError("batch_num_tokens: with cp_group, token-mean needs the loss tokens of the whole batch")
+
     def inverse_denominator(
         self,
         batch_num_tokens: int | torch.Tensor | None,
@@ -98,7 +103,9 @@ class LossSpec:
         dual = math.inf if clip_c is None or clip_c < 0 else clip_c
         finite = {"clip_low": clip_low, "clip_high": clip_high, "clip_power": clip_power}
         finite |= {"loss_scale_factor": loss_scale_factor}
-        problems += [f"{name}: must be a finite number; got {v!r}" for name, v in finite.items() if not math.isfinite(v)]
+        problems += [
+            f"{name}: must be a finite number; got {v!r}" for name, v in finite.items() if not math.isfinite(v)
+        ]
         problems += [f"{name}: must not be negative; got {finite[name]}" for name in finite if _negative(name, finite)]
         if math.isnan(dual):
             problems.append("clip_c: must be a number, or None for no dual clip; got nan")

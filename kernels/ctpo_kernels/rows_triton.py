@@ -1,0 +1,84 @@
+"""Launches the Triton row kernels; what they compute is described in `rows_torch`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ctpo_kernels import rows_kernels as kernels
+from ctpo_kernels.rows_torch import Merged, Shard
+
+# (BLOCK, num_warps): a row is long (152k columns), so blocks are as large as registers allow.
+STATS = (8192, 16)
+GRADIENT = (8192, 16)
+MERGE = (256, 4)
+
+
+def _block(columns: int, largest: int) -> int:
+    return max(16, min(largest, triton.next_power_of_2(columns)))
+
+
+def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:
+    """Statistics float32 `[C, 4]` as `rows_torch.row_stats`; the logits (any float dtype) stay as they are."""
+    rows, columns = logits.shape
+    parts = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
+    if rows:
+        logits = _unit_stride(logits)
+        kernels.row_stats_kernel[(rows,)](
+            logits,
+            logits.stride(0),
+            labels,
+            parts,
+            shard.start,
+            shard.valid,
+            1.0 / temperature,
+            BLOCK=_block(columns, STATS[0]),
+            ENTROPY=entropy,
+            num_warps=STATS[1],
+        )
+    return parts
+
+
+def merge_stats(parts: Tensor, labels: Tensor) -> Merged:
+    """As `rows_torch.merge_stats`, in one launch."""
+    shards, rows, _ = parts.shape
+    log_prob, lse, entropy = torch.empty(3, rows, dtype=torch.float32, device=parts.device).unbind()
+    if rows:
+        grid = (triton.cdiv(rows, MERGE[0]),)
+        kernels.merge_kernel[grid](
+            parts.contiguous(), labels, log_prob, lse, entropy, rows, SHARDS=shards, BLOCK=MERGE[0], num_warps=MERGE[1]
+        )
+    return Merged(log_prob, lse, entropy)
+
+
+def gradient_into(
+    out: Tensor, logits: Tensor, lse: Tensor, labels: Tensor, g: Tensor, shard: Shard, temperature: float
+) -> None:
+    """out `[C, V]` = (onehot(label) - softmax(z)) g / T. It may be the logits, or lie in the first part of each row."""
+    rows, columns = logits.shape
+    if not rows:
+        return
+    source = _unit_stride(logits)
+    same_memory = out.data_ptr() == source.data_ptr()
+    kernels.gradient_kernel[(rows,)](
+        source,
+        source.stride(0),
+        out,
+        out.stride(0),
+        labels,
+        lse,
+        g,
+        shard.start,
+        shard.valid,
+        columns,
+        1.0 / temperature,
+        BLOCK=_block(columns, GRADIENT[0]),
+        OVERLAPPING=same_memory and out.dtype != source.dtype,
+        num_warps=GRADIENT[1],
+    )
+
+
+def _unit_stride(logits: Tensor) -> Tensor:
+    """Rows may be apart (a slice of a wider tensor), columns may not."""
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
