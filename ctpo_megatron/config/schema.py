@@ -165,6 +165,10 @@ class PolicyConfig(Section):
     layer_spec: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="layer implementation; auto: Transformer Engine on CUDA where installed"
     )
+    head: Literal["streaming", "logits"] = Field(
+        "streaming",
+        description="output layer and loss in one sweep over chunks of tokens, or logits of a whole micro-batch first",
+    )
     recompute: Literal["none", "full"] = Field(
         "none", description="full: recompute every layer in backward to save memory"
     )

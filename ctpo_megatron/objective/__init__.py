@@ -5,7 +5,8 @@
     correction_weights ---------------+
 
 - `PolicyObjective.preset("ctpo")`, `objective_from_config(config)`: which ratio, clip and aggregation.
-- `policy_loss`: the loss of a padded or packed batch; `supervised_loss`: negative log-likelihood of the warm-up.
+- `policy_loss`: the loss of a padded or packed batch; `linear_policy_loss`: of hidden states and the output layer.
+- `supervised_loss`: negative log-likelihood of the warm-up.
 - `Denominators`: counts of the whole optimizer step, so that cutting it into micro-batches changes nothing.
 - `group_advantages`, `correction_weights`: inputs of the loss.
 - `merge`, `summarize`: statistics of several micro-batches and ranks -> metrics.
@@ -15,6 +16,7 @@
 from ctpo_megatron.objective.advantages import group_advantages
 from ctpo_megatron.objective.aggregation import Denominators
 from ctpo_megatron.objective.correction import correction_weights
+from ctpo_megatron.objective.fused import LinearPolicyLoss, linear_policy_loss
 from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss
 from ctpo_megatron.objective.presets import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.stats import LossStats, merge, summarize
@@ -24,12 +26,14 @@ from ctpo_megatron.objective.trace import RatioTrace, ratio_trace
 __all__ = [
     "PRESETS",
     "Denominators",
+    "LinearPolicyLoss",
     "LossStats",
     "PolicyLossOutput",
     "PolicyObjective",
     "RatioTrace",
     "correction_weights",
     "group_advantages",
+    "linear_policy_loss",
     "merge",
     "objective_from_config",
     "policy_loss",

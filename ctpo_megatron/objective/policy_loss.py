@@ -1,4 +1,4 @@
-"""The policy loss: ratio x clip x aggregation, in plain torch."""
+"""The policy loss: ratio x clip x aggregation, in plain torch; on CUDA by the fused kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
 from ctpo_megatron.objective.clips import Surrogate, surrogate
+from ctpo_megatron.objective.fused import fused_policy_loss
 from ctpo_megatron.objective.layout import SequenceLayout
 from ctpo_megatron.objective.presets import PolicyObjective
 from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, TokenRatios, token_ratios
@@ -17,11 +18,12 @@ from ctpo_megatron.objective.stats import LossStats, stats_of
 
 @dataclass(frozen=True)
 class PolicyLossOutput:
-    """loss: scalar, differentiable in logp. per_token: l_t w_t in the shape of logp, before aggregation, 0 where the
-    loss mask is 0; still on the graph, so detach it before keeping it. stats: sums, counts and extrema, detached."""
+    """loss: scalar, differentiable. per_token: l_t w_t in the shape of logp, before aggregation, 0 where the
+    loss mask is 0; on the graph on the CPU (detach it before keeping it), detached on CUDA, None
+    where none are kept (`linear_policy_loss`). stats: detached."""
 
     loss: Tensor
-    per_token: Tensor
+    per_token: Tensor | None
     stats: LossStats
 
 
@@ -58,6 +60,20 @@ def policy_loss(
     """
     layout = SequenceLayout.of(logp, cu_seqlens)
     dtype = logp.dtype if logp.dtype == torch.float64 else torch.float32
+    if logp.is_cuda:
+        return PolicyLossOutput(
+            *fused_policy_loss(
+                logp.to(dtype),
+                anchor_logp,
+                advantages,
+                model_mask,
+                objective,
+                loss_mask=loss_mask,
+                weights=weights,
+                layout=layout,
+                denominators=denominators,
+            )
+        )
     model = layout.mask(model_mask, "model_mask")
     trained = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
 

@@ -10,19 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-SUMS = (
-    "loss",  # share of the aggregated loss
-    "loss_tokens",
-    "model_tokens",
-    "minus_d",  # sum over model tokens of anchor_t - logp_t
-    "ratio_excess",  # sum over loss tokens of r_t - 1; around 1 because r stays there, and the variance would cancel
-    "ratio_excess_squared",
-    "clip_high",
-    "clip_low",
-    "clip_dual",
-    "capped",  # loss tokens with log r_t above the cap of 10
-)
-MAXIMA = ("ratio", "minus_ratio", "abs_log_ratio")
+from ctpo_kernels import MAXIMA, SUMS
 
 StatsKind = Literal["policy", "supervised"]
 
@@ -31,7 +19,7 @@ StatsKind = Literal["policy", "supervised"]
 class LossStats:
     """Statistics of one or more loss calls, on the device of the loss and detached.
 
-    sums: float64 `[len(SUMS)]`, entries as `SUMS` names them; counts are exact to 2^53.
+    sums: float64 `[len(SUMS)]`, entries as `ctpo_kernels.SUMS` names them; counts are exact to 2^53.
     maxima: float64 `[len(MAXIMA)]`, -inf where no token took part. The ratio's are over loss tokens, |log r| (before
         the cap) over all model tokens.
     kind: which loss reported; only like kinds merge.

@@ -23,12 +23,27 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The model of this rank: wrapped for data parallelism, and as plain GPTModel."""
+    """The model of this rank: wrapped for data parallelism, and as plain GPTModel.
+
+    streaming: the last stage gives hidden states, and the output layer is applied by the loss (`predictions.py`).
+    """
 
     wrapped: DistributedDataParallel
     gpt: GPTModel
     config: TransformerConfig
     facts: ModelFacts
+    streaming: bool
+
+    @property
+    def output_weight(self) -> torch.nn.Parameter:
+        """Output-layer weight of this tensor-parallel rank `[V_padded / tp, H]`; only on the last pipeline stage."""
+        tied = self.gpt.share_embeddings_and_output_weights
+        return self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
+
+    @property
+    def output_options(self) -> dict[str, bool]:
+        """Keywords of a forward call that keep the last stage's output in the precision of the parameters."""
+        return {"fp32_output": False} if self.config.bf16 else {}
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
@@ -95,6 +110,10 @@ def build_model(facts: ModelFacts, policy: PolicyConfig, here: torch.device) -> 
         rope_scaling_factor=factor,
         seq_len_interpolation_factor=factor if scaling.get("rope_type") == "linear" else None,
     ).to(here)
+    streaming = policy.head == "streaming"
+    if streaming and gpt.post_process:
+        # The module stays where it is: its weight has names in checkpoints, gradient buffers and conversions.
+        gpt.output_layer.forward = _pass_hidden_states_through
     module: MegatronModule = Float16Module(config, gpt) if config.bf16 else gpt
     wrapped = DistributedDataParallel(
         config=config,
@@ -107,7 +126,7 @@ def build_model(facts: ModelFacts, policy: PolicyConfig, here: torch.device) -> 
     )
     config.finalize_model_grads_func = _finalize_without_rescaling
     config.no_sync_func = wrapped.no_sync
-    return BuiltModel(wrapped, gpt, config, facts)
+    return BuiltModel(wrapped, gpt, config, facts, streaming)
 
 
 def resolve_layer_spec(policy: PolicyConfig) -> str:
@@ -121,6 +140,11 @@ def resolve_layer_spec(policy: PolicyConfig) -> str:
             "install it (requirements/cuda.txt) or use policy.layer_spec=local"
         )
     return policy.layer_spec
+
+
+def _pass_hidden_states_through(hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+    """What GPTModel calls instead of the output layer: (output, bias)."""
+    return hidden, None
 
 
 def _finalize_without_rescaling(

@@ -19,6 +19,7 @@ from ctpo_megatron.policy.minibatch import MiniBatch, make_mini_batches
 from ctpo_megatron.policy.model import build_model
 from ctpo_megatron.policy.optimizer import build_optimizer, learning_rate
 from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.policy.predictions import Predictions
 from ctpo_megatron.policy.step import Collected, run_schedule
 
 Traces = dict[tuple[str, int], dict[str, Any]]
@@ -81,14 +82,13 @@ class Policy:
 
     def _forward(self, micro_batches: Sequence[PackedBatch]) -> list[Collected]:
         zero = torch.zeros((), device=self.layout.device)
+
+        def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
+            logp, entropy = predictions.log_probs_and_entropy()
+            return zero, {"logp": logp, "entropy_sum": float(entropy.sum(dtype=torch.float64))}
+
         with device.scope(), torch.no_grad():
-            return run_schedule(
-                self._model,
-                micro_batches,
-                lambda logp, _: (zero, {"logp": logp}),
-                temperature=self.temperature,
-                forward_only=True,
-            )
+            return run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)
 
     def trace(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Traces:
         """How far the present weights have moved from the anchor on each trajectory of a mini-batch (see `anchor`).
@@ -107,8 +107,8 @@ class Policy:
         Raises FloatingPointError when the loss (checked before any weight changes) or the gradient is not finite.
         """
 
-        def loss(logp: torch.Tensor, micro: PackedBatch) -> tuple[torch.Tensor, Collected]:
-            output = loss_function(logp, micro, mini_batch.denominators)
+        def loss(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
+            output = loss_function(predictions, mini_batch.denominators)
             return output.loss, {"stats": output.stats}
 
         with device.scope():

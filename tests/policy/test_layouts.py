@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
+from jobs import Results, run_job
 
-SCENARIO = Path(__file__).with_name("scenario.py")
-ROOT = SCENARIO.parents[2]
+run = partial(run_job, "scenario.py")
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 DISTOPT = {"use_distributed_optimizer": True}
-
-
-Results = dict[str, dict[str, Any]]
-
-
-def run(models_dir: Path, output: Path, ranks: int, scenarios: dict[str, dict[str, Any]]) -> Results:
-    """Run the scenarios in one job of `ranks` processes and return what rank 0 wrote."""
-    env = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}}
-    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*paths, env.get("PYTHONPATH", "")])}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(SCENARIO), str(models_dir), str(output), json.dumps(scenarios)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(output, weights_only=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,148 @@
+"""The same objectives by `ctpo_kernels`: from log-probs in one pass, or from hidden states without their logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+import ctpo_kernels
+from ctpo_megatron.objective.aggregation import Denominators, counts
+from ctpo_megatron.objective.layout import SequenceLayout
+from ctpo_megatron.objective.presets import PolicyObjective
+from ctpo_megatron.objective.stats import LossStats
+
+RATIO_MODES = {
+    "cumulative": "cumprod",
+    "geomean": "geomean",
+    "token": "token",
+    "sequence": "sequence",
+    "sequence_geomean": "sequence-geomean",
+}
+AGG_MODES = {
+    "sequence_mean": "seq-mean-token-mean",
+    "token_mean": "token-mean",
+    "sequence_sum": "seq-mean-token-sum",
+}
+
+
+@dataclass(frozen=True)
+class LinearPolicyLoss:
+    """loss: scalar, differentiable in hidden and weight. logp: `[N]` nats, 0 where masked, detached as stats are."""
+
+    loss: Tensor
+    stats: LossStats
+    logp: Tensor
+
+
+def fused_policy_loss(
+    logp: Tensor,
+    anchor_logp: Tensor,
+    advantages: Tensor,
+    model_mask: Tensor,
+    objective: PolicyObjective,
+    *,
+    loss_mask: Tensor | None,
+    weights: Tensor | None,
+    layout: SequenceLayout,
+    denominators: Denominators | None,
+) -> tuple[Tensor, Tensor, LossStats]:
+    """Loss, detached token losses and statistics as `policy_loss` gives them, by `ctpo_kernels.ctpo_loss`.
+
+    Tensors in the shape of `layout`; float32 or float64 log-probs.
+    """
+
+    def flat(values: Tensor | None) -> Tensor | None:
+        return values.reshape(-1) if values is not None and values.shape == layout.shape else values
+
+    loss, stats, per_token = ctpo_kernels.ctpo_loss(
+        logp.reshape(-1),
+        flat(anchor_logp),
+        flat(model_mask),
+        flat(advantages),
+        layout.cu_seqlens,
+        loss_mask=flat(loss_mask),
+        weights=flat(weights),
+        return_per_token=True,
+        **_keywords(objective, denominators, model_mask, loss_mask, layout),
+    )
+    return loss, per_token.loss.reshape(layout.shape), LossStats(stats.sums, stats.maxima)
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    anchor_logp: Tensor,
+    advantages: Tensor,
+    model_mask: Tensor,
+    objective: PolicyObjective,
+    *,
+    cu_seqlens: Tensor,
+    loss_mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    denominators: Denominators | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    accumulate_into_main_grad: bool = False,
+) -> LinearPolicyLoss:
+    """`policy_loss` of the log-probs of softmax(hidden weight^T / temperature), logits never held for all tokens.
+
+    hidden: `[N, H]` (`[N / tp, H]` under `sequence_parallel`); row i predicts labels[i], and all other `[N]` tensors
+    are aligned with the labels. weight: `[V / tp, H]`. The rest as for `policy_loss` and
+    `ctpo_kernels.fused_linear_ctpo`.
+    """
+    layout = SequenceLayout.of(labels, cu_seqlens)
+    loss, stats, logp = ctpo_kernels.fused_linear_ctpo(
+        hidden,
+        weight,
+        labels,
+        anchor_logp,
+        model_mask,
+        advantages,
+        cu_seqlens,
+        loss_mask=loss_mask,
+        weights=weights,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        accumulate_into_main_grad=accumulate_into_main_grad,
+        **_keywords(objective, denominators, model_mask, loss_mask, layout),
+    )
+    return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), logp)
+
+
+def _keywords(
+    objective: PolicyObjective,
+    denominators: Denominators | None,
+    model_mask: Tensor,
+    loss_mask: Tensor | None,
+    layout: SequenceLayout,
+) -> dict[str, Any]:
+    """The objective in the kernels' keywords."""
+    sequences: int | Tensor
+    trained: int | Tensor
+    tokens: int | Tensor
+    if denominators is None:
+        model = layout.mask(model_mask, "model_mask")
+        loss = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
+        sequences, trained, tokens = counts(loss, layout).unbind()  # stays on the device
+    else:
+        sequences, trained, tokens = denominators.as_list()
+    return {
+        "clip_low": objective.clip_low,
+        "clip_high": objective.clip_high,
+        "clip_c": objective.clip_dual,
+        "clip_power": objective.clip_power,
+        "clip_mode": objective.clip,
+        "ratio_mode": RATIO_MODES[objective.ratio],
+        "loss_agg_mode": AGG_MODES[objective.aggregation],
+        "loss_scale_factor": objective.token_normalizer,
+        "batch_num_tokens": tokens,
+        "global_batch_size": sequences if objective.count_masked_sequences else trained,
+    }

@@ -1,0 +1,67 @@
+"""Loss and full gradient of one mini-batch by both heads, in every rank of one job; rank 0 writes what tests compare.
+
+python head_scenario.py MODELS OUTPUT '{"name": {"family": ..., "preset": ..., "policy": {...}}, ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import models
+from megatron.core import parallel_state as mpu
+
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.data import PackedBatch
+from ctpo_megatron.objective import PolicyObjective, summarize
+from ctpo_megatron.policy import Policy, join, leave, policy_gradient, supervised
+
+
+def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Metrics, anchor log-probs and the gradient by Hugging Face name, added up over all micro-batches and ranks."""
+    config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, head=head, **settings.get("policy", {}))
+    policy = Policy(config, join(config, seed=0), model, temperature=0.9)
+    policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=1)
+    (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+    anchor = policy.anchor([mini_batch])
+    logp = [micro.anchor_logp for micro in mini_batch.micro_batches]
+    for micro in mini_batch.micro_batches:
+        move_anchor(micro)
+    preset = settings.get("preset", "ctpo")
+    loss = supervised() if preset == "supervised" else policy_gradient(PolicyObjective.preset(preset), "proximal")
+    policy._optimizer.step = lambda: (True, 1.0, None)  # leaves the gradients as they are
+    update = policy.update(mini_batch, loss)
+    with torch.no_grad():
+        for parameter in policy._model.gpt.parameters():
+            parameter.data = parameter.main_grad.clone()
+    gradient = {name: tensor.clone() for name, tensor in policy.weights()}
+    return {"metrics": summarize(update.stats) | anchor, "logp": logp, "gradient": gradient}
+
+
+def move_anchor(micro: PackedBatch) -> None:
+    """Differences between the policies that depend on the token alone, large enough to meet every bound."""
+    if micro.anchor_logp is not None:  # None before the last pipeline stage
+        micro.anchor_logp = micro.anchor_logp + 0.08 * torch.sin(micro.token_ids * 7.0 + micro.position_ids)
+
+
+def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
+    results: dict[str, Any] = {}
+    for name, settings in scenarios.items():
+        results[name] = {}
+        for head in ("logits", "streaming"):
+            results[name][head] = run(models_dir / settings.get("family", "qwen3-tied"), head, settings)
+            mpu.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        torch.save(results, output)
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
