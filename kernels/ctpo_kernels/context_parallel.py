@@ -40,18 +40,4 @@ def zigzag(totals: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
 
 def pieces(batch: PackedTokens) -> PackedTokens:
     """The same tokens with every local sequence as its two pieces; values per sequence are repeated."""
-
-    def spread(values: Tensor | None) -> Tensor | None:
-        if values is None or values.dim() == 1:
-            return values
-        return values.repeat_interleave(2, dim=0)
-
-    return PackedTokens(
-        batch.log_prob,
-        batch.old_log_prob,
-        batch.model_mask,
-        batch.loss_mask,
-        spread(batch.advantages),
-        spread(batch.weights),
-        halves(batch.cu),
-    )
+    return batch.spread(2, halves(batch.cu))

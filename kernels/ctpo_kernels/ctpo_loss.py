@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,11 +77,10 @@ def ctpo_loss(
     batch = PackedTokens.of(log_prob, old_log_prob, response_mask, advantages, cu_seqlens, loss_mask, weights)
     cp_group = effective(cp_group)
     spec.require_global_counts(cp_group, batch_num_tokens)
-    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch.loss_mask, batch.segments)
+    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch)
     if cp_group is not None:
         batch = context_parallel.pieces(batch)
-    out = whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)
-    loss = _GivenGradient.apply(log_prob, out.vector[0].to(log_prob.dtype), out.gradient)
+    loss, out = _Loss.apply(log_prob, lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token))
     stats = CTPOStats.from_vector(out.vector)
     return (loss, stats, out.per_token) if return_per_token else (loss, stats)
 
@@ -113,16 +113,17 @@ def loss_implementation(tensor: Tensor) -> Any:
     return loss_triton
 
 
-class _GivenGradient(torch.autograd.Function):
-    """A scalar whose gradient is known already: backward only multiplies it by the upstream scalar."""
+class _Loss(torch.autograd.Function):
+    """A loss whose gradient comes with it: backward only multiplies it by the upstream scalar."""
 
     @staticmethod
-    def forward(ctx: Any, log_prob: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return loss.clone()
+    def forward(ctx: Any, log_prob: Tensor, compute: Callable[[], LossPass]) -> tuple[Tensor, LossPass]:
+        out = compute()
+        ctx.save_for_backward(out.gradient)
+        return out.loss, out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, upstream: Tensor, _: None) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream, None, None
+        return gradient * upstream, None

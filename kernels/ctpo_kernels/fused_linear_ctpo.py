@@ -97,7 +97,7 @@ def fused_linear_ctpo(
     full = PackedTokens.of(log_prob, old_log_prob, response_mask, advantages, cu_seqlens, loss_mask, weights)
     cp_group = arguments.effective(cp_group)
     spec.require_global_counts(cp_group, batch_num_tokens)
-    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, full.loss_mask, full.segments)
+    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, full)
     if cp_group is not None:
         full = context_parallel.pieces(full)
     rows = active_rows(full.model_mask)

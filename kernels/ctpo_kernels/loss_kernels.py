@@ -8,7 +8,7 @@ adds up what the programs report.
 import triton
 import triton.language as tl
 
-from ctpo_kernels.loss_tile import N_SUMS, SEQUENCE, store_partials, tile_loss, token
+from ctpo_kernels.loss_tile import N_SUMS, SEQUENCE, masks, store_partials, tile_loss, token
 
 
 @triton.jit
@@ -35,15 +35,25 @@ def _segment_of_slot(slot, cu, segments, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_totals_kernel(
-    logp, old, model_mask, loss_mask, cu, totals, segments, slots, BLOCK: tl.constexpr, HAS_OLD: tl.constexpr
+    logp,
+    old,
+    model_mask,
+    loss_mask,
+    cu,
+    totals,
+    segments,
+    slots,
+    BLOCK: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    HAS_LOSS_MASK: tl.constexpr,
 ):
     """Grid: slots. totals: int64 `[4, slots]`: units, response tokens, NaN, loss tokens of each tile."""
     slot = tl.program_id(0)
     segment = _segment_of_slot(slot, cu, segments, BLOCK)
-    first = tl.load(cu + segment)
+    first = tl.load(cu + segment).to(tl.int64)
     index = first + (slot - (first // BLOCK + segment)) * BLOCK + tl.arange(0, BLOCK)
     live = index < tl.load(cu + segment + 1)
-    _, units, bad, model, trained = token(logp, old, model_mask, loss_mask, index, live, HAS_OLD)
+    _, units, bad, model, trained = token(logp, old, model_mask, loss_mask, index, live, HAS_OLD, HAS_LOSS_MASK)
     tl.store(totals + slot, tl.sum(units, 0))
     tl.store(totals + slots + slot, tl.sum(model.to(tl.int32), 0).to(tl.int64))
     tl.store(totals + 2 * slots + slot, tl.sum(bad.to(tl.int32), 0).to(tl.int64))
@@ -75,9 +85,11 @@ def tile_kernel(
     dual_bound,
     segments,
     slots,
+    tokens_in_all,
     BLOCK: tl.constexpr,
     LOOK: tl.constexpr,
     HAS_OLD: tl.constexpr,
+    HAS_LOSS_MASK: tl.constexpr,
     RATIO: tl.constexpr,
     POWER: tl.constexpr,
     PER_SEQUENCE: tl.constexpr,
@@ -92,8 +104,10 @@ def tile_kernel(
     """Grid: slots. A tile adds the totals of its segment's earlier tiles (LOOK at a time) and emits everything."""
     slot = tl.program_id(0)
     segment = _segment_of_slot(slot, cu, segments, BLOCK)
-    first = tl.load(cu + segment)
-    last = tl.load(cu + segment + 1)
+    first = tl.load(cu + segment).to(tl.int64)
+    end = tl.load(cu + segment + 1).to(tl.int64)
+    # Padding goes with the last segment, so that its gradient is written too.
+    last = tl.where(segment == segments - 1, tokens_in_all, end)
     base = (first // BLOCK + segment).to(tl.int32)
     tile = slot - base
     tiles = ((last - first + BLOCK - 1) // BLOCK).to(tl.int32)
@@ -139,7 +153,7 @@ def tile_kernel(
         scale = scale / tl.maximum(trained_total, 1).to(tl.float32)
 
     index = first + tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = index < last
+    live = index < end
     units, tokens, bad, counts, loss, excess, squares, largest, smallest, farthest = tile_loss(
         logp,
         old,
@@ -156,6 +170,7 @@ def tile_kernel(
         index,
         index,
         live,
+        index < last,
         segment,
         units_before,
         tokens_before,
@@ -168,6 +183,7 @@ def tile_kernel(
         high_bound,
         dual_bound,
         HAS_OLD,
+        HAS_LOSS_MASK,
         RATIO,
         POWER,
         ADVANTAGE_PER_TOKEN,
@@ -224,6 +240,7 @@ def segment_kernel(
     window_end,
     BLOCK: tl.constexpr,
     HAS_OLD: tl.constexpr,
+    HAS_LOSS_MASK: tl.constexpr,
     RATIO: tl.constexpr,
     POWER: tl.constexpr,
     PER_SEQUENCE: tl.constexpr,
@@ -241,8 +258,10 @@ def segment_kernel(
     Outputs begin at the window's start.
     """
     segment = tl.program_id(0)
-    first = tl.maximum(tl.load(cu + segment), window_start)
-    last = tl.minimum(tl.load(cu + segment + 1), window_end)
+    first = tl.maximum(tl.load(cu + segment).to(tl.int64), window_start)
+    end = tl.minimum(tl.load(cu + segment + 1).to(tl.int64), window_end)
+    # Padding goes with the last segment, so that its gradient is written too.
+    last = tl.where(segment == segments - 1, window_end, end)
     if first < last or not STREAM:
         units_total = tl.zeros((), tl.int64)
         tokens_total = tl.zeros((), tl.int64)
@@ -254,17 +273,20 @@ def segment_kernel(
             bad_total = tl.load(totals + segment * 4 + 2)
             trained_total = tl.load(totals + segment * 4 + 3)
         elif RATIO >= SEQUENCE:
-            for start in range(first, last, BLOCK):
+            for start in range(first, end, BLOCK):
                 index = start + tl.arange(0, BLOCK)
-                _, units, bad, model, trained = token(logp, old, model_mask, loss_mask, index, index < last, HAS_OLD)
+                live = index < end
+                _, units, bad, model, trained = token(
+                    logp, old, model_mask, loss_mask, index, live, HAS_OLD, HAS_LOSS_MASK
+                )
                 units_total += tl.sum(units, 0)
                 tokens_total += tl.sum(model.to(tl.int32), 0).to(tl.int64)
                 bad_total += tl.sum(bad.to(tl.int32), 0).to(tl.int64)
                 trained_total += tl.sum(trained.to(tl.int32), 0).to(tl.int64)
         elif PER_SEQUENCE:
-            for start in range(first, last, BLOCK):
+            for start in range(first, end, BLOCK):
                 index = start + tl.arange(0, BLOCK)
-                trained = tl.load(loss_mask + index, mask=index < last, other=0) != 0
+                _, trained = masks(model_mask, loss_mask, index, index < end, HAS_LOSS_MASK)
                 trained_total += tl.sum(trained.to(tl.int32), 0).to(tl.int64)
         scale = _inverse(inverse, INVERSE_POINTER)
         if PER_SEQUENCE:
@@ -308,6 +330,7 @@ def segment_kernel(
                 clip_out,
                 index,
                 index - window_start,
+                index < end,
                 index < last,
                 segment,
                 units_before + units_sum,
@@ -321,6 +344,7 @@ def segment_kernel(
                 high_bound,
                 dual_bound,
                 HAS_OLD,
+                HAS_LOSS_MASK,
                 RATIO,
                 POWER,
                 ADVANTAGE_PER_TOKEN,
@@ -369,8 +393,11 @@ def segment_kernel(
 
 
 @triton.jit
-def reduce_kernel(partials, out, columns, BLOCK: tl.constexpr):
-    """Grid: sums and maxima. out float64 from partials `[grid, columns]`; a NaN survives in the maxima."""
+def reduce_kernel(partials, out, loss, columns, BLOCK: tl.constexpr):
+    """Grid: sums and maxima. out float64 from partials `[grid, columns]`; a NaN survives in the maxima.
+
+    The first sum is the loss: `loss` gets it in its own dtype.
+    """
     row = tl.program_id(0)
     total = tl.zeros((BLOCK,), tl.float64)
     top = tl.full((BLOCK,), float("-inf"), tl.float64)
@@ -382,4 +409,7 @@ def reduce_kernel(partials, out, columns, BLOCK: tl.constexpr):
         top = tl.maximum(top, tl.where(value != value, float("inf"), value))
     largest = tl.max(top, 0)
     largest = tl.where(largest == float("inf"), float("nan"), largest)
-    tl.store(out + row, tl.where(row < N_SUMS, tl.sum(total, 0), largest))
+    result = tl.where(row < N_SUMS, tl.sum(total, 0), largest)
+    tl.store(out + row, result)
+    if row == 0:
+        tl.store(loss, result.to(loss.dtype.element_ty))

@@ -15,10 +15,16 @@ POWER_ZERO, POWER_HALF, POWER_MINUS_HALF, POWER_TABLE = (tl.constexpr(i) for i i
 
 
 @triton.jit
-def token(logp, old, model_mask, loss_mask, index, live, HAS_OLD: tl.constexpr):
-    """d_t (0 where masked, NaN kept), its int64 units (half to even, NaN as 0), NaN, response and loss flags."""
+def masks(model_mask, loss_mask, index, live, HAS_LOSS_MASK: tl.constexpr):
+    """Response and loss flags; `live`: tokens of the segment."""
     model = tl.load(model_mask + index, mask=live, other=0) != 0
-    trained = tl.load(loss_mask + index, mask=live, other=0) != 0
+    return model, model & (tl.load(loss_mask + index, mask=live, other=0) != 0) if HAS_LOSS_MASK else model
+
+
+@triton.jit
+def token(logp, old, model_mask, loss_mask, index, live, HAS_OLD: tl.constexpr, HAS_LOSS_MASK: tl.constexpr):
+    """d_t (0 where masked, NaN kept), its int64 units (half to even, NaN as 0), NaN, response and loss flags."""
+    model, trained = masks(model_mask, loss_mask, index, live, HAS_LOSS_MASK)
     new = tl.load(logp + index, mask=live, other=0.0)
     d = new - (tl.load(old + index, mask=live, other=0.0) if HAS_OLD else new)
     # Comparisons instead of min and max: those may drop a NaN.
@@ -79,6 +85,7 @@ def tile_loss(
     index,
     out_index,
     live,
+    stored,
     segment,
     units_before,
     tokens_before,
@@ -91,6 +98,7 @@ def tile_loss(
     high_bound,
     dual_bound,
     HAS_OLD: tl.constexpr,
+    HAS_LOSS_MASK: tl.constexpr,
     RATIO: tl.constexpr,
     POWER: tl.constexpr,
     ADVANTAGE_PER_TOKEN: tl.constexpr,
@@ -99,7 +107,7 @@ def tile_loss(
     PER_TOKEN: tl.constexpr,
 ):
     """Loss and gradient of one tile: writes the gradient, returns the tile's integer totals and statistics."""
-    d, units, bad, model, trained = token(logp, old, model_mask, loss_mask, index, live, HAS_OLD)
+    d, units, bad, model, trained = token(logp, old, model_mask, loss_mask, index, live, HAS_OLD, HAS_LOSS_MASK)
     units_scan = tl.cumsum(units, 0) + units_before
     # Both counts fit into one int32 scan: a tile holds at most 2^15 tokens.
     both = tl.cumsum(model.to(tl.int32) + (bad.to(tl.int32) << 16), 0)
@@ -155,13 +163,13 @@ def tile_loss(
         token_loss = token_loss * weight
         slope = slope * weight
     token_loss = tl.where(trained, token_loss, 0.0)
-    tl.store(gradient + out_index, tl.where(trained & inside & ~over, slope * scale, 0.0), mask=live)
+    tl.store(gradient + out_index, tl.where(trained & inside & ~over, slope * scale, 0.0), mask=stored)
     if PER_TOKEN:
-        tl.store(token_loss_out + out_index, token_loss, mask=live)
-        tl.store(log_ratio_out + out_index, log_ratio, mask=live)
-        tl.store(prefix_out + out_index, tl.where(model, units_scan, 0), mask=live)
+        tl.store(token_loss_out + out_index, token_loss, mask=stored)
+        tl.store(log_ratio_out + out_index, log_ratio, mask=stored)
+        tl.store(prefix_out + out_index, tl.where(model, units_scan, 0), mask=stored)
         code = tl.where(is_high, 1, tl.where(is_low, 2, tl.where(is_dual, 3, tl.where(trained & over, 4, 0))))
-        tl.store(clip_out + out_index, code.to(tl.int8), mask=live)
+        tl.store(clip_out + out_index, code.to(tl.int8), mask=stored)
 
     # Five counts of at most 2^11 in one 64-bit sum.
     flags = trained.to(tl.int64) + (is_high.to(tl.int64) << 12) + (is_low.to(tl.int64) << 24)

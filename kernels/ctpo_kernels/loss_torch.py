@@ -22,8 +22,12 @@ UNIT = 2.0**-FRACTION_BITS
 
 @dataclass(frozen=True)
 class LossPass:
-    """gradient: d loss / d logp_t, float `[N]`, 0 at masked tokens. vector: float64 `[len(SUMS) + len(MAXIMA)]`."""
+    """loss: scalar. gradient: d loss / d logp_t, `[N]`, 0 at masked tokens; both in the dtype of the log-probs.
 
+    vector: float64 `[len(SUMS) + len(MAXIMA)]`.
+    """
+
+    loss: Tensor
     gradient: Tensor
     vector: Tensor
     per_token: PerToken | None
@@ -56,7 +60,7 @@ def token_units(batch: PackedTokens) -> tuple[Tensor, Tensor, Tensor]:
 def segment_totals(batch: PackedTokens) -> Tensor:
     """int64 `[S, 4]`: units, response tokens, NaN among them, loss tokens of each segment."""
     _, units, bad = token_units(batch)
-    columns = (units, batch.model_mask.to(torch.int64), bad, batch.loss_mask.to(torch.int64))
+    columns = (units, batch.model_mask.to(torch.int64), bad, batch.trained.to(torch.int64))
     before = [_before(column) for column in columns]
     return torch.stack([b[batch.cu[1:]] - b[batch.cu[:-1]] for b in before], dim=1)
 
@@ -77,7 +81,7 @@ def loss_pass(
     """
     dtype = batch.log_prob.dtype
     segment = torch.searchsorted(batch.cu[1:].contiguous(), _indices(batch), right=True)
-    model, trained = batch.model_mask, batch.loss_mask
+    model, trained = batch.model_mask, batch.trained
     if totals is None and (spec.whole_sequence or spec.per_sequence):
         totals = segment_totals(batch)
 
@@ -123,7 +127,7 @@ def loss_pass(
         clip = is_high * 1 + is_low * 2 + is_dual * 3
         clip = torch.where(trained & over & (clip == 0), 4, clip).to(torch.int8)
         details = PerToken(token_loss, log_ratio, torch.where(model, prefix, 0), clip)
-    return LossPass(gradient, vector, details)
+    return LossPass(vector[0].to(dtype), gradient, vector, details)
 
 
 class LossStream:

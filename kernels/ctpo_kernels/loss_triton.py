@@ -51,20 +51,21 @@ def loss_pass(
     block: int | None = None,
 ) -> LossPass:
     """As `loss_torch.loss_pass`. form, block (a power of two up to 2048): the launch; None chooses."""
-    device, n = batch.cu.device, batch.tokens
+    device, n = batch.log_prob.device, batch.tokens
     if n == 0 or batch.segments == 0:
         details = _details(n, device) if per_token else None
-        return LossPass(torch.zeros_like(batch.log_prob), empty_vector(device), details)
+        nothing = batch.log_prob.new_zeros(())
+        return LossPass(nothing, torch.zeros_like(batch.log_prob), empty_vector(device), details)
     form = form or choose_form(n, batch.segments)
     tokens = _Arguments(batch, spec, inverse, state, totals, positions=None if state is not None else n)
-    # Padding belongs to no segment, so no program writes it.
-    gradient = torch.zeros_like(batch.log_prob)
+    gradient = torch.empty_like(batch.log_prob)
     details = _details(n, device) if per_token else None
     if form == "segment":
         partials = _launch_segments(tokens, gradient, details, 0, n, block=block)
     else:
         partials = _launch_tiles(tokens, gradient, details, block=block)
-    return LossPass(gradient, _reduce(partials), details)
+    loss, vector = _reduce(partials)
+    return LossPass(loss, gradient, vector, details)
 
 
 class LossStream:
@@ -75,16 +76,16 @@ class LossStream:
     ) -> None:
         self._batch = batch
         self._arguments = _Arguments(batch, spec, inverse, state, totals, positions=batch.tokens)
-        self._partials = empty_vector(batch.cu.device)[:, None].repeat(1, batch.segments)
+        self._partials = empty_vector(batch.log_prob.device)[:, None].repeat(1, batch.segments)
 
     def step(self, start: int, end: int, log_prob: Tensor) -> Tensor:
         self._batch.log_prob[start:end] = log_prob
-        gradient = torch.zeros_like(log_prob)
+        gradient = torch.empty_like(log_prob)
         _launch_segments(self._arguments, gradient, None, start, end, partials=self._partials)
         return gradient
 
     def finish(self) -> Tensor:
-        return _reduce(self._partials)
+        return _reduce(self._partials)[1]
 
 
 class _Arguments:
@@ -107,18 +108,19 @@ class _Arguments:
         self.tensors = (
             batch.log_prob,
             none if batch.old_log_prob is None else batch.old_log_prob,
-            batch.model_mask.view(torch.uint8),
-            batch.loss_mask.view(torch.uint8),
+            _readable(batch.response_mask),
+            none if batch.loss_mask is None else _readable(batch.loss_mask),
             batch.advantages,
             none if batch.weights is None else batch.weights,
             none if table is None else table,
-            batch.cu,
+            batch.cu_seqlens,
         )
-        self.state = batch.cu if state is None else state
-        self.totals = batch.cu if totals is None else totals.contiguous()
+        self.state = none if state is None else state
+        self.totals = none if totals is None else totals.contiguous()
         self.numbers = (inverse, spec.low, spec.high, spec.dual)
         self.constants: dict[str, Any] = {
             "HAS_OLD": batch.old_log_prob is not None,
+            "HAS_LOSS_MASK": batch.loss_mask is not None,
             "RATIO": RATIO_MODES.index(spec.ratio),
             "POWER": power,
             "PER_SEQUENCE": spec.per_sequence,
@@ -172,7 +174,7 @@ def _launch_tiles(
     size = block or TILE[0]
     segments, n = arguments.batch.segments, arguments.batch.tokens
     slots = n // size + segments
-    totals = arguments.batch.cu.new_empty(4, slots)
+    totals = torch.empty(4, slots, dtype=torch.int64, device=gradient.device)
     partials = gradient.new_empty(STATS, slots, dtype=torch.float64)
     logp, old, model, trained, *_, cu = arguments.tensors
     kernels.tile_totals_kernel[(slots,)](
@@ -186,6 +188,7 @@ def _launch_tiles(
         slots,
         BLOCK=size,
         HAS_OLD=arguments.constants["HAS_OLD"],
+        HAS_LOSS_MASK=arguments.constants["HAS_LOSS_MASK"],
         num_warps=TILE[1],
     )
     kernels.tile_kernel[(slots,)](
@@ -199,6 +202,7 @@ def _launch_tiles(
         *arguments.numbers,
         segments,
         slots,
+        n,
         BLOCK=size,
         LOOK=LOOK,
         num_warps=TILE[1],
@@ -208,10 +212,16 @@ def _launch_tiles(
     return partials
 
 
-def _reduce(partials: Tensor) -> Tensor:
-    out = partials.new_empty(STATS)
-    kernels.reduce_kernel[(STATS,)](partials, out, partials.shape[1], BLOCK=1024, num_warps=4)
-    return out
+def _reduce(partials: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss (float32 scalar) and statistics vector."""
+    loss, vector = partials.new_empty((), dtype=torch.float32), partials.new_empty(STATS)
+    kernels.reduce_kernel[(STATS,)](partials, vector, loss, partials.shape[1], BLOCK=1024, num_warps=4)
+    return loss, vector
+
+
+def _readable(mask: Tensor) -> Tensor:
+    """The same memory in a dtype that kernels load."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
 def _outputs(details: PerToken | None, unused: Tensor) -> tuple[Tensor, ...]:
@@ -234,7 +244,7 @@ def _power(
         # Context parallelism: pieces on other ranks come before; their tokens are in the totals (one read-back).
         positions = int(totals[:, 1].max()) if totals is not None else batch.tokens
     size = 1 << max(0, math.ceil(math.log2(max(1, positions))))
-    return loss_tile.POWER_TABLE.value, _table(power, size, batch.cu.device)
+    return loss_tile.POWER_TABLE.value, _table(power, size, batch.log_prob.device)
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,18 +15,21 @@ class PackedTokens:
     """Tokens laid end to end, on one device.
 
     log_prob, old_log_prob: float `[N]` nats (float32, or float64 in the torch backend); old may be None: d_t = 0.
-    model_mask, loss_mask: bool `[N]`; loss_mask is a subset of model_mask.
+    response_mask, loss_mask: numbers or bool `[N]`, as given; loss_mask may be None: the response mask.
     advantages, weights: float `[N]`, or `[S, 1]` for one value a segment; weights may be None: 1.
-    cu: int64 `[S + 1]`, segment s is `cu[s] : cu[s + 1]`; what lies behind cu[S] is padding.
+    cu_seqlens: integers `[S + 1]`, segment s is `cu[s] : cu[s + 1]`; what lies behind cu[S] is padding.
+
+    Kernels read masks and boundaries as they are, so that a call needs no launches to prepare them; `model_mask`,
+    `trained` and `cu` are the same brought into one form.
     """
 
     log_prob: Tensor
     old_log_prob: Tensor | None
-    model_mask: Tensor
-    loss_mask: Tensor
+    response_mask: Tensor
+    loss_mask: Tensor | None
     advantages: Tensor
     weights: Tensor | None
-    cu: Tensor
+    cu_seqlens: Tensor
 
     @property
     def tokens(self) -> int:
@@ -32,7 +37,25 @@ class PackedTokens:
 
     @property
     def segments(self) -> int:
-        return self.cu.numel() - 1
+        return self.cu_seqlens.numel() - 1
+
+    @cached_property
+    def cu(self) -> Tensor:
+        """int64 `[S + 1]`."""
+        return self.cu_seqlens.to(torch.int64)
+
+    @cached_property
+    def model_mask(self) -> Tensor:
+        """bool `[N]`: response tokens, no padding."""
+        mask, cu, n = self.response_mask != 0, self.cu, self.tokens
+        if cu.device.type == "cpu" and int(cu[-1]) == n:
+            return mask
+        return mask & (torch.arange(n, device=cu.device) < cu[-1])
+
+    @cached_property
+    def trained(self) -> Tensor:
+        """bool `[N]`: tokens whose loss counts, a subset of `model_mask`."""
+        return self.model_mask if self.loss_mask is None else self.model_mask & (self.loss_mask != 0)
 
     def with_log_prob(self, log_prob: Tensor) -> PackedTokens:
         """The same batch with other log-probs."""
@@ -44,7 +67,7 @@ class PackedTokens:
         def take(values: Tensor | None) -> Tensor | None:
             return values if values is None or values.dim() == 2 else values[rows]
 
-        return PackedTokens(*(take(getattr(self, name)) for name in self.__dataclass_fields__ if name != "cu"), cu)
+        return self._map(take, cu)
 
     def window(self, start: int, end: int) -> PackedTokens:
         """The tokens `start : end`, with the same segments cut to that range (most of them empty)."""
@@ -52,8 +75,19 @@ class PackedTokens:
         def cut(values: Tensor | None) -> Tensor | None:
             return values if values is None or values.dim() == 2 else values[start:end]
 
-        parts = [cut(getattr(self, name)) for name in self.__dataclass_fields__ if name != "cu"]
-        return PackedTokens(*parts, (self.cu - start).clamp(0, end - start))
+        return self._map(cut, (self.cu - start).clamp(0, end - start))
+
+    def spread(self, repeats: int, cu: Tensor) -> PackedTokens:
+        """The same tokens with every segment as `repeats` segments, whose boundaries are `cu`."""
+
+        def repeat(values: Tensor | None) -> Tensor | None:
+            return values if values is None or values.dim() == 1 else values.repeat_interleave(repeats, dim=0)
+
+        return self._map(repeat, cu)
+
+    def _map(self, change: Callable[[Tensor | None], Tensor | None], cu: Tensor) -> PackedTokens:
+        names = [field.name for field in fields(self) if field.name != "cu_seqlens"]
+        return PackedTokens(*(change(getattr(self, name)) for name in names), cu)
 
     @classmethod
     def of(
@@ -66,7 +100,7 @@ class PackedTokens:
         loss_mask: Tensor | None,
         weights: Tensor | None,
     ) -> PackedTokens:
-        """Check shapes, dtypes and devices, and bring masks to bool and boundaries to int64.
+        """Check shapes, dtypes and devices.
 
         The values of `cu_seqlens` are checked where that needs no device synchronisation: when it lies on the CPU.
         Raises TypeError for dtypes, ValueError for shapes, devices and boundaries; each names the argument.
@@ -109,16 +143,12 @@ class PackedTokens:
             flat = values.detach().to(dtype).contiguous()
             return flat if flat.shape == (n,) else flat[:, None]
 
-        cu = cu_seqlens.to(device=device, dtype=torch.int64)
-        model = response_mask != 0
-        if cu_seqlens.device.type != "cpu" or int(cu_seqlens[-1]) < n:
-            model = model & (torch.arange(n, device=device) < cu[-1])
         return cls(
             log_prob.detach().contiguous(),
             None if old_log_prob is None else old_log_prob.detach().to(dtype).contiguous(),
-            model,
-            model if loss_mask is None else model & (loss_mask != 0),
+            response_mask.contiguous(),
+            None if loss_mask is None else loss_mask.contiguous(),
             column(advantages),
             None if weights is None else column(weights),
-            cu,
+            cu_seqlens.to(device).contiguous(),
         )

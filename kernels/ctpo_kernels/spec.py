@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ctpo_kernels.packed import PackedTokens
+
 D_LIMIT = 20.0
 """|logp_t - old_t| above this (nats) is cut before it enters a sum."""
 
@@ -58,17 +60,16 @@ class LossSpec:
         self,
         batch_num_tokens: int | torch.Tensor | None,
         global_batch_size: int | torch.Tensor | None,
-        trained: torch.Tensor,
-        sequences: int,
+        batch: PackedTokens,
     ) -> float | torch.Tensor:
         """1/T, 1/N or 1/(N L) by aggregation mode: a float where the counts are host numbers, else a 0-d tensor.
 
-        trained: bool `[N]`, counted (on its device) only for token-mean without `batch_num_tokens`.
+        What is None is counted in `batch`.
         """
         if self.agg == "token-mean":
-            count = trained.sum() if batch_num_tokens is None else batch_num_tokens
+            count = batch.trained.sum() if batch_num_tokens is None else batch_num_tokens
         else:
-            count = sequences if global_batch_size is None else global_batch_size
+            count = batch.segments if global_batch_size is None else global_batch_size
         factor = self.loss_scale_factor if self.agg == "seq-mean-token-sum" else 1.0
         if isinstance(count, torch.Tensor):
             return 1.0 / (count.clamp(min=1).to(torch.float64) * factor)
