@@ -1,5 +1,6 @@
 # make quickstart   fresh machine -> .venv -> the whole pipeline on CPU -> report
 # make test         fresh machine -> .venv -> the CPU test suite
+# make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
 PYTHON ?= python3
@@ -7,9 +8,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 INSTALLED := $(VENV)/.installed
+TRITON := $(VENV)/.triton
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test test-slow test-gpu lint clean
+.PHONY: quickstart test test-slow test-gpu bench-kernels lint clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -18,15 +20,19 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
-test-slow: $(INSTALLED)
+test-slow: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
-# Uses the environment it finds: CUDA machines bring their own torch.
+# These two use the environment they find: CUDA machines bring their own torch.
+FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 test-gpu:
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -m gpu $(ARGS)
+	$(FOUND_PYTHON) -m pytest -m gpu $(ARGS)
+
+bench-kernels:
+	PYTHONPATH=.:kernels $(FOUND_PYTHON) -m benchmarks.kernels $(BENCH)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -40,6 +46,10 @@ $(INSTALLED): requirements/cpu.txt requirements/dev.txt setup.py
 	$(PIP) --constraint requirements/cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(TRITON): $(INSTALLED) requirements/kernels.txt
+	$(PIP) --no-deps -r requirements/kernels.txt
 	touch $@
 
 clean:
