@@ -226,11 +226,11 @@ def text(result: dict[str, Any]) -> str:
     return "\n\n".join(
         (
             "# The heads on a CPU: output layer, log-probs, loss, gradients",
-            f"N={shape['tokens']} tokens in {shape['sequences']} sequences, V={shape['vocabulary']}, H={shape['hidden']}, float32, forward + backward, "
-            f"plain torch backend; median of {result['rounds']} interleaved rounds, each head in its own process. The "
-            "peak is of resident memory over its level before the forward pass and holds the two gradients. Eager: "
-            "matmul, log_softmax, gather, the same loss. Largest relative difference from eager before timing: "
-            f"{errors}.",
+            f"N={shape['tokens']} tokens in {shape['sequences']} sequences, V={shape['vocabulary']}, "
+            f"H={shape['hidden']}, float32, forward + backward, plain torch backend; median of {result['rounds']} "
+            "interleaved rounds, each head in its own process. The peak is of resident memory over its level before "
+            "the forward pass and holds the two gradients. Eager: matmul, log_softmax, gather, the same loss. Largest "
+            f"relative difference from eager before timing: {errors}.",
             report.markdown(head, rows),
             report.markdown(("masked rows", "goal of the streaming head", "verdict"), goals),
             report.describe(result["environment"]),

@@ -1,0 +1,115 @@
+"""Suite D: errors of log-probs and prefix sums against float64, and equality of bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import ctpo_kernels as ck
+from benchmarks.kernels import rivals, suite_head
+from benchmarks.kernels.measure import NotRun, Session
+from benchmarks.kernels.rivals import HeadCase
+from ctpo_kernels.ctpo_loss import loss_implementation
+from ctpo_kernels.packed import PackedTokens
+from ctpo_kernels.spec import FRACTION_BITS, LossSpec
+
+SHAPE, QUICK_SHAPE = (4096, 2560, 151936), (256, 32, 500)
+SAMPLE = 256
+"""Rows whose log-probs are computed in float64."""
+
+
+def run(session: Session) -> None:
+    """Append one record a question; `value` is the answer."""
+    tokens, hidden, vocabulary = QUICK_SHAPE if session.quick else SHAPE
+    case = suite_head.make(session, tokens, hidden, vocabulary, seed=3)
+    log_prob_errors(session, case)
+    repeatability(session, case)
+    del case
+    session.release()
+    prefix_drift(session, 512 if session.quick else 32768)
+    windows(session, 300 if session.quick else 32768)
+
+
+def note(session: Session, case: str, side: str, **found: object) -> None:
+    """One record of this suite."""
+    session.records.append({"suite": "D", "case": case, "side": side, "ours": side == "ours", **found})
+
+
+def log_prob_errors(session: Session, case: HeadCase) -> None:
+    """Largest |log-prob - float64| (nats) over a sample of rows, for each head, from the same operands."""
+    rows = torch.randperm(case.labels.numel(), device=session.device)[:SAMPLE]
+    with torch.no_grad():
+        weight = case.weight.double()
+        exact = (case.hidden[rows].double() @ weight.t()).log_softmax(-1).gather(1, case.labels[rows, None]).squeeze(1)
+        del weight
+        found = ck.linear_log_probs(case.hidden, case.weight, case.labels)[rows]
+        note(session, "largest log-prob error", "ours", value=float((found.double() - exact).abs().max()))
+        for name in ("full logits", "Liger scaled CE", "verl"):
+            try:
+                found = rivals.head_log_probs(name, case)[rows]
+            except (ImportError, RuntimeError, NotRun) as error:
+                reason = str(error).strip().splitlines()[0]
+                note(session, "largest log-prob error", name, not_run=f"{type(error).__name__}: {reason}")
+            else:
+                note(session, "largest log-prob error", name, value=float((found.double() - exact).abs().max()))
+
+
+def repeatability(session: Session, case: HeadCase) -> None:
+    """Whether two runs of the head give the same bits in loss, d_hidden and d_weight."""
+    results = []
+    for _ in range(2):
+        loss = suite_head.fused(case)
+        results.append([loss.detach(), *torch.autograd.grad(loss, (case.hidden, case.weight))])
+    for name, first, second in zip(("loss", "d_hidden", "d_weight"), *results, strict=True):
+        note(session, f"same bits twice: {name}", "ours", value=bool(torch.equal(first, second)))
+
+
+def prefix_drift(session: Session, tokens: int) -> None:
+    """Largest |S_t - float64| over one long sequence: fixed point, and a float32 cumulative sum beside it."""
+    log_prob, old, batch = one_sequence(session, tokens)
+    per_token = ck.ctpo_loss(*batch, return_per_token=True)[2]
+    d = log_prob - old
+    exact = d.double().cumsum(0)
+    found = per_token.prefix.double() * 2.0**-FRACTION_BITS
+    case = f"largest prefix error, {tokens} tokens"
+    note(session, case, "ours", value=float((found - exact).abs().max()))
+    note(session, case, "float32 cumsum", value=float((d.cumsum(0).double() - exact).abs().max()))
+
+
+def windows(session: Session, tokens: int) -> None:
+    """Whether gradient and final prefix have the same bits however the sweep is cut, and in one pass."""
+    log_prob, _, given = one_sequence(session, tokens)
+    batch = PackedTokens.of(*given, None, None)
+    spec = LossSpec.of(
+        clip_low=0.025,
+        clip_high=0.05,
+        clip_c=0.05,
+        clip_power=0.5,
+        clip_mode="log_power",
+        ratio_mode="cumprod",
+        loss_agg_mode="token-mean",
+        loss_scale_factor=1.0,
+    )
+    implementation = loss_implementation(log_prob)
+    whole = implementation.loss_pass(batch, spec, 1.0).gradient
+    for size in (tokens, 4096, 1000, 129):
+        state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=session.device)
+        stream = implementation.LossStream(batch, spec, 1.0, totals=None, state=state)
+        parts = [
+            stream.step(start, min(start + size, tokens), log_prob[start : start + size])
+            for start in range(0, tokens, size)
+        ]
+        equal = torch.equal(torch.cat(parts), whole)
+        note(
+            session, f"same bits in windows of {size}: gradient", "ours", value=bool(equal), prefix=state[:, 0].tolist()
+        )
+
+
+def one_sequence(session: Session, tokens: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """log_prob, old, and the positional arguments of `ctpo_loss`; every row is a response token."""
+    torch.manual_seed(11)
+    old = -torch.randn(tokens, device=session.device).abs()
+    log_prob = old + 0.05 * torch.randn(tokens, device=session.device)
+    mask = torch.ones(tokens, dtype=torch.bool, device=session.device)
+    advantages = torch.full((1,), -0.5, device=session.device)
+    return log_prob, old, (log_prob, old, mask, advantages, torch.tensor([0, tokens], device=session.device))
