@@ -22,7 +22,9 @@ SAMPLE_SECONDS = 0.4
 """Time spent on the samples of one pass; each call is timed in two passes."""
 
 GRAPH_CALLS = 20
-"""Calls in one CUDA graph: its replay is long enough to time."""
+"""Least calls in one CUDA graph, so that its replay is long enough to time; all sets of inputs take part."""
+
+MAX_COPIES = 256
 
 
 class NotRun(Exception):
@@ -49,7 +51,7 @@ class Session:
         if not self.cuda:
             return 2
         cache = torch.cuda.get_device_properties(0).L2_cache_size
-        return max(1, min(64, math.ceil(2 * cache / max(1, bytes_each))))
+        return max(1, min(MAX_COPIES, math.ceil(2 * cache / max(1, bytes_each))))
 
     def measure(
         self,
@@ -169,11 +171,11 @@ class Session:
             for call in calls[:3]:
                 call()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        graph, number = torch.cuda.CUDAGraph(), max(GRAPH_CALLS, len(calls))
         with torch.cuda.graph(graph):
-            for i in range(GRAPH_CALLS):
+            for i in range(number):
                 calls[i % len(calls)]()
-        return statistics.median(self._samples([graph.replay], 30)[5:]) / GRAPH_CALLS
+        return statistics.median(self._samples([graph.replay], 30)[5:]) / number
 
     def _synchronize(self) -> None:
         if self.cuda:

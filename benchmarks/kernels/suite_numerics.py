@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 import ctpo_kernels as ck
 from benchmarks.kernels import rivals, suite_head
-from benchmarks.kernels.measure import NotRun, Session
+from benchmarks.kernels.measure import Session
 from benchmarks.kernels.rivals import HeadCase
 from ctpo_kernels.ctpo_loss import loss_implementation
 from ctpo_kernels.packed import PackedTokens
@@ -23,6 +25,7 @@ def run(session: Session) -> None:
     tokens, hidden, vocabulary = QUICK_SHAPE if session.quick else SHAPE
     case = suite_head.make(session, tokens, hidden, vocabulary, seed=3)
     log_prob_errors(session, case)
+    losses(session, case)
     repeatability(session, case)
     del case
     session.release()
@@ -45,13 +48,32 @@ def log_prob_errors(session: Session, case: HeadCase) -> None:
         found = ck.linear_log_probs(case.hidden, case.weight, case.labels)[rows]
         note(session, "largest log-prob error", "ours", value=float((found.double() - exact).abs().max()))
         for name in ("full logits", "Liger scaled CE", "verl"):
-            try:
-                found = rivals.head_log_probs(name, case)[rows]
-            except (ImportError, RuntimeError, NotRun) as error:
-                reason = str(error).strip().splitlines()[0]
-                note(session, "largest log-prob error", name, not_run=f"{type(error).__name__}: {reason}")
-            else:
-                note(session, "largest log-prob error", name, value=float((found.double() - exact).abs().max()))
+            note_rival(
+                session,
+                "largest log-prob error",
+                name,
+                lambda name=name: float((rivals.head_log_probs(name, case)[rows].double() - exact).abs().max()),
+            )
+
+
+def losses(session: Session, case: HeadCase) -> None:
+    """How far the losses of the rivals with the same objective are from ours: a fast head must compute this one."""
+    ours = float(suite_head.fused(case).detach())
+    for name, function in rivals.HEADS.items():
+        if "no RL loss" in name or "GRPO" in name:
+            continue
+        note_rival(session, "|loss - ours|", name, lambda f=function: abs(float(f(case).detach()) - ours))
+
+
+def note_rival(session: Session, case: str, side: str, answer: Callable[[], float]) -> None:
+    """The answer, or why there is none: a rival that cannot run must not take the suite along."""
+    try:
+        value = answer()
+    except Exception as error:
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        note(session, case, side, not_run=f"{type(error).__name__}: {reason}")
+    else:
+        note(session, case, side, value=value)
 
 
 def repeatability(session: Session, case: HeadCase) -> None:
