@@ -1,0 +1,227 @@
+"""What must not change a bit: backend, launch form, block, chunk, packing, the layout of advantages, repetition."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from packings import PACKINGS, boundaries, random_batch, run, same_bits, without
+from torch import Tensor
+
+from ctpo_kernels import SUMS, loss_torch, use_backend
+from ctpo_kernels.ctpo_loss import loss_implementation
+from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
+from ctpo_kernels.packed import PackedTokens
+from ctpo_kernels.spec import LossSpec
+
+DEFAULTS = {
+    "clip_low": 0.025,
+    "clip_high": 0.05,
+    "clip_c": 0.05,
+    "clip_power": 0.5,
+    "clip_mode": "log_power",
+    "ratio_mode": "cumprod",
+    "loss_agg_mode": "seq-mean-token-mean",
+    "loss_scale_factor": 1.0,
+}
+RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
+LENGTHS = [150, 0, 70, 1, 64, 15]
+
+
+def rough(seed: int, lengths: list[int], **options: Any) -> dict[str, Tensor]:
+    """A batch whose log-probs use every bit of float32."""
+    batch = random_batch(seed, lengths, **options)
+    for name in ("log_prob", "old_log_prob"):
+        batch[name] = batch[name] + 0.01 * torch.randn(batch[name].shape)
+    return batch
+
+
+def checked(batch: dict[str, Tensor], **keywords: Any) -> tuple[PackedTokens, LossSpec]:
+    """What the implementations take."""
+    return PackedTokens.of(**batch), LossSpec.of(**{**DEFAULTS, **keywords})
+
+
+def same_decisions(a: LossPass, b: LossPass) -> bool:
+    """Integers and decisions, and the statistics that count."""
+    counts = [i for i, name in enumerate(SUMS) if name not in ("loss", "ratio_excess", "ratio_excess_squared")]
+    return all(
+        same_bits(x, y)
+        for x, y in (
+            (a.per_token.prefix, b.per_token.prefix),
+            (a.per_token.clip, b.per_token.clip),
+            (a.per_token.log_ratio, b.per_token.log_ratio),
+            (a.vector[counts], b.vector[counts]),
+        )
+    )
+
+
+@pytest.mark.parametrize("power", [0.5, 0.3])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_interpreter_and_twin_decide_alike(interpreter: None, ratio: str, power: float) -> None:
+    from ctpo_kernels import loss_triton
+
+    narrow = {"clip_low": 1e-3, "clip_high": 1e-3, "clip_c": 2e-3} if ratio != "cumprod" else {}
+    batch, spec = checked(rough(1, LENGTHS, padding=4), ratio_mode=ratio, clip_power=power, **narrow)
+    twin = loss_torch.loss_pass(batch, spec, 0.1, per_token=True)
+    assert same_decisions(loss_triton.loss_pass(batch, spec, 0.1, per_token=True), twin)
+    assert twin.per_token.clip.count_nonzero() > 10
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_interpreter_and_twin_agree_on_every_packing(interpreter: None, name: str) -> None:
+    batch = rough(2, PACKINGS[name], padding=3)
+    found = run(batch)
+    with use_backend("torch"):
+        twin = run(batch)
+    assert same_bits(found.per_token.prefix, twin.per_token.prefix)
+    assert same_bits(found.per_token.clip, twin.per_token.clip)
+
+
+@pytest.mark.parametrize("block", [16, 64, 512])
+@pytest.mark.parametrize("form", ["tile", "segment"])
+def test_launch_forms_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, form: str, block: int) -> None:
+    """LOOK of 4 makes long sequences look back several times."""
+    from ctpo_kernels import loss_triton
+
+    for ratio, agg in (("cumprod", "seq-mean-token-mean"), ("sequence-geomean", "token-mean")):
+        batch, spec = checked(rough(3, LENGTHS, padding=9), ratio_mode=ratio, loss_agg_mode=agg)
+        expected = loss_triton.loss_pass(batch, spec, 0.1, per_token=True)
+        monkeypatch.setattr(loss_triton, "LOOK", 4)
+        found = loss_triton.loss_pass(batch, spec, 0.1, per_token=True, form=form, block=block)
+        assert same_decisions(found, expected)
+        assert same_bits(found.gradient, expected.gradient)
+        assert same_bits(found.per_token.loss, expected.per_token.loss)
+        torch.testing.assert_close(found.vector, expected.vector, rtol=1e-6, atol=1e-6)
+
+
+def test_form_follows_the_shape_of_the_batch(interpreter: None) -> None:
+    from ctpo_kernels.loss_triton import choose_form
+
+    assert choose_form(1 << 15, 1) == "tile"
+    assert choose_form(1 << 15, 255) == "tile"
+    assert choose_form(1 << 15, 256) == "segment"
+    assert choose_form(1 << 24, 256) == "tile"
+
+
+@pytest.mark.parametrize("cuts", [[], [100], [1, 2, 3], [64, 128, 192, 256], [150, 220, 285], [149, 151, 299]])
+def test_windows_of_a_stream(backend: str, cuts: list[int]) -> None:
+    """The carry between windows: ends inside, at, and just past the end of a sequence."""
+    batch, spec = checked(rough(4, LENGTHS))
+    implementation = loss_implementation(batch.log_prob)
+    totals = segment_totals(batch)
+    expected = implementation.loss_pass(batch, spec, 0.1, totals=totals)
+    state = torch.zeros(batch.segments, 3, dtype=torch.int64)
+    blank = batch.with_log_prob(torch.zeros_like(batch.log_prob))
+    stream = implementation.LossStream(blank, spec, 0.1, totals=totals, state=state)
+    edges = itertools.pairwise([0, *cuts, batch.tokens])
+    gradient = torch.cat([stream.step(a, b, batch.log_prob[a:b].clone()) for a, b in edges])
+    assert same_bits(gradient, expected.gradient)
+    assert torch.equal(state, totals[:, :3])
+    torch.testing.assert_close(stream.finish(), expected.vector, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [1, 40, 149])
+def test_pieces_of_a_sequence_continue_it(backend: str, cut: int) -> None:
+    batch, spec = checked(rough(5, [150, 60]), ratio_mode="geomean")
+    implementation = loss_implementation(batch.log_prob)
+    expected = implementation.loss_pass(batch, spec, 0.1, per_token=True)
+    pieces, _ = checked({**rough_columns(batch), "cu_seqlens": torch.tensor([0, cut, 150, 210])}, ratio_mode="geomean")
+    own, whole = segment_totals(pieces), segment_totals(batch)
+    state = torch.zeros(3, 3, dtype=torch.int64)
+    state[1] = own[0, :3]
+    found = implementation.loss_pass(pieces, spec, 0.1, state=state, totals=whole[[0, 0, 1]], per_token=True)
+    assert same_decisions(found, expected)
+    assert same_bits(found.gradient, expected.gradient)
+
+
+def rough_columns(batch: PackedTokens) -> dict[str, Tensor | None]:
+    names = ("log_prob", "old_log_prob", "response_mask", "loss_mask", "advantages", "weights")
+    return {name: getattr(batch, name) for name in names}
+
+
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [2, 0, 5, 1, 4, 3]])
+def test_order_of_the_sequences(backend: str, order: list[int]) -> None:
+    batch = rough(6, LENGTHS)
+    bounds = batch["cu_seqlens"].tolist()
+    rows = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in order])
+    other = {name: value[rows] for name, value in without(batch, "cu_seqlens").items()}
+    other["cu_seqlens"] = boundaries([LENGTHS[s] for s in order])
+    expected, found = run(batch), run(other)
+    assert same_bits(found.gradient, expected.gradient[rows])
+    assert same_bits(found.per_token.prefix, expected.per_token.prefix[rows])
+    assert same_bits(found.per_token.clip, expected.per_token.clip[rows])
+
+
+def test_company_and_padding(backend: str) -> None:
+    """A sequence alone, in front of others, behind others, before padding."""
+    batch = rough(7, LENGTHS)
+    alone = {name: value[150:220] for name, value in without(batch, "cu_seqlens").items()}
+    alone = run({**alone, "cu_seqlens": boundaries([70])}, global_batch_size=6)
+    together = run(batch, global_batch_size=6)
+    padded = {name: torch.cat([v, v[:33]]) for name, v in without(batch, "cu_seqlens").items()}
+    padded = run({**padded, "cu_seqlens": batch["cu_seqlens"]}, global_batch_size=6)
+    assert same_bits(together.gradient[150:220], alone.gradient)
+    assert same_bits(padded.gradient[150:220], alone.gradient)
+    assert same_bits(together.per_token.prefix[150:220], alone.per_token.prefix)
+    assert not padded.gradient[300:].any()
+
+
+def test_advantages_and_weights_per_sequence_or_per_token(backend: str) -> None:
+    batch = rough(8, LENGTHS, padding=5)
+    owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    for name in ("advantages", "weights"):
+        batch[name] = torch.randn(len(LENGTHS)).abs() - (0.7 if name == "advantages" else 0.0)
+    spread = {name: torch.cat([batch[name][owner], torch.full((5,), torch.nan)]) for name in ("advantages", "weights")}
+    expected = run(batch)
+    for part in (["advantages"], ["weights"], ["advantages", "weights"]):
+        found = run({**batch, **{name: spread[name] for name in part}})
+        assert same_bits(found.gradient, expected.gradient)
+        assert same_bits(found.per_token, expected.per_token)
+        assert same_bits(found.stats, expected.stats)
+
+
+def test_repetition_and_dtype_of_the_boundaries(backend: str) -> None:
+    batch = rough(9, LENGTHS)
+    expected = run(batch)
+    assert same_bits(run(batch), expected)
+    assert same_bits(run({**batch, "cu_seqlens": batch["cu_seqlens"].long()}), expected)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"])
+def test_micro_batches_with_the_counts_of_the_step_add_up(backend: str, mode: str) -> None:
+    batch = rough(10, LENGTHS)
+    whole = run(batch, loss_agg_mode=mode)
+    counts = {"batch_num_tokens": int(whole.stats.sums[1]), "global_batch_size": len(LENGTHS)}
+    found = []
+    for first, last in ((0, 1), (1, 4), (4, 6)):
+        start, end = sum(LENGTHS[:first]), sum(LENGTHS[:last])
+        part = {name: value[start:end] for name, value in without(batch, "cu_seqlens").items()}
+        found.append(run({**part, "cu_seqlens": boundaries(LENGTHS[first:last])}, loss_agg_mode=mode, **counts))
+    gradient = torch.cat([part.gradient for part in found])
+    if mode == "token-mean":  # counted on the device or given by the host: one rounding apart
+        torch.testing.assert_close(gradient, whole.gradient, rtol=3e-7, atol=0.0)
+    else:
+        assert same_bits(gradient, whole.gradient)
+    vectors = [torch.cat([part.stats.sums, part.stats.maxima]) for part in found]
+    merged = merge_vectors(merge_vectors(vectors[0], vectors[1]), vectors[2])
+    torch.testing.assert_close(merged, torch.cat([whole.stats.sums, whole.stats.maxima]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sum(part.loss for part in found), whole.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_long_sequence_keeps_its_last_digit(backend: str) -> None:
+    """S_t against exact integers over 4096 tokens whose float32 running sum would have drifted."""
+    n = 4096 if backend == "torch" else 2500
+    log_prob, old = -torch.rand(n), -torch.rand(n)
+    units = torch.round((log_prob - old).double() * 2.0**40).to(torch.int64)
+    found = run(
+        {
+            "log_prob": log_prob,
+            "old_log_prob": old,
+            "response_mask": torch.ones(n),
+            "advantages": torch.ones(1),
+            "cu_seqlens": boundaries([n]),
+        }
+    )
+    assert torch.equal(found.per_token.prefix, units.cumsum(0))
