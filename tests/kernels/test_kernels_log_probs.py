@@ -1,0 +1,245 @@
+"""Log-probs from logits and from hidden states: float64 reference, vocabulary shards, padding, labels, bad values."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from packings import distance, same_bits
+from torch import Tensor
+
+from ctpo_kernels import linear_log_probs, rows_torch, vocab_parallel_log_probs
+from ctpo_kernels.reference import log_probs_reference
+from ctpo_kernels.rows_torch import Shard
+
+LOG_PROB = 5e-6  # nats, absolute, against float64
+GRADIENT = 5e-6  # Frobenius, relative
+
+# The interpreter computes with numpy, which warns of infinities.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def rows(backend: str) -> ModuleType:
+    if backend == "torch":
+        return rows_torch
+    from ctpo_kernels import rows_triton
+
+    return rows_triton
+
+
+def made_up(
+    n: int, columns: int, vocab: int, dtype: torch.dtype = torch.float32, *, shifted: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels (one ignored), upstream gradients. Some columns are -inf; rows are shifted by 80 or -90."""
+    logits = 3 * torch.randn(n, columns)
+    if shifted:
+        logits[1::5] += 80
+        logits[2::5] -= 90
+    logits[3::5, 1:4] = -math.inf
+    logits[:, vocab:] = 50.0
+    labels = torch.randint(4, vocab, (n,)) if vocab > 5 else torch.zeros(n, dtype=torch.int64)
+    if n > 2:
+        labels[-1] = -100
+    return logits.to(dtype), labels, torch.randn(n)
+
+
+def absolute(found: Tensor, expected: list[float]) -> float:
+    values = torch.tensor(expected, dtype=torch.float64)
+    assert torch.equal(found.isnan(), values.isnan())
+    return float((found.double() - values).nan_to_num().abs().max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+@pytest.mark.parametrize(("columns", "vocab"), [(1, 1), (17, 16), (37, 37), (131, 100), (200, 199)])
+@pytest.mark.parametrize("n", [1, 23])
+def test_given_logits(backend: str, n: int, columns: int, vocab: int, temperature: float) -> None:
+    logits, labels, g = made_up(n, columns, vocab, shifted=temperature == 1)
+    given = logits.clone().requires_grad_()
+    log_prob, entropy = vocab_parallel_log_probs(given, labels, None, temperature, True, vocab_size=vocab)
+    log_prob.backward(g)
+    expected = log_probs_reference(logits, labels, temperature, vocab, g)
+    assert log_prob.dtype == torch.float32
+    assert absolute(log_prob.detach(), expected.log_prob) <= LOG_PROB
+    assert absolute(entropy, expected.entropy) <= LOG_PROB
+    assert distance(given.grad, expected.d_logits) <= GRADIENT
+    assert not given.grad[:, vocab:].any()
+    assert not entropy.requires_grad
+    assert torch.equal(given.detach(), logits)
+
+
+@pytest.mark.xfail(strict=True, reason="z = x / T is rounded before the row's largest is subtracted: 1e-5 at |z| = 128")
+def test_far_shifted_rows_at_another_temperature(backend: str) -> None:
+    logits, labels, _ = made_up(60, 100, 100)
+    log_prob = vocab_parallel_log_probs(logits, labels, None, 0.7)
+    assert absolute(log_prob, log_probs_reference(logits, labels, 0.7).log_prob) <= LOG_PROB
+
+
+def test_float64_logits_in_the_twin() -> None:
+    logits, labels, g = made_up(20, 40, 33, torch.float64)
+    given = logits.clone().requires_grad_()
+    log_prob, entropy = vocab_parallel_log_probs(given, labels, None, 0.7, True, vocab_size=33)
+    log_prob.backward(g.double())
+    expected = log_probs_reference(logits, labels, 0.7, 33, g)
+    assert absolute(log_prob.detach(), expected.log_prob) <= 1e-12
+    assert absolute(entropy, expected.entropy) <= 1e-12
+    assert distance(given.grad, expected.d_logits) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_computed_in_float32(backend: str, dtype: torch.dtype) -> None:
+    logits, labels, g = made_up(20, 40, 33)
+    given = logits.clamp(-60000, 60000).to(dtype).requires_grad_()
+    log_prob = vocab_parallel_log_probs(given, labels, vocab_size=33)
+    log_prob.backward(g)
+    expected = log_probs_reference(given.detach().double(), labels, 1.0, 33, g)
+    assert log_prob.dtype == torch.float32
+    assert absolute(log_prob.detach(), expected.log_prob) <= LOG_PROB
+    exact = torch.tensor(expected.d_logits, dtype=torch.float64)
+    assert given.grad.dtype == dtype
+    # The interpreter cuts bfloat16 off where a device rounds: one unit in the last place instead of half a one.
+    units = 1.0 if backend == "triton" else 0.5
+    error = (given.grad.double() - exact).abs()
+    assert (error <= 1.01 * units * exact.abs() * torch.finfo(dtype).eps + 1e-7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_in_place_of_the_logits(backend: str, dtype: torch.dtype) -> None:
+    logits, labels, g = made_up(20, 40, 33, dtype)
+    apart = logits.clone().requires_grad_()
+    vocab_parallel_log_probs(apart, labels, vocab_size=33).backward(g)
+    leaf = logits.clone().requires_grad_()
+    inside = leaf * 1.0
+    log_prob = vocab_parallel_log_probs(inside, labels, vocab_size=33, inplace_backward=True)
+    memory = inside.detach()
+    log_prob.backward(g)
+    assert same_bits(leaf.grad, apart.grad)
+    assert same_bits(memory, apart.grad)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize(("columns", "vocab"), [(40, 37), (40, 40), (60, 17)])
+def test_shards_merge_to_the_whole(backend: str, shards: int, columns: int, vocab: int, temperature: float) -> None:
+    """Statistics of each shard, merged in rank order; at vocab 17 the last of four shards is padding only."""
+    code = rows(backend)
+    logits, labels, g = made_up(15, columns, vocab, shifted=temperature == 1)
+    expected = log_probs_reference(logits, labels, temperature, vocab, g)
+    size = columns // shards
+    own = [Shard(r * size, max(0, min(size, vocab - r * size))) for r in range(shards)]
+    cuts = [logits[:, r * size : (r + 1) * size] for r in range(shards)]
+    parts = torch.stack(
+        [code.row_stats(x.clone(), labels, s, temperature, entropy=True) for x, s in zip(cuts, own, strict=True)]
+    )
+    merged = code.merge_stats(parts, labels)
+    assert absolute(merged.log_prob, expected.log_prob) <= LOG_PROB
+    assert absolute(merged.entropy, expected.entropy) <= LOG_PROB
+    upstream = torch.where(labels == -100, 0.0, g)
+    found = []
+    for x, s in zip(cuts, own, strict=True):
+        out = torch.empty_like(x)
+        if backend == "torch":
+            out = rows_torch.gradient(x.clone(), merged.lse, labels, upstream, s, temperature)
+        else:
+            code.gradient_into(out, x.contiguous(), merged.lse, labels, upstream, s, temperature)
+        found.append(out)
+    assert distance(torch.cat(found, dim=1), expected.d_logits) <= GRADIENT
+    if backend == "torch":
+        again = cuts[0].clone()
+        left = rows_torch.row_stats(again, labels, own[0], temperature, entropy=False)
+        direct = rows_torch.gradient_after_stats(again, left, merged, labels, upstream, own[0], temperature)
+        assert distance(direct, [row[:size] for row in expected.d_logits]) <= GRADIENT
+
+
+def test_shard_of_minus_infinity(backend: str) -> None:
+    """The model gives a whole shard no probability: no inf - inf anywhere."""
+    code = rows(backend)
+    logits, labels, _ = made_up(6, 40, 40)
+    logits[:, 20:] = -math.inf
+    labels[:] = torch.arange(6)
+    shards = [Shard(0, 20), Shard(20, 20)]
+    parts = [code.row_stats(logits[:, s.start : s.start + 20].clone(), labels, s, 1.0, entropy=True) for s in shards]
+    merged = code.merge_stats(torch.stack(parts), labels)
+    expected = log_probs_reference(logits, labels)
+    assert absolute(merged.log_prob, expected.log_prob) <= LOG_PROB
+    assert absolute(merged.entropy, expected.entropy) <= LOG_PROB
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_logit_shows_in_its_row(backend: str, bad: float) -> None:
+    logits, labels, g = made_up(8, 30, 25)
+    clean = logits.clone().requires_grad_()
+    vocab_parallel_log_probs(clean, labels, vocab_size=25).backward(g)
+    logits[4, 7] = bad
+    logits[2, 27] = bad  # padding
+    given = logits.clone().requires_grad_()
+    log_prob = vocab_parallel_log_probs(given, labels, vocab_size=25)
+    log_prob.backward(g)
+    assert log_prob.isnan().nonzero().tolist() == [[4]]
+    others = [0, 1, 2, 3, 5, 6, 7]
+    assert given.grad[4].isnan().any()
+    assert torch.equal(given.grad[others], clean.grad[others])
+
+
+def test_upstream_of_zero_leaves_zero(backend: str) -> None:
+    logits, labels, g = made_up(10, 30, 30)
+    g[::2] = 0.0
+    given = logits.requires_grad_()
+    vocab_parallel_log_probs(given, labels).backward(g)
+    assert not given.grad[::2].any()
+    assert given.grad[1::2].any(dim=1)[:4].all()
+
+
+def test_no_rows(backend: str) -> None:
+    logits = torch.zeros(0, 8, requires_grad=True)
+    log_prob = vocab_parallel_log_probs(logits, torch.zeros(0, dtype=torch.int64))
+    log_prob.sum().backward()
+    assert log_prob.shape == (0,)
+    assert logits.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 23, 100, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hidden_states(dtype: torch.dtype, chunk: int | None, masked: bool) -> None:
+    check_hidden_states(dtype, chunk, masked)
+
+
+@pytest.mark.parametrize(("chunk", "masked"), [(7, True), (None, False)])
+def test_hidden_states_interpreted(interpreter: None, chunk: int | None, masked: bool) -> None:
+    check_hidden_states(torch.float32, chunk, masked)
+
+
+def check_hidden_states(dtype: torch.dtype, chunk: int | None, masked: bool) -> None:
+    """linear_log_probs in chunks that do and do not divide the rows, against the reference on the whole logits."""
+    exact = dtype == torch.float64
+    hidden, weight = torch.randn(23, 9, dtype=dtype), torch.randn(31, 9, dtype=dtype)
+    labels, g = torch.randint(0, 29, (23,)), torch.randn(23)
+    labels[5] = -100
+    mask = torch.rand(23) < 0.6 if masked else None
+    given = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    log_prob, entropy = linear_log_probs(*given, labels, None, False, 0.8, True, chunk, vocab_size=29, mask=mask)
+    log_prob.backward(g.to(log_prob.dtype))
+    logits = hidden.double() @ weight.double().T
+    kept = torch.ones(23, dtype=torch.bool) if mask is None else mask
+    expected = log_probs_reference(logits, labels, 0.8, 29, torch.where(kept, g, 0.0).double())
+    dz = torch.tensor(expected.d_logits, dtype=torch.float64)
+    tolerance = 1e-12 if exact else LOG_PROB
+    exact_log_prob = torch.tensor(expected.log_prob, dtype=torch.float64)
+    assert float((log_prob.detach().double() - exact_log_prob)[kept].abs().max()) <= tolerance
+    assert (
+        float((entropy.double() - torch.tensor(expected.entropy, dtype=torch.float64))[kept].abs().max()) <= tolerance
+    )
+    assert not log_prob[~kept].any()
+    assert distance(given[0].grad, dz @ weight.double()) <= (1e-12 if exact else GRADIENT)
+    assert distance(given[1].grad, dz.T @ hidden.double()) <= (1e-12 if exact else GRADIENT)
+    assert not given[0].grad[~kept].any()
+
+
+def test_company_of_other_rows_leaves_the_bits(backend: str) -> None:
+    logits, labels = torch.randn(64, 40), torch.randint(0, 40, (64,))
+    whole = vocab_parallel_log_probs(logits, labels)
+    parts = torch.cat([vocab_parallel_log_probs(logits[i : i + 16], labels[i : i + 16]) for i in range(0, 64, 16)])
+    assert same_bits(whole, parts)
+    assert same_bits(vocab_parallel_log_probs(logits, labels), whole)
