@@ -1,0 +1,193 @@
+"""`fused_linear_ctpo` against the float64 reference and against autograd through all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from heads import Head, Swept, eager, random_head, sweep
+from packings import assert_stats, distance, dyadic, same_bits, without
+
+from ctpo_kernels import linear_log_probs
+from ctpo_kernels.reference import linear_ctpo_reference
+
+RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
+
+
+def assert_swept(found: Swept, head: Head, **keywords: Any) -> None:
+    """Against the reference: 1e-12 in float64; in float32 5e-6 on log-probs (nats) and gradients (Frobenius)."""
+    expected = linear_ctpo_reference(**head.arguments(), **keywords)
+    tolerance = 1e-12 if head.hidden.dtype == torch.float64 else 5e-6
+    log_prob = torch.tensor(expected.log_prob, dtype=torch.float64)
+    assert float((found.log_prob.double() - log_prob).abs().max()) <= tolerance
+    assert distance(found.d_hidden, expected.d_hidden) <= tolerance
+    assert distance(found.d_weight, expected.d_weight) <= tolerance
+    size = max(1.0, sum(abs(x) for x in expected.loss.gradient))
+    assert abs(float(found.loss) - expected.loss.loss) <= 4 * tolerance * size
+    # S_t carries the error of every log-prob before it.
+    assert_stats(found.stats, expected.loss.stats, 5e-11 if tolerance < 1e-9 else 2e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 50, None])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_float64_twin(ratio: str, chunk: int | None) -> None:
+    head = random_head(1, padded=4, temperature=0.8, padding=3).double()
+    assert_swept(sweep(head, ratio_mode=ratio, chunk_size=chunk), head, ratio_mode=ratio)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("given", [{}, {"batch_num_tokens": 500, "global_batch_size": 40}])
+def test_float64_twin_aggregations(mode: str, given: dict[str, int]) -> None:
+    head = random_head(2).double()
+    keywords = {"loss_agg_mode": mode, "loss_scale_factor": 3.0, **given}
+    assert_swept(sweep(head, chunk_size=17, **keywords), head, **keywords)
+
+
+@pytest.mark.parametrize(("ratio", "chunk"), [("cumprod", 16), ("cumprod", None), ("geomean", 7), ("sequence", 16)])
+def test_float32(backend: str, ratio: str, chunk: int | None) -> None:
+    head = random_head(3, padded=5, temperature=0.8, padding=2)
+    assert_swept(sweep(head, ratio_mode=ratio, chunk_size=chunk), head, ratio_mode=ratio)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "vocab", "width"),
+    [([1], 5, 3), ([0, 0, 1, 0], 17, 1), ([12, 3], 1, 4), ([130, 129], 131, 7), ([5, 5, 5, 5], 16, 16)],
+)
+def test_shapes(backend: str, lengths: list[int], vocab: int, width: int) -> None:
+    head = random_head(4, lengths, vocab=vocab, width=width)
+    head.batch["response_mask"] |= torch.rand(sum(lengths)) < 0.5 if sum(lengths) > 20 else True
+    head.batch = {k: v if v is None or not v.is_floating_point() else v.nan_to_num(-1.0) for k, v in head.batch.items()}
+    head.labels.clamp_(min=0)
+    assert_swept(sweep(head, chunk_size=100), head)
+
+
+@pytest.mark.parametrize("response", [True, False])
+def test_all_or_no_rows_are_responses(backend: str, response: bool) -> None:
+    head = random_head(5, [20, 12])
+    head.batch["response_mask"] = torch.full((32,), response)
+    head.batch = {k: v.nan_to_num(-2.0) if v.is_floating_point() else v for k, v in head.batch.items()}
+    head.labels.clamp_(min=0)
+    found = sweep(head)
+    assert_swept(found, head)
+    assert bool(found.d_weight.any()) == response
+
+
+def test_on_policy(backend: str) -> None:
+    head = random_head(6)
+    head.batch["old_log_prob"] = None
+    found = sweep(head, chunk_size=16)
+    assert_swept(found, head)
+    assert found.stats.maxima.tolist() == [1.0, -1.0, 0.0]
+
+
+def test_optional_masks_and_weights(backend: str) -> None:
+    head = random_head(7)
+    head.batch = without(head.batch, "loss_mask", "weights")
+    assert_swept(sweep(head, chunk_size=16), head)
+
+
+@pytest.mark.parametrize("values", ["advantages", "weights"])
+def test_one_value_for_each_sequence(backend: str, values: str) -> None:
+    head = random_head(8)
+    head.batch[values] = torch.tensor([1.0, 2.0, -1.5, 0.5, 0.0, 1.0])
+    assert_swept(sweep(head, chunk_size=16), head)
+
+
+def test_log_probs_are_those_of_linear_log_probs_to_the_bit(backend: str) -> None:
+    head = random_head(9, padded=3, temperature=0.9)
+    found = sweep(head, chunk_size=16)
+    same = linear_log_probs(
+        head.hidden,
+        head.weight,
+        head.labels,
+        temperature=0.9,
+        chunk_size=16,
+        vocab_size=head.vocab_size,
+        mask=head.batch["response_mask"],
+    )
+    assert same_bits(found.log_prob, same)
+
+
+def test_agrees_with_autograd_through_all_logits(backend: str) -> None:
+    head = random_head(10, padded=4, temperature=0.8)
+    found, expected = sweep(head, chunk_size=19), eager(head)
+    assert float((found.log_prob - expected.log_prob).abs().max()) <= 5e-6
+    assert distance(found.d_hidden, expected.d_hidden.double()) <= 5e-6
+    assert distance(found.d_weight, expected.d_weight.double()) <= 5e-6
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_operands(backend: str, dtype: torch.dtype) -> None:
+    """At most twice the error of a torch run with the same operands and float32 accumulation."""
+    head = random_head(11, [40, 31], width=24, vocab=70, padded=2, dtype=dtype)
+    exact, plain = eager(head.double()), eager(head)
+    for chunk in (None, 16):
+        found = sweep(head, chunk_size=chunk)
+        assert found.d_hidden.dtype == found.d_weight.dtype == dtype
+        assert found.log_prob.dtype == found.loss.dtype == torch.float32
+        assert float((found.log_prob.double() - exact.log_prob).abs().max()) <= 5e-6
+        for name in ("d_hidden", "d_weight"):
+            allowed = 2 * distance(getattr(plain, name), getattr(exact, name))
+            assert distance(getattr(found, name), getattr(exact, name)) <= allowed
+
+
+@pytest.mark.parametrize("chunks", [(1, 3), (16, 64), (29, None)])
+def test_chunks_leave_integers_and_decisions(backend: str, chunks: tuple[int | None, int | None]) -> None:
+    """Hidden states that make every logit exact: log-probs then have the same bits however the product is cut."""
+    head = random_head(12, width=4)
+    head.hidden, head.weight = dyadic(head.hidden), dyadic(head.weight / 64)
+    head.weight = torch.round(head.weight * 64) / 64
+    head.hidden = torch.round(head.hidden * 4) / 4
+    found = [sweep(head, chunk_size=chunk) for chunk in chunks]
+    assert same_bits(found[0].log_prob, found[1].log_prob)
+    assert same_bits(found[0].d_hidden, found[1].d_hidden)
+    assert same_bits(found[0].stats.maxima, found[1].stats.maxima)
+    counts = [1, 2, 3, 6, 7, 8, 9]
+    assert same_bits(found[0].stats.sums[counts], found[1].stats.sums[counts])
+    assert distance(found[0].d_weight, found[1].d_weight.double()) <= 5e-6
+
+
+def test_repetition_gives_the_same_bits(backend: str) -> None:
+    head = random_head(13)
+    assert same_bits(sweep(head, chunk_size=16), sweep(head, chunk_size=16))
+
+
+def test_masked_rows_never_enter(backend: str) -> None:
+    head = random_head(14)
+    expected = sweep(head)
+    masked = ~head.batch["response_mask"]
+    head.hidden[masked] = torch.nan
+    head.labels[masked] = 10**9
+    found = sweep(head)
+    assert same_bits(found, expected)
+    assert not found.d_hidden[masked].any()
+    assert not found.log_prob[masked].any()
+
+
+def test_ignored_label_among_the_responses(backend: str) -> None:
+    head = random_head(15, [20, 10])
+    row = int(head.batch["response_mask"].nonzero()[3])
+    head.labels[row] = -100
+    found = sweep(head)
+    assert_swept(found, head)
+    assert not found.d_hidden[row].any()
+    assert float(found.log_prob[row]) == 0
+
+
+def test_micro_batches_with_the_counts_of_the_step_add_up() -> None:
+    lengths = [30, 22, 17, 9]
+    head = random_head(16, lengths).double()
+    whole = sweep(head)
+    parts = []
+    for first, last in ((0, 1), (1, 3), (3, 4)):
+        start, end = sum(lengths[:first]), sum(lengths[:last])
+        batch = {k: v[start:end] for k, v in without(head.batch, "cu_seqlens").items()}
+        batch["cu_seqlens"] = torch.tensor([0, *lengths[first:last]]).cumsum(0)
+        part = Head(head.hidden[start:end], head.weight, head.labels[start:end], batch)
+        parts.append(sweep(part, global_batch_size=4))
+    assert distance(sum(part.d_weight for part in parts), whole.d_weight) <= 1e-12
+    assert distance(torch.cat([part.d_hidden for part in parts]), whole.d_hidden) <= 1e-12
+    assert float(sum(part.loss for part in parts)) == pytest.approx(float(whole.loss), rel=1e-12)
+    assert sum(part.stats.sums for part in parts)[1:3].tolist() == whole.stats.sums[1:3].tolist()
