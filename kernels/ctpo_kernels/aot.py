@@ -69,6 +69,7 @@ class Launch:
     """One kernel as a launcher calls it.
 
     module: where the kernel is. signature, constants: by argument name. divisible: arguments that are multiples of 16.
+    options: what the launcher passes beside the arguments (num_warps, ...).
     """
 
     kernel: str
@@ -77,7 +78,12 @@ class Launch:
     signature: dict[str, str]
     constants: dict[str, Any]
     divisible: tuple[str, ...]
-    warps: int
+    options: dict[str, Any]
+
+    @property
+    def warps(self) -> int:
+        """Warps of one program."""
+        return self.options["num_warps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +173,9 @@ def _describe(kernel: Any, arguments: dict[str, Any], configuration: str) -> Lau
                 divisible.append(name)
         else:
             raise TypeError(f"{kernel.__name__}: no type is known for {name} = {value!r}")
+    options = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
     module = kernel.fn.__module__
-    return Launch(
-        kernel.__name__, module, configuration, signature, constants, tuple(divisible), arguments["num_warps"]
-    )
+    return Launch(kernel.__name__, module, configuration, signature, constants, tuple(divisible), options)
 
 
 # Keywords of ctpo_loss (or an argument of _batch); names that begin with "default" are the quick ones.
@@ -302,7 +307,7 @@ def launches(*, quick: bool = False) -> list[Launch]:
             run()
         for kernel, arguments in notes:
             launch = _describe(kernel, arguments, name)
-            key = (launch.kernel, *map(repr, (launch.signature, launch.constants, launch.divisible, launch.warps)))
+            key = (launch.kernel, *map(repr, (launch.signature, launch.constants, launch.divisible, launch.options)))
             found.setdefault(key, launch)
     missing = _kernels() - {launch.kernel for launch in found.values()}
     if missing or _kernels() != REGISTERS.keys():
@@ -345,7 +350,7 @@ def compile_launch(launch: Launch, arch: int) -> Report:
     base = {"kernel": launch.kernel, "configuration": launch.configuration, "arch": arch, "warps": launch.warps}
     try:
         with contextlib.redirect_stdout(log):
-            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": launch.warps})
+            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     except Exception as error:
         return Report(**base, error=f"{type(error).__name__}: {error}")
     used = re.search(r"Used (\d+) registers", log.getvalue())
