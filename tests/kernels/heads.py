@@ -83,7 +83,7 @@ def eager(head: Head, **keywords: Any) -> Swept:
     dtype = torch.float64 if head.hidden.dtype == torch.float64 else torch.float32
     hidden, weight = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
     logits = hidden.to(dtype) @ weight.to(dtype).T / head.temperature
-    response = head.batch["response_mask"]
+    response = head.batch["response_mask"] != 0
     table = logits[:, : head.vocab_size].log_softmax(1)
     log_prob = table.gather(1, head.labels.clamp(min=0)[:, None]).squeeze(1)
     with use_backend("torch" if dtype == torch.float64 else None):

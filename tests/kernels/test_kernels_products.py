@@ -1,0 +1,174 @@
+"""Which rows the matrix products of the streaming head see, and how much memory it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from heads import Head, eager, random_head, sweep, watched
+from packings import boundaries, same_bits
+from torch import Tensor
+
+from ctpo_kernels import linear_log_probs, use_backend
+from ctpo_kernels.linear import TILE, active_runs
+
+VOCAB, WIDTH = 40, 6
+
+
+@pytest.fixture(autouse=True)
+def _twin():
+    with use_backend("torch"):
+        yield
+
+
+def tiled(lengths: list[int], advantages: list[float], *, dtype: torch.dtype = torch.float32) -> Head:
+    """Every token a response in the loss; sequences with advantage 0 have no gradient."""
+    n = sum(lengths)
+    head = random_head(1, [n], vocab=VOCAB, width=WIDTH, dtype=dtype, spread=0.0)
+    g = torch.Generator().manual_seed(2)
+    head.labels = torch.randint(0, VOCAB, (n,), generator=g)
+    head.batch = {
+        "old_log_prob": None,
+        "response_mask": torch.ones(n),
+        "advantages": torch.tensor(advantages),
+        "cu_seqlens": boundaries(lengths),
+    }
+    return head
+
+
+def rows_of(head: Head, **keywords) -> tuple[int, int, int]:
+    """Rows in the products for logits, d_hidden and d_weight."""
+    products = watched(lambda: sweep(head, **keywords)).products
+    logits = sum(m for m, n, k in products if (n, k) == (VOCAB, WIDTH))
+    d_hidden = sum(m for m, n, k in products if (n, k) == (WIDTH, VOCAB))
+    d_weight = sum(k for m, n, k in products if (m, n) == (VOCAB, WIDTH))
+    assert len(products) > 0
+    return logits, d_hidden, d_weight
+
+
+def test_masked_rows_leave_all_three_products() -> None:
+    head = random_head(3, [40, 31, 29], vocab=VOCAB, width=WIDTH)
+    kept = int(head.batch["response_mask"].sum())
+    assert 0 < kept < 100
+    assert rows_of(head, skip_zero_tiles=False, chunk_size=16) == (kept, kept, kept)
+
+
+def test_no_response_means_no_product() -> None:
+    head = tiled([50], [1.0])
+    head.batch["response_mask"] = torch.zeros(50)
+    assert not watched(lambda: sweep(head)).products
+
+
+@pytest.mark.parametrize("chunk", [None, 256, 200])
+def test_tiles_without_gradient_leave_two_products(chunk: int | None) -> None:
+    """Advantage 0 over the tokens 128..384: two whole tiles where chunks begin at multiples of a tile."""
+    head = tiled([TILE, 2 * TILE, 70], [1.0, 0.0, -1.0])
+    rows = 3 * TILE + 70
+    # Chunks of 200 begin off the tiles of the whole: 128..256 of each chunk counts, [328, 400) stays with its tail.
+    skipped = {None: 2 * TILE, 256: 2 * TILE, 200: (200 - TILE) + TILE}[chunk]
+    assert rows_of(head, chunk_size=chunk) == (rows, rows - skipped, rows - skipped)
+    assert rows_of(head, chunk_size=chunk, skip_zero_tiles=False) == (rows, rows, rows)
+
+
+@pytest.mark.parametrize("ratio", ["cumprod", "sequence"])
+@pytest.mark.parametrize("into_main_grad", [False, True])
+def test_skipping_changes_nothing(ratio: str, into_main_grad: bool) -> None:
+    head = tiled([TILE, 2 * TILE, 70], [1.0, 0.0, -1.0])
+    found = []
+    for skip in (True, False):
+        weight = head.weight.clone()
+        weight.main_grad = torch.zeros_like(weight)
+        other = Head(head.hidden, weight, head.labels, head.batch)
+        if into_main_grad:
+            gradient = _into_main_grad(other, skip, ratio)
+        else:
+            swept = sweep(other, skip_zero_tiles=skip, ratio_mode=ratio)
+            gradient = (swept.loss, swept.log_prob, swept.d_hidden, swept.d_weight, swept.stats.sums)
+        found.append(gradient)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    # Rows of d_hidden are products of their own; d_weight is summed over rows in another order.
+    for index in (0, 1, 2) if not into_main_grad else (0,):
+        assert same_bits(found[0][index], found[1][index])
+
+
+def _into_main_grad(head: Head, skip: bool, ratio: str) -> tuple[Tensor, ...]:
+    from ctpo_kernels import fused_linear_ctpo
+
+    weight = head.weight.clone().requires_grad_()
+    weight.main_grad = torch.zeros_like(head.weight)
+    hidden = head.hidden.clone().requires_grad_()
+    loss, _, _ = fused_linear_ctpo(
+        **{**head.arguments(), "weight": weight, "hidden": hidden},
+        accumulate_into_main_grad=True,
+        skip_zero_tiles=skip,
+        ratio_mode=ratio,
+    )
+    loss.backward()
+    return hidden.grad, weight.main_grad
+
+
+def test_zero_tiles_of_the_weight_gradient_are_bitwise_nothing() -> None:
+    """Integers in the operands make sums exact: skipped or not, the same bits."""
+    head = tiled([TILE, TILE], [0.0, 0.0])
+    found = sweep(head)
+    assert not found.d_weight.any()
+    assert not found.d_hidden.any()
+    assert rows_of(head) == (2 * TILE, 0, 0)
+
+
+def test_clipped_tiles_are_skipped() -> None:
+    """The clip is sticky: behind a token far outside, whole tiles have no gradient."""
+    head = tiled([4 * TILE], [1.0])
+    old = eager(head).log_prob
+    old[TILE - 1] -= 15.0
+    head.batch["old_log_prob"] = old
+    logits, d_hidden, d_weight = rows_of(head)
+    assert (logits, d_hidden, d_weight) == (4 * TILE, TILE, TILE)
+
+
+@pytest.mark.parametrize(
+    ("nonzero", "length", "expected"),
+    [
+        ([], 300, []),
+        ([0], 300, [(0, 128)]),
+        ([127, 128], 300, [(0, 256)]),
+        ([299], 300, [(256, 300)]),
+        ([5, 260], 300, [(0, 128), (256, 300)]),
+        ([0], 1, [(0, 1)]),
+    ],
+)
+def test_active_runs(nonzero: list[int], length: int, expected: list[tuple[int, int]]) -> None:
+    g = torch.zeros(length)
+    for number, index in enumerate(nonzero):
+        g[index] = torch.nan if number else -1.0
+    assert active_runs(g) == expected
+
+
+def test_nan_gradient_is_not_skipped() -> None:
+    head = tiled([TILE, TILE], [0.0, 0.0])
+    old = eager(head).log_prob
+    old[TILE + 3] = torch.nan
+    head.batch["old_log_prob"] = old
+    found = sweep(head)
+    assert found.d_hidden[TILE + 3].isnan().all()
+    assert found.d_weight.isnan().any()
+
+
+@pytest.mark.parametrize("ratio", ["cumprod", "sequence"])
+def test_no_tensor_of_all_logits_exists(ratio: str) -> None:
+    n, vocab = 320, 500
+    head = random_head(5, [200, 120], vocab=vocab, width=WIDTH)
+    chunk = 32
+    streaming = watched(lambda: sweep(head, chunk_size=chunk, ratio_mode=ratio)).largest
+    assert streaming <= max(chunk * vocab, vocab * WIDTH, n * WIDTH)
+    assert watched(lambda: eager(head, ratio_mode=ratio)).largest >= n * vocab
+    hidden, weight = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
+    labels = head.labels.clamp(min=0)
+    alone = watched(lambda: linear_log_probs(hidden, weight, labels, chunk_size=chunk).sum().backward()).largest
+    assert alone <= max(chunk * vocab, vocab * WIDTH, n * WIDTH)
+
+
+def test_one_sweep_multiplies_each_row_once_and_two_phases_twice() -> None:
+    head = tiled([100], [1.0])
+    assert rows_of(head, chunk_size=32) == (100, 100, 100)
+    assert rows_of(head, chunk_size=32, ratio_mode="sequence") == (200, 100, 100)
