@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "token weights and masks": {"per": "token"},
     "geomean, power -1/2": {"ratio_mode": "geomean", "clip_power": -0.5},
     "power from a table": {"clip_power": 0.3},
+    "no dual clip, ratios beyond the cap": {"clip_c": None, "spread": 2.0, "per": "token"},
     "token ratio, token mean": {
         "ratio_mode": "token",
         "clip_mode": "ratio",
@@ -115,7 +116,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_both_launch_forms_decide_as_the_twin_does(device: str, form: str, variant: str) -> None:
     options = dict(VARIANTS[variant])
-    values = packed(device, per=options.pop("per", "sequence"))
+    values = packed(device, per=options.pop("per", "sequence"), spread=options.pop("spread", 0.05))
     spec = LossSpec.of(**DEFAULTS | options)
     wanted = loss_torch.loss_pass(tokens_of(values), spec, 0.25, per_token=True)
     block = None if device == "cuda" else 64
@@ -125,6 +126,8 @@ def test_both_launch_forms_decide_as_the_twin_does(device: str, form: str, varia
     assert torch.equal(found.per_token.clip.cpu()[:n], wanted.per_token.clip[:n])
     assert wanted.per_token.clip.unique().numel() > 2, "the batch must cross its bounds"
     assert relative(found.gradient, wanted.gradient) < 1e-6
+    if variant.endswith("beyond the cap"):
+        assert bool((wanted.per_token.clip == 4).any())
     assert not found.gradient[n:].any(), "padding must get the gradient 0"
     torch.testing.assert_close(found.vector.cpu(), wanted.vector, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.loss.cpu(), wanted.loss, rtol=1e-5, atol=1e-6)
