@@ -99,12 +99,32 @@ def _add_sandbox(verbs: argparse._SubParsersAction[argparse.ArgumentParser], wit
     if with_options:
         importlib.import_module("ctpo_sandbox.server").add_arguments(serve)
     serve.set_defaults(action=_serve)
+    smoke = actions.add_parser("smoke", help="check a server before a training job", description="Check a server.")
+    smoke.add_argument("--url", required=True, help="address of the server")
+    smoke.set_defaults(action=_smoke)
+    bench = actions.add_parser("bench", help="executions per second of a server", description="Time a server.")
+    bench.add_argument("--url", required=True, help="address of the server")
+    bench.add_argument("--seconds", type=float, default=5.0, help="for each snippet at each concurrency")
+    bench.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    bench.set_defaults(action=_bench)
 
 
 def _serve(args: argparse.Namespace) -> int:
     from ctpo_sandbox import server
 
     return server.run(args) or 0
+
+
+def _smoke(args: argparse.Namespace) -> int:
+    from ctpo_sandbox import smoke
+
+    return smoke.run(args.url)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from ctpo_sandbox import bench
+
+    return bench.run(args.url, args.seconds, args.concurrency)
 
 
 def _report(args: argparse.Namespace) -> int:

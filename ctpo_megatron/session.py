@@ -95,6 +95,7 @@ class Session:
             memory_mb=sandbox.memory_mb,
             max_run_timeout_s=sandbox.run_timeout_s,
             start_timeout_s=sandbox.start_timeout_s,
+            require=sandbox.require,
             log_path=self.directory / "logs" / "sandbox.log",
         )
         return self._exit.enter_context(server).url

@@ -227,7 +227,12 @@ class RolloutConfig(Section):
 class SandboxConfig(Section):
     """The code_interpreter tool: our own server is started unless `url` names one."""
 
-    url: str | None = Field(None, description="address of a running server; null: start our own")
+    url: str | None = Field(
+        None, description="address of a running server, or several separated by commas; null: start our own"
+    )
+    require: Literal["namespaces", "landlock", "seccomp", "none"] = Field(
+        "landlock", description="least isolation of our own server; it refuses to start with less"
+    )
     slots: PositiveInt = Field(2, description="executions at once")
     run_timeout_s: PositiveFloat = Field(4.0, description="limit of one execution, counted from its start")
     memory_mb: PositiveInt = Field(512, description="address-space limit of one execution in MiB")

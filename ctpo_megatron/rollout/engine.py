@@ -182,7 +182,9 @@ class RolloutEngine:
         if sandbox.url is None:  # our own server: more than keeps its slots busy only makes the HTTP pool slow
             limit = min(limit, _REQUESTS_PER_SLOT * sandbox.slots)
         share = max(1, limit // self._config.rollout.engines)
-        client = SandboxClient(self._sandbox_url, max_concurrency=share, request_timeout_s=sandbox.request_timeout_s)
+        client = SandboxClient(
+            self._sandbox_url.split(","), max_concurrency=share, request_timeout_s=sandbox.request_timeout_s
+        )
 
         async def run_tool(code: str) -> ExecutionResultLike:
             try:

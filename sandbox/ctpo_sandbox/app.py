@@ -1,21 +1,28 @@
 """The HTTP contract: requests checked, pool outcomes turned into verdicts, infrastructure faults into 503."""
 
 import asyncio
+import hmac
 import signal
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, InstanceOf
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ctpo_sandbox.metrics import Metrics
 from ctpo_sandbox.pool import Pool, PoolUnavailable, Run
+from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import NEVER_ENFORCED, PROTECTIONS
 
 Verdict = Literal["success", "timeout", "runtime_error"]
 EXECUTE_PATH = "/faas/sandbox/"
+FUSION_PATH = "/run_code"
+MAX_BODY_BYTES = 16 << 20
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -39,6 +46,9 @@ class ServerState:
     max_run_timeout_s: float
     memory_mb: int
     enforced: dict[str, bool]
+    token: str | None = None
+    refused_levels: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def not_enforced(self) -> list[str]:
@@ -74,8 +84,28 @@ def answer(run: Run) -> dict[str, Any]:
             "wall_s": run.outcome.wall_s,
             "cpu_s": run.outcome.cpu_s,
             "maxrss_mb": run.outcome.maxrss_mb,
+            "truncated": run.truncated,
         },
         "created_at": datetime.now(UTC).isoformat(),
+    }
+
+
+def fusion_answer(run: Run) -> dict[str, Any]:
+    """The same in the words of SandboxFusion's `/run_code`, which verl's sandbox tool speaks."""
+    status = verdict(run)
+    return {
+        "status": "Success" if status == "success" else "Failed",
+        "message": "",
+        "compile_result": None,
+        "run_result": {
+            "status": "TimeLimitExceeded" if status == "timeout" else "Finished",
+            "execution_time": run.outcome.wall_s,
+            "return_code": run.outcome.exit_code,
+            "stdout": run.stdout,
+            "stderr": _stderr(run),
+        },
+        "executor_pod_name": None,
+        "files": {},
     }
 
 
@@ -86,13 +116,7 @@ async def _client_gone(request: Request) -> None:
 
 async def _run_while_connected(request: Request, pool: Pool, execution: Execution, timeout_s: float) -> Run | None:
     """None when the client hung up first; its snippet is dead then."""
-    work = asyncio.ensure_future(
-        pool.run(
-            execution.code.encode("utf-8", errors="surrogatepass"),
-            execution.stdin.encode("utf-8", errors="surrogatepass"),
-            timeout_s,
-        )
-    )
+    work = asyncio.ensure_future(pool.run(execution.code, execution.stdin, timeout_s))
     gone = asyncio.ensure_future(_client_gone(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,43 +127,98 @@ async def _run_while_connected(request: Request, pool: Pool, execution: Executio
         await asyncio.gather(work, gone, return_exceptions=True)
 
 
+class _Gate:
+    """Refuses requests without the token (401) and bodies beyond the limit (413), before they are all in memory."""
+
+    def __init__(self, app: ASGIApp, token: str | None, rejected: Callable[[int], None]) -> None:
+        self._app, self._rejected = app, rejected
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if self._expected is not None and not hmac.compare_digest(given, self._expected):
+            self._rejected(401)
+            refusal = JSONResponse({"detail": "a bearer token is needed (SANDBOX_TOKEN)"}, status_code=401)
+            return await refusal(scope, receive, send)
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the request body exceeds {MAX_BODY_BYTES} bytes")
+            return message
+
+        return await self._app(scope, counted, send)
+
+
 def create_app(pool: Pool, state: ServerState) -> FastAPI:
     """The application over a started pool."""
     app = FastAPI(title="ctpo sandbox", openapi_url=None)
+    metrics = Metrics(pool)
+    app.add_middleware(_Gate, token=state.token, rejected=metrics.rejected)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         """FastAPI's own handler echoes the input, which need not be encodable (NaN, lone surrogates)."""
+        metrics.rejected(422)
         detail = [{"loc": [str(part) for part in item["loc"]], "msg": item["msg"]} for item in error.errors()]
         return JSONResponse({"detail": detail}, status_code=422)
 
-    @app.post(EXECUTE_PATH)
-    async def execute(execution: Execution, request: Request) -> JSONResponse:
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+        metrics.rejected(error.status_code)
+        return JSONResponse({"detail": error.detail}, status_code=error.status_code)
+
+    async def run(execution: Execution, request: Request) -> Run:
         if execution.language != "python":
             raise HTTPException(400, f"language {execution.language[:80]!a} is not supported, only 'python'")
         timeout_s = min(execution.run_timeout, state.max_run_timeout_s)
         try:
-            run = await _run_while_connected(request, pool, execution, timeout_s)
+            finished = await _run_while_connected(request, pool, execution, timeout_s)
         except PoolUnavailable as error:
             raise HTTPException(503, f"the sandbox lost its worker twice: {error}") from error
-        if run is None:
-            return JSONResponse({"detail": "the client closed the connection"}, status_code=_CLIENT_CLOSED_REQUEST)
-        return JSONResponse(answer(run))
+        if finished is None:
+            raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client closed the connection")
+        metrics.finished(finished, verdict(finished))
+        return finished
+
+    @app.post(EXECUTE_PATH)
+    async def execute(execution: Execution, request: Request) -> JSONResponse:
+        return JSONResponse(answer(await run(execution, request)))
+
+    @app.post(FUSION_PATH)
+    async def run_code(execution: Execution, request: Request) -> JSONResponse:
+        return JSONResponse(fusion_answer(await run(execution, request)))
+
+    @app.get("/metrics")
+    async def expose() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         return {
             "status": "ok",
-            "slots": len(pool.workers),
+            "level": pool.level,
+            "tier": LEVELS[pool.level],
+            "slots": pool.slots,
             "idle": pool.idle,
-            "executions": pool.executions,
-            "worker_restarts": pool.restarts,
+            "waiting": pool.waiting,
+            "executions": metrics.runs,
+            "restarts": pool.restarts,
             "workers": [worker.pid for worker in pool.workers],
+            "templates": {name: template.pid for name, template in pool.templates.items()},
+            "libraries": {name: list(template.library.modules) for name, template in pool.templates.items()},
             "memory_mb": state.memory_mb,
             "max_run_timeout_s": state.max_run_timeout_s,
             "enforced": [PROTECTIONS[name] for name, holds in state.enforced.items() if holds],
             "not_enforced": state.not_enforced,
             "missing": pool.missing,
+            "refused_levels": state.refused_levels,
+            "versions": state.versions,
         }
 
     return app

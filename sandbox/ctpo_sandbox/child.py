@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ctpo_sandbox.confine import Confinement
+from ctpo_sandbox.libraries import reseed
 
 SETUP_DONE = b"\0"
 _SETUP_FD = 3
 _SETUP_FAILED = 70
+_REPORT_FAILED = 1
 _FLUSH_FAILED = 120  # CPython's own code for it
 _FILENAME = "main.py"
 
@@ -44,12 +46,17 @@ def become_snippet(
         confinement.restrict_files(directory)
         report = _close_all_but(setup_pipe, confinement.limits.open_files)
         confinement.apply(run_timeout_s=run_timeout_s, worker=worker)
+        reseed()
         os.write(report, SETUP_DONE)
         os.close(report)
     except BaseException:
         os.write(report, traceback.format_exc()[-4000:].encode())
         os._exit(_SETUP_FAILED)
-    os._exit(_run_main(source))
+    status = _REPORT_FAILED
+    try:
+        status = _run_main(source)
+    finally:  # whatever happens: what called this function is the worker's code
+        os._exit(status)
 
 
 def _enter(files: Files, directory: str) -> bytes:

@@ -3,18 +3,20 @@
 import asyncio
 import json
 import math
+import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
 
 _PATH = "/faas/sandbox"
+_TOKEN_VARIABLE = "SANDBOX_TOKEN"
 _STATUSES = ("success", "timeout", "runtime_error")
 _RETRIED_CODES = (429, 500, 502, 503, 504)
 _REFUSED_CODES = (400, 413, 422)
-_MAX_ATTEMPTS = 5
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 
@@ -47,28 +49,55 @@ class _Retry(Exception):
     """An attempt failed in a way that another may not."""
 
 
-class SandboxClient:
-    """Runs snippets on the server at `url` (its root, or its whole execution address).
+def authorization(token: str | None = None) -> dict[str, str]:
+    """Headers with the token, or with that of the environment; none without either."""
+    token = token or os.environ.get(_TOKEN_VARIABLE)
+    return {"authorization": f"Bearer {token}"} if token else {}
 
-    At most `max_concurrency` requests are in flight; `request_timeout_s` bounds one `run` as its caller sees it,
-    waiting, retries and backoff included. Connections belong to the running event loop and are opened by the first
-    `run` in it, so the object can be made anywhere.
+
+@dataclass
+class _Server:
+    """One address: requests in flight, and until when (monotonic seconds) it is left alone after a failure."""
+
+    url: str
+    in_flight: int = 0
+    failures: int = 0
+    resting_until: float = 0.0
+
+
+class SandboxClient:
+    """Runs snippets on one server or several (their roots, or their whole execution addresses).
+
+    At most `max_concurrency` requests are in flight over all servers; each goes to the one with the fewest, and after a
+    failure to another where there is one. `request_timeout_s` bounds one `run` as its caller sees it: waiting, retries
+    and backoff included. token: sent as a bearer token (default: the environment variable SANDBOX_TOKEN). Connections
+    belong to the running event loop and are opened by the first `run` in it, so the object can be made anywhere.
     """
 
-    def __init__(self, url: str, *, max_concurrency: int, request_timeout_s: float) -> None:
+    def __init__(
+        self, url: str | Sequence[str], *, max_concurrency: int, request_timeout_s: float, token: str | None = None
+    ) -> None:
         if max_concurrency < 1 or not (request_timeout_s > 0 and math.isfinite(request_timeout_s)):
             raise ValueError("max_concurrency and request_timeout_s must be positive and finite")
-        root = url.rstrip("/").removesuffix(_PATH)
-        self.url = f"{root}{_PATH}/"
+        given = [url] if isinstance(url, str) else list(url)
+        if not given:
+            raise ValueError("url: at least one server is needed")
+        self._servers = [_Server(f"{address.rstrip('/').removesuffix(_PATH)}{_PATH}/") for address in given]
         self.stats = ClientStats()
+        self._headers = {"content-type": "application/json", **authorization(token)}
         self._max_concurrency = max_concurrency
         self._request_timeout_s = request_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: httpx.AsyncClient
         self._free: asyncio.Semaphore
 
+    @property
+    def url(self) -> str:
+        """Execution addresses, separated by commas."""
+        return ",".join(server.url for server in self._servers)
+
     async def run(self, code: str, *, stdin: str = "", run_timeout_s: float) -> ExecutionResult:
-        """Run `code` for at most `run_timeout_s` seconds.
+        """Run `code` for at most `run_timeout_s` seconds; infrastructure faults are retried until the deadline.
 
         Raises SandboxUnavailable when no verdict was reached within `request_timeout_s`, and ValueError when the server
         refuses the request as malformed.
@@ -84,8 +113,6 @@ class SandboxClient:
                 result = await self._run_with_retries(body, state)
         except TimeoutError:
             raise self._unavailable(f"no verdict within {self._request_timeout_s:g} s; was {state['doing']}") from None
-        except _Retry as last:
-            raise self._unavailable(f"{_MAX_ATTEMPTS} attempts failed; the last one: {last}") from last
         self.stats.results[result.status] += 1
         return result
 
@@ -114,31 +141,44 @@ class SandboxClient:
             "sandbox.max_concurrency."
         )
 
-    async def _run_with_retries(self, body: bytes, state: dict[str, str]) -> ExecutionResult:
-        backoff_s = _FIRST_BACKOFF_S
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            state["doing"] = f"waiting for the server's answer (attempt {attempt})"
-            try:
-                return await self._attempt(body)
-            except _Retry as error:
-                if attempt == _MAX_ATTEMPTS:
-                    raise
-                self.stats.retries += 1
-                state["doing"] = f"backing off after attempt {attempt}: {error}"
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-        raise AssertionError("unreachable")
+    def _least_loaded(self) -> _Server:
+        """Servers that failed lately come last; the one whose rest ends first if all of them did."""
+        now = time.monotonic()
+        return min(self._servers, key=lambda server: (max(0.0, server.resting_until - now), server.in_flight))
 
-    async def _attempt(self, body: bytes) -> ExecutionResult:
+    async def _run_with_retries(self, body: bytes, state: dict[str, str]) -> ExecutionResult:
+        attempt = 0
+        while True:
+            attempt += 1
+            server = self._least_loaded()
+            await asyncio.sleep(max(0.0, server.resting_until - time.monotonic()))
+            state["doing"] = f"waiting for the answer of {server.url} (attempt {attempt})"
+            server.in_flight += 1
+            try:
+                result = await self._attempt(server.url, body)
+                server.failures = 0
+                return result
+            except _Retry as error:
+                self.stats.retries += 1
+                server.failures += 1
+                backoff_s = min(_FIRST_BACKOFF_S * 2 ** (server.failures - 1), _MAX_BACKOFF_S)
+                server.resting_until = time.monotonic() + backoff_s
+                state["doing"] = f"backing off after attempt {attempt}: {error}"
+            finally:
+                server.in_flight -= 1
+
+    async def _attempt(self, url: str, body: bytes) -> ExecutionResult:
         started = time.monotonic()
         try:
-            response = await self._http.post(self.url, content=body, headers={"content-type": "application/json"})
+            response = await self._http.post(url, content=body, headers=self._headers)
         except httpx.TransportError as error:
             raise _Retry(f"{type(error).__name__}: {error}") from error
         if response.status_code in _RETRIED_CODES:
             raise _Retry(f"HTTP {response.status_code}: {response.text[:500]}")
         if response.status_code in _REFUSED_CODES:
-            raise ValueError(f"sandbox {self.url} refused: HTTP {response.status_code}: {response.text[:500]}")
+            raise ValueError(f"sandbox {url} refused: HTTP {response.status_code}: {response.text[:500]}")
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise self._unavailable(f"{url} wants a bearer token: set {_TOKEN_VARIABLE} to the server's")
         if response.status_code != httpx.codes.OK:
             raise self._unavailable(f"HTTP {response.status_code}, is this a sandbox? {response.text[:200]}")
         try:

@@ -1,24 +1,36 @@
-"""Everything a child gives up before the snippet starts, in the order in which it must be given up."""
+"""Everything a run gives up before its first line, by level of isolation and in the order in which it must go."""
 
-import ctypes
 import math
 import os
 import resource
 import signal
-import struct
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
 
-from ctpo_sandbox.landlock import FileRules
+from ctpo_sandbox import landlock, libc, namespaces
 from ctpo_sandbox.records import Limits
-
-if TYPE_CHECKING:
-    from ctpo_sandbox.syscalls import SnippetFilter
+from ctpo_sandbox.remove import remove_tree
 
 _MB = 1024 * 1024
-_PR_SET_PDEATHSIG = 1
-_CAPABILITY_VERSION_3 = 0x20080522
 _CPU_SLACK_S = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+FIRST_UID = 60500
+"""User id of slot 0 where a root server gives each slot one of its own."""
+
+
+class LevelUnavailable(Exception):
+    """This machine does not offer the level of isolation; the message says what is missing."""
+
+
+class WorkDirectories(Protocol):
+    """Where runs keep their files."""
+
+    def fresh(self) -> AbstractContextManager[str]:
+        """An empty directory for one run; afterwards nothing of it is left."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
 
 
 def cpu_limit_s(run_timeout_s: float) -> int:
@@ -26,73 +38,102 @@ def cpu_limit_s(run_timeout_s: float) -> int:
     return math.ceil(run_timeout_s) + _CPU_SLACK_S
 
 
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+class _RunDirectory:
+    """A directory of the server's file system for each run, removed afterwards."""
 
+    def __init__(self, parent: str, owner: int | None) -> None:
+        self._parent, self._owner, self._runs = parent, owner, 0
+        os.makedirs(parent, mode=0o711)
 
-def _set_limits(limits: Limits, run_timeout_s: float) -> None:
-    cpu = cpu_limit_s(run_timeout_s)
-    hard = {
-        resource.RLIMIT_AS: limits.memory_mb * _MB,
-        resource.RLIMIT_FSIZE: limits.file_mb * _MB,
-        resource.RLIMIT_NOFILE: limits.open_files,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, value in hard.items():
-        resource.setrlimit(kind, (value, value))
-    # The soft limit raises SIGXCPU, which a snippet may ignore; the hard limit kills one second later.
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+    @contextmanager
+    def fresh(self) -> Iterator[str]:
+        self._runs += 1
+        path = f"{self._parent}/run-{self._runs}"
+        os.mkdir(path, 0o700)
+        if self._owner is not None:
+            os.chown(path, self._owner, self._owner)
+        try:
+            yield path
+        finally:
+            remove_tree(path)
 
-
-def _drop_capabilities() -> None:
-    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    _check(_libc.capset(header, bytes(24)), "capset")
-
-
-def _die_with_parent(parent: int) -> None:
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        raise OSError(f"the worker (pid {parent}) died while its child started")
+    def close(self) -> None:
+        remove_tree(self._parent)
 
 
 class Confinement:
-    """What this machine lets a worker take away from its children.
+    """What a worker takes away from itself and from its children, at one level of isolation.
 
-    Built once in the worker. `missing` maps each protection that cannot be had to the reason.
+    Built in the template before it enters its box, because libseccomp is not found from inside; `open_files` follows
+    inside. So everything a child needs is compiled and open before the first fork. `missing` maps each protection that
+    cannot be had at this level to the reason. Raises LevelUnavailable.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, level: str, limits: Limits) -> None:
+        self.level, self.limits = level, limits
         self.missing: dict[str, str] = {}
-        self._filter = self._build_filter()
-        self._files = self._build_file_rules()
+        self._boxed = level.startswith("namespaces")
+        self._own_users = self._may_change_user()
+        self._filter = None if level == "none" else self._child_filter()
+        self._files: landlock.FileRules | None = None
+        self._uid: int | None = None
+        self._ruleset: int | None = None
 
-    def _build_filter(self) -> "SnippetFilter | None":
+    def _child_filter(self):
         try:
-            from ctpo_sandbox.syscalls import SnippetFilter
+            from ctpo_sandbox.syscalls import ChildFilter
 
-            snippet_filter = SnippetFilter()
+            return ChildFilter(file_attributes=self._boxed or self._own_users or self.level == "seccomp")
         except (ImportError, RuntimeError, OSError) as error:  # pyseccomp raises RuntimeError without libseccomp
-            self.missing["seccomp"] = str(error)
-            return None
-        if snippet_filter.unknown:
-            self.missing["old libseccomp"] = "cannot filter " + ", ".join(snippet_filter.unknown)
-        return snippet_filter
+            raise LevelUnavailable(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
 
-    def _build_file_rules(self) -> FileRules | None:
+    def open_files(self) -> None:
+        """Find the files that snippets may read. Raises LevelUnavailable where the level needs Landlock."""
+        if not self._boxed and self.level != "landlock":
+            return
         try:
-            return FileRules()
+            self._files = landlock.FileRules()
         except OSError as error:
-            self.missing["landlock"] = str(error)
-            return None
+            if not self._boxed:
+                raise LevelUnavailable(f"Landlock: {error}") from error
+            self.missing["landlock"] = str(error)  # the box hides files too
+
+    def _may_change_user(self) -> bool:
+        if self.level in ("none", "namespaces-user"):
+            self.missing["own user"] = "snippets run as the server's user"
+            return False
+        if os.geteuid() != 0:
+            self.missing["own user"] = "the server is not root"
+            return False
+        hidden = None if self._boxed else _hidden_from_others()
+        if hidden is not None:
+            self.missing["own user"] = f"other users may not read the interpreter ({hidden})"
+        return hidden is None
+
+    def enter_worker(self, slot: int, directory: str) -> WorkDirectories:
+        """Confine the calling worker of `slot`, for good; `directory` is where its runs' directories may be made."""
+        self._uid = FIRST_UID + slot if self._own_users else None
+        work: WorkDirectories
+        if self._boxed:
+            namespaces.own_mounts()
+            limits = self.limits
+            work = namespaces.RunMount(megabytes=limits.disk_mb, files=limits.disk_files, owner=self._uid)
+            if self._files is not None:
+                self._ruleset = self._files.ruleset(namespaces.WORK)
+        else:
+            work = _RunDirectory(directory, self._uid)
+        if self._filter is not None:
+            from ctpo_sandbox.syscalls import restrict_worker
+
+            restrict_worker()
+        return work
 
     def restrict_files(self, directory: str) -> None:
-        """Take the file system below everything but `directory` away, while the rules' descriptors are still open."""
-        if self._files is not None:
-            self._files.restrict(directory)
+        """Take the file system but `directory` away from the calling child, while the rules are still open."""
+        if self._ruleset is not None:
+            landlock.enforce(self._ruleset)
+        elif self._files is not None:
+            landlock.enforce(self._files.ruleset(directory))
 
     def apply(self, *, run_timeout_s: float, worker: int) -> None:
         """Confine the calling child, forked by the process `worker`, for good.
@@ -100,8 +141,39 @@ class Confinement:
         Raises OSError when any step is refused: a child that is less confined than its worker promised must not run the
         snippet.
         """
-        _set_limits(self.limits, run_timeout_s)
-        _drop_capabilities()
-        _die_with_parent(worker)
+        self._set_limits(run_timeout_s)
+        if self._uid is not None:
+            os.setgroups([])
+            os.setresgid(self._uid, self._uid, self._uid)
+            os.setresuid(self._uid, self._uid, self._uid)
+        libc.drop_capabilities()
+        libc.die_with_parent(worker, signal.SIGKILL)  # after the change of user, which would clear it
         if self._filter is not None:
             self._filter.load(os.getpid())
+
+    def _set_limits(self, run_timeout_s: float) -> None:
+        limits = self.limits
+        hard = {
+            resource.RLIMIT_AS: limits.memory_mb * _MB,
+            resource.RLIMIT_FSIZE: limits.file_mb * _MB,
+            resource.RLIMIT_NOFILE: limits.open_files,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_CORE: 0,
+        }
+        if self._uid is not None:  # it counts all processes of a user
+            hard[resource.RLIMIT_NPROC] = limits.threads
+        for kind, value in hard.items():
+            resource.setrlimit(kind, (value, value))
+        # The soft limit raises SIGXCPU, which a snippet may ignore; the hard limit kills one second later.
+        cpu = cpu_limit_s(run_timeout_s)
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+
+
+def _hidden_from_others() -> str | None:
+    """A directory on the way to the interpreter that only its owner may enter, if there is one."""
+    for tree in namespaces.readable_trees():
+        for path in [Path(tree), *Path(tree).parents]:
+            if not path.stat().st_mode & 0o001:
+                return str(path)
+    return None

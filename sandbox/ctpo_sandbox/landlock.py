@@ -3,8 +3,10 @@
 import ctypes
 import os
 import struct
-import sys
 from pathlib import Path
+
+from ctpo_sandbox.libc import check
+from ctpo_sandbox.namespaces import readable_trees
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG = 1
@@ -25,11 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, number: int, *arguments: object) -> int:
-    result = _libc.syscall(number, *arguments)
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
-    return result
+    return check(_libc.syscall(number, *arguments), name)
 
 
 def abi_version() -> int:
@@ -40,14 +38,13 @@ def abi_version() -> int:
 class FileRules:
     """Reading: the interpreter, the system libraries and a few device files; everything else is invisible.
 
-    Holds open descriptors of the readable paths; build it once per worker. Raises OSError where Landlock is missing.
+    Holds open descriptors of the readable paths. Raises OSError where Landlock is missing.
     """
 
     def __init__(self) -> None:
         self.abi = abi_version()
         self._handled = (1 << _RIGHTS_BY_ABI.get(self.abi, 16)) - 1
-        trees = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/sys/devices/system/cpu"]
-        self._rules = [(self._open(path), _EXECUTE | _READ_FILE | _READ_DIR) for path in trees if Path(path).is_dir()]
+        self._rules = [(self._open(path), _EXECUTE | _READ_FILE | _READ_DIR) for path in readable_trees()]
         self._rules += [(self._open(path), _READ_FILE) for path in _READABLE_FILES.split() if Path(path).exists()]
         self._rules.append((self._open("/dev/null"), _READ_FILE | _WRITE_FILE | _TRUNCATE & self._handled))
 
@@ -55,16 +52,21 @@ class FileRules:
     def _open(path: str) -> int:
         return os.open(path, os.O_PATH | os.O_CLOEXEC)
 
-    def restrict(self, directory: str) -> None:
-        """Confine the calling process for good; below `directory` it may also write. Raises OSError."""
+    def ruleset(self, directory: str) -> int:
+        """Descriptor of rules under which `directory` may be written too, with whatever is mounted there later."""
         attributes = struct.pack("=QQQ", self._handled, _NET_ALL, _SCOPE_ALL)
         size = 24 if self.abi >= 6 else 16 if self.abi >= 4 else 8
         ruleset = _call("landlock_create_ruleset", _CREATE_RULESET, attributes, ctypes.c_size_t(size), 0)
         special = _EXECUTE | _MAKE_CHAR | _MAKE_SOCK | _MAKE_FIFO | _MAKE_BLOCK
-        for descriptor, rights in [*self._rules, (self._open(directory), self._handled & ~special)]:
+        own = self._open(directory)
+        for descriptor, rights in [*self._rules, (own, self._handled & ~special)]:
             rule = struct.pack("=Qi", rights, descriptor)
             _call("landlock_add_rule", _ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0)
-        if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-        _call("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)
-        os.close(ruleset)
+        os.close(own)
+        return ruleset
+
+
+def enforce(ruleset: int) -> None:
+    """Confine the calling process to a `FileRules.ruleset`, for good. Raises OSError."""
+    check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _call("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)

@@ -1,22 +1,28 @@
 """Starts and stops a server next to a trainer, so that a run needs no service of its own."""
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
+from ctpo_sandbox.client import authorization
+
 _POLL_S = 0.05
 _STOP_TIMEOUT_S = 10.0
+_GROUP_GRACE_S = 2.0
+_RESTART_PAUSE_S = 1.0
 _LOG_LINES = 20
+_log = logging.getLogger("ctpo_sandbox.launch")
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 
 
@@ -24,20 +30,28 @@ class SandboxStartError(Exception):
     """The server did not become healthy; the message ends with the last lines of its log."""
 
 
-@dataclass(frozen=True)
 class SandboxServer:
-    """A running server and its process; a context manager that stops it."""
+    """A running server, started again on its port whenever it ends; a context manager that stops it.
 
-    url: str
-    process: subprocess.Popen[bytes]
-    health: dict[str, Any]
+    url: its address. health: what `GET /health` said at first. restarts: how often it had to be started again.
+    """
+
+    def __init__(self, command: list[str], log_path: Path, start_timeout_s: float) -> None:
+        self.restarts = 0
+        self._command, self._log_path, self._start_timeout_s = command, log_path, start_timeout_s
+        self._stopping = threading.Event()
+        self.process, self.url, self.health = self._start(port=0)
+        self._watcher = threading.Thread(target=self._watch, name="sandbox-watcher", daemon=True)
+        self._watcher.start()
 
     def stop(self) -> None:
         """End the server and every process of it, by force after ten seconds. Safe to call twice.
 
         Raises subprocess.TimeoutExpired when even SIGKILL did not end it.
         """
+        self._stopping.set()
         _stop(self.process)
+        self._watcher.join(_STOP_TIMEOUT_S + self._start_timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -47,14 +61,65 @@ class SandboxServer:
     ) -> None:
         self.stop()
 
+    def _start(self, port: int) -> tuple[subprocess.Popen[bytes], str, dict[str, Any]]:
+        deadline = time.monotonic() + self._start_timeout_s
+        with tempfile.TemporaryDirectory(prefix="ctpo-sandbox-start-") as directory:
+            announce = Path(directory) / "url"
+            path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
+            with self._log_path.open("ab") as log:
+                process = subprocess.Popen(
+                    [*self._command, "--port", str(port), "--announce", str(announce)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "PYTHONPATH": path},
+                    start_new_session=True,
+                )
+            try:
+                url = _wait_for_url(process, announce, deadline)
+                return process, url, _wait_for_health(process, url, deadline)
+            except _NotUp as problem:
+                _stop(process)
+                raise SandboxStartError(
+                    f"the sandbox server did not start within {self._start_timeout_s:g} s: {problem}. "
+                    f"Last lines of {self._log_path}:\n{_tail(self._log_path)}"
+                ) from None
+            except BaseException:
+                _stop(process)
+                raise
+
+    def _watch(self) -> None:
+        port = int(self.url.rpartition(":")[2])
+        while not self._stopping.is_set():
+            status = self.process.wait()
+            if self._stopping.is_set():
+                return
+            self.restarts += 1
+            _log.error("the sandbox server ended with status %s; starting it again on port %d", status, port)
+            _stop(self.process)
+            try:
+                process, _, _ = self._start(port)
+            except SandboxStartError as error:
+                _log.error("%s", error)
+                self._stopping.wait(_RESTART_PAUSE_S)
+                continue
+            self.process = process
+            if self._stopping.is_set():  # `stop` saw the old process
+                _stop(process)
+
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):  # the group kill below is the answer to it
             process.wait(_STOP_TIMEOUT_S)
-    # The workers share the server's group; a snippet has its own but dies with its worker.
+    # Templates and workers share the server's group; a snippet has its own but dies with its worker. They end by
+    # themselves and take their files along; the dead may be in the group for a while until they are reaped.
+    deadline = time.monotonic() + _GROUP_GRACE_S
     with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(_POLL_S)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_STOP_TIMEOUT_S)
 
@@ -66,42 +131,20 @@ def start_server(
     max_run_timeout_s: float,
     start_timeout_s: float,
     log_path: Path,
-    require: str = "network",
+    require: str = "landlock",
+    level: str | None = None,
 ) -> SandboxServer:
     """Start a server on a free loopback port and wait until it answers; it ends with the calling process.
 
-    `memory_mb` and `max_run_timeout_s` bound each execution, `slots` how many run at once. Its log is appended to
-    `log_path`. Raises SandboxStartError when it ends or is not healthy within `start_timeout_s` seconds.
+    `memory_mb` and `max_run_timeout_s` bound each execution, `slots` how many run at once. `require`, `level`: least
+    isolation, and a forced one (docs/sandbox.md). Its log is appended to `log_path`. Raises SandboxStartError when it
+    ends or is not healthy within `start_timeout_s` seconds.
     """
-    deadline = time.monotonic() + start_timeout_s
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="ctpo-sandbox-start-") as directory:
-        announce = Path(directory) / "url"
-        command = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", "--slots", str(slots)]
-        command += ["--memory-mb", str(memory_mb), "--max-run-timeout", str(max_run_timeout_s), "--require", require]
-        command += ["--announce", str(announce), "--parent-pid", str(os.getpid())]
-        path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
-        with log_path.open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,
-            )
-        try:
-            url = _wait_for_url(process, announce, deadline)
-            return SandboxServer(url, process, _wait_for_health(process, url, deadline))
-        except _NotUp as problem:
-            _stop(process)
-            raise SandboxStartError(
-                f"the sandbox server did not start within {start_timeout_s:g} s: {problem}. "
-                f"Last lines of {log_path}:\n{_tail(log_path)}"
-            ) from None
-        except BaseException:
-            _stop(process)
-            raise
+    command = [sys.executable, "-m", "ctpo_sandbox.server", "--slots", str(slots), "--memory-mb", str(memory_mb)]
+    command += ["--max-run-timeout", str(max_run_timeout_s), "--require", require, "--parent-pid", str(os.getpid())]
+    command += [] if level is None else ["--level", level]
+    return SandboxServer(command, log_path, start_timeout_s)
 
 
 class _NotUp(Exception):
@@ -123,7 +166,7 @@ def _wait_for_url(process: subprocess.Popen[bytes], announce: Path, deadline: fl
 
 
 def _wait_for_health(process: subprocess.Popen[bytes], url: str, deadline: float) -> dict[str, Any]:
-    with httpx.Client(trust_env=False) as http:
+    with httpx.Client(trust_env=False, headers=authorization()) as http:
         while True:
             _check_alive(process, deadline, "does not answer GET /health")
             try:

@@ -2,7 +2,8 @@
 
 import json
 
-from ctpo_sandbox.pool import Pool, PoolUnavailable
+from ctpo_sandbox.pool import LevelRefused, Pool, PoolUnavailable
+from ctpo_sandbox.records import LEVELS
 
 PROTECTIONS = {
     "network": "no sockets but an unconnected UNIX stream pair",
@@ -11,25 +12,36 @@ PROTECTIONS = {
     "file writes": "no writes outside the run's own directory",
     "file reads": "no reads outside the interpreter and the system libraries",
     "memory": "address space limit",
+    "disk": "limit on the files of a run together",
+    "process list": "no other processes to be seen",
+    "interfaces": "no network interface but its own loopback",
 }
-REQUIREMENTS = {
-    "none": (),
-    "network": ("network", "processes"),
-    "filesystem": ("network", "processes", "file writes", "file reads"),
+_SYSTEM_CALLS = ("network", "processes", "signals", "memory")
+_FILES = (*_SYSTEM_CALLS, "file writes", "file reads")
+PROMISES = {
+    "namespaces-root": tuple(PROTECTIONS),
+    "namespaces-user": tuple(PROTECTIONS),
+    "landlock": _FILES,
+    "seccomp": _SYSTEM_CALLS,
+    "none": ("memory",),
 }
+"""What each level must be seen to enforce before it is used."""
+
+REQUIREMENTS = {"namespaces": 2, "landlock": 3, "seccomp": 4, "none": 5}
+"""How many of `LEVELS`, from the strongest on, satisfy `--require`."""
+
 NEVER_ENFORCED = (
-    "total disk use of a run (each file is bounded)",
-    "threads of a run (bounded by memory only)",
-    "kernel vulnerabilities (no virtual machine)",
+    "reading the packages of the server's environment",
+    "kernel vulnerabilities and side channels (no virtual machine)",
 )
 _TIMEOUT_S = 10.0
 _SNIPPET = """
-import json, os, socket
+import json, os, resource, socket
 
 def refused(action, *arguments):
     try:
         action(*arguments)
-    except (PermissionError, MemoryError):
+    except (OSError, MemoryError):
         return True
     return False
 
@@ -37,40 +49,70 @@ def new_process():
     if os.fork() == 0:
         os._exit(0)
 
-def write_above():
-    with open("../selftest", "w"):
+def write(path):
+    with open(path, "w"):
         pass
-    os.remove("../selftest")
+    os.remove(path)
+
+def fill():
+    for number in range(100):
+        with open(f"fill-{number}", "wb") as file:
+            file.write(bytes(1 << 20))
+
+def alone():
+    try:
+        return [name for name in os.listdir("/proc") if name.isdigit() and int(name) > 3] == []
+    except OSError:
+        return True
 
 print(json.dumps({
     "network": refused(socket.socket, socket.AF_INET) and refused(socket.socket, socket.AF_UNIX),
     "processes": refused(new_process),
     "signals": refused(os.kill, os.getppid(), 0),
-    "file writes": refused(write_above),
-    "file reads": refused(os.listdir, "..") and refused(open, "/etc/passwd"),
+    "file writes": refused(write, "../selftest") and refused(write, SERVERS + "/selftest"),
+    "file reads": refused(os.listdir, SERVERS) and refused(open, "/etc/passwd"),
     "memory": refused(bytearray, 1 << 44),
+    "disk": refused(fill),
+    "process list": alone() and refused(open, "/proc/1/environ"),
+    "interfaces": refused(os.listdir, "/sys/class/net"),
 }))
 """
 
 
 class NotEnforceable(Exception):
-    """This machine lacks a protection that `--require` names."""
+    """This machine offers no level that satisfies `--require`."""
+
+
+def candidates(requirement: str, level: str | None) -> list[str]:
+    """Levels to try, the strongest first; `level` forces one. Raises NotEnforceable when it does not satisfy."""
+    enough = list(LEVELS)[: REQUIREMENTS[requirement]]
+    if level is None:
+        return enough
+    if level not in enough:
+        raise NotEnforceable(f"--level {level} does not satisfy --require {requirement}; levels that do: {enough}")
+    return [level]
 
 
 async def measure(pool: Pool) -> dict[str, bool]:
-    """Which of `PROTECTIONS` hold here. Raises PoolUnavailable when not even the test can be run."""
-    run = await pool.run(_SNIPPET.encode(), b"", _TIMEOUT_S)
+    """Which of `PROTECTIONS` hold here.
+
+    Raises LevelRefused when one that the pool's level promises does not, PoolUnavailable when the test cannot be run.
+    """
+    run = await pool.run(f"SERVERS = {pool.directory!r}\n{_SNIPPET}", "", _TIMEOUT_S)
     if run.outcome.exit_code != 0:
         raise PoolUnavailable(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
-    return {name: bool(json.loads(run.stdout)[name]) for name in PROTECTIONS}
+    found = {name: bool(json.loads(run.stdout)[name]) for name in PROTECTIONS}
+    broken = [name for name in PROMISES[pool.level] if not found[name]]
+    if broken:
+        raise LevelRefused(f"the self-test got through: {', '.join(broken)}")
+    return found
 
 
-def check(enforced: dict[str, bool], requirement: str, missing: dict[str, str]) -> None:
-    """Raises NotEnforceable when `requirement` (a key of `REQUIREMENTS`) does not hold."""
-    lacking = [name for name in REQUIREMENTS[requirement] if not enforced[name]]
-    if lacking:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items()) or "no reason known"
-        raise NotEnforceable(
-            f"cannot enforce {', '.join(lacking)} on this machine ({reasons}). Install libseccomp2 and pyseccomp, or "
-            "accept the risk with --require none: snippets then run with the rights of this user."
-        )
+def explain(requirement: str, refused: dict[str, str]) -> str:
+    """Why no level could be had, and what to do."""
+    reasons = "; ".join(f"{level}: {reason}" for level, reason in refused.items())
+    return (
+        f"no isolation that satisfies --require {requirement} ({reasons}). Install libseccomp2 and pyseccomp; in a "
+        "container allow Landlock or user namespaces; or accept the risk with a weaker --require "
+        f"({', '.join(REQUIREMENTS)})."
+    )

@@ -1,10 +1,14 @@
-"""The server process: arguments, socket, start-up checks, and an end together with its parent."""
+"""The server process: arguments, socket, choice of isolation, and an end together with its parent."""
 
 import argparse
 import asyncio
+import contextlib
+import importlib.metadata
+import ipaddress
 import logging
 import math
 import os
+import platform
 import signal
 import socket
 import sys
@@ -14,10 +18,13 @@ from pathlib import Path
 import uvicorn
 
 from ctpo_sandbox.app import ServerState, create_app
-from ctpo_sandbox.pool import Pool, PoolUnavailable, WorkerLost
-from ctpo_sandbox.records import Limits
-from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, check, measure
+from ctpo_sandbox.libraries import tiers
+from ctpo_sandbox.pool import LevelRefused, Pool, PoolUnavailable, WorkerLost
+from ctpo_sandbox.records import LEVELS, Limits
+from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, explain, measure
 
+TOKEN_VARIABLE = "SANDBOX_TOKEN"
+_VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
 _SHUTDOWN_TIMEOUT_S = 2
 _BACKLOG = 2048
 _log = logging.getLogger("ctpo_sandbox.server")
@@ -35,16 +42,19 @@ def _positive(kind: type[int] | type[float]):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ctpo sandbox serve`."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind; anything but loopback has no login")
+    parser.add_argument("--host", default="127.0.0.1", help=f"off loopback {TOKEN_VARIABLE} must be set")
     parser.add_argument("--port", type=int, default=8080, help="0: any free port, see --announce")
-    parser.add_argument("--slots", type=_positive(int), default=2, help="executions at once")
+    slots = len(os.sched_getaffinity(0)) + 1
+    parser.add_argument("--slots", type=_positive(int), default=slots, help="executions at once (default: cores + 1)")
     parser.add_argument("--memory-mb", type=_positive(int), default=512, help="address space of one execution")
     parser.add_argument("--max-run-timeout", type=_positive(float), default=60.0, metavar="S")
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the URL here once the server is ready")
     parser.add_argument("--parent-pid", type=int, metavar="PID", help="end when this process ends")
     parser.add_argument(
-        "--require", choices=sorted(REQUIREMENTS), default="network", help="refuse to start without this isolation"
+        "--require", choices=list(REQUIREMENTS), default="landlock", help="refuse to start with less isolation"
     )
+    parser.add_argument("--level", choices=list(LEVELS), help="use this level of isolation, not the strongest there is")
+    parser.add_argument("--warm", default="", metavar="A,B", help="further modules to import ahead, e.g. scipy,pandas")
 
 
 def _watch_parent(pid: int, server: uvicorn.Server) -> None:
@@ -65,13 +75,40 @@ def _announce(path: Path, url: str) -> None:
     aside.replace(path)
 
 
+async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool], dict[str, str]]:
+    """A started pool at the strongest level there is, what it enforces, and why stronger levels were refused.
+
+    Raises NotEnforceable when no level satisfies `--require`.
+    """
+    libraries = tiers(filter(None, args.warm.split(",")))
+    refused: dict[str, str] = {}
+    for level in candidates(args.require, args.level):
+        pool = Pool(slots=args.slots, limits=Limits(memory_mb=args.memory_mb), level=level, libraries=libraries)
+        try:
+            await pool.start()
+            return pool, await measure(pool), refused
+        except (LevelRefused, WorkerLost, PoolUnavailable) as error:
+            pool.close()
+            refused[level] = str(error)
+        except BaseException:
+            pool.close()
+            raise
+    raise NotEnforceable(explain(args.require, refused))
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
+    for name in _VERSIONED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # optional, or run from a source tree
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
-    pool = Pool(slots=args.slots, limits=Limits(memory_mb=args.memory_mb))
+    pool, enforced, refused = await _isolated_pool(args)
     try:
-        await pool.start()
-        enforced = await measure(pool)
-        check(enforced, args.require, pool.missing)
-        state = ServerState(args.max_run_timeout, args.memory_mb, enforced)
+        token = os.environ.get(TOKEN_VARIABLE) or None
+        state = ServerState(args.max_run_timeout, args.memory_mb, enforced, token, refused, _versions())
         config = uvicorn.Config(
             create_app(pool, state),
             log_level="warning",
@@ -85,14 +122,27 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         _log.warning(
-            "sandbox at %s: %d slots, %d MB each, require=%s. NOT ENFORCED: %s.",
-            url, args.slots, args.memory_mb, args.require, "; ".join(state.not_enforced),
+            "sandbox at %s: %d slots, %d MB each, isolation %s (%s). NOT ENFORCED: %s.",
+            url, args.slots, args.memory_mb, pool.level, LEVELS[pool.level], "; ".join(state.not_enforced),
         )  # fmt: skip
         if args.announce is not None:
             _announce(args.announce, url)
         await server.serve(sockets=[listener])
     finally:
         pool.close()
+
+
+def _check_address(host: str) -> None:
+    """Raises NotEnforceable for an address that others reach while there is no token."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback and not os.environ.get(TOKEN_VARIABLE):
+        raise NotEnforceable(
+            f"--host {host} is not a loopback address: whoever reaches it could run code. Set {TOKEN_VARIABLE} to a "
+            "secret that clients send as a bearer token"
+        )
 
 
 def _exit_on(number: int, _: object) -> None:
@@ -106,10 +156,13 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_on)
     try:
+        _check_address(args.host)
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         with socket.create_server((args.host, args.port), family=family, backlog=_BACKLOG) as listener:
+            # asyncio asks for it only on sockets made with an explicit protocol; without it every reply waits 40 ms.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asyncio.run(_serve(args, listener))
-    except (NotEnforceable, PoolUnavailable, WorkerLost, OSError) as error:
+    except (NotEnforceable, OSError, ValueError) as error:
         print(f"ctpo sandbox did not start: {error}", file=sys.stderr)
         return 1
     return 0

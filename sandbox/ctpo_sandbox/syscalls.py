@@ -1,44 +1,126 @@
-"""The seccomp filter of a child: one process, no sockets, no reach into other processes or the kernel's settings."""
+"""The seccomp filters: what a single-process Python program needs, and nothing else.
 
+Two layers, because the kernel takes most of a millisecond to take in a long filter. A worker loads the allow-list
+once: system calls that are not on it do not exist (ENOSYS) for it and its children, those of future kernels included,
+and what programs ask for knowingly is refused with EPERM, which Python reports as PermissionError. Each child adds a
+short filter that refuses what only its worker needed.
+"""
+
+import ctypes
 import errno
+import os
+import struct
+import tempfile
 from collections.abc import Iterator
 
 import pyseccomp
 
-_CLONE_THREAD = 0x10000
-_INT = 0xFFFFFFFF
-_SYSCALL_UNKNOWN = -1
-_AF_UNIX = 1
-_SOCK_DGRAM, _SOCK_RAW = 2, 3
-_SOCK_TYPE_MASK = 0xF
-_PR_SET_PDEATHSIG = 1
-_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
-_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
+_ALLOWED = {
+    "files": (
+        "read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat openat2 creat close "
+        "close_range lseek stat fstat lstat newfstatat statx access faccessat faccessat2 dup dup2 dup3 "
+        "ftruncate truncate fallocate fsync fdatasync sync_file_range fadvise64 readahead sendfile splice tee vmsplice "
+        "copy_file_range getdents getdents64 getcwd chdir fchdir rename renameat renameat2 mkdir mkdirat rmdir unlink "
+        "unlinkat link linkat symlink symlinkat readlink readlinkat chmod fchmod fchmodat fchmodat2 chown fchown "
+        "lchown fchownat umask utime utimes utimensat futimesat statfs fstatfs getxattr lgetxattr fgetxattr listxattr "
+        "llistxattr flistxattr inotify_init inotify_init1 inotify_add_watch inotify_rm_watch"
+    ),
+    "waiting": (
+        "poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd "
+        "eventfd2 timerfd_create timerfd_settime timerfd_gettime signalfd signalfd4 pipe pipe2 pause nanosleep "
+        "clock_nanosleep wait4 waitid futex futex_wait futex_wake futex_waitv futex_requeue set_robust_list "
+        "get_robust_list restart_syscall membarrier rseq"
+    ),
+    "unix pairs": (
+        "sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown getsockname getpeername setsockopt getsockopt"
+    ),
+    "memory": (
+        "brk mmap munmap mremap mprotect madvise msync mincore mlock mlock2 munlock mlockall munlockall "
+        "get_mempolicy pkey_alloc pkey_free pkey_mprotect map_shadow_stack"
+    ),
+    "signals": (
+        "rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack alarm "
+        "setitimer getitimer timer_create timer_settime timer_gettime timer_getoverrun timer_delete"
+    ),
+    "time": "time gettimeofday clock_gettime clock_getres times",
+    "the process itself": (
+        "getpid getppid gettid getuid geteuid getgid getegid getresuid getresgid getgroups getpgrp getpgid getsid "
+        "getrusage getrlimit getpriority sched_yield sched_getaffinity sched_getparam sched_getscheduler "
+        "sched_get_priority_max sched_get_priority_min sched_getattr uname sysinfo getcpu getrandom arch_prctl "
+        "set_tid_address exit exit_group capget riscv_flush_icache riscv_hwprobe"
+    ),
+}
+
+_WORKER_ONLY = {
+    "new processes": "fork vfork execve execveat",
+    "ending them": "pidfd_open pidfd_send_signal setsid setpgid",
+    "giving up rights": (
+        "setrlimit setuid setgid setreuid setregid setresuid setresgid setgroups capset seccomp "
+        "landlock_create_ruleset landlock_add_rule landlock_restrict_self"
+    ),
+    "the work directory": "mount umount2",
+}
+
+_FILE_ATTRIBUTES = {
+    "owners and modes": "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat",
+    "dates": "utime utimes utimensat futimesat",
+    "size": "truncate",
+}
 
 _REFUSED = {
-    "new processes": "fork vfork execve execveat",
     "network": "socket bind connect listen accept accept4",
     "other processes": (
-        "ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp pidfd_open pidfd_getfd "
-        "pidfd_send_signal tkill rt_sigqueueinfo rt_tgsigqueueinfo migrate_pages move_pages"
+        "ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp pidfd_getfd tkill "
+        "rt_sigqueueinfo rt_tgsigqueueinfo migrate_pages move_pages setpriority sched_setaffinity sched_setparam "
+        "sched_setscheduler sched_setattr ioprio_set ioprio_get"
     ),
     "shared memory outside the address space limit": (
         "memfd_create memfd_secret shmget shmat shmctl shmdt semget semop semtimedop semctl msgget msgsnd msgrcv "
         "msgctl mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr"
     ),
     "locks on files of others": "flock",
-    "raising limits": "setrlimit",
+    "rights": (
+        "setfsuid setfsgid chroot setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr mknod mknodat"
+    ),
     "namespaces and mounts": (
-        "unshare setns mount umount2 pivot_root chroot open_tree move_mount fsopen fsconfig fsmount fspick "
-        "mount_setattr swapon swapoff"
+        "unshare setns pivot_root open_tree move_mount fsopen fsconfig fsmount fspick mount_setattr swapon swapoff"
     ),
     "kernel interfaces": (
         "bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register keyctl add_key request_key "
         "init_module finit_module delete_module kexec_load kexec_file_load reboot acct quotactl iopl ioperm "
-        "settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname syslog vhangup nfsservctl "
-        "lookup_dcookie fanotify_init fanotify_mark open_by_handle_at name_to_handle_at personality mknod mknodat"
+        "settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname syslog vhangup "
+        "fanotify_init fanotify_mark open_by_handle_at name_to_handle_at personality modify_ldt"
     ),
 }
+
+_CLONE_THREAD = 0x10000
+_INT = 0xFFFFFFFF
+_SYSCALL_UNKNOWN = -1
+_BINARY_TREE = 2
+_AF_UNIX, _SOCK_STREAM, _SOCK_DGRAM, _SOCK_RAW, _SOCK_SEQPACKET, _SOCK_TYPE_MASK = 1, 1, 2, 3, 5, 0xF
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_GET_NAME, _PR_SET_VMA = 1, 4, 15, 16, 0x53564D41
+_PRCTL_ALLOWED = (3, _PR_SET_NAME, _PR_GET_NAME, 39, _PR_SET_VMA)  # 3, 39: reading the dumpable and no_new_privs flags
+_F_SETLK, _F_SETLKW, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_OFD_SETLK, _F_OFD_SETLKW, _F_SETLEASE, _F_NOTIFY = (
+    *(6, 7, 8, 10, 15, 37, 38),
+    *(1024, 1026),
+)
+_FCNTL_REFUSED = (
+    *(_F_SETLK, _F_SETLKW, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_OFD_SETLK, _F_OFD_SETLKW, _F_SETLEASE, _F_NOTIFY),
+)
+_FCNTL_ALLOWED = tuple(command for command in (*range(40), 1025, *range(1030, 1040)) if command not in _FCNTL_REFUSED)
+_FIONCLEX, _FIOCLEX, _FIONBIO, _FIONREAD, _TCGETS, _TIOCGWINSZ = 0x5450, 0x5451, 0x5421, 0x541B, 0x5401, 0x5413
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
+_ANY_PID = 0x7ABCDE5F  # stands for the child's process id in the compiled filter
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_ALLOW = pyseccomp.ALLOW
+_EPERM = pyseccomp.ERRNO(errno.EPERM)
+_ENOSYS = pyseccomp.ERRNO(errno.ENOSYS)
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
 def _equals(argument: int, value: int, mask: int = _INT) -> pyseccomp.Arg:
@@ -46,39 +128,90 @@ def _equals(argument: int, value: int, mask: int = _INT) -> pyseccomp.Arg:
     return pyseccomp.Arg(argument, pyseccomp.MASKED_EQ, mask, value)
 
 
-def _conditional() -> Iterator[tuple[str, pyseccomp.Arg]]:
-    yield "clone", _equals(0, 0, mask=_CLONE_THREAD)
-    yield "prctl", _equals(0, _PR_SET_PDEATHSIG)
-    yield "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0)
-    yield "socketpair", pyseccomp.Arg(0, pyseccomp.NE, _AF_UNIX)
+def _conditional() -> Iterator[tuple[int, str, list[pyseccomp.Arg]]]:
+    """Rules of both layers that look at arguments; what matches none of a call's rules answers ENOSYS."""
+    for option in _PRCTL_ALLOWED:
+        yield _ALLOW, "prctl", [_equals(0, option)]
+    yield _EPERM, "prctl", [_equals(0, _PR_SET_DUMPABLE)]
+    for kind in (_SOCK_STREAM, _SOCK_SEQPACKET):
+        yield _ALLOW, "socketpair", [_equals(0, _AF_UNIX), _equals(1, kind, mask=_SOCK_TYPE_MASK)]
     for kind in (_SOCK_DGRAM, _SOCK_RAW):
-        yield "socketpair", _equals(1, kind, mask=_SOCK_TYPE_MASK)
-    for command in (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX):
-        yield "fcntl", _equals(1, command)
+        yield _EPERM, "socketpair", [_equals(1, kind, mask=_SOCK_TYPE_MASK)]
+    for command in _FCNTL_ALLOWED:
+        yield _ALLOW, "fcntl", [_equals(1, command)]
+    for command in _FCNTL_REFUSED:
+        yield _EPERM, "fcntl", [_equals(1, command)]
+    for request in (_FIOCLEX, _FIONCLEX, _FIONBIO, _FIONREAD, _TCGETS, _TIOCGWINSZ):
+        yield _ALLOW, "ioctl", [_equals(1, request)]
     for request in (_FIOSETOWN, _SIOCSPGRP):
-        yield "ioctl", _equals(1, request)
+        yield _EPERM, "ioctl", [_equals(1, request)]
 
 
-class SnippetFilter:
-    """The filter of one worker's children. `unknown` names system calls that this libseccomp cannot filter."""
+def _known(names: dict[str, str]) -> Iterator[str]:
+    """Names that this libseccomp knows; the kernel's other calls answer ENOSYS, so missing one is harmless."""
+    for name in " ".join(names.values()).split():
+        if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) != _SYSCALL_UNKNOWN:
+            yield name
 
-    def __init__(self) -> None:
-        self.unknown: list[str] = []
-        self._filter = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-        refused = pyseccomp.ERRNO(errno.EPERM)
-        for name in " ".join(_REFUSED.values()).split():
-            if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) == _SYSCALL_UNKNOWN:
-                self.unknown.append(name)
-            else:
-                self._filter.add_rule(refused, name)
-        for name, condition in _conditional():
-            self._filter.add_rule(refused, name, condition)
-        # glibc falls back to clone, whose flags the filter can read.
-        self._filter.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
+
+def restrict_worker() -> None:
+    """Load the allow-list into the calling worker, for good. Raises RuntimeError or OSError without libseccomp."""
+    rules = pyseccomp.SyscallFilter(_ENOSYS)
+    rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, _BINARY_TREE)
+    for name in _known(_ALLOWED | _WORKER_ONLY):
+        rules.add_rule(_ALLOW, name)
+    for name in ("clone", "prlimit64", "kill", "tgkill"):  # the children's filter looks at their arguments
+        rules.add_rule(_ALLOW, name)
+    for action, name, conditions in _conditional():
+        rules.add_rule(action, name, *conditions)
+    for option in (_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP):
+        rules.add_rule(_ALLOW, "prctl", _equals(0, option))
+    for name in _known(_REFUSED):
+        rules.add_rule(_EPERM, name)
+    rules.load()
+
+
+class ChildFilter:
+    """What a child gives up beyond its worker; compiled once, loaded by every child.
+
+    file_attributes: whether it may change owners, modes and dates, and truncate by path. Landlock does not look at the
+    first three, nor before Linux 6.2 at the last, so a child that shares its user with other files must not.
+    """
+
+    def __init__(self, *, file_attributes: bool) -> None:
+        rules = pyseccomp.SyscallFilter(_ALLOW)
+        for name in _known(_WORKER_ONLY):
+            rules.add_rule(_EPERM, name)
+        if not file_attributes:
+            for name in _known(_FILE_ATTRIBUTES):
+                rules.add_rule(_EPERM, name)
+            for name, flags in (("open", 1), ("openat", 2)):
+                rules.add_rule(_EPERM, name, _equals(flags, os.O_TRUNC, mask=os.O_TRUNC | os.O_ACCMODE))
+            rules.add_rule(_ENOSYS, "openat2")  # its flags are out of a filter's sight
+        rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=_CLONE_THREAD))
+        rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
+        for option in (_PR_SET_PDEATHSIG, _PR_SET_SECCOMP):
+            rules.add_rule(_EPERM, "prctl", _equals(0, option))
+        for name in ("kill", "tgkill"):
+            rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, _ANY_PID))
+        with tempfile.TemporaryFile() as file:
+            rules.export_bpf(file)
+            file.seek(0)
+            self._code = file.read()
+        wanted = struct.pack("=I", _ANY_PID)
+        # The operand is the second half of an eight-byte instruction.
+        self._places = [at for at in range(4, len(self._code), 8) if self._code[at : at + 4] == wanted]
+        if not self._places:
+            raise RuntimeError("the compiled seccomp filter does not compare process ids")
 
     def load(self, pid: int) -> None:
         """Confine the calling process, whose id is `pid`, for good. Raises OSError."""
-        for name in ("kill", "tgkill"):
-            own = pyseccomp.Arg(0, pyseccomp.NE, pid)
-            self._filter.add_rule(pyseccomp.ERRNO(errno.EPERM), name, own)
-        self._filter.load()
+        code = bytearray(self._code)
+        for at in self._places:
+            code[at : at + 4] = struct.pack("=I", pid)
+        program = _Program(len(code) // 8, bytes(code))
+        if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+        if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"prctl(PR_SET_SECCOMP): {os.strerror(number)}")

@@ -1,31 +1,16 @@
-"""The fork server: a clean interpreter with the mathematics of the standard library imported, one child per run."""
+"""The worker of a slot: forks one confined child per run, waits for it or kills it, and says how it ended."""
 
 import contextlib
-import gc
-import importlib
 import json
-import logging
 import os
-import resource
 import select
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 
 from ctpo_sandbox.child import SETUP_DONE, Files, become_snippet
-from ctpo_sandbox.confine import Confinement, cpu_limit_s
-from ctpo_sandbox.records import MAX_MESSAGE_BYTES, READY, Limits, Outcome
-
-PRELOADED = (
-    "bisect cmath collections copy datetime decimal fractions functools heapq inspect io itertools json math numbers "
-    "operator random re statistics string textwrap time typing"
-)
-_CLEANUP_TIMEOUT_S = 30.0
-_REMOVE_TREE = 'find "$1" -type d ! -perm -700 -exec chmod u+rwx {} \\; ; rm -rf -- "$1"'
-_log = logging.getLogger("ctpo_sandbox.worker")
+from ctpo_sandbox.confine import Confinement, WorkDirectories, cpu_limit_s
+from ctpo_sandbox.records import MAX_MESSAGE_BYTES, READY, Outcome
 
 
 class ServerGone(Exception):
@@ -35,28 +20,28 @@ class ServerGone(Exception):
 class ForkServer:
     """Runs one snippet at a time for the server at the other end of `control`."""
 
-    def __init__(self, control: socket.socket, confinement: Confinement, directory: str) -> None:
+    def __init__(self, control: socket.socket, confinement: Confinement, work: WorkDirectories) -> None:
         self._control = control
         self._confinement = confinement
-        self._directory = directory
+        self._work = work
 
     def serve(self) -> None:
         """Answer requests until the server goes away."""
-        self._control.send(READY + json.dumps(self._confinement.missing).encode())
+        self._control.send(READY)
         while True:
-            message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, len(Files.__annotations__))
-            if not message:
-                return
-            directory = tempfile.mkdtemp(prefix="run-", dir=self._directory)
             try:
-                outcome = self._execute(Files(*descriptors), directory, json.loads(message)["run_timeout_s"])
+                message, descriptors, _, _ = socket.recv_fds(
+                    self._control, MAX_MESSAGE_BYTES, len(Files.__annotations__)
+                )
+                if not message:
+                    return
+                with self._work.fresh() as directory:
+                    outcome = self._execute(Files(*descriptors), directory, json.loads(message)["run_timeout_s"])
                 for descriptor in descriptors:
                     os.close(descriptor)
                 self._control.send(outcome.encode())
-            except (ServerGone, BrokenPipeError):
+            except (ServerGone, BrokenPipeError, ConnectionResetError):
                 return
-            finally:
-                remove_tree(directory)
 
     def _execute(self, files: Files, directory: str, run_timeout_s: float) -> Outcome:
         setup_read, setup_write = os.pipe()
@@ -125,45 +110,3 @@ def _cpu_limit_fired(exit_code: int, cpu_s: float, run_timeout_s: float) -> bool
     """A snippet can send itself the same signals, so the CPU time used has to agree."""
     signalled = exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
     return signalled and cpu_s > cpu_limit_s(run_timeout_s) - 0.1
-
-
-def remove_tree(directory: str) -> None:
-    """Remove a directory that a snippet filled: any depth, any permissions, symbolic links not followed."""
-    try:
-        os.rmdir(directory)
-        return
-    except FileNotFoundError:
-        return
-    except OSError:
-        command = ["sh", "-c", _REMOVE_TREE, "sh", directory]
-    try:
-        done = subprocess.run(command, timeout=_CLEANUP_TIMEOUT_S, capture_output=True, text=True, check=False)
-        problem = done.stderr.strip() if done.returncode else ""
-    except subprocess.TimeoutExpired:
-        problem = f"rm -rf did not finish within {_CLEANUP_TIMEOUT_S:g} s"
-    if problem:
-        _log.error("work directory %s is left behind: %s", directory, problem)
-
-
-def main(configuration: str) -> None:
-    """Entry point of the worker process; `configuration` is JSON written by the pool."""
-    settings = json.loads(configuration)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
-    limits = Limits(**settings["limits"])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limits.open_files, limits.open_files))
-    for name in PRELOADED.split():
-        importlib.import_module(name)
-    confinement = Confinement(limits)
-    sys.path.remove(settings["package_root"])
-    gc.collect()
-    gc.freeze()
-    directory = settings["directory"]
-    os.mkdir(directory, 0o700)
-    control = socket.socket(fileno=settings["control_fd"])
-    try:
-        ForkServer(control, confinement, directory).serve()
-    finally:
-        remove_tree(directory)
-        # A server that was killed cannot remove its directory; the last of its workers can.
-        with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(directory))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,23 @@ class Ctpo:
 
     def train_until(self, text: str, *overrides: str, timeout: float = 200) -> str:
         """Run until a line containing `text` appears, then kill -9 the whole process group; returns the output."""
-        log = self.directory / "killed.log"
+        with self._running("killed.log", text, *overrides, timeout=timeout) as (process, log):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=30)
+        return log.read_text()
+
+    def train_disturbed(self, text: str, disturb: Callable[[int], None], *overrides: str) -> tuple[int, str]:
+        """Run to the end, calling `disturb(process id)` once a line contains `text`; exit status and output."""
+        with self._running("disturbed.log", text, *overrides, timeout=200) as (process, log):
+            disturb(process.pid)
+            return process.wait(timeout=200), log.read_text()
+
+    @contextlib.contextmanager
+    def _running(
+        self, name: str, text: str, *overrides: str, timeout: float
+    ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+        """A run whose output has got to `text`."""
+        log = self.directory / name
         with log.open("w") as output:
             process = subprocess.Popen(
                 self.command(*overrides),
@@ -70,12 +88,15 @@ class Ctpo:
                 stderr=output,
                 start_new_session=True,
             )
-            deadline = time.monotonic() + timeout
-            while text not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.2)
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=30)
-        return log.read_text()
+            try:
+                deadline = time.monotonic() + timeout
+                while text not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.2)
+                yield process, log
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait(timeout=30)
 
 
 def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

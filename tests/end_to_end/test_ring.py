@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from small_run import Ctpo, records
@@ -64,6 +66,30 @@ def test_exported_model_gives_the_same_greedy_answers(finished: Path) -> None:
                 prompt, max_new_tokens=end - start, do_sample=False, eos_token_id=tokenizer.eos_token_id
             )
         assert found[0, start:].tolist() == ids[start:end]
+
+
+def is_sandbox_server(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # it may be ending
+        return process.cmdline()[1:3] == ["-m", "ctpo_sandbox.server"]
+    return False
+
+
+def kill_sandbox(run: int) -> None:
+    """Kill the server of a running training job and everything it started."""
+    (server,) = filter(is_sandbox_server, psutil.Process(run).children(recursive=True))
+    for process in [server, *server.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def test_a_killed_sandbox_is_started_again_and_the_run_goes_on(ctpo: Ctpo) -> None:
+    longer = ("warmup.steps=500", "run.steps=6")  # so that the model has learnt to call the tool
+    status, output = ctpo.train_disturbed("[rl] step 1/6", kill_sandbox, "run.name=disturbed", *longer)
+    assert status == 0, output[-4000:]
+    assert "the sandbox server ended with status -9; starting it again" in output
+    for record in records(ctpo.directory / "runs" / "disturbed")[1:]:
+        assert record["sandbox/calls"] > 0
+        assert record["rollout/lost_timeout"] == record["rollout/lost_runtime_error"] == 0
 
 
 def test_the_same_seed_gives_the_same_run(ctpo: Ctpo, finished: Path) -> None:

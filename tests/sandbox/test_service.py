@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from ctpo_sandbox import SandboxClient, SandboxStartError, SandboxUnavailable, start_server
+from ctpo_sandbox import ClientStats, SandboxClient, SandboxStartError, SandboxUnavailable, start_server
 
 _PATH = "/faas/sandbox/"
 
@@ -124,10 +124,20 @@ def test_concurrent_mixed_runs_do_not_mix(sandbox_server):
 
 def test_killed_workers_are_replaced_and_the_run_retried(sandbox_server, execute):
     before = _health(sandbox_server.url)
-    for pid in before["workers"]:
+    for pid in filter(None, before["workers"]):
         os.kill(pid, signal.SIGKILL)
-    assert execute("print('again')").stdout == "again\n"
-    assert _health(sandbox_server.url)["worker_restarts"] > before["worker_restarts"]
+    for _ in range(before["slots"]):
+        assert execute("print('again')").stdout == "again\n"
+    assert _health(sandbox_server.url)["restarts"] > before["restarts"]
+
+
+def test_killed_templates_are_replaced(sandbox_server, execute):
+    before = _health(sandbox_server.url)
+    for pid in before["templates"].values():
+        os.kill(pid, signal.SIGKILL)
+    for code in ("print('again')", "import numpy; print('again')", "import sympy; print('again')"):
+        assert execute(code).stdout == "again\n"
+    assert _health(sandbox_server.url)["restarts"] >= before["restarts"] + 3
 
 
 def test_worker_killed_during_a_run(sandbox_server):
@@ -155,8 +165,8 @@ def test_hanging_up_kills_the_snippet(sandbox_server):
 def test_nothing_runs_between_requests(sandbox_server, execute):
     execute("import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()")
     execute("while True: pass", run_timeout_s=0.2)
-    workers = psutil.Process(sandbox_server.process.pid).children()
-    assert [worker.children() for worker in workers] == [[], []]
+    workers = [pid for pid in _health(sandbox_server.url)["workers"] if pid is not None]
+    assert [psutil.Process(worker).children() for worker in workers] == [[] for _ in workers]
 
 
 def _run_against(url: str, **options) -> tuple[SandboxUnavailable, SandboxClient]:
@@ -169,9 +179,9 @@ def _run_against(url: str, **options) -> tuple[SandboxUnavailable, SandboxClient
 def test_no_server_is_never_a_result():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    error, client = _run_against(url)
+    error, client = _run_against(url, request_timeout_s=1.0)
     assert url in str(error) and "ConnectError" in str(error) and "Check that the server runs" in str(error)
-    assert (client.stats.retries, client.stats.unavailable) == (4, 1)
+    assert (client.stats.retries, client.stats.unavailable) == (4, 1)  # after 0.1, 0.3, 0.7 s
 
 
 def test_silent_server_meets_the_deadline():
@@ -215,34 +225,176 @@ time.sleep(60)
         pid, url = parent.stdout.readline().split()
         with _endless_run(url):
             family = [psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)]
-            assert len(family) == 3
+            assert len(family) >= 6  # server, a template of each tier, a worker, its snippet
             parent.kill()
-            _wait_until(lambda: _gone(family), "server, worker and snippet to end with their parent")
-    assert list(tmp_path.glob("ctpo-sandbox-*")) == []
+            _wait_until(lambda: _gone(family), "the server and all its processes to end with their parent")
+    _wait_until(lambda: not list(tmp_path.glob("ctpo-sandbox-*")), "its files to go")
 
 
 def test_stopping_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     log = tmp_path / "log"
     with start_server(slots=2, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=log) as server:
-        directories = list(tmp_path.glob("ctpo-sandbox-*/worker-*"))
+        directories = list(tmp_path.glob("ctpo-sandbox-*/box-*"))
         with _endless_run(server.url) as snippet:
             os.kill(snippet.ppid(), signal.SIGKILL)
-    assert len(directories) == 2
+    assert len(directories) >= 3
     assert list(tmp_path.iterdir()) == [log]
 
 
-def test_workers_end_with_a_killed_server(tmp_path: Path):
-    server = start_server(slots=1, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=tmp_path / "log")
-    with _endless_run(server.url):
-        family = psutil.Process(server.process.pid).children(recursive=True)
-        assert len(family) == 2
-        server.process.kill()
-        _wait_until(lambda: _gone(family), "worker and snippet to end with their server")
-    server.stop()
+def test_a_killed_server_takes_everything_along_and_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    log = tmp_path / "log"
+    with start_server(slots=1, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=log) as server:
+        (before,) = tmp_path.glob("ctpo-sandbox-*")
+        with _endless_run(server.url):
+            family = psutil.Process(server.process.pid).children(recursive=True)
+            assert len(family) >= 5
+            server.process.kill()
+            _wait_until(lambda: _gone(family), "templates, worker and snippet to end with their server")
+        client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=30)
+        assert asyncio.run(client.run("print('back')", run_timeout_s=4)).stdout == "back\n"
+        assert server.restarts == 1 and client.stats.retries > 0
+        _wait_until(lambda: not before.exists(), "the files of the killed server to go")
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_several_servers_share_the_work_and_stand_in_for_each_other(tmp_path: Path):
+    options = {"slots": 1, "memory_mb": 256, "max_run_timeout_s": 9, "start_timeout_s": 30}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with (
+        start_server(**options, log_path=tmp_path / "one") as one,
+        start_server(**options, log_path=tmp_path / "two") as two,
+    ):
+
+        async def many() -> ClientStats:
+            client = SandboxClient([dead, one.url, two.url], max_concurrency=8, request_timeout_s=30)
+            results = await asyncio.gather(
+                *(client.run(f"import time; time.sleep(0.05); print({i})", run_timeout_s=4) for i in range(40))
+            )
+            assert [result.stdout for result in results] == [f"{i}\n" for i in range(40)]
+            await client.aclose()
+            return client.stats
+
+        stats = asyncio.run(many())
+        executions = [_health(server.url)["executions"] for server in (one, two)]
+    assert sum(executions) == 40 and min(executions) >= 10
+    assert stats.retries > 0 and stats.unavailable == 0
+
+
+def test_off_loopback_needs_a_token(tmp_path: Path):
+    command = [sys.executable, "-m", "ctpo_sandbox.server", "--host", "0.0.0.0", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox")}
+    environment.pop("SANDBOX_TOKEN", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "--host 0.0.0.0 is not a loopback address" in done.stderr and "SANDBOX_TOKEN" in done.stderr
+
+
+def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SANDBOX_TOKEN", "secret-of-the-test")
+    options = {"slots": 1, "memory_mb": 256, "max_run_timeout_s": 9, "start_timeout_s": 30}
+    with start_server(**options, log_path=tmp_path / "log") as server:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-of-the-test"}):
+            response = httpx.post(server.url + _PATH, json={"code": "1"}, headers=headers, timeout=10, trust_env=False)
+            assert response.status_code == 401
+        client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=10)
+        assert asyncio.run(client.run("print(1)", run_timeout_s=1)).stdout == "1\n"
+        monkeypatch.delenv("SANDBOX_TOKEN")
+        error, _ = _run_against(server.url)
+        assert "wants a bearer token" in str(error)
+    assert "secret-of-the-test" not in (tmp_path / "log").read_text()
+
+
+def test_metrics_count_verdicts_and_refusals(sandbox_server, execute):
+    def counted() -> dict[str, float]:
+        text = httpx.get(f"{sandbox_server.url}/metrics", timeout=10, trust_env=False).text
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
+
+    before = counted()
+    execute("print(1)")
+    execute("1/0")
+    _post(sandbox_server, language="cpp")
+    after = counted()
+    for name in ('runs_total{status="success"}', 'runs_total{status="runtime_error"}', 'rejected_total{code="400"}'):
+        assert after[f"ctpo_sandbox_{name}"] == before.get(f"ctpo_sandbox_{name}", 0) + 1, name
+    assert after["ctpo_sandbox_slots"] == after["ctpo_sandbox_idle_slots"] == 2
+
+
+def test_a_huge_body_is_refused(sandbox_server):
+    assert _post(sandbox_server, stdin="x" * (17 << 20)).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "run_status", "return_code"),
+    [
+        ("print(7)", "Success", "Finished", 0),
+        ("1/0", "Failed", "Finished", 1),
+        ("while True: pass", "Failed", "TimeLimitExceeded", -9),
+    ],
+)
+def test_sandbox_fusion_words(sandbox_server, code, status, run_status, return_code):
+    body = {"code": code, "language": "python", "run_timeout": 0.5, "memory_limit_MB": 1024, "files": {}}
+    reply = httpx.post(f"{sandbox_server.url}/run_code", json=body, timeout=30, trust_env=False).json()
+    assert (reply["status"], reply["run_result"]["status"]) == (status, run_status)
+    assert reply["run_result"]["return_code"] == return_code
+    assert reply["run_result"]["execution_time"] > 0
 
 
 def test_importing_the_front_door_is_light():
     code = "import sys, ctpo_sandbox; assert not {'torch', 'fastapi', 'ctpo_megatron'} & set(sys.modules)"
     root = str(Path(__file__).parents[2] / "sandbox")
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}, timeout=60, check=True)
+
+
+def _ctpo(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join(str(folder) for folder in (root, root / "sandbox", root / "kernels"))
+    command = [sys.executable, "-m", "ctpo_megatron.cli", "sandbox", *arguments]
+    environment = {**os.environ, "PYTHONPATH": paths, **options}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_smoke_passes_on_a_good_server(sandbox_server):
+    done = _ctpo("smoke", "--url", sandbox_server.url)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok ") >= 12 and "FAILED" not in done.stdout
+
+
+def test_smoke_fails_on_a_server_without_isolation(tmp_path: Path):
+    options = {"slots": 1, "memory_mb": 384, "max_run_timeout_s": 9, "start_timeout_s": 30}
+    with start_server(**options, log_path=tmp_path / "log", level="none", require="none") as server:
+        done = _ctpo("smoke", "--url", server.url)
+    assert done.returncode == 1
+    assert "FAILED no other program: expected runtime_error, got success" in done.stdout
+
+
+def test_bench_prints_its_table(sandbox_server):
+    done = _ctpo("bench", "--url", sandbox_server.url, "--seconds", "0.2", "--concurrency", "2")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["snippet", "print", "numpy", "integrate", "heavy", "solve"]
+    assert all(float(line[2]) > 0 for line in lines[1:])
+
+
+def test_a_level_below_what_is_required_is_refused():
+    done = _ctpo("serve", "--port", "0", "--level", "seccomp", "--require", "namespaces")
+    assert done.returncode == 1
+    assert "--level seccomp does not satisfy --require namespaces" in done.stderr
+
+
+def test_unknown_modules_to_warm_are_named():
+    done = _ctpo("serve", "--port", "0", "--warm", "json,no_such_module")
+    assert done.returncode == 1
+    assert "--warm: cannot find no_such_module" in done.stderr
+
+
+def test_a_warm_tier_of_ones_own(tmp_path: Path):
+    from ctpo_sandbox.libraries import choose, tiers
+
+    available = tiers(["xml.dom"])
+    assert [tier.name for tier in available] == ["stdlib", "numpy", "sympy", "extra"]
+    chosen = {code: choose(code, available) for code in ("x = 1", "import numpy", "from sympy import *", "import xml")}
+    assert list(chosen.values()) == ["stdlib", "numpy", "sympy", "extra"]
+    assert choose("numpyish = sympy_ = 1", available) == "stdlib"

@@ -1,0 +1,82 @@
+"""The system calls that Python has no name for, each raising OSError: mounts, namespaces, capabilities, prctl."""
+
+import ctypes
+import os
+import struct
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+PR_SET_PDEATHSIG = 1
+
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_MOUNT_SETATTR = 442  # the same number on every architecture
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPABILITY_VERSION_3 = 0x20080522
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, what: str) -> int:
+    """`result`, or OSError with the calling thread's errno when it is negative."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces named by `flags` (CLONE_NEW*); with CLONE_NEWPID the next child is in a new one."""
+    check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    check(_libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]), f"mount {source} on {target}")
+
+
+def unmount(target: str) -> None:
+    """Take `target` out of this mount namespace; it goes away with its last user."""
+    check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def restrict_mount(target: str, attributes: int, *, recursive: bool) -> None:
+    """Add MOUNT_ATTR_* to the mount at `target` (Linux 5.12)."""
+    flags = _AT_RECURSIVE if recursive else 0
+    wanted = struct.pack("=QQQQ", attributes, 0, 0, 0)
+    path = target.encode()
+    result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, flags, wanted, ctypes.c_size_t(len(wanted)))
+    check(result, f"mount_setattr {target}")
+
+
+def enter_root(directory: str) -> None:
+    """Make the mount at `directory` the root; the old root is gone afterwards."""
+    number = _PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise OSError(f"pivot_root: number unknown on {os.uname().machine}")
+    os.chdir(directory)
+    # The new root stacks on the old one at the same place, so that only the old one is left to take away.
+    check(_libc.syscall(number, b".", b"."), "pivot_root")
+    unmount(".")
+    os.chdir("/")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability."""
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    check(_libc.capset(header, bytes(24)), "capset")
+
+
+def die_with_parent(parent: int, signal_number: int) -> None:
+    """Get `signal_number` when the thread that made this process ends. Raises OSError when `parent` is gone already."""
+    check(_libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        raise OSError(f"the parent (pid {parent}) died while its child started")

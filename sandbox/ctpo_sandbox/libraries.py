@@ -1,0 +1,93 @@
+"""Library tiers: what a fork server has imported before its first run, and which one a snippet gets."""
+
+import contextlib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Library:
+    """One tier. modules: imported in order; warm_up: code that fills the caches which first calls would fill.
+
+    A snippet that mentions any of `words` gets the last tier that lists it; every tier can import everything.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    warm_up: str = ""
+
+
+_STANDARD = (
+    "bisect cmath collections copy datetime decimal fractions functools heapq inspect io itertools json math numbers "
+    "operator random re statistics string textwrap time typing"
+)
+# One call of each kind that answers often use: sympy imports and builds much of itself at the first of a kind.
+_SYMPY = """
+from sympy import *
+x, y = symbols("x y")
+integrate(x**2 * exp(-x), x), integrate(cos(2 * x) * exp(-x), x), integrate(1 / (x**2 + 4), (x, 0, 1))
+solve(x**2 - 5 * x + 6, x), solve([x + y - 3, x - y - 1], [x, y]), solve(x**3 - 6 * x**2 + 11 * x - 6, x)
+solve(sin(x) - Rational(1, 3), x), solve(x**2 < 9, x), solveset(x**2 - 2, x), nsolve(cos(x) - 2 * x, x, 1)
+simplify(sin(x) ** 2 + cos(x) ** 2), simplify((x**2 - 1) / (x - 1)), trigsimp(sin(2 * x) / cos(x))
+factor(x**3 - 8), expand((x + y) ** 3), apart(1 / (x**2 - 1), x), Poly(x**4 - 16, x).all_roots()
+series(exp(2 * x), x, 0, 4), limit(sin(3 * x) / x, x, 0), summation(x**2, (x, 1, y)), diff(tan(x) * log(x), x)
+Matrix([[2, 1], [1, 3]]).eigenvals(), Matrix([[1, 2], [3, 4]]).inv(), lambdify(x, x**2 + 1)(3)
+factorint(2**32 + 1), isprime(10**9 + 7), divisors(360), binomial(20, 10), N(pi, 30), nsimplify(0.25)
+str(sqrt(x) / y), latex(x**2 / y)
+"""
+BUILT_IN = (
+    Library("stdlib", tuple(_STANDARD.split())),
+    Library("numpy", ("numpy", "numpy.random", "numpy.linalg"), ("numpy",)),
+    Library("sympy", ("numpy", "numpy.random", "numpy.linalg", "sympy"), ("sympy",), _SYMPY),
+)
+
+
+def tiers(extra: Iterable[str] = ()) -> tuple[Library, ...]:
+    """The tiers whose packages are installed; `extra` modules make a last one, on top of the one before it.
+
+    Raises ValueError naming extra modules that cannot be found.
+    """
+    found = [tier for tier in BUILT_IN if all(_installed(name) for name in tier.modules)]
+    names = tuple(extra)
+    unknown = [name for name in names if not _installed(name)]
+    if unknown:
+        raise ValueError(f"--warm: cannot find {', '.join(unknown)} in the server's environment")
+    if names:
+        below = found[-1]
+        words = tuple(name.partition(".")[0] for name in names)
+        found.append(Library("extra", (*below.modules, *names), words, below.warm_up))
+    return tuple(found)
+
+
+def _installed(name: str) -> bool:
+    with contextlib.suppress(ModuleNotFoundError):  # a missing parent package
+        return importlib.util.find_spec(name) is not None
+    return False
+
+
+def choose(code: str, available: Iterable[Library]) -> str:
+    """Name of the tier for `code`, by the words in it; a wrong guess costs time and nothing else."""
+    chosen = ""
+    for tier in available:
+        if not tier.words or any(re.search(rf"\b{re.escape(word)}\b", code) for word in tier.words):
+            chosen = tier.name
+    return chosen
+
+
+def load(tier: Library) -> None:
+    """Import the tier's modules into the calling process and warm them up."""
+    for name in tier.modules:
+        importlib.import_module(name)
+    exec(tier.warm_up, {})
+
+
+def reseed() -> None:
+    """Give a forked child randomness of its own where libraries hold a generator that forking copied."""
+    legacy = sys.modules.get("numpy.random")
+    if legacy is not None:
+        legacy.seed()

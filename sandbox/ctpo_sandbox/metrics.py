@@ -1,0 +1,55 @@
+"""What `GET /metrics` reports, in Prometheus's text format."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ctpo_sandbox.pool import Pool, Run
+
+_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._registry = CollectorRegistry()
+        self._runs = Counter("ctpo_sandbox_runs", "Finished runs by verdict.", ["status"], registry=self._registry)
+        self._rejected = Counter(
+            "ctpo_sandbox_rejected", "Requests without a verdict, by HTTP status.", ["code"], registry=self._registry
+        )
+        self._wall = Histogram(
+            "ctpo_sandbox_run_seconds", "Wall time of runs.", buckets=_SECONDS, registry=self._registry
+        )
+        self._queue = Histogram(
+            "ctpo_sandbox_queue_seconds", "Time runs waited for a slot.", buckets=_SECONDS, registry=self._registry
+        )
+        self._cpu = Counter("ctpo_sandbox_cpu_seconds", "CPU time of runs.", registry=self._registry)
+        for name, text, value in (
+            ("slots", "Runs that can go on at once.", lambda: pool.slots),
+            ("idle_slots", "Slots without a run.", lambda: pool.idle),
+            ("waiting", "Requests waiting for a slot.", lambda: pool.waiting),
+            ("restarts", "Templates and workers replaced since the start.", lambda: pool.restarts),
+        ):
+            Gauge(f"ctpo_sandbox_{name}", text, registry=self._registry).set_function(value)
+
+    @property
+    def runs(self) -> int:
+        """Finished runs."""
+        return int(sum(sample.value for sample in self._samples("ctpo_sandbox_runs_total")))
+
+    def _samples(self, name: str):
+        return (s for metric in self._registry.collect() for s in metric.samples if s.name == name)
+
+    def finished(self, run: Run, status: str) -> None:
+        """Count a verdict."""
+        self._runs.labels(status).inc()
+        self._wall.observe(run.outcome.wall_s)
+        self._queue.observe(run.queue_s)
+        self._cpu.inc(run.outcome.cpu_s)
+
+    def rejected(self, code: int) -> None:
+        """Count a request that got no verdict."""
+        self._rejected.labels(str(code)).inc()
+
+    def text(self) -> bytes:
+        """The exposition."""
+        return generate_latest(self._registry)

@@ -1,0 +1,126 @@
+"""The box around the workers of a server: own process ids, network, mounts, and a root with little in it."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ctpo_sandbox import libc
+
+TREES = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/sys/devices/system/cpu")
+FILES = (
+    "/dev/null",
+    "/dev/zero",
+    "/dev/urandom",
+    "/dev/random",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+)
+WORK = "/work"
+"""Above the place where each run's directory is mounted: Landlock looks at what lies above a mount point, not at it."""
+
+RUN = f"{WORK}/run"
+_INSIDE = libc.CLONE_NEWNS | libc.CLONE_NEWIPC | libc.CLONE_NEWNET | libc.CLONE_NEWUTS
+_QUIET = libc.MS_NOSUID | libc.MS_NODEV
+
+
+def readable_trees() -> list[str]:
+    """Directories that a snippet may read: the system's and the interpreter's; none inside another."""
+    found: list[str] = []
+    for path in sorted({*TREES, sys.prefix, sys.base_prefix}):
+        if Path(path).is_dir() and not any(Path(path).is_relative_to(tree) for tree in found):
+            found.append(path)
+    return found
+
+
+def enter(root: str, *, user: bool, leave: Callable[[], None]) -> None:
+    """Move the calling process into a box built on the empty directory `root`; returns in a child, as its process 1.
+
+    user: make a user namespace first, as an unprivileged server must. The calling process waits for the child, calls
+    `leave` and ends as the child ended. Raises OSError where the kernel or a container refuses a step.
+    """
+    identity = (os.geteuid(), os.getegid())
+    libc.unshare(libc.CLONE_NEWPID | (libc.CLONE_NEWUSER if user else 0))
+    if user:
+        _map_identity(*identity)
+    _continue_as_first_process(leave)
+    libc.unshare(_INSIDE)  # in the child, so that its parent still sees the server's files and can `leave`
+    _build(root)
+    libc.enter_root(root)
+    libc.restrict_mount("/", libc.MOUNT_ATTR_RDONLY, recursive=False)
+
+
+def own_mounts() -> None:
+    """Give the calling worker mounts of its own, so that its runs' directories are invisible to other workers."""
+    libc.unshare(libc.CLONE_NEWNS)
+    libc.mount("none", "/", None, libc.MS_REC | libc.MS_PRIVATE)
+
+
+def _map_identity(uid: int, gid: int) -> None:
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+
+
+def _continue_as_first_process(leave: Callable[[], None]) -> None:
+    child = os.fork()
+    if child == 0:
+        return
+    # Only the child may hold the server's socket open.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _, status = os.waitpid(child, 0)
+    leave()
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _build(root: str) -> None:
+    libc.mount("none", "/", None, libc.MS_REC | libc.MS_PRIVATE)
+    libc.mount("tmpfs", root, "tmpfs", _QUIET, "mode=0755,size=1m")
+    os.umask(0o022)
+    for path in readable_trees():
+        inside = root + path
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), inside)
+        else:
+            os.makedirs(inside, exist_ok=True)
+            _bind(path, inside)
+    for path in filter(os.path.exists, FILES):
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        with open(root + path, "w"):
+            pass
+        _bind(path, root + path)
+    os.makedirs(root + RUN)
+    if not os.path.exists(root + "/tmp"):  # it does where the interpreter lives below it
+        os.symlink(RUN, root + "/tmp")
+    os.makedirs(root + "/proc")
+    libc.mount("proc", root + "/proc", "proc", _QUIET | libc.MS_NOEXEC)
+    libc.restrict_mount(root + "/proc", libc.MOUNT_ATTR_RDONLY, recursive=False)
+
+
+def _bind(source: str, target: str) -> None:
+    libc.mount(source, target, None, libc.MS_BIND | libc.MS_REC)
+    libc.restrict_mount(target, libc.MOUNT_ATTR_RDONLY | libc.MOUNT_ATTR_NOSUID, recursive=True)
+
+
+class RunMount:
+    """A run's own file system, empty, bounded in bytes and files, and gone with the run."""
+
+    def __init__(self, *, megabytes: int, files: int, owner: int | None) -> None:
+        owned = "" if owner is None else f",uid={owner},gid={owner}"
+        self._options = f"mode=0700,size={megabytes}m,nr_inodes={files}{owned}"
+
+    @contextmanager
+    def fresh(self) -> Iterator[str]:
+        """The directory of one run."""
+        libc.mount("tmpfs", RUN, "tmpfs", _QUIET, self._options)
+        try:
+            yield RUN
+        finally:
+            libc.unmount(RUN)
+
+    def close(self) -> None:
+        """Nothing is left outside the box."""

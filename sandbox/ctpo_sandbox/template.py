@@ -1,0 +1,125 @@
+"""The template: a clean interpreter in its box with a tier of libraries imported; its forks are the workers.
+
+It never sees a snippet, so that a worker can be replaced in a millisecond by one that is as clean as the first.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+
+from ctpo_sandbox import libc, namespaces
+from ctpo_sandbox.confine import Confinement, LevelUnavailable
+from ctpo_sandbox.libraries import Library, load
+from ctpo_sandbox.records import FAILED, MAX_MESSAGE_BYTES, READY, Limits
+from ctpo_sandbox.worker import ForkServer
+
+_LEAVE_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True)
+class Boot:
+    """What the server tells a template at its start. directory: empty, the template's own. control: descriptor."""
+
+    level: str
+    limits: Limits
+    library: Library
+    directory: str
+    control: int
+    package_root: str
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> "Boot":
+        fields = json.loads(text)
+        library = {name: tuple(v) if isinstance(v, list) else v for name, v in fields["library"].items()}
+        return cls(**{**fields, "limits": Limits(**fields["limits"]), "library": Library(**library)})
+
+
+def main(configuration: str) -> None:
+    """Entry point of the process; `configuration` is `Boot.encode`. Returns when the server is gone."""
+    boot = Boot.decode(configuration)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    control = socket.socket(fileno=boot.control)
+    control.set_inheritable(False)
+    try:
+        confinement = _prepare(boot)
+    except (LevelUnavailable, OSError) as error:
+        control.send(FAILED + str(error).encode())
+        return
+    _serve(control, confinement)
+    if not boot.level.startswith("namespaces"):  # there the process outside the box does it
+        _leave(boot.directory)
+
+
+def _leave(directory: str) -> None:
+    """A server that was killed cannot remove its directory; the last of its templates can."""
+    signal.alarm(_LEAVE_TIMEOUT_S)
+    with contextlib.suppress(ChildProcessError):  # with SIGCHLD ignored, wait returns when all workers are gone
+        os.wait()
+    with contextlib.suppress(OSError):  # not empty: another template is still there
+        os.rmdir(directory)
+        os.rmdir(os.path.dirname(directory))
+
+
+def _prepare(boot: Boot) -> Confinement:
+    confinement = Confinement(boot.level, boot.limits)
+    if boot.level.startswith("namespaces"):
+        namespaces.enter(boot.directory, user=boot.level == "namespaces-user", leave=lambda: _leave(boot.directory))
+    sys.path.remove(boot.package_root)
+    load(boot.library)
+    confinement.open_files()
+    gc.collect()
+    gc.freeze()
+    return confinement
+
+
+def _serve(control: socket.socket, confinement: Confinement) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a worker ended
+    control.send(READY + json.dumps(confinement.missing).encode())
+    while True:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
+        except ConnectionResetError:  # the server was killed with something of ours unread
+            return
+        if not message:
+            return
+        template = os.getpid()
+        worker = os.fork()
+        if worker == 0:
+            control.close()
+            _become_worker(descriptors[0], confinement, json.loads(message), template)
+        os.close(descriptors[0])
+        handle = os.pidfd_open(worker)
+        socket.send_fds(control, [b"worker"], [handle])
+        os.close(handle)
+
+
+def _become_worker(descriptor: int, confinement: Confinement, request: dict, template: int) -> None:
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        libc.die_with_parent(template, signal.SIGKILL)
+        server = socket.socket(fileno=descriptor)
+        try:
+            work = confinement.enter_worker(request["slot"], request["directory"])
+        except OSError as error:
+            server.send(FAILED + str(error).encode())
+            os._exit(1)
+        try:
+            ForkServer(server, confinement, work).serve()
+        finally:
+            work.close()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(status)

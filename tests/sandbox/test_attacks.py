@@ -1,0 +1,128 @@
+"""Every attack at every level of isolation that this machine offers and that promises to stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from attacks import ATTACKS, ESCAPED, ODDITIES, TRACES, Attack
+
+from ctpo_sandbox import SandboxServer, SandboxStartError, start_server
+from ctpo_sandbox.records import LEVELS
+from ctpo_sandbox.selftest import PROMISES
+
+X86_ONLY = {"libc.syscall", "prot=7"}
+SHORT_S = 0.4
+MAX_GROWTH = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server at one level."""
+
+    server: SandboxServer
+
+    def run(self, code: str, run_timeout_s: float = 8.0) -> dict[str, Any]:
+        body = json.dumps({"code": code, "run_timeout": run_timeout_s})
+        headers = {"content-type": "application/json"}
+        url = f"{self.server.url}/faas/sandbox/"
+        return httpx.post(url, content=body, headers=headers, timeout=40, trust_env=False).json()
+
+    def assert_well(self) -> None:
+        """Idle, and no process of a run is left."""
+        health = httpx.get(f"{self.server.url}/health", timeout=10, trust_env=False).json()
+        assert health["status"] == "ok" and health["idle"] == health["slots"] and health["restarts"] == 0
+        workers = [psutil.Process(pid) for pid in health["workers"] if pid is not None]
+        assert [worker.children() for worker in workers] == [[] for _ in workers]
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Target]]:
+    """One server per level, started at its first use; none may have grown at the end."""
+    options = {"slots": 1, "memory_mb": 384, "max_run_timeout_s": 10, "start_timeout_s": 60, "require": "none"}
+    with contextlib.ExitStack() as servers:
+
+        @functools.cache
+        def start(level: str) -> Target | str:
+            log: Path = tmp_path_factory.mktemp(f"attacks-{level}") / "log"
+            try:
+                server = servers.enter_context(start_server(**options, log_path=log, level=level))
+            except SandboxStartError as error:
+                return f"this machine does not offer {level}: {error}"[:300]
+            before = psutil.Process(server.process.pid).memory_info().rss
+            servers.callback(_assert_not_grown, server, before)
+            return Target(server)
+
+        yield start
+
+
+def _assert_not_grown(server: SandboxServer, before: int) -> None:
+    assert psutil.Process(server.process.pid).memory_info().rss - before < MAX_GROWTH
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest, targets: Callable[[str], Target | str]) -> Target:
+    found = targets(request.param)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def runnable(level: str, attack: Attack) -> bool:
+    """Whether the level promises to stop it; where it does not, the snippet would do its harm here."""
+    other_numbers = os.uname().machine != "x86_64" and any(mark in attack.code for mark in X86_ONLY)
+    return (not attack.needs or attack.needs in PROMISES[level]) and not other_numbers
+
+
+CASES = [
+    pytest.param(level, attack, id=f"{level}-{attack.name}")
+    for level in LEVELS
+    for attack in ATTACKS
+    if runnable(level, attack)
+]
+EVERY_LEVEL = pytest.mark.parametrize("target", list(LEVELS), indirect=True)
+
+
+def test_names_are_unique_and_there_are_enough() -> None:
+    names = [attack.name for attack in ATTACKS]
+    assert len(set(names)) == len(names) >= 60
+
+
+@pytest.mark.parametrize(("target", "attack"), CASES, indirect=["target"])
+def test_attack(target: Target, attack: Attack) -> None:
+    reply = target.run(attack.code, SHORT_S if attack.timeout else 8.0)
+    assert reply["status"] == ("timeout" if attack.timeout else "runtime_error"), reply
+    assert ESCAPED not in reply["run_result"]["stdout"]
+    assert len(reply["run_result"]["stdout"]) < 1_001_000
+    target.assert_well()
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("name", ODDITIES)
+def test_oddity(target: Target, name: str) -> None:
+    code, status, stdout = ODDITIES[name]
+    reply = target.run(code)
+    assert reply["status"] == status, reply
+    if stdout is not None:
+        assert reply["run_result"]["stdout"] == stdout
+    target.assert_well()
+
+
+@EVERY_LEVEL
+@pytest.mark.parametrize("name", TRACES)
+def test_nothing_is_left_for_the_next_run(target: Target, name: str) -> None:
+    if name == "a file in /tmp" and "file writes" not in PROMISES[target.server.health["level"]]:
+        return  # the level does not keep runs apart there
+    leave, look = TRACES[name]
+    assert target.run(leave)["status"] == "success"
+    assert target.run(look)["run_result"]["stdout"] == "[]\n"
+    target.assert_well()
