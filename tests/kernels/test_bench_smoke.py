@@ -50,6 +50,17 @@ def test_all_suites_run_and_measure_what_a_cpu_can(tmp_path: Path) -> None:
     assert (tmp_path / "kernels-cpu-quick.md").read_text().startswith("# Kernels")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_all_suites_run_on_a_gpu(tmp_path: Path) -> None:
+    done = run("benchmarks.kernels", "--device", "cuda", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = json.loads((tmp_path / "kernels-cuda-quick.json").read_text())["records"]
+    forward = [record for record in records if record["suite"] == "A" and record["side"] == "forward"]
+    assert forward and all(0 < record["launches"] <= 3 and record["syncs"] == 0 for record in forward)
+    assert all(record["graph_s"] > 0 and record["peak_bytes"] > 0 for record in forward)
+
+
 def test_heads_on_a_cpu(tmp_path: Path) -> None:
     done = run("benchmarks.kernels.cpu_head", "--quick", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
