@@ -87,6 +87,18 @@ def _parser(with_sandbox_options: bool = False) -> argparse.ArgumentParser:
     doctor = verbs.add_parser("doctor", help="what is installed, what is missing", description="Check this machine.")
     doctor.set_defaults(action=_doctor)
 
+    verify = verbs.add_parser(
+        "verify",
+        help="compare parallel layouts with a float64 oracle",
+        description="Run one optimizer step under many layouts and compare loss, log-probs and the full gradient.",
+    )
+    verify.add_argument("--model", type=Path, help="Hugging Face directory, small; default: a tiny random model")
+    verify.add_argument("--layouts", nargs="+", metavar="NAME", help="default: all that --max-ranks allows")
+    verify.add_argument("--objective", nargs="+", default=["ctpo"], metavar="PRESET", help="presets, or: all")
+    verify.add_argument("--max-ranks", type=int, metavar="N", help="default: 4, or the number of cores if larger")
+    verify.add_argument("--tolerance", type=float, default=1e-5, help="of loss, log-probs (nats) and gradient")
+    verify.set_defaults(action=_verify)
+
     _add_sandbox(verbs, with_sandbox_options)
     return parser
 
@@ -113,6 +125,31 @@ def _serve(args: argparse.Namespace) -> int:
     from ctpo_sandbox import server
 
     return server.run(args) or 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ctpo_megatron.objective import PRESETS
+    from ctpo_megatron.verify import LAYOUTS, verify
+
+    objectives = list(PRESETS) if args.objective == ["all"] else args.objective
+    limit = args.max_ranks or max(4, os.cpu_count() or 1)
+    layouts = args.layouts or [name for name, layout in LAYOUTS.items() if layout.ranks <= limit]
+    for kind, names, known in (("layout", layouts, LAYOUTS), ("preset", objectives, PRESETS)):
+        if unknown := sorted(set(names) - known.keys()):
+            print(f"ctpo verify: unknown {kind} {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr)
+            return 2
+    print(f"{'layout':<17}{'objective':<14}{'ranks':>5}{'loss':>10}{'logp':>10}{'gradient':>10}  worst tensor")
+    failed = total = 0
+    for check in verify(args.model, layouts, objectives):
+        good = check.passed(args.tolerance)
+        failed, total = failed + (not good), total + 1
+        figures = check.problem or (
+            f"{check.loss:>10.1e}{check.logp:>10.1e}{check.gradient:>10.1e}  {check.worst:.1e} {check.worst_name}"
+        )
+        verdict = "" if good else "  FAILED"
+        print(f"{check.layout:<17}{check.objective:<14}{check.ranks:>5}{figures}{verdict}", flush=True)
+    print(f"{total - failed} of {total} within {args.tolerance:g} of the float64 oracle")
+    return 1 if failed else 0
 
 
 def _smoke(args: argparse.Namespace) -> int:

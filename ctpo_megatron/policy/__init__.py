@@ -19,7 +19,7 @@ from ctpo_megatron.policy.checkpoint import latest as latest_checkpoint
 from ctpo_megatron.policy.device import capabilities
 from ctpo_megatron.policy.losses import policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.policy.parallel import Layout, join, leave
+from ctpo_megatron.policy.parallel import Layout, gather_objects, join, leave
 from ctpo_megatron.policy.policy import Policy, Update, summarize_updates
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Policy",
     "Update",
     "capabilities",
+    "gather_objects",
     "join",
     "latest_checkpoint",
     "leave",

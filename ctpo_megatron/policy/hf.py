@@ -208,15 +208,20 @@ def _copy(
 
 
 @torch.no_grad()
-def export(model: BuiltModel, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+def export(
+    model: BuiltModel, layout: Layout, *, value: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (HF name, full tensor) for the whole model, one at a time, on every rank (all must iterate to the end).
 
+    value: what to export of a parameter (its gradient, say), in its shape.
     Tensor-parallel shards are gathered, pipeline stages take turns to broadcast; peak extra memory is one tensor.
     """
     rules = _rules(model, layout)
     parameters = dict(model.gpt.named_parameters())
     local = ((name, parameters[name], rule) for name, rule in rules.items())
-    merged = (pair for _, p, rule in local for pair in zip(rule.hf, _merge(p, rule, model.facts), strict=True))
+    merged = (
+        pair for _, p, rule in local for pair in zip(rule.hf, _merge(p, value(p), rule, model.facts), strict=True)
+    )
     if layout.pp_size == 1:
         yield from merged
         return
@@ -242,12 +247,12 @@ def _relay_stage(
         yield name, full
 
 
-def _merge(parameter: torch.Tensor, rule: Rule, facts: ModelFacts) -> Tensors:
-    shards = [parameter.detach()]
+def _merge(parameter: torch.nn.Parameter, value: torch.Tensor, rule: Rule, facts: ModelFacts) -> Tensors:
+    shards = [value]
     group = mpu.get_tensor_model_parallel_group()
     if group.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
         shards = [torch.empty_like(shards[0]) for _ in range(group.size())]
-        dist.all_gather(shards, parameter.detach().contiguous(), group=group)
+        dist.all_gather(shards, value.contiguous(), group=group)
     return rule.merge(shards, facts)
 
 

@@ -142,6 +142,18 @@ def resolve_layer_spec(policy: PolicyConfig) -> str:
     return policy.layer_spec
 
 
+def gather_gradient_shards(model: BuiltModel) -> None:
+    """Bring every rank's gradient buffers to the whole data-parallel sum.
+
+    The distributed optimizer leaves each rank with the sum of its own shard only.
+    """
+    for group in model.wrapped.bucket_groups:
+        members = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            shard = bucket.grad_data.view(members.size(), -1)[members.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=members)
+
+
 def _pass_hidden_states_through(hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
     """What GPTModel calls instead of the output layer: (output, bias)."""
     return hidden, None

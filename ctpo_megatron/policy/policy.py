@@ -16,7 +16,7 @@ from ctpo_megatron.objective import LossStats, PolicyObjective, merge, ratio_tra
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.losses import LossFunction
 from ctpo_megatron.policy.minibatch import MiniBatch, make_mini_batches
-from ctpo_megatron.policy.model import build_model
+from ctpo_megatron.policy.model import build_model, gather_gradient_shards
 from ctpo_megatron.policy.optimizer import build_optimizer, learning_rate
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.predictions import Predictions
@@ -106,22 +106,9 @@ class Policy:
 
         Raises FloatingPointError when the loss (checked before any weight changes) or the gradient is not finite.
         """
-
-        def loss(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
-            output = loss_function(predictions, mini_batch.denominators)
-            return output.loss, {"stats": output.stats}
-
         with device.scope():
-            self._model.wrapped.zero_grad_buffer()
             self._optimizer.zero_grad()
-            kept = run_schedule(
-                self._model,
-                mini_batch.micro_batches,
-                loss,
-                temperature=temperature or self.temperature,
-                forward_only=False,
-            )
-            stats = self._over_ranks(kept)
+            stats = self._accumulate(mini_batch, loss_function, temperature or self.temperature)
             summary = summarize(stats)
             if not all(math.isfinite(value) for name, value in summary.items() if name.endswith("loss")):
                 raise FloatingPointError(f"the loss of this optimizer step is not finite: {summary}")
@@ -131,6 +118,31 @@ class Policy:
                 raise FloatingPointError(f"the gradient norm of this optimizer step is {grad_norm}")
             self._scheduler.step(increment=1)
         return Update(stats, float(grad_norm), rate)
+
+    def gradients(
+        self, mini_batch: MiniBatch, loss_function: LossFunction
+    ) -> tuple[LossStats, Iterator[tuple[str, torch.Tensor]]]:
+        """Statistics of a mini-batch and (Hugging Face name, full float32 gradient); iterate to the end on every rank.
+
+        Nothing is updated. The gradients are those that `update` would hand to its optimizer.
+        """
+        with device.scope():
+            stats = self._accumulate(mini_batch, loss_function, self.temperature)
+            if self.config.use_distributed_optimizer:
+                gather_gradient_shards(self._model)
+        return stats, hf.export(self._model, self.layout, value=lambda parameter: parameter.main_grad)
+
+    def _accumulate(self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float) -> LossStats:
+        """Gradients of all micro-batches and ranks, added up in the gradient buffers; statistics over all ranks."""
+
+        def loss(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
+            output = loss_function(predictions, mini_batch.denominators)
+            return output.loss, {"stats": output.stats}
+
+        self._model.wrapped.zero_grad_buffer()
+        micro_batches = mini_batch.micro_batches
+        kept = run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
+        return self._over_ranks(kept)
 
     def _over_ranks(self, kept: list[Collected]) -> LossStats:
         mine = merge([found["stats"] for found in kept]) if self.layout.reports else None

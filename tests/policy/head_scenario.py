@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import models
 from megatron.core import parallel_state as mpu
 
-from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective, summarize
 from ctpo_megatron.policy import Policy, join, leave, policy_gradient, supervised
@@ -28,7 +28,6 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Metrics, anchor log-probs and the gradient by Hugging Face name, added up over all micro-batches and ranks."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, head=head, **settings.get("policy", {}))
     policy = Policy(config, join(config, seed=0), model, temperature=0.9)
-    policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=1)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
     anchor = policy.anchor([mini_batch])
     logp = [micro.anchor_logp for micro in mini_batch.micro_batches]
@@ -36,13 +35,9 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
         move_anchor(micro)
     preset = settings.get("preset", "ctpo")
     loss = supervised() if preset == "supervised" else policy_gradient(PolicyObjective.preset(preset), "proximal")
-    policy._optimizer.step = lambda: (True, 1.0, None)  # leaves the gradients as they are
-    update = policy.update(mini_batch, loss)
-    with torch.no_grad():
-        for parameter in policy._model.gpt.parameters():
-            parameter.data = parameter.main_grad.clone()
-    gradient = {name: tensor.clone() for name, tensor in policy.weights()}
-    return {"metrics": summarize(update.stats) | anchor, "logp": logp, "gradient": gradient}
+    stats, gradients = policy.gradients(mini_batch, loss)
+    gradient = {name: tensor.clone() for name, tensor in gradients}
+    return {"metrics": summarize(stats) | anchor, "logp": logp, "gradient": gradient}
 
 
 def move_anchor(micro: PackedBatch) -> None:

@@ -1,0 +1,59 @@
+"""The batch that every layout gets, and a model to run it on when none is given."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+from ctpo_megatron.data import Trajectory
+
+SEQUENCES = 16
+LONGEST = 96
+SHIFT = 0.08
+"""Largest difference between oracle and anchor (nats a token): enough to meet every bound of every preset."""
+
+
+def trajectories(vocab_size: int, seed: int = 0) -> list[Trajectory]:
+    """Prompt, model turn, observation, model turn, of random tokens; at most `LONGEST` tokens each."""
+    rng = random.Random(seed)
+
+    def tokens(fewest: int, most: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(rng.randint(fewest, most))]
+
+    result = []
+    for index in range(SEQUENCES):
+        trajectory = Trajectory(f"p{index // 4}", index % 4, seed=index)
+        trajectory.append_context(tokens(3, 30), turn=0)
+        for turn in (1, 2):
+            ids = tokens(1, 24)
+            trajectory.append_model(ids, [0.0] * len(ids), [0] * len(ids), turn)
+            if turn == 1:
+                trajectory.append_context(tokens(1, 9), turn)
+        result.append(trajectory)
+    return result
+
+
+def advantages() -> list[float]:
+    """One a trajectory: both signs, and zero."""
+    return [(-1.0, 0.5, 0.0, 1.3)[index % 4] for index in range(SEQUENCES)]
+
+
+def shift(index: int, position: int) -> float:
+    """How far the anchor of a token is from the oracle's log-prob."""
+    return SHIFT * math.sin(7.0 * index + 1.7 * position)
+
+
+def build_model(directory: Path) -> None:
+    """Write a random Qwen3 of 4 layers with tied embeddings and a vocabulary that no tile divides."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "num_hidden_layers": 4, "intermediate_size": 192, "vocab_size": 500}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=512, tie_word_embeddings=True))
+    with torch.no_grad():  # away from the initial values, where norms are 1 and errors would hide
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(directory)

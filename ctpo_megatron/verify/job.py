@@ -1,0 +1,54 @@
+"""One rank of a job that runs layouts after each other: `python -m ctpo_megatron.verify.job FOLDER NAME...`."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.objective import PolicyObjective, summarize
+from ctpo_megatron.policy import Layout, Policy, gather_objects, join, leave, policy_gradient
+from ctpo_megatron.verify.layouts import LAYOUTS
+
+
+def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs, losses and gradients of one layout, the same on every rank."""
+    policy = Policy(config, layout, Path(work["model"]), temperature=work["temperature"])
+    (mini_batch,) = policy.mini_batches(work["trajectories"], work["advantages"], size=len(work["trajectories"]))
+    policy.anchor([mini_batch])
+    mine = {}
+    for micro in mini_batch.micro_batches if layout.reports else []:
+        bounds = itertools.pairwise(micro.cu_seqlens.tolist())
+        mine |= {key: micro.anchor_logp[a:b].cpu() for key, (a, b) in zip(micro.sequences, bounds, strict=False)}
+    logp = {key: values for part in gather_objects(mine) for key, values in part.items()}
+    loss, gradient = {}, {}
+    for name in work["objectives"]:
+        objective = PolicyObjective.preset(name)
+        stats, exported = policy.gradients(mini_batch, policy_gradient(objective, "behaviour"))
+        loss[name] = summarize(stats)["actor/pg_loss"]
+        gradient[name] = {tensor_name: tensor.cpu().clone() for tensor_name, tensor in exported}
+    return {"logp": logp, "loss": loss, "gradient": gradient}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run the layouts; rank 0 writes `NAME.pt` for each."""
+    work = pickle.loads((folder / "work.pickle").read_bytes())
+    for name in names:
+        fields = {"micro_batch_tokens": work["micro_batch_tokens"]} | LAYOUTS[name].policy
+        config = PolicyConfig(timeout_minutes=5.0, **fields)
+        layout = join(config, seed=0)
+        found = run(layout, config, work)
+        if layout.rank == 0:
+            torch.save(found, folder / f"{name}.pt")
+        mpu.destroy_model_parallel()
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

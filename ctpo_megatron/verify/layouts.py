@@ -1,0 +1,49 @@
+"""The matrix of layouts: what each sets in the policy's configuration, and how many ranks it takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+SP = {"sequence_parallel": True}
+DISTOPT = {"use_distributed_optimizer": True}
+
+
+@dataclass(frozen=True)
+class VerifyLayout:
+    """policy: fields of `PolicyConfig`. replicas: data-parallel size."""
+
+    name: str
+    policy: dict[str, Any]
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes it runs on."""
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        return self.replicas * math.prod(self.policy.get(size, 1) for size in sizes)
+
+
+LAYOUTS: dict[str, VerifyLayout] = {
+    layout.name: layout
+    for layout in (
+        VerifyLayout("one", {}),
+        VerifyLayout("one-micro", {"micro_batch_tokens": 96}),
+        VerifyLayout("one-logits", {"head": "logits"}),
+        VerifyLayout("one-recompute", {"recompute": "full"}),
+        VerifyLayout("tp2", TP2),
+        VerifyLayout("tp2-sp", TP2 | SP),
+        VerifyLayout("tp2-sp-micro", TP2 | SP | {"micro_batch_tokens": 96}),
+        VerifyLayout("pp2", PP2),
+        VerifyLayout("pp2-micro", PP2 | {"micro_batch_tokens": 96}),
+        VerifyLayout("dp2", {}, replicas=2),
+        VerifyLayout("dp2-distopt", DISTOPT, replicas=2),
+        VerifyLayout("tp2-pp2", TP2 | PP2),
+        VerifyLayout("tp2-sp-dp2", TP2 | SP, replicas=2),
+        VerifyLayout("pp2-dp2-distopt", PP2 | DISTOPT, replicas=2),
+    )
+}
+"""All offered layouts by name. "micro": many small micro-batches instead of few large ones."""

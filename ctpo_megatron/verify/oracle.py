@@ -1,0 +1,72 @@
+"""The reference: transformers in float64, one sequence at a time, and the plain objective. No Megatron, no kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ctpo_megatron.data import Trajectory
+from ctpo_megatron.objective import PolicyObjective, policy_loss
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """loss by objective; logp: float64 `[T]` by (prompt id, sample index), 0 where the policy did not sample.
+
+    gradient: float64 by objective and Hugging Face name.
+    """
+
+    logp: dict[Key, Tensor]
+    loss: dict[str, float]
+    gradient: dict[str, dict[str, Tensor]]
+
+
+class Reference:
+    """The model in float64."""
+
+    def __init__(self, directory: Path, temperature: float) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+        self._temperature = temperature
+
+    def log_probs(self, trajectory: Trajectory) -> Tensor:
+        """`[T]`, differentiable; 0 where the policy did not sample."""
+        ids = torch.tensor(trajectory.token_ids)
+        logits = self._model(ids[None]).logits[0, :-1] / self._temperature
+        logp = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+        return torch.cat([logp.new_zeros(1), logp]) * torch.tensor(trajectory.model_mask)
+
+    def evaluate(
+        self, batch: Sequence[Trajectory], advantages: Sequence[float], objectives: dict[str, PolicyObjective]
+    ) -> Oracle:
+        """Loss and gradient of the batch as one optimizer step, with `behaviour_logp` as the anchor."""
+        rows = [self.log_probs(trajectory) for trajectory in batch]
+        lengths = torch.tensor([len(row) for row in rows])
+        flat = torch.cat(rows)
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+        def column(field: str) -> Tensor:
+            return torch.tensor([value for trajectory in batch for value in getattr(trajectory, field)]).double()
+
+        loss, gradient = {}, {}
+        for name, objective in objectives.items():
+            out = policy_loss(
+                flat,
+                column("behaviour_logp").float().double(),  # as batches hold it
+                torch.tensor(advantages).repeat_interleave(lengths).double(),
+                column("model_mask"),
+                objective,
+                loss_mask=column("loss_mask"),
+                cu_seqlens=cu_seqlens,
+            )
+            names, parameters = zip(*self._model.named_parameters(), strict=True)
+            found = torch.autograd.grad(out.loss, parameters, retain_graph=True)
+            loss[name], gradient[name] = float(out.loss.detach()), dict(zip(names, found, strict=True))
+        keys = [(trajectory.prompt_id, trajectory.sample_index) for trajectory in batch]
+        return Oracle({key: row.detach() for key, row in zip(keys, rows, strict=True)}, loss, gradient)

@@ -1,0 +1,149 @@
+"""Runs the layouts as jobs and compares what they write with the oracle."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from ctpo_megatron.config import ModelFacts
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.verify import batch
+from ctpo_megatron.verify.layouts import LAYOUTS
+from ctpo_megatron.verify.oracle import Oracle, Reference
+
+TEMPERATURE = 0.9
+MICRO_BATCH_TOKENS = 512
+JOB_TIMEOUT_S = 1800.0
+_LOG_CHARACTERS = 3000
+
+
+@dataclass(frozen=True)
+class Check:
+    """One layout under one objective, against the oracle; `problem` says why there are no figures.
+
+    loss: relative. logp: largest absolute difference, nats. gradient: |difference| / |gradient| over all tensors
+    together; worst: the largest such ratio of a single tensor, and its name.
+    """
+
+    layout: str
+    objective: str
+    ranks: int
+    loss: float = float("nan")
+    logp: float = float("nan")
+    gradient: float = float("nan")
+    worst: float = float("nan")
+    worst_name: str = ""
+    problem: str = ""
+
+    def passed(self, tolerance: float) -> bool:
+        """Loss, log-probs and the gradient as a whole within `tolerance`."""
+        return not self.problem and all(value <= tolerance for value in (self.loss, self.logp, self.gradient))
+
+
+def verify(model: Path | None, layouts: Sequence[str], objectives: Sequence[str]) -> Iterator[Check]:
+    """Check layouts (names of `LAYOUTS`) and objectives (preset names), one after another.
+
+    model: a Hugging Face directory small enough for float64; None makes a tiny one.
+    """
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="ctpo-verify-") as name:
+        folder = Path(name)
+        if model is None:
+            model = folder / "model"
+            batch.build_model(model)
+        oracle = _prepare(folder, model, objectives)
+        groups: dict[int, list[str]] = defaultdict(list)
+        for layout in layouts:
+            groups[LAYOUTS[layout].ranks].append(layout)
+        for ranks, members in sorted(groups.items()):
+            problem = _run_job(folder, ranks, members)
+            for layout in members:
+                for objective in objectives:
+                    yield _check(folder, layout, objective, ranks, oracle, problem)
+
+
+def _prepare(folder: Path, model: Path, objectives: Sequence[str]) -> Oracle:
+    trajectories = batch.trajectories(ModelFacts.read(model).vocab_size)
+    reference = Reference(model, TEMPERATURE)
+    with torch.no_grad():
+        for index, trajectory in enumerate(trajectories):
+            logp = reference.log_probs(trajectory).tolist()
+            trajectory.behaviour_logp[:] = [
+                value + batch.shift(index, t) if sampled else 0.0
+                for t, (value, sampled) in enumerate(zip(logp, trajectory.model_mask, strict=True))
+            ]
+    work: dict[str, Any] = {
+        "model": str(model),
+        "temperature": TEMPERATURE,
+        "trajectories": trajectories,
+        "advantages": batch.advantages(),
+        "objectives": list(objectives),
+        "micro_batch_tokens": MICRO_BATCH_TOKENS,
+    }
+    (folder / "work.pickle").write_bytes(pickle.dumps(work))
+    presets = {name: PolicyObjective.preset(name) for name in objectives}
+    return reference.evaluate(trajectories, batch.advantages(), presets)
+
+
+def _run_job(folder: Path, ranks: int, layouts: list[str]) -> str:
+    """Run the layouts on `ranks` processes; the end of the output if they failed."""
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "ctpo_megatron.verify.job", str(folder), *layouts]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=JOB_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"{ranks} ranks did not finish {', '.join(layouts)} within {JOB_TIMEOUT_S:g} s"
+    return done.stderr[-_LOG_CHARACTERS:] if done.returncode else ""
+
+
+def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle, problem: str) -> Check:
+    file = folder / f"{layout}.pt"
+    if not file.exists():
+        return Check(layout, objective, ranks, problem=problem or "the job wrote nothing")
+    found = torch.load(file, weights_only=False)
+    if found["logp"].keys() != oracle.logp.keys():
+        return Check(layout, objective, ranks, problem="the job did not evaluate every sequence")
+    expected = oracle.gradient[objective]
+    gradient = found["gradient"][objective]
+    if gradient.keys() != expected.keys():
+        apart = sorted(gradient.keys() ^ expected.keys())
+        return Check(layout, objective, ranks, problem=f"gradients of other tensors: {', '.join(apart)[:500]}")
+    errors = {name: _norm(gradient[name].double() - tensor) for name, tensor in expected.items()}
+    sizes = {name: _norm(tensor) for name, tensor in expected.items()}
+    ratios = {name: errors[name] / sizes[name] if sizes[name] else errors[name] for name in expected}
+    worst = max(ratios, key=lambda name: ratios[name])
+    loss = oracle.loss[objective]
+    return Check(
+        layout,
+        objective,
+        ranks,
+        loss=abs(found["loss"][objective] - loss) / abs(loss),
+        logp=max(float((found["logp"][key].double() - row).abs().max()) for key, row in oracle.logp.items()),
+        gradient=_together(errors) / _together(sizes),
+        worst=ratios[worst],
+        worst_name=worst,
+    )
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def _together(norms: dict[str, float]) -> float:
+    return sum(value**2 for value in norms.values()) ** 0.5
