@@ -37,11 +37,11 @@ from ctpo_kernels.spec import LossSpec
 
 ARCHITECTURES = (80, 90, 100)
 
-# Registers a thread. A multiprocessor has 65536: under these limits two programs of 8 warps (segments) or three of 4
+# Registers a thread. A multiprocessor has 65536: under these limits two programs of 8 warps (segments) or four of 4
 # (tiles) fit side by side, and two of 16 warps for the rows, so that one computes while another waits for memory.
 REGISTERS = {
     "segment_kernel": 128,
-    "tile_kernel": 168,
+    "tile_kernel": 128,
     "tile_totals_kernel": 96,
     "reduce_kernel": 128,
     "row_stats_kernel": 64,

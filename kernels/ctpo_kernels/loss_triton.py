@@ -22,8 +22,11 @@ Form = Literal["segment", "tile"]
 STATS = len(SUMS) + len(MAXIMA)
 
 # (BLOCK, num_warps) of each form: no spills on sm_80, sm_90 and sm_100 (python -m ctpo_kernels.aot).
-SEGMENT = (1024, 8)
-TILE = (1024, 4)
+SEGMENT = (512, 8)
+TILE = (512, 4)
+MAX_REGISTERS = 128
+"""A thread: ptxas spills a few bytes to reach a smaller number that it prefers unless it is told this one."""
+
 LOOK = 256
 """Tile totals that a tile reads at a time."""
 
@@ -160,6 +163,7 @@ def _launch_segments(
         end,
         BLOCK=block or SEGMENT[0],
         num_warps=SEGMENT[1],
+        maxnreg=MAX_REGISTERS,
         PER_TOKEN=details is not None,
         STREAM=stream,
         **arguments.constants,
@@ -206,6 +210,7 @@ def _launch_tiles(
         BLOCK=size,
         LOOK=LOOK,
         num_warps=TILE[1],
+        maxnreg=MAX_REGISTERS,
         PER_TOKEN=details is not None,
         **arguments.constants,
     )
