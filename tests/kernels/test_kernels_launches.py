@@ -1,0 +1,51 @@
+"""How much a call of the loss asks of the device: three launches, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ctpo_kernels as ck
+
+# What prepares memory or looks at it differently; all others would be launches on a device.
+FREE = ("empty", "detach", "view", "slice", "select", "unsqueeze", "alias", "set_", "as_strided")
+# Checks that are only made where the boundaries lie on the CPU.
+CHECKS = ("_to_copy", "_local_scalar_dense", "sub", "lt", "any")
+
+
+class _Operations(TorchDispatchMode):
+    """Names of the operations that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("segments", [3, 300])
+@pytest.mark.parametrize("mask", [torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize("boundaries", [torch.int32, torch.int64])
+def test_three_launches_and_nothing_else(
+    interpreter: None, monkeypatch: pytest.MonkeyPatch, segments: int, mask: torch.dtype, boundaries: torch.dtype
+) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    launches: list[str] = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launches.append(self.fn.__name__))
+    n = 2 * segments
+    log_prob = torch.zeros(n, requires_grad=True)
+    response = torch.ones(n, dtype=mask)
+    cu_seqlens = torch.arange(0, n + 1, 2, dtype=boundaries)
+    old_log_prob, advantages = torch.zeros(n), torch.ones(segments)
+    with _Operations() as operations:
+        ck.ctpo_loss(log_prob, old_log_prob, response, advantages, cu_seqlens, loss_mask=response)
+    expected = ["segment_kernel"] if segments >= 256 else ["tile_totals_kernel", "tile_kernel"]
+    assert launches == [*expected, "reduce_kernel"]
+    extra = [name for name in operations.names if not any(free in name for free in FREE) and name not in CHECKS]
+    assert extra == []
