@@ -205,3 +205,13 @@ class Session:
                 write_report(self.directory)
         self._display.stop()
         print_summary(self.directory)
+
+
+def check_mismatch(config: Config, metrics: Mapping[str, float]) -> None:
+    """Stop when sampler and trainer disagree beyond the limit: the weights in the engines are not the policy's."""
+    limit, found = config.rollout.mismatch_limit, metrics["mismatch/logp_abs_max"]
+    if limit is not None and not found <= limit:  # a NaN is beyond every limit
+        raise RuntimeError(
+            f"sampler and trainer log-probs differ by up to {found:.3g}, more than rollout.mismatch_limit={limit}: "
+            "a weight sync did not arrive, or the two sides compute in different precision"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from itertools import islice
@@ -25,15 +24,15 @@ from ctpo_megatron.policy import (
     summarize_updates,
     supervised,
 )
-from ctpo_megatron.session import Session
+from ctpo_megatron.preemption import EXIT_STATUS, Preemption
+from ctpo_megatron.session import Session, check_mismatch
 
 log = logging.getLogger(__name__)
 
 
 def main(config: Config) -> int:
     """Run all stages of a configuration; returns the exit status. Every rank of the job calls this."""
-    # A scheduler's SIGTERM must close engines and sandbox as an exception would.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    preemption = Preemption(config.checkpoint.grace_s)
     layout = join(config.policy, config.run.seed)
     try:
         with Session(config, layout) as session:
@@ -46,8 +45,9 @@ def main(config: Config) -> int:
             if checkpoint is None and config.warmup is not None:
                 with session.stage("warm-up"):
                     warm_up(config, policy, session)
-            with session.stage("rl"):
-                reinforce(config, policy, session, checkpoint)
+            with session.stage("rl"), preemption.deferred():
+                if not reinforce(config, policy, session, checkpoint, preemption):
+                    return EXIT_STATUS
             if config.export.enabled:
                 with session.stage("export"):
                     policy.export(session.directory / config.export.directory)
@@ -74,8 +74,13 @@ def warm_up(config: Config, policy: Policy, session: Session) -> None:
         session.warmup_progress(step, settings.steps, renamed | {"warmup/lr": metrics["actor/lr"]})
 
 
-def reinforce(config: Config, policy: Policy, session: Session, checkpoint: Path | None) -> None:
-    """CTPO: sample groups with the present weights, score, update against the anchor, hand the weights back."""
+def reinforce(
+    config: Config, policy: Policy, session: Session, checkpoint: Path | None, preemption: Preemption
+) -> bool:
+    """CTPO: sample groups with the present weights, score, update against the anchor, hand the weights back.
+
+    Returns False when a scheduler wants the machine back: the state is saved then.
+    """
     objective = objective_from_config(config.objective)
     loss = policy_gradient(objective, config.objective.anchor)
     groups_per_update = config.policy.mini_batch_prompts
@@ -85,7 +90,8 @@ def reinforce(config: Config, policy: Policy, session: Session, checkpoint: Path
     session.sync(policy, version=done + 1)
     if checkpoint is None:
         session.log(0, session.evaluate(0))
-        save(config, policy, session, step=0)
+        if config.checkpoint.every:
+            save(config, policy, session, step=0)
     for step in range(done + 1, config.run.steps + 1):
         with session.timer.phase("step"):
             groups, metrics = session.collect(step)
@@ -103,8 +109,12 @@ def reinforce(config: Config, policy: Policy, session: Session, checkpoint: Path
         session.log(step, metrics | {"weights/version": float(step + 1)}, groups, traces)
         if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
             session.log(step, session.evaluate(step))
-        if config.checkpoint.every and step % config.checkpoint.every == 0:
+        preempted = preemption.requested() and step < config.run.steps
+        if preempted or (config.checkpoint.every and step % config.checkpoint.every == 0):
             save(config, policy, session, step)
+        if preempted:
+            return False
+    return True
 
 
 def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
@@ -112,23 +122,12 @@ def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
     return [a for group in groups for a in group_advantages(group.rewards, config.objective.advantage).tolist()]
 
 
-def check_mismatch(config: Config, metrics: dict[str, float]) -> None:
-    """Stop when sampler and trainer disagree beyond the limit: the weights in the engines are not the policy's."""
-    limit, found = config.rollout.mismatch_limit, metrics["mismatch/logp_abs_max"]
-    if limit is not None and not found <= limit:  # a NaN is beyond every limit
-        raise RuntimeError(
-            f"sampler and trainer log-probs differ by up to {found:.3g}, more than rollout.mismatch_limit={limit}: "
-            "a weight sync did not arrive, or the two sides compute in different precision"
-        )
-
-
 def save(config: Config, policy: Policy, session: Session, step: int) -> None:
     """Checkpoint the policy and the driver's state after `step`."""
-    if config.checkpoint.every:
-        state: dict[str, Any] = {"step": step, "sampler": session.sampler_state()}
-        with session.timer.phase("checkpoint"):
-            policy.save(session.directory / "checkpoints", step, state, config.checkpoint.keep_last)
-        session.log(step, {})
+    state: dict[str, Any] = {"step": step, "sampler": session.sampler_state()}
+    with session.timer.phase("checkpoint"):
+        policy.save(session.directory / "checkpoints", step, state, config.checkpoint.keep_last)
+    session.log(step, {})
 
 
 def resume(policy: Policy, session: Session, checkpoint: Path | None) -> int:

@@ -265,6 +265,9 @@ class CheckpointConfig(Section):
 
     every: NonNegativeInt = Field(0, description="RL steps between checkpoints; 0: none")
     keep_last: PositiveInt = Field(2, description="older checkpoints are deleted")
+    grace_s: PositiveFloat = Field(
+        120.0, description="seconds after SIGTERM to finish the step at hand and write a checkpoint"
+    )
 
 
 class ExportConfig(Section):

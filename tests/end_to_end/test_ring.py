@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -112,6 +114,23 @@ def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished:
     assert done.returncode == 0, done.stderr[-4000:]
     assert [record["step"] for record in records(run)] == [0, 1, 2, 3]
     assert [repeatable(r) for r in records(run)] == [repeatable(r) for r in records(finished)]
+
+
+def terminate(run: int) -> None:
+    os.kill(run, signal.SIGTERM)
+
+
+def test_sigterm_checkpoints_the_step_at_hand_and_the_run_goes_on_from_there(ctpo: Ctpo) -> None:
+    settings = ("run.name=preempted", "run.steps=8", "checkpoint.every=0")
+    status, output = ctpo.train_disturbed("[rl] step 1/8", terminate, *settings)
+    run = ctpo.directory / "runs" / "preempted"
+    assert status == 143, output[-4000:]
+    assert "SIGTERM: a checkpoint follows after this step" in output
+    done = records(run)[-1]["step"]
+    assert 1 <= done < 8 and (run / "checkpoints" / f"step_{done:06d}" / "COMPLETE.json").exists()
+    continued = ctpo.train(*settings, "run.resume=true")
+    assert continued.returncode == 0, continued.stderr[-4000:]
+    assert [record["step"] for record in records(run)] == list(range(9))
 
 
 def test_an_existing_run_is_never_overwritten_by_accident(ctpo: Ctpo, finished: Path) -> None:

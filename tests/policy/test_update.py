@@ -13,7 +13,7 @@ import torch
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, join, leave, policy_gradient
-from ctpo_megatron.train import check_mismatch
+from ctpo_megatron.session import check_mismatch
 
 LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
 
