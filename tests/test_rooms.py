@@ -47,8 +47,8 @@ NEVER_IMPORT = {
     "ctpo_kernels": ("transformers", "ray", "vllm", "megatron"),
 }
 ROOMS = tuple(name.removeprefix("ctpo_megatron.") for name in MAY_IMPORT if name.startswith("ctpo_megatron."))
-# The loop, and what rank 0 owns around it.
-DRIVER = ("train.py", "session.py")
+# The loop, what rank 0 owns around it, and its answer to SIGTERM.
+DRIVER = ("train.py", "session.py", "preemption.py")
 MAX_LINES, MAX_DRIVER_LINES = 500, 150
 
 
@@ -159,7 +159,7 @@ def test_driver_is_short() -> None:
 def test_driver_uses_front_doors_only(module: str) -> None:
     path = PACKAGE / module
     doors = {f"ctpo_megatron.{room}" for room in ROOMS}
-    # its own two modules, and the command line, which is the one of `ctpo train`
+    # its own modules, and the command line, which is the one of `ctpo train`
     itself = {"ctpo_megatron.cli", *(f"ctpo_megatron.{name.removesuffix('.py')}" for name in DRIVER)}
     wrong = [
         show(path, line, name)
