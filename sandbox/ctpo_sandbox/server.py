@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ctpo sandbox serve`."""
     parser.add_argument("--host", default="127.0.0.1", help=f"off loopback {TOKEN_VARIABLE} must be set")
     parser.add_argument("--port", type=int, default=8080, help="0: any free port, see --announce")
-    slots = len(os.sched_getaffinity(0)) + 1
+    slots = (os.cpu_count() or 1) + 1
     parser.add_argument("--slots", type=_positive(int), default=slots, help="executions at once (default: cores + 1)")
     parser.add_argument("--memory-mb", type=_positive(int), default=512, help="address space of one execution")
     parser.add_argument("--max-run-timeout", type=_positive(float), default=60.0, metavar="S")
@@ -132,6 +132,12 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
         pool.close()
 
 
+def _check_platform() -> None:
+    """Raises NotEnforceable off Linux: memory files, process descriptors and every level of isolation are Linux's."""
+    if sys.platform != "linux":
+        raise NotEnforceable(f"the server runs on Linux only, not on {sys.platform}; start it in a Linux machine or VM")
+
+
 def _check_address(host: str) -> None:
     """Raises NotEnforceable for an address that others reach while there is no token."""
     try:
@@ -156,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_on)
     try:
+        _check_platform()
         _check_address(args.host)
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         with socket.create_server((args.host, args.port), family=family, backlog=_BACKLOG) as listener:

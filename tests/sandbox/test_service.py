@@ -384,6 +384,19 @@ def test_a_level_below_what_is_required_is_refused():
     assert "--level seccomp does not satisfy --require namespaces" in done.stderr
 
 
+def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    from ctpo_sandbox import server
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert server.main(["--port", "0"]) == 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert "Linux only, not on darwin" in capsys.readouterr().err
+
+
 def test_unknown_modules_to_warm_are_named():
     done = _ctpo("serve", "--port", "0", "--warm", "json,no_such_module")
     assert done.returncode == 1
