@@ -44,8 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ctpo sandbox serve`."""
     parser.add_argument("--host", default="127.0.0.1", help=f"off loopback {TOKEN_VARIABLE} must be set")
     parser.add_argument("--port", type=int, default=8080, help="0: any free port, see --announce")
-    slots = (os.cpu_count() or 1) + 1
-    parser.add_argument("--slots", type=_positive(int), default=slots, help="executions at once (default: cores + 1)")
+    # Linux only, as the server is; its options can be listed anywhere.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument(
+        "--slots", type=_positive(int), default=cores + 1, help="executions at once (default: cores + 1)"
+    )
     parser.add_argument("--memory-mb", type=_positive(int), default=512, help="address space of one execution")
     parser.add_argument("--max-run-timeout", type=_positive(float), default=60.0, metavar="S")
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the URL here once the server is ready")
