@@ -261,7 +261,7 @@ def _launch_rows(columns: int, valid: int, dtype: torch.dtype, *, shards: int, e
     logits = torch.zeros(rows, columns, dtype=dtype)
     labels = torch.zeros(rows, dtype=torch.int64)
     parts = rows_triton.row_stats(logits, labels, shard, 1.0, entropy=entropy)
-    merged = rows_triton.merge_stats(parts.repeat(shards, 1, 1), labels)
+    merged = rows_triton.merge_stats(parts.repeat(shards, 1, 1), labels, 1.0)
     out = logits.view(torch.bfloat16)[:, :columns] if mixed else logits
     rows_triton.gradient_into(out, logits, merged.lse, labels, merged.entropy, shard, 1.0)
 

@@ -117,6 +117,7 @@ def fused_linear_ctpo(
         sequence_parallel=sequence_parallel,
         into_main_grad=accumulate_into_main_grad,
         skip=skip_zero_tiles,
+        differentiate=torch.is_grad_enabled(),
         head={"group": group, "temperature": temperature, "vocab_size": vocab_size, "chunk_size": chunk_size},
     )
     arguments.check_range(plan.labels, vocab_size or weight.shape[0] * (group.size() if group else 1))
@@ -138,6 +139,7 @@ class _Plan:
     sequence_parallel: bool
     into_main_grad: bool
     skip: bool
+    differentiate: bool
     head: dict[str, Any]
 
 
@@ -147,7 +149,8 @@ class _Sweep(torch.autograd.Function):
         group = plan.head["group"]
         x = pick(gather_hidden(hidden, group, plan.sequence_parallel), plan.rows)
         head = LinearHead(x, weight, plan.labels, **plan.head)
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        # Without grad mode autograd still asks for the gradients of its leaves.
+        want_hidden, want_weight = (needed and plan.differentiate for needed in ctx.needs_input_grad[:2])
         d_hidden = torch.zeros_like(x) if want_hidden else None
         d_weight = None
         if want_weight:

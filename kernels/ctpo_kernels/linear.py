@@ -69,7 +69,7 @@ class LinearHead:
         else:
             parts = rows_torch.row_stats(logits, labels, self.shard, self.temperature, entropy=entropy)
         self._parts = parts
-        return merge(arguments.gather_parts(parts, self.group), labels)
+        return merge(arguments.gather_parts(parts, self.group), labels, self.temperature)
 
     def gradient_rows(self, start: int, end: int, merged: Merged, g: Tensor) -> Tensor:
         """d (sum g logp) / d logits of the rows that `log_probs` saw last, for `accumulate`."""

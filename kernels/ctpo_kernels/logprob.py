@@ -59,7 +59,7 @@ class _LogProbs(torch.autograd.Function):
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
         parts = _parts(logits, labels, shard, temperature, entropy)
-        merged = merge(arguments.gather_parts(parts, group), labels)
+        merged = merge(arguments.gather_parts(parts, group), labels, temperature)
         ctx.save_for_backward(logits, labels, merged.lse)
         ctx.shard, ctx.temperature, ctx.inplace = shard, temperature, inplace
         ctx.mark_non_differentiable(merged.entropy)
@@ -83,13 +83,13 @@ class _LogProbs(torch.autograd.Function):
         return out, *[None] * 6
 
 
-def merge(parts: Tensor, labels: Tensor) -> Merged:
+def merge(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
     """`rows_torch.merge_stats` by the backend of the tensors."""
     if dispatch.choose(parts) == "triton":
         from ctpo_kernels import rows_triton
 
-        return rows_triton.merge_stats(parts, labels)
-    return rows_torch.merge_stats(parts, labels)
+        return rows_triton.merge_stats(parts, labels, temperature)
+    return rows_torch.merge_stats(parts, labels, temperature)
 
 
 def _parts(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, entropy: bool) -> Tensor:

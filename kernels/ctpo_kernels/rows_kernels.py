@@ -20,10 +20,9 @@ def row_stats_kernel(
     BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Grid: rows. parts `[C, 4]`: largest z, sum exp(z - largest), z of the label, sum exp(z - largest)(z - largest).
+    """Grid: rows. parts `[C, 4]` as `rows_torch` describes them.
 
-    One read of the row: the sums move to a new maximum whenever a block brings one. z = logits / T; the label's is NaN
-    where another shard owns it.
+    One read of the row: the sums move to a new maximum whenever a block brings one.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -32,16 +31,13 @@ def row_stats_kernel(
     weighted = tl.zeros((), tl.float32)
     for start in range(0, valid_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        z = (
-            tl.load(base + column, mask=column < valid_columns, other=float("-inf")).to(tl.float32)
-            * inverse_temperature
-        )
-        new_top = tl.maximum(top, tl.max(z, 0))
+        x = tl.load(base + column, mask=column < valid_columns, other=float("-inf")).to(tl.float32)
+        new_top = tl.maximum(top, tl.max(x, 0))
         # Everything so far may be -inf: shift by 0 then, so that nothing becomes inf - inf.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        moved = tl.where(top == float("-inf"), 0.0, top - shift)
+        moved = tl.where(top == float("-inf"), 0.0, (top - shift) * inverse_temperature)
         keep = tl.where(top == float("-inf"), 0.0, tl.exp2(moved * LOG2E))
-        away = z - shift
+        away = (x - shift) * inverse_temperature
         e = tl.exp2(away * LOG2E)
         if ENTROPY:
             weighted = keep * (weighted + moved * total)
@@ -53,12 +49,14 @@ def row_stats_kernel(
     target = tl.load(base + tl.where(owned, label, 0), mask=owned, other=float("nan")).to(tl.float32)
     tl.store(parts + row * 4, top)
     tl.store(parts + row * 4 + 1, total)
-    tl.store(parts + row * 4 + 2, target * inverse_temperature)
+    tl.store(parts + row * 4 + 2, (target - tl.where(top == float("-inf"), 0.0, top)) * inverse_temperature)
     tl.store(parts + row * 4 + 3, weighted)
 
 
 @triton.jit
-def merge_kernel(parts, labels, log_prob, lse, entropy, rows, SHARDS: tl.constexpr, BLOCK: tl.constexpr):
+def merge_kernel(
+    parts, labels, log_prob, lse, entropy, rows, inverse_temperature, SHARDS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Grid: blocks of rows. parts `[SHARDS, C, 4]` -> log-prob, lse, entropy, adding the shards in rank order."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = row < rows
@@ -77,16 +75,17 @@ def merge_kernel(parts, labels, log_prob, lse, entropy, rows, SHARDS: tl.constex
         sums = tl.load(base + 1, mask=live, other=1.0)
         own = tl.load(base + 2, mask=live, other=0.0)
         around = tl.load(base + 3, mask=live, other=0.0)
-        factor = tl.exp2((largest - shift) * LOG2E)
-        apart = tl.where(factor == 0.0, 0.0, largest - shift)
+        away = (largest - shift) * inverse_temperature
+        factor = tl.exp2(away * LOG2E)
+        apart = tl.where(factor == 0.0, 0.0, away)
         total += sums * factor
         weighted += factor * (around + apart * sums)
-        target = tl.where(own == own, own, target)
+        target = tl.where(own == own, own + away, target)
     log_total = tl.log(total)
     label = tl.load(labels + row, mask=live, other=0)
-    found = (target - shift) - log_total
+    found = target - log_total
     tl.store(log_prob + row, tl.where(label == IGNORED_LABEL, 0.0, found), mask=live)
-    tl.store(lse + row, shift + log_total, mask=live)
+    tl.store(lse + row, shift * inverse_temperature + log_total, mask=live)
     tl.store(entropy + row, log_total - weighted / total, mask=live)
 
 

@@ -1,7 +1,8 @@
 """Row work on logits in plain torch: softmax statistics, their merge over vocabulary shards, gradients in place.
 
-A row's statistics on one shard are float `[C, 4]`: its largest logit, sum exp(z - largest), the label's logit (NaN
-where another shard owns it), and sum exp(z - largest) (z - largest) (0 unless entropy is wanted). z = logits / T.
+A row's statistics on one shard are float `[C, 4]`: its largest logit x, sum e^a with a = (logit - x) / T, the label's a
+(NaN where another shard owns it), and sum e^a a (0 unless entropy is wanted). The difference comes before the division:
+rounding of a large logit / T would be in the log-prob.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Merged:
-    """log_prob, lse, entropy: float `[C]`, nats; lse is log sum exp of z over the whole vocabulary."""
+    """log_prob, lse, entropy: float `[C]`, nats; lse is log sum exp of logits / T over the whole vocabulary."""
 
     log_prob: Tensor
     lse: Tensor
@@ -46,16 +47,16 @@ class Merged:
 
 
 def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:
-    """Statistics `[C, 4]` of this shard. float32 or float64 `logits` `[C, V]` become exp(z - largest)."""
+    """Statistics `[C, 4]` of this shard. float32 or float64 `logits` `[C, V]` become e^a."""
     if shard.valid < logits.shape[1]:
         logits[:, max(shard.valid, 0) :] = float("-inf")
-    if temperature != 1.0:
-        logits.mul_(1.0 / temperature)
     largest = logits.amax(dim=1)
     # A shard of padding only, or of -inf: its exponentials are 0 instead of exp(-inf + inf).
     shift = torch.where(largest == float("-inf"), 0.0, largest)
-    target = _own_logits(logits, labels, shard)
     logits.sub_(shift[:, None])
+    if temperature != 1.0:
+        logits.mul_(1.0 / temperature)
+    target = _own_logits(logits, labels, shard)
     if entropy:
         finite = logits.clamp(min=torch.finfo(logits.dtype).min)  # 0 * -inf is NaN
         weighted = finite.mul_(logits.exp_()).sum(dim=1)
@@ -65,7 +66,7 @@ def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, 
     return torch.stack([largest, logits.sum(dim=1), target, weighted], dim=1)
 
 
-def merge_stats(parts: Tensor, labels: Tensor) -> Merged:
+def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
     """Statistics of all shards `[tp, C, 4]` -> log-probs, in rank order, so that every rank gets the same bits.
 
     IGNORED_LABEL gives log-prob 0; a label that no shard owns gives NaN.
@@ -73,16 +74,17 @@ def merge_stats(parts: Tensor, labels: Tensor) -> Merged:
     largest, sums, targets, weighted = parts.unbind(dim=2)
     top = largest.amax(dim=0)
     shift = torch.where(top == float("-inf"), 0.0, top)
-    factor = (largest - shift).exp()
+    away = (largest - shift) * (1.0 / temperature)
+    factor = away.exp()
     total = (sums * factor).sum(dim=0)
     log_total = total.log()
     absent = targets.isnan()
-    target = torch.where(absent.all(dim=0), torch.nan, torch.where(absent, float("-inf"), targets).amax(dim=0))
-    log_prob = torch.where(labels == IGNORED_LABEL, 0.0, (target - shift) - log_total)
+    target = torch.where(absent.all(dim=0), torch.nan, torch.where(absent, float("-inf"), targets + away).amax(dim=0))
+    log_prob = torch.where(labels == IGNORED_LABEL, 0.0, target - log_total)
     # Each shard's sum of e^(z - m)(z - m) is around its own maximum m; an empty shard has m = -inf and adds nothing.
-    apart = torch.where(factor == 0, 0.0, largest - shift)
+    apart = torch.where(factor == 0, 0.0, away)
     entropy = log_total - (factor * (weighted + apart * sums)).sum(dim=0) / total
-    return Merged(log_prob, shift + log_total, entropy)
+    return Merged(log_prob, shift * (1.0 / temperature) + log_total, entropy)
 
 
 def gradient_after_stats(
@@ -92,7 +94,7 @@ def gradient_after_stats(
     largest = parts[:, 0]
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     g = g / temperature
-    exponentials.mul_((-g * (shift - merged.lse).exp())[:, None])
+    exponentials.mul_((-g * (shift * (1.0 / temperature) - merged.lse).exp())[:, None])
     return _add_at_labels(exponentials, labels, g, shard)
 
 

@@ -40,14 +40,23 @@ def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, 
     return parts
 
 
-def merge_stats(parts: Tensor, labels: Tensor) -> Merged:
+def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
     """As `rows_torch.merge_stats`, in one launch."""
     shards, rows, _ = parts.shape
     log_prob, lse, entropy = torch.empty(3, rows, dtype=torch.float32, device=parts.device).unbind()
     if rows:
         grid = (triton.cdiv(rows, MERGE[0]),)
         kernels.merge_kernel[grid](
-            parts.contiguous(), labels, log_prob, lse, entropy, rows, SHARDS=shards, BLOCK=MERGE[0], num_warps=MERGE[1]
+            parts.contiguous(),
+            labels,
+            log_prob,
+            lse,
+            entropy,
+            rows,
+            1.0 / temperature,
+            SHARDS=shards,
+            BLOCK=MERGE[0],
+            num_warps=MERGE[1],
         )
     return Merged(log_prob, lse, entropy)
 

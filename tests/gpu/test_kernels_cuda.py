@@ -223,7 +223,7 @@ def test_vocabulary_shards_merge_to_the_same_log_probs(device: str, shards: int)
     valid = shards * columns - 37
     labels = torch.randint(0, valid if shards == 1 else columns, (rows,), generator=g)
     whole = rows_torch.merge_stats(
-        rows_torch.row_stats(logits.double(), labels, Shard(0, valid), 1.0, entropy=True)[None], labels
+        rows_torch.row_stats(logits.double(), labels, Shard(0, valid), 1.0, entropy=True)[None], labels, 1.0
     )
     parts = [
         rows_triton.row_stats(
@@ -235,7 +235,7 @@ def test_vocabulary_shards_merge_to_the_same_log_probs(device: str, shards: int)
         )
         for i in range(shards)
     ]
-    found = rows_triton.merge_stats(torch.stack(parts), labels.to(device))
+    found = rows_triton.merge_stats(torch.stack(parts), labels.to(device), 1.0)
     assert float((found.log_prob.cpu() - whole.log_prob).abs().max()) < 5e-6
     assert float((found.lse.cpu() - whole.lse).abs().max()) < 5e-6
     assert float((found.entropy.cpu() - whole.entropy).abs().max()) < 2e-5

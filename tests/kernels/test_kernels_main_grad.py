@@ -140,7 +140,6 @@ def test_without_grad_mode(backend: str) -> None:
     assert same_bits(stats, expected.stats)
 
 
-@pytest.mark.xfail(strict=True, reason="without grad mode the gradient products still run, into main_grad")
 def test_main_grad_stays_as_it_is_without_grad_mode(backend: str) -> None:
     head = random_head(10)
     weight = with_main_grad(head)
