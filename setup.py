@@ -23,7 +23,13 @@ setup(
     # The base install validates configs and launches; the heavy stack is an extra, pinned in requirements/.
     install_requires=["omegaconf>=2.3", "pydantic>=2.9", "PyYAML>=6", "rich>=13"],
     extras_require={
-        "sandbox": ["fastapi>=0.133,<0.137", "uvicorn>=0.30", "httpx>=0.27", "pyseccomp>=0.1.2", "prometheus-client>=0.20"],
+        "sandbox": [
+            "fastapi>=0.133,<0.137",
+            "uvicorn>=0.30",
+            "httpx>=0.27",
+            "pyseccomp>=0.1.2",
+            "prometheus-client>=0.20",
+        ],
         "train": [
             "torch==2.13.0",
             "megatron-core==0.16.1",

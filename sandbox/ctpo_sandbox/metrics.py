@@ -27,6 +27,7 @@ class Metrics:
             ("slots", "Runs that can go on at once.", lambda: pool.slots),
             ("idle_slots", "Slots without a run.", lambda: pool.idle),
             ("waiting", "Requests waiting for a slot.", lambda: pool.waiting),
+            ("lost", "Attempts that ended with the loss of a template or worker.", lambda: pool.lost),
             ("restarts", "Templates and workers replaced since the start.", lambda: pool.restarts),
         ):
             Gauge(f"ctpo_sandbox_{name}", text, registry=self._registry).set_function(value)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -280,7 +279,9 @@ class Pool:
 
     def __init__(self, *, slots: int, limits: Limits, level: str, libraries: Sequence[Library]) -> None:
         self.level = level
-        self.lost: Counter[str] = Counter()
+        self.lost = 0
+        """Attempts that ended with the loss of a template or worker."""
+
         self._libraries = tuple(libraries)
         self._root = Path(tempfile.mkdtemp(prefix="ctpo-sandbox-"))
         self._root.chmod(0o711)  # runs of other users have their directories below
@@ -361,7 +362,7 @@ class Pool:
                 return await worker.run(code, stdin, run_timeout_s)
             except (WorkerLost, LevelRefused) as error:
                 _log.error("replacing %s: %s", worker.name, error)
-                self.lost[type(error).__name__] += 1
+                self.lost += 1
                 reasons.append(str(error))
                 worker.kill()
         raise PoolUnavailable("; then ".join(reasons))

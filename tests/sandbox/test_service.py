@@ -62,6 +62,11 @@ def _wait_until(condition, awaited: str, timeout_s: float = 15.0) -> None:
         time.sleep(0.02)
 
 
+def _lost(url: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("ctpo_sandbox_lost "))
+
+
 def _health(url: str) -> dict:
     return httpx.get(f"{url}/health", timeout=10, trust_env=False).json()
 
@@ -124,11 +129,13 @@ def test_concurrent_mixed_runs_do_not_mix(sandbox_server):
 
 def test_killed_workers_are_replaced_and_the_run_retried(sandbox_server, execute):
     before = _health(sandbox_server.url)
+    lost = _lost(sandbox_server.url)
     for pid in filter(None, before["workers"]):
         os.kill(pid, signal.SIGKILL)
     for _ in range(before["slots"]):
         assert execute("print('again')").stdout == "again\n"
     assert _health(sandbox_server.url)["restarts"] > before["restarts"]
+    assert _lost(sandbox_server.url) > lost
 
 
 def test_killed_templates_are_replaced(sandbox_server, execute):
