@@ -1,8 +1,8 @@
 """Checks across keys, the number of ranks, the model and the files: what would fail, or be silently wrong, later.
 
-Settings of Megatron-Core that train wrongly without an error are refused by not being offered: virtual pipeline stages,
-`batch_p2p_comm`, `overlap_p2p_comm`, `deallocate_pipeline_outputs`, `perform_initialization`, `overlap_param_gather`,
-context and expert parallelism, selective recomputation. docs/config.md says what each of them does.
+Settings of Megatron-Core that train wrongly without an error are refused by not being offered: `batch_p2p_comm`,
+`overlap_p2p_comm`, `deallocate_pipeline_outputs`, `perform_initialization`, `overlap_param_gather`,
+`expert_tensor_parallel_size`. docs/config.md says what each of them does.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _batch(config: Config, world_size: int) -> Iterator[Problem]:
     if rollout.prompts_per_step % mini:
         fix = f"choose a divisor of rollout.prompts_per_step ({rollout.prompts_per_step})"
         yield error(config, "policy.mini_batch_prompts", "does not divide the batch", fix)
-    ranks = policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size
+    ranks = policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size * policy.context_parallel_size
     if world_size % ranks == 0:
         data_parallel = world_size // ranks
         sequences = mini * rollout.samples_per_prompt

@@ -34,12 +34,11 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
     """Ranks, and the model's shape against the parallel layout."""
+    yield from _ranks(config, world_size)
+    yield from _stages(config, facts)
+    yield from _recomputation(config, cuda=cuda)
     policy = config.policy
-    tp, pp = policy.tensor_model_parallel_size, policy.pipeline_model_parallel_size
-    if world_size % (tp * pp):
-        message = f"x pipeline_model_parallel_size {pp} = {tp * pp} does not divide the world size {world_size}"
-        fix = "start a multiple of that many ranks: torchrun --nproc-per-node N (for a dry run: WORLD_SIZE=N)"
-        yield error(config, "policy.tensor_model_parallel_size", message, fix)
+    tp = policy.tensor_model_parallel_size
     if policy.sequence_parallel and tp == 1:
         fix = "switch it off, or raise policy.tensor_model_parallel_size"
         yield error(config, "policy.sequence_parallel", "needs tensor parallelism", fix)
@@ -50,14 +49,77 @@ def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *,
     for name, amount in (
         ("attention heads", facts.num_attention_heads),
         ("key/value heads", facts.num_key_value_heads),
-        ("MLP channels", facts.intermediate_size),
+        ("MLP channels", facts.moe_intermediate_size or facts.intermediate_size),
     ):
         if amount % tp:
             message = f"does not divide the model's {amount} {name}"
             yield error(config, "policy.tensor_model_parallel_size", message)
+    yield from _experts(config, world_size, facts)
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
+    policy = config.policy
+    tp, pp, cp = (
+        policy.tensor_model_parallel_size,
+        policy.pipeline_model_parallel_size,
+        policy.context_parallel_size,
+    )
+    if world_size % (tp * pp * cp):
+        others = f"pipeline_model_parallel_size {pp}" + (f" x context_parallel_size {cp}" if cp > 1 else "")
+        message = f"x {others} = {tp * pp * cp} does not divide the world size {world_size}"
+        fix = "start a multiple of that many ranks: torchrun --nproc-per-node N (for a dry run: WORLD_SIZE=N)"
+        yield error(config, "policy.tensor_model_parallel_size", message, fix)
+    elif policy.data_parallel_size not in (None, world_size // (tp * pp * cp)):
+        message = f"but {world_size} ranks make {world_size // (tp * pp * cp)} replicas"
+        fix = f"start {policy.data_parallel_size * tp * pp * cp} ranks, or leave it null"
+        yield error(config, "policy.data_parallel_size", message, fix)
+
+
+def _stages(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+    """Pipeline stages, and the chunks of layers on each."""
+    pp, chunks = config.policy.pipeline_model_parallel_size, config.policy.virtual_pipeline_model_parallel_size
+    if chunks is not None and (pp == 1 or chunks == 1):
+        message = "needs pipeline stages" if pp == 1 else "is one chunk a rank, which is the plain pipeline"
+        fix = "leave it null" + (", or raise policy.pipeline_model_parallel_size" if pp == 1 else ", or set 2 or more")
+        yield error(config, "policy.virtual_pipeline_model_parallel_size", message, fix)
+    if facts is None:
+        return
     if facts.num_layers % pp:
         message = f"does not divide the model's {facts.num_layers} layers"
         yield error(config, "policy.pipeline_model_parallel_size", message)
+    elif chunks is not None and facts.num_layers % (pp * chunks):
+        message = f"x pipeline_model_parallel_size {pp} does not divide the model's {facts.num_layers} layers"
+        yield error(config, "policy.virtual_pipeline_model_parallel_size", message)
+
+
+def _recomputation(config: Config, *, cuda: bool) -> Iterator[Problem]:
+    policy = config.policy
+    default = type(policy).model_fields["recompute_modules"].default
+    if policy.recompute != "selective" and policy.recompute_modules != default:
+        yield error(config, "policy.recompute_modules", "has no effect", "set policy.recompute: selective")
+    unavailable = sorted({"layernorm", "moe_act"} & set(policy.recompute_modules))
+    if policy.recompute == "selective" and unavailable and not cuda:
+        message = f"{' and '.join(unavailable)} need Transformer Engine, and it needs CUDA"
+        yield error(config, "policy.recompute_modules", message, "choose among core_attn, mlp, moe")
+
+
+def _experts(config: Config, world_size: int, facts: ModelFacts) -> Iterator[Problem]:
+    policy = config.policy
+    tp, ep = policy.tensor_model_parallel_size, policy.expert_model_parallel_size
+    if not facts.num_experts:
+        if ep > 1:
+            yield error(config, "policy.expert_model_parallel_size", "the model has no experts", "set 1")
+        return
+    if facts.num_experts % ep:
+        message = f"does not divide the model's {facts.num_experts} experts"
+        yield error(config, "policy.expert_model_parallel_size", message)
+    replicas, rest = divmod(world_size, tp * policy.pipeline_model_parallel_size)
+    if not rest and replicas % ep:
+        message = f"does not divide the {replicas} data x context parallel ranks that experts are spread over"
+        yield error(config, "policy.expert_model_parallel_size", message)
+    if tp > 1 and not policy.sequence_parallel:
+        message = "is needed by experts under tensor parallelism: each rank routes its own tokens"
+        yield error(config, "policy.sequence_parallel", message, "set true")
 
 
 def check_tokens(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
@@ -72,9 +134,12 @@ def check_tokens(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
         yield error(
             config, "rollout.engine.max_model_len", message, "shorten the token budgets, or scale the positions"
         )
-    if config.policy.micro_batch_tokens < longest:
-        message = f"cannot hold the longest sequence, {budget}"
-        yield error(config, "policy.micro_batch_tokens", message, f"set at least {longest}")
+    cp = config.policy.context_parallel_size
+    padded = longest if cp == 1 else -(-longest // (2 * cp)) * 2 * cp
+    if config.policy.micro_batch_tokens * cp < padded:
+        share = f" on {cp} context-parallel ranks" if cp > 1 else ""
+        message = f"cannot hold the longest sequence{share}, {budget}"
+        yield error(config, "policy.micro_batch_tokens", message, f"set at least {padded // cp}")
     turn = config.rollout.max_turn_tokens
     if turn is not None and turn > response:
         message = f"never acts: rollout.max_response_tokens ({response}) is smaller"

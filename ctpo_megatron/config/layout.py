@@ -17,6 +17,9 @@ class Layout:
     world_size: int
     tensor_parallel: int
     pipeline_parallel: int
+    virtual_pipeline: int
+    context_parallel: int
+    expert_parallel: int
     data_parallel: int
     prompts_per_batch: int
     samples_per_prompt: int
@@ -31,12 +34,19 @@ class Layout:
     def of(cls, config: Config, world_size: int) -> Layout:
         """The layout on so many ranks. Numbers are rounded down where `check` would report an error."""
         policy, rollout = config.policy, config.rollout
-        tp, pp = policy.tensor_model_parallel_size, policy.pipeline_model_parallel_size
+        tp, pp, cp = (
+            policy.tensor_model_parallel_size,
+            policy.pipeline_model_parallel_size,
+            policy.context_parallel_size,
+        )
         return cls(
             world_size=world_size,
             tensor_parallel=tp,
             pipeline_parallel=pp,
-            data_parallel=max(1, world_size // (tp * pp)),
+            virtual_pipeline=policy.virtual_pipeline_model_parallel_size or 1,
+            context_parallel=cp,
+            expert_parallel=policy.expert_model_parallel_size,
+            data_parallel=max(1, world_size // (tp * pp * cp)),
             prompts_per_batch=rollout.prompts_per_step,
             samples_per_prompt=rollout.samples_per_prompt,
             mini_batches=max(1, rollout.prompts_per_step // policy.mini_batch_prompts),
@@ -80,7 +90,10 @@ class Layout:
             ("world size", f"{self.world_size}", "ranks that torchrun starts (WORLD_SIZE)"),
             ("tensor parallel", f"{self.tensor_parallel}", "policy.tensor_model_parallel_size"),
             ("pipeline parallel", f"{self.pipeline_parallel}", "policy.pipeline_model_parallel_size"),
-            ("data parallel", f"{self.data_parallel}", "world size / (tensor x pipeline)"),
+            ("  chunks of layers a rank", f"{self.virtual_pipeline}", "policy.virtual_pipeline_model_parallel_size"),
+            ("context parallel", f"{self.context_parallel}", "policy.context_parallel_size"),
+            ("data parallel", f"{self.data_parallel}", "world size / (tensor x pipeline x context)"),
+            ("expert parallel", f"{self.expert_parallel}", "policy.expert_model_parallel_size, of data x context"),
         ]
         batch = [
             ("sequences per batch", f"{self.sequences_per_batch:,}", f"{self.prompts_per_batch} prompts x {n} samples"),

@@ -11,7 +11,7 @@ from typing import Any
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
 from ctpo_megatron.config.schema import Config, TinyModelConfig
 
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
 _REQUIRED = (
     "num_hidden_layers",
@@ -31,6 +31,8 @@ class ModelFacts:
 
     vocab_size: rows of the embedding; 0 while `prepare` has not built the tokenizer that decides it.
     rope_scaling: None, or `rope_type` ("linear" or "llama3") with its numbers, e.g. `factor`.
+    num_experts: 0 for a dense model; else every layer has so many, `num_experts_per_token` of them active, each of
+        width `moe_intermediate_size`. norm_topk_prob: the weights of the active ones add up to 1.
     """
 
     architecture: str
@@ -49,6 +51,10 @@ class ModelFacts:
     rope_theta: float = 1e4
     rope_scaling: Mapping[str, Any] | None = None
     dtype: str = "float32"
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
 
     @classmethod
     def read(cls, path: str | Path) -> ModelFacts:
@@ -83,11 +89,12 @@ class ModelFacts:
             vocab_size=raw["vocab_size"],
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=architecture == "Qwen2ForCausalLM",  # in its code; no key says so
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope_theta=float(rope.pop("rope_theta")),
             rope_scaling=rope if rope["rope_type"] != "default" else None,
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            **_experts(raw),
         )
 
     @classmethod
@@ -141,6 +148,30 @@ def _default_head_dim(raw: Mapping[str, Any]) -> int:
     return 128 if raw["architectures"][0] == "Qwen3ForCausalLM" else raw["hidden_size"] // raw["num_attention_heads"]
 
 
+def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a mixture of experts, from the keys of transformers 5 (`num_local_experts`) or 4."""
+    if raw["architectures"][0] != "Qwen3MoeForCausalLM":
+        return {}
+    return {
+        "num_experts": raw.get("num_experts") or raw.get("num_local_experts") or 0,
+        "num_experts_per_token": raw.get("num_experts_per_tok") or 0,
+        "moe_intermediate_size": raw.get("moe_intermediate_size") or 0,
+        "norm_topk_prob": bool(raw.get("norm_topk_prob", False)),
+    }
+
+
+def _expert_reasons(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Why a mixture of experts is not supported, each with what is."""
+    experts = _experts(raw)
+    missing = [name for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size") if not experts[name]]
+    found = [(f"gives no {name}", "config.json must give it") for name in missing]
+    if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        found.append(
+            ("dense layers among the layers of experts are not supported", "supported: experts in every layer")
+        )
+    return found
+
+
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Rope base, type and scaling numbers from the keys of transformers 5 (`rope_parameters`) or 4."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -162,6 +193,8 @@ def _problems(raw: Any, file: str) -> list[Problem]:
         return [problem(f"architecture {architecture} is not supported", f"supported: {', '.join(ARCHITECTURES)}")]
     found = [problem(f"has no integer {name!r}") for name in _REQUIRED if not isinstance(raw.get(name), int)]
     found += [problem(*reason) for reason in _rope_reasons(_rope(raw))]
+    if architecture == "Qwen3MoeForCausalLM":
+        found += [problem(*reason) for reason in _expert_reasons(raw)]
     if raw.get("hidden_act", "silu") != "silu":
         found.append(problem(f"activation {raw['hidden_act']!r} is not supported", "supported: silu"))
     found += [problem(f"{name} is not supported") for name in ("mlp_bias", "attention_bias") if raw.get(name)]

@@ -157,8 +157,20 @@ class PolicyConfig(Section):
 
     tensor_model_parallel_size: PositiveInt = Field(1, description="ranks that share every layer")
     pipeline_model_parallel_size: PositiveInt = Field(1, description="ranks that share the stack of layers")
+    virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
+        None, description="groups of layers on each pipeline rank, which interleave (smaller bubble); null: one"
+    )
+    context_parallel_size: PositiveInt = Field(1, description="ranks that share every sequence")
+    expert_model_parallel_size: PositiveInt = Field(
+        1, description="ranks that share the experts of a layer; taken from the data and context parallel ranks"
+    )
+    data_parallel_size: PositiveInt | None = Field(
+        None, description="replicas; null: world size / (tensor x pipeline x context)"
+    )
     sequence_parallel: bool = Field(False, description="split norms and residuals over the tensor-parallel ranks")
-    use_distributed_optimizer: bool = Field(False, description="split optimizer state over the data-parallel ranks")
+    use_distributed_optimizer: bool = Field(
+        False, description="split optimizer state over the data and context parallel ranks"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="precision of the parameters; gradients are always reduced in float32"
     )
@@ -169,11 +181,16 @@ class PolicyConfig(Section):
         "streaming",
         description="output layer and loss in one sweep over chunks of tokens, or logits of a whole micro-batch first",
     )
-    recompute: Literal["none", "full"] = Field(
-        "none", description="full: recompute every layer in backward to save memory"
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="recompute in backward to save memory: every layer, or `recompute_modules`"
+    )
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "layernorm", "moe_act"], ...] = Field(
+        ("core_attn",), min_length=1, description="parts of a layer that `recompute: selective` computes again"
     )
     mini_batch_prompts: PositiveInt = Field(4, description="prompts (groups) per optimizer step, over all ranks")
-    micro_batch_tokens: PositiveInt = Field(8192, description="most tokens packed into one forward pass on one rank")
+    micro_batch_tokens: PositiveInt = Field(
+        8192, description="most tokens packed into one forward pass, on one context-parallel rank"
+    )
     threads: PositiveInt = Field(1, description="CPU threads of each trainer rank")
     timeout_minutes: PositiveFloat = Field(30.0, description="deadline of every collective operation")
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -12,7 +12,7 @@ from ctpo_megatron.data.records import Group, Prompt, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.conversations import batches, load_conversations
-    from ctpo_megatron.data.packing import PackedBatch, pack, split_evenly
+    from ctpo_megatron.data.packing import PackedBatch, PackingRules, micro_batch_count, pack, split_evenly
     from ctpo_megatron.data.prompts import PromptSampler, load_prompts
     from ctpo_megatron.data.tables import DataError
     from ctpo_megatron.data.toolmath import prepare
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 _MODULES = {
     "DataError": "tables",
     "PackedBatch": "packing",
+    "PackingRules": "packing",
     "PromptSampler": "prompts",
     "batches": "conversations",
     "load_conversations": "conversations",
     "load_prompts": "prompts",
+    "micro_batch_count": "packing",
     "pack": "packing",
     "prepare": "toolmath",
     "split_evenly": "packing",
@@ -33,6 +35,7 @@ __all__ = [
     "DataError",
     "Group",
     "PackedBatch",
+    "PackingRules",
     "Prompt",
     "PromptSampler",
     "ToolCall",
@@ -40,6 +43,7 @@ __all__ = [
     "batches",
     "load_conversations",
     "load_prompts",
+    "micro_batch_count",
     "pack",
     "prepare",
     "split_evenly",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,13 @@ from ctpo_megatron.data.records import Trajectory
 
 @dataclass(slots=True)
 class PackedBatch:
-    """One micro-batch: sequences laid end to end, no padding between them.
+    """One micro-batch: sequences laid end to end.
 
     token_ids, position_ids: [N] int64; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
     model_mask, loss_mask: [N] bool, aligned with the token that is predicted (the first token of a sequence is 0).
     behaviour_logp, advantages, anchor_logp: [N] fp32 (nats; anchor_logp is filled by the policy's anchor pass).
-    sequences: (prompt id, sample index) of each sequence; a trailing alignment sequence is not listed.
+    sequences, lengths: (prompt id, sample index) and tokens of each sequence. Alignment may put masked tokens behind
+    them, inside its boundaries, and one masked sequence, not listed, at the end of the micro-batch.
     """
 
     token_ids: torch.Tensor
@@ -29,15 +30,23 @@ class PackedBatch:
     behaviour_logp: torch.Tensor
     advantages: torch.Tensor
     sequences: tuple[tuple[str, int], ...]
+    lengths: tuple[int, ...]
     anchor_logp: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
+        """N, alignment included."""
         return int(self.token_ids.numel())
 
     @property
     def max_seqlen(self) -> int:
         return int(self.cu_seqlens.diff().max())
+
+    def places(self) -> Iterator[tuple[tuple[str, int], slice]]:
+        """(prompt id, sample index) of each sequence, and where its tokens are; alignment is left out."""
+        starts = self.cu_seqlens.tolist()
+        for key, start, length in zip(self.sequences, starts, self.lengths, strict=False):
+            yield key, slice(start, start + length)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same micro-batch with its tensors on `device`."""
@@ -48,6 +57,24 @@ class PackedBatch:
             for name in self.__slots__
         }
         return PackedBatch(**moved)
+
+
+@dataclass(frozen=True)
+class PackingRules:
+    """What a parallel layout asks of the micro-batches of one rank.
+
+    max_tokens: capacity of a micro-batch. sequence_multiple, batch_multiple: the tokens of every sequence and of every
+    micro-batch are filled up to a multiple. count_multiple: so is the number of micro-batches.
+    """
+
+    max_tokens: int
+    sequence_multiple: int = 1
+    batch_multiple: int = 1
+    count_multiple: int = 1
+
+    def padded(self, tokens: int) -> int:
+        """Tokens that a sequence of `tokens` takes."""
+        return math.ceil(tokens / self.sequence_multiple) * self.sequence_multiple
 
 
 def split_evenly(trajectories: Sequence[Trajectory], parts: int) -> list[list[int]]:
@@ -65,61 +92,95 @@ def split_evenly(trajectories: Sequence[Trajectory], parts: int) -> list[list[in
 def pack(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float] | None,
+    rules: PackingRules,
     *,
-    max_tokens: int,
-    multiple_of: int = 1,
+    at_least: int = 0,
 ) -> list[PackedBatch]:
-    """Pack into as few micro-batches of at most `max_tokens` tokens as first-fit-decreasing finds.
+    """Pack into as few micro-batches as first-fit-decreasing finds, or `at_least` so many.
 
-    advantages: one per trajectory, broadcast to its tokens (None: 0). multiple_of: the token count of every
-    micro-batch is filled up to a multiple (tensor-parallel size under sequence parallelism) with one masked
-    sequence at its end. The result depends only on the arguments. Raises ValueError for a trajectory that is
-    empty, longer than `max_tokens`, or starts with a model token.
+    advantages: one per trajectory, broadcast to its tokens (None: 0). More micro-batches than sequences leave some of
+    one masked sequence: nothing is learned from it, but ranks that wait for each other run the same number of passes.
+    The result depends only on the arguments. Raises ValueError for a trajectory that is empty, longer than
+    `rules.max_tokens`, or starts with a model token.
     """
+    return [
+        _concatenate(
+            [trajectories[i] for i in members],
+            [0.0] * len(members) if advantages is None else [advantages[i] for i in members],
+            rules,
+        )
+        for members in _bins(trajectories, rules, at_least)
+    ]
+
+
+def micro_batch_count(trajectories: Sequence[Trajectory], rules: PackingRules) -> int:
+    """How many micro-batches `pack` makes of them."""
+    return len(_bins(trajectories, rules, 0))
+
+
+def _bins(trajectories: Sequence[Trajectory], rules: PackingRules, at_least: int) -> list[list[int]]:
+    """Indices of the trajectories of each micro-batch."""
     for t in trajectories:
-        if not 0 < len(t) <= max_tokens:
+        if not len(t) or rules.padded(len(t)) > rules.max_tokens:
             raise ValueError(
-                f"trajectory {t.prompt_id}#{t.sample_index} has {len(t)} tokens, but policy.micro_batch_tokens is "
-                f"{max_tokens}; raise it, or lower rollout.max_response_tokens"
+                f"trajectory {t.prompt_id}#{t.sample_index} has {len(t)} tokens, but a micro-batch holds "
+                f"{rules.max_tokens} (policy.micro_batch_tokens x policy.context_parallel_size); raise it, or lower "
+                "rollout.max_response_tokens"
             )
         if t.model_mask[0]:
             raise ValueError(f"trajectory {t.prompt_id}#{t.sample_index} starts with a model token; it needs a prompt")
-    bins: list[tuple[list[int], int]] = []
+    bins: list[list[int]] = []
+    used: list[int] = []
     for index in sorted(range(len(trajectories)), key=lambda i: (-len(trajectories[i]), i)):
-        length = len(trajectories[index])
-        place = next((b for b, (_, used) in enumerate(bins) if used + length <= max_tokens), None)
+        length = rules.padded(len(trajectories[index]))
+        place = next((b for b, tokens in enumerate(used) if tokens + length <= rules.max_tokens), None)
         if place is None:
-            bins.append(([index], length))
+            bins.append([index])
+            used.append(length)
         else:
-            members, used = bins[place]
-            bins[place] = ([*members, index], used + length)
-    return [_concatenate(trajectories, advantages, members, multiple_of) for members, _ in bins]
+            bins[place].append(index)
+            used[place] += length
+    wanted = math.ceil(max(len(bins), at_least) / rules.count_multiple) * rules.count_multiple
+    return _divided(trajectories, bins, wanted)
 
 
-def _concatenate(
-    trajectories: Sequence[Trajectory], advantages: Sequence[float] | None, members: list[int], multiple_of: int
-) -> PackedBatch:
-    chosen = [trajectories[i] for i in members]
+def _divided(trajectories: Sequence[Trajectory], bins: list[list[int]], count: int) -> list[list[int]]:
+    """The same work in `count` or more micro-batches: the largest are halved; what is still missing is empty."""
+    while len(bins) < count:
+        divisible = [b for b, members in enumerate(bins) if len(members) > 1]
+        if not divisible:
+            return bins + [[]] * (count - len(bins))
+        largest = max(divisible, key=lambda b: (sum(len(trajectories[i]) for i in bins[b]), -b))
+        members = bins[largest]
+        halves = split_evenly([trajectories[i] for i in members], 2)
+        bins[largest : largest + 1] = [[members[i] for i in half] for half in halves]
+    return bins
+
+
+def _concatenate(chosen: list[Trajectory], advantages: list[float], rules: PackingRules) -> PackedBatch:
     lengths = [len(t) for t in chosen]
-    filler = -sum(lengths) % multiple_of
+    sizes = [rules.padded(length) for length in lengths]
+    multiple = math.lcm(rules.sequence_multiple, rules.batch_multiple)
+    filler = -sum(sizes) % multiple if chosen else multiple
     if filler:
-        lengths.append(filler)
+        sizes.append(filler)
+    gaps = [size - length for size, length in zip(sizes, [*lengths, 0], strict=False)]
 
     def flat(field: str, dtype: torch.dtype) -> torch.Tensor:
-        values = [value for t in chosen for value in getattr(t, field)]
+        values = [value for t, gap in zip(chosen, gaps, strict=False) for value in (*getattr(t, field), *[0] * gap)]
         return torch.tensor(values + [0] * filler, dtype=dtype)
 
-    sizes = torch.tensor(lengths)
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    cu_seqlens[1:] = sizes.cumsum(0)
-    per_sequence = [0.0 if advantages is None else advantages[i] for i in members] + [0.0] * bool(filler)
+    in_order = torch.tensor(sizes)
+    cu_seqlens = torch.zeros(len(sizes) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = in_order.cumsum(0)
     return PackedBatch(
         token_ids=flat("token_ids", torch.int64),
-        position_ids=torch.arange(int(sizes.sum())) - cu_seqlens[:-1].long().repeat_interleave(sizes),
+        position_ids=torch.arange(int(in_order.sum())) - cu_seqlens[:-1].long().repeat_interleave(in_order),
         cu_seqlens=cu_seqlens,
         model_mask=flat("model_mask", torch.bool),
         loss_mask=flat("loss_mask", torch.bool),
         behaviour_logp=flat("behaviour_logp", torch.float32),
-        advantages=torch.tensor(per_sequence).repeat_interleave(sizes),
+        advantages=torch.tensor([*advantages, *[0.0] * bool(filler)]).repeat_interleave(in_order),
         sequences=tuple((t.prompt_id, t.sample_index) for t in chosen),
+        lengths=tuple(lengths),
     )

@@ -48,6 +48,7 @@ def fused_policy_loss(
     weights: Tensor | None,
     layout: SequenceLayout,
     denominators: Denominators | None,
+    cp_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, LossStats]:
     """Loss, detached token losses and statistics as `policy_loss` gives them, by `ctpo_kernels.ctpo_loss`.
 
@@ -65,6 +66,7 @@ def fused_policy_loss(
         layout.cu_seqlens,
         loss_mask=flat(loss_mask),
         weights=flat(weights),
+        cp_group=cp_group,
         return_per_token=True,
         **_keywords(objective, denominators, model_mask, loss_mask, layout),
     )
@@ -87,6 +89,7 @@ def linear_policy_loss(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     accumulate_into_main_grad: bool = False,
 ) -> LinearPolicyLoss:
@@ -110,6 +113,7 @@ def linear_policy_loss(
         temperature=temperature,
         vocab_size=vocab_size,
         tp_group=tp_group,
+        cp_group=cp_group,
         sequence_parallel=sequence_parallel,
         accumulate_into_main_grad=accumulate_into_main_grad,
         **_keywords(objective, denominators, model_mask, loss_mask, layout),

@@ -1,10 +1,11 @@
-"""The policy loss: ratio x clip x aggregation, in plain torch; on CUDA by the fused kernels."""
+"""The policy loss: ratio x clip x aggregation, in plain torch; on CUDA and over split sequences by `ctpo_kernels`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
@@ -19,7 +20,7 @@ from ctpo_megatron.objective.stats import LossStats, stats_of
 @dataclass(frozen=True)
 class PolicyLossOutput:
     """loss: scalar, differentiable. per_token: l_t w_t in the shape of logp, before aggregation, 0 where the
-    loss mask is 0; on the graph on the CPU (detach it before keeping it), detached on CUDA, None
+    loss mask is 0; on the graph on the CPU (detach it before keeping it), detached where the kernels compute it, None
     where none are kept (`linear_policy_loss`). stats: detached."""
 
     loss: Tensor
@@ -38,8 +39,9 @@ def policy_loss(
     weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     denominators: Denominators | None = None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> PolicyLossOutput:
-    """Loss of a padded `[B, T]` or packed `[N]` batch (tokens of one sequence adjacent, in order, never split).
+    """Loss of a padded `[B, T]` or packed `[N]` batch (tokens of one sequence adjacent and in order).
 
     logp: log-probabilities (nats) of the sampled tokens under the policy in training; the only differentiable input.
         float32, or float64, kept; lower precisions are computed in float32.
@@ -52,6 +54,8 @@ def policy_loss(
     weights: detached correction factors w_t, per token or `[B]` (default 1).
     cu_seqlens: int `[B + 1]`, boundaries of a packed batch.
     denominators: counts of the whole optimizer step; None takes this batch for the whole step.
+    cp_group: context-parallel ranks that each hold two pieces of every sequence, as `ctpo_kernels.ctpo_loss` takes them
+        (packed only, `denominators` required); loss and statistics are this rank's share. Collective.
 
     The gradient of token t's loss reaches logp_t only: -A_t r_t w_t inside the bounds, 0 beyond them. Values at masked
     positions, NaN included, never enter; a NaN at a model token shows in its own sequence from there on (cumulative
@@ -60,7 +64,10 @@ def policy_loss(
     """
     layout = SequenceLayout.of(logp, cu_seqlens)
     dtype = logp.dtype if logp.dtype == torch.float64 else torch.float32
-    if logp.is_cuda:
+    split = cp_group is not None and cp_group.size() > 1
+    if split and denominators is None:
+        raise ValueError("denominators: a context-parallel rank sees a share of the sequences; give the step's counts")
+    if logp.is_cuda or split:
         return PolicyLossOutput(
             *fused_policy_loss(
                 logp.to(dtype),
@@ -72,6 +79,7 @@ def policy_loss(
                 weights=weights,
                 layout=layout,
                 denominators=denominators,
+                cp_group=cp_group,
             )
         )
     model = layout.mask(model_mask, "model_mask")

@@ -79,7 +79,7 @@ def save(
         aside.mkdir(parents=True)
     dist.barrier()
     metadata = _metadata()
-    weights = model.gpt.sharded_state_dict(metadata=metadata)
+    weights = model.sharded_state(metadata)
     state = {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights, metadata=metadata),
@@ -122,13 +122,13 @@ def load(checkpoint: Path, model: BuiltModel, optimizer: MegatronOptimizer, sche
     """
     _fill_state(optimizer)
     metadata = _metadata()
-    weights = model.gpt.sharded_state_dict(metadata=metadata)
+    weights = model.sharded_state(metadata)
     wanted = {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata),
     }
     loaded = dist_checkpointing.load(wanted, str(checkpoint), strict="raise_all")
-    model.gpt.load_state_dict(loaded["model"], strict=True)
+    model.load_state(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     _separate_steps(optimizer)
     scheduler.load_state_dict(loaded["scheduler"])

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 CUDA = torch.cuda.is_available()
 BACKEND = "nccl" if CUDA else "gloo"
 _CPU = torch.device("cpu")
+_NO_STREAM = object()
 
 
 @dataclass(frozen=True)
@@ -167,24 +168,43 @@ def _set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, t
                 value.copy_(tensors[key])
 
 
+def _host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Give all-to-all its split sizes as lists (shadows MoEAlltoAllTokenDispatcher's method).
+
+    The original converts CUDA tensors only, on a side stream.
+    """
+    if point == self.cuda_dtoh_point and not self.drop_and_pad:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            splits = getattr(self, name)
+            if isinstance(splits, torch.Tensor):
+                setattr(self, name, splits.tolist())
+    return tokens_per_expert
+
+
 @dataclass(frozen=True)
 class _Replacement:
+    """absent: the attribute is a name that megatron-core reads but only defines with transformer-engine."""
+
     module: str
     attribute: str
     value: Any
     reason: str
+    absent: bool = False
 
     def apply(self) -> None:
         owner: Any = importlib.import_module(self.module)
         *path, leaf = self.attribute.split(".")
         for name in path:
             owner = getattr(owner, name)
-        getattr(owner, leaf)  # an AttributeError here means that the pinned version moved: fail now, not in training
+        if not self.absent:
+            getattr(
+                owner, leaf
+            )  # an AttributeError here means that the pinned version moved: fail now, not in training
         setattr(owner, leaf, self.value)
 
 
 def _cpu_replacements() -> tuple[_Replacement, ...]:
-    random = "megatron.core.tensor_parallel.random"
+    random, moe = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe"
     return (
         _Replacement("torch.cuda", "current_device", lambda: _CPU, "gradient buffers, RoPE, TP and PP buffers ask it"),
         _Replacement("torch.cuda", "synchronize", lambda *_: None, "variable-length pipelines and checkpoints call it"),
@@ -196,6 +216,19 @@ def _cpu_replacements() -> tuple[_Replacement, ...]:
             "DistributedOptimizer._set_main_param_and_optimizer_states",
             _set_main_param_and_optimizer_states,
             "loading a distributed-optimizer checkpoint with torch AdamW",
+        ),
+        _Replacement(f"{moe}.moe_utils", "te_general_gemm", None, "the router asks whether it is there", absent=True),
+        _Replacement(
+            f"{moe}.token_dispatcher",
+            "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
+            _NO_STREAM,
+            "the dispatcher makes a CUDA stream unless there is one",
+        ),
+        _Replacement(
+            f"{moe}.token_dispatcher",
+            "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+            _host_splits,
+            "split sizes of the all-to-all have to be on the host",
         ),
     )
 

@@ -6,8 +6,9 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from ctpo_megatron.config import ModelFacts
 from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
-from ctpo_megatron.policy.parallel import Layout
+from ctpo_megatron.policy.parallel import Layout, gather_objects
 
 Tensors = list[torch.Tensor]
 
@@ -28,11 +29,19 @@ class Rule:
     """How one Megatron parameter corresponds to one or more Hugging Face tensors.
 
     split: full HF tensors -> one shard per tensor-parallel rank; merge: all shards -> full HF tensors.
+    expert: None, or which of this rank's experts the parameter belongs to; `hf` then has a place for `{expert}`.
     """
 
     hf: tuple[str, ...]
     split: Callable[[Tensors, ModelFacts, int], Tensors]
     merge: Callable[[Tensors, ModelFacts], Tensors]
+    expert: int | None = None
+
+    def names(self, experts_each: int, ep_rank: int) -> tuple[str, ...]:
+        """Names on an expert-parallel rank that holds `experts_each` experts of a layer."""
+        if self.expert is None:
+            return self.hf
+        return tuple(name.format(expert=ep_rank * experts_each + self.expert) for name in self.hf)
 
 
 def _replicated(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
@@ -116,36 +125,68 @@ _LAYER = {
     "mlp.linear_fc1.layer_norm_weight": _norm("post_attention_layernorm.weight"),
     "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), _split_gate_up, _merge_gate_up),
     "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), _rows, _join_rows),
+    "mlp.router.weight": Rule(("mlp.gate.weight",), _replicated, _first),
+}
+_EXPERT = {
+    "linear_fc1": Rule(
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"), _split_gate_up, _merge_gate_up
+    ),
+    "linear_fc2": Rule(("mlp.experts.{expert}.down_proj.weight",), _rows, _join_rows),
 }
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT_NAMES = (
+    re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<matrix>linear_fc[12])\.weight"),  # local spec
+    re.compile(r"mlp\.experts\.(?P<matrix>linear_fc[12])\.weight(?P<expert>\d+)"),  # TE's grouped matrices
+)
 
 
-def rule_for(name: str, layer_offset: int) -> Rule:
-    """The rule of a parameter of this rank's GPTModel, with full HF names. Raises KeyError naming an unknown one."""
+def rule_for(name: str, layer_number: Callable[[int], int]) -> Rule:
+    """The rule of a parameter of a GPTModel, with full HF names. Raises KeyError naming an unknown one.
+
+    layer_number: index of a layer in this model chunk -> its number in the whole model, from 0.
+    """
     match = _LAYER_NAME.fullmatch(name)
-    rule = _LAYER.get(match[2]) if match else _TOP.get(name)
+    rule = _layer_rule(match[2]) if match else _TOP.get(name)
     if rule is None:
         raise KeyError(f"no Hugging Face counterpart is known for the Megatron parameter {name!r}")
     if match is None:
         return rule
-    prefix = f"model.layers.{int(match[1]) + layer_offset}."
-    return Rule(tuple(prefix + hf for hf in rule.hf), rule.split, rule.merge)
+    prefix = f"model.layers.{layer_number(int(match[1]))}."
+    return replace(rule, hf=tuple(prefix + hf for hf in rule.hf))
 
 
-def _rules(model: BuiltModel, layout: Layout) -> dict[str, Rule]:
-    per_stage = model.facts.num_layers // layout.pp_size
-    rules = {}
-    for name, _ in model.gpt.named_parameters():
-        if name == "output_layer.weight" and model.facts.tie_word_embeddings:
-            continue  # later pipeline stages hold a copy of the embedding under this name
-        rules[name] = rule_for(name, layout.pp_rank * per_stage)
-    return rules
+def _layer_rule(name: str) -> Rule | None:
+    for pattern in _EXPERT_NAMES:
+        if match := pattern.fullmatch(name):
+            return replace(_EXPERT[match["matrix"]], expert=int(match["expert"]))
+    return _LAYER.get(name)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of this rank, its name in Megatron, and its rule."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    rule: Rule
+
+
+def _entries(model: BuiltModel) -> list[Entry]:
+    entries = []
+    for chunk in model.gpt:
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            if name == "output_layer.weight" and model.facts.tie_word_embeddings:
+                continue  # later pipeline stages hold a copy of the embedding under this name
+            entries.append(Entry(name, parameter, rule_for(name, numbers.__getitem__)))
+    return entries
 
 
 class WeightFiles:
     """The safetensors files of a Hugging Face model directory, read tensor by tensor."""
 
     def __init__(self, directory: Path) -> None:
+        self._open: dict[Path, Any] = {}
         index = directory / "model.safetensors.index.json"
         if index.exists():
             by_name = json.loads(index.read_text())["weight_map"]
@@ -166,45 +207,54 @@ class WeightFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """One full tensor on the CPU, in the file's dtype."""
-        with safe_open(self._file_of[name], "pt") as file:
-            return file.get_tensor(name)
+        path = self._file_of[name]
+        if path not in self._open:  # a mixture of experts has thousands of tensors in one file
+            self._open[path] = safe_open(path, "pt")
+        return self._open[path].get_tensor(name)
 
 
 @torch.no_grad()
 def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
-    """Copy the directory's weights into this rank's model (its layers, its tensor-parallel shards).
+    """Copy the directory's weights into this rank's model (its layers, experts, tensor-parallel shards); collective.
 
     Raises ValueError listing every tensor that is missing, unused, or of another shape than the model expects.
     """
     files = WeightFiles(directory)
-    rules = _rules(model, layout)
-    needed = {hf for rule in rules.values() for hf in rule.hf}
+    experts_each = model.facts.num_experts // layout.ep_size
+    named = [(entry, entry.rule.names(experts_each, layout.ep_rank)) for entry in _entries(model)]
+    mine = {name for _, names in named for name in names}
+    needed = set().union(*gather_objects(mine))
+    unused = files.names - needed - ({"lm_head.weight"} if model.facts.tie_word_embeddings else set())
     problems = [f"missing: {name}" for name in sorted(needed - files.names)]
-    if layout.pp_size == 1:
-        unused = files.names - needed - ({"lm_head.weight"} if model.facts.tie_word_embeddings else set())
-        problems += [f"not used by this architecture: {name}" for name in sorted(unused)]
+    problems += [f"not used by this architecture: {name}" for name in sorted(unused)]
     if not problems:
-        parameters = dict(model.gpt.named_parameters())
-        for name, rule in rules.items():
-            problems += _copy(parameters[name], rule, files, model.facts, layout, name)
+        for entry, names in named:
+            problems += _copy(entry, names, files, model.facts)
     if problems:
         raise ValueError(f"the weights in {directory} do not fit the model:\n  " + "\n  ".join(problems))
     if model.facts.tie_word_embeddings and layout.pp_size > 1 and layout.is_last_stage:
-        weight = rule_for("embedding.word_embeddings.weight", 0)
+        weight = _TOP["embedding.word_embeddings.weight"]
         shard = weight.split([files.read(weight.hf[0])], model.facts, layout.tp_size)[layout.tp_rank]
-        model.gpt.output_layer.weight.copy_(shard)
+        model.gpt[-1].output_layer.weight.copy_(shard)
 
 
-def _copy(
-    parameter: torch.Tensor, rule: Rule, files: WeightFiles, facts: ModelFacts, layout: Layout, name: str
-) -> list[str]:
-    tensors = [files.read(hf) for hf in rule.hf]
-    shard = rule.split(tensors, facts, layout.tp_size)[layout.tp_rank]
-    if shard.shape != parameter.shape:
-        found = {hf: tuple(t.shape) for hf, t in zip(rule.hf, tensors, strict=True)}
-        return [f"{name} is {tuple(parameter.shape)} on this rank, but {found} gives {tuple(shard.shape)}"]
-    parameter.copy_(shard)
+def _copy(entry: Entry, names: tuple[str, ...], files: WeightFiles, facts: ModelFacts) -> list[str]:
+    tensors = [files.read(name) for name in names]
+    group = _tensor_group(entry.rule)
+    shard = entry.rule.split(tensors, facts, group.size())[group.rank()]
+    if shard.shape != entry.parameter.shape:
+        found = {name: tuple(t.shape) for name, t in zip(names, tensors, strict=True)}
+        expected = tuple(entry.parameter.shape)
+        return [f"{entry.name} is {expected} on this rank, but {found} gives {tuple(shard.shape)}"]
+    entry.parameter.copy_(shard)
     return []
+
+
+def _tensor_group(rule: Rule) -> dist.ProcessGroup:
+    """The ranks that a parameter is cut over."""
+    if rule.expert is None:
+        return mpu.get_tensor_model_parallel_group()
+    return mpu.get_expert_tensor_parallel_group()
 
 
 @torch.no_grad()
@@ -214,19 +264,35 @@ def export(
     """Yield (HF name, full tensor) for the whole model, one at a time, on every rank (all must iterate to the end).
 
     value: what to export of a parameter (its gradient, say), in its shape.
-    Tensor-parallel shards are gathered, pipeline stages take turns to broadcast; peak extra memory is one tensor.
+    Tensor-parallel shards and experts are gathered, pipeline stages take turns to broadcast; peak extra memory is one
+    Megatron parameter, times the expert-parallel size for an expert's.
     """
-    rules = _rules(model, layout)
-    parameters = dict(model.gpt.named_parameters())
-    local = ((name, parameters[name], rule) for name, rule in rules.items())
-    merged = (
-        pair for _, p, rule in local for pair in zip(rule.hf, _merge(p, value(p), rule, model.facts), strict=True)
-    )
+    merged = (pair for entry in _entries(model) for pair in _full(entry, value(entry.parameter), model.facts, layout))
     if layout.pp_size == 1:
         yield from merged
         return
     for stage in range(layout.pp_size):
         yield from _relay_stage(stage, merged if layout.pp_rank == stage else iter(()), layout)
+
+
+def _full(entry: Entry, value: torch.Tensor, facts: ModelFacts, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """The HF tensors that a parameter of this pipeline stage, and its counterparts on other ranks, are parts of."""
+    shards, group = [value], _tensor_group(entry.rule)
+    if group.size() > 1 and getattr(entry.parameter, "tensor_model_parallel", False):
+        shards = _all_gather(value, group)
+    tensors = entry.rule.merge(shards, facts)
+    if entry.rule.expert is None or layout.ep_size == 1:
+        yield from zip(entry.rule.names(facts.num_experts, 0), tensors, strict=True)
+        return
+    experts = [_all_gather(tensor, mpu.get_expert_model_parallel_group()) for tensor in tensors]
+    for ep_rank, of_rank in enumerate(zip(*experts, strict=True)):
+        yield from zip(entry.rule.names(facts.num_experts // layout.ep_size, ep_rank), of_rank, strict=True)
+
+
+def _all_gather(value: torch.Tensor, group: dist.ProcessGroup) -> Tensors:
+    parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return parts
 
 
 def _relay_stage(
@@ -245,15 +311,6 @@ def _relay_stage(
         full = torch.empty(shape, dtype=dtype, device=layout.device) if tensor is None else tensor.contiguous()
         dist.broadcast(full, src=source, group=group)
         yield name, full
-
-
-def _merge(parameter: torch.nn.Parameter, value: torch.Tensor, rule: Rule, facts: ModelFacts) -> Tensors:
-    shards = [value]
-    group = mpu.get_tensor_model_parallel_group()
-    if group.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
-        shards = [torch.empty_like(shards[0]) for _ in range(group.size())]
-        dist.all_gather(shards, value.contiguous(), group=group)
-    return rule.merge(shards, facts)
 
 
 def write_directory(

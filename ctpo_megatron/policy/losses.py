@@ -16,8 +16,8 @@ def policy_gradient(objective: PolicyObjective, anchor: Literal["proximal", "beh
     """The RL loss. proximal: ratios against the trainer's anchor pass; behaviour: against what the sampler reported."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
-        batch = predictions.batch
-        reference = batch.anchor_logp if anchor == "proximal" else batch.behaviour_logp
+        targets = predictions.targets
+        reference = targets.anchor_logp if anchor == "proximal" else targets.behaviour_logp
         if reference is None:
             raise ValueError("the proximal anchor needs Policy.anchor() before Policy.update()")
         return predictions.policy_loss(reference, objective, denominators)
@@ -29,6 +29,6 @@ def supervised() -> LossFunction:
     """Negative log-likelihood of the warm-up's assistant tokens."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
-        return supervised_loss(predictions.log_probs(), predictions.batch.loss_mask, denominators)
+        return supervised_loss(predictions.log_probs(), predictions.targets.loss_mask, denominators)
 
     return loss

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.data import PackedBatch, Trajectory, pack, split_evenly
+from ctpo_megatron.data import PackedBatch, PackingRules, Trajectory, micro_batch_count, pack, split_evenly
 from ctpo_megatron.objective import Denominators
 from ctpo_megatron.policy.parallel import Layout
 
@@ -32,18 +32,37 @@ def make_mini_batches(
     Every rank passes the same trajectories and keeps its share. advantages: one per trajectory; None: zeros
     (supervised). Raises ValueError when a mini-batch would leave a data-parallel rank without work.
     """
+    rules = packing_rules(config)
     result = []
     for start in range(0, len(trajectories), size):
         chunk = trajectories[start : start + size]
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} trajectories cannot feed {layout.dp_size} replicas")
-        mine = split_evenly(chunk, layout.dp_size)[layout.dp_rank]
+        shares = split_evenly(chunk, layout.dp_size)
+        mine = shares[layout.dp_rank]
         packed = pack(
             [chunk[i] for i in mine],
             None if advantages is None else [advantages[start + i] for i in mine],
-            max_tokens=config.micro_batch_tokens,
-            multiple_of=layout.tp_size if config.sequence_parallel else 1,
+            rules,
+            at_least=_equal_count(chunk, shares, rules) if layout.ep_size > 1 else 0,
         )
         denominators = Denominators.of_lists(t.loss_mask for t in chunk)
         result.append(MiniBatch([micro.to(layout.device) for micro in packed], denominators))
     return result
+
+
+def packing_rules(config: PolicyConfig) -> PackingRules:
+    """What the layout asks of micro-batches: equal pieces for context parallelism, equal shares for sequence
+    parallelism, whole rounds for virtual pipeline stages."""
+    cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
+    return PackingRules(
+        max_tokens=config.micro_batch_tokens * cp,
+        sequence_multiple=2 * cp if cp > 1 else 1,
+        batch_multiple=cp * tp if config.sequence_parallel else 1,
+        count_multiple=config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1,
+    )
+
+
+def _equal_count(chunk: Sequence[Trajectory], shares: Sequence[Sequence[int]], rules: PackingRules) -> int:
+    """Micro-batches of the replica that needs most: experts are reached by all replicas in the same pass."""
+    return max(micro_batch_count([chunk[i] for i in share], rules) for share in shares)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ctpo_megatron.config import ModelFacts, PolicyConfig
@@ -23,13 +24,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The model of this rank: wrapped for data parallelism, and as plain GPTModel.
+    """The model chunks of this rank: one, or one for each virtual pipeline stage.
 
+    wrapped: for data parallelism; gpt: the plain GPTModels in them, in the same order.
     streaming: the last stage gives hidden states, and the output layer is applied by the loss (`predictions.py`).
     """
 
-    wrapped: DistributedDataParallel
-    gpt: GPTModel
+    wrapped: tuple[DistributedDataParallel, ...]
+    gpt: tuple[GPTModel, ...]
     config: TransformerConfig
     facts: ModelFacts
     streaming: bool
@@ -37,13 +39,28 @@ class BuiltModel:
     @property
     def output_weight(self) -> torch.nn.Parameter:
         """Output-layer weight of this tensor-parallel rank `[V_padded / tp, H]`; only on the last pipeline stage."""
-        tied = self.gpt.share_embeddings_and_output_weights
-        return self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
+        last = self.gpt[-1]
+        tied = last.share_embeddings_and_output_weights
+        return last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
 
     @property
     def output_options(self) -> dict[str, bool]:
         """Keywords of a forward call that keep the last stage's output in the precision of the parameters."""
         return {"fp32_output": False} if self.config.bf16 else {}
+
+    def zero_gradients(self) -> None:
+        """Clear the gradient buffers of all chunks."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+
+    def sharded_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Sharded state of all chunks for a distributed checkpoint; parameter keys do not depend on the chunks."""
+        return {f"chunk{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.gpt)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `sharded_state` asked for and a checkpoint gave; every key must fit."""
+        for i, chunk in enumerate(self.gpt):
+            chunk.load_state_dict(state[f"chunk{i}"], strict=True)
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
@@ -53,8 +70,10 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 
 def transformer_config(facts: ModelFacts, policy: PolicyConfig) -> TransformerConfig:
-    """TransformerConfig of a dense Qwen2.5, Qwen3 or Llama model under the given layout."""
+    """TransformerConfig of a Qwen2.5, Qwen3, Qwen3-MoE or Llama model under the given layout."""
     dtype = DTYPES[policy.dtype]
+    use_te = resolve_layer_spec(policy) == "transformer_engine"
+    chunks = policy.virtual_pipeline_model_parallel_size
     return TransformerConfig(
         num_layers=facts.num_layers,
         hidden_size=facts.hidden_size,
@@ -73,35 +92,91 @@ def transformer_config(facts: ModelFacts, policy: PolicyConfig) -> TransformerCo
         attention_dropout=0.0,
         tensor_model_parallel_size=policy.tensor_model_parallel_size,
         pipeline_model_parallel_size=policy.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks,
+        context_parallel_size=policy.context_parallel_size,
+        expert_model_parallel_size=policy.expert_model_parallel_size,
         sequence_parallel=policy.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        recompute_granularity="full" if policy.recompute == "full" else None,
-        recompute_method="uniform" if policy.recompute == "full" else None,
-        recompute_num_layers=1 if policy.recompute == "full" else None,
         # The loss arrives already divided by the denominators of the whole optimizer step: plain sums everywhere.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, in dense models too
+        overlap_p2p_comm=chunks is not None,  # without it interleaved stages mix up their messages
+        **_recompute(policy),
+        **(_experts(facts, use_te) if facts.num_experts else {}),
         **device.transformer_flags(),
     )
+
+
+def _recompute(policy: PolicyConfig) -> dict[str, Any]:
+    if policy.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if policy.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(policy.recompute_modules)}
+    return {}
+
+
+def _experts(facts: ModelFacts, use_te: bool) -> dict[str, Any]:
+    """Mixture of experts in every layer, as Qwen3-MoE routes."""
+    return {
+        "num_moe_experts": facts.num_experts,
+        "moe_router_topk": facts.num_experts_per_token,
+        "moe_ffn_hidden_size": facts.moe_intermediate_size,
+        # Softmax over the chosen experts only is softmax over all of them, renormalized.
+        "moe_router_pre_softmax": not facts.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        # The policy gradient alone: a balancing loss would move weights that no reward asked for.
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": use_te,
+        "moe_permute_fusion": use_te,
+    }
 
 
 def build_model(facts: ModelFacts, policy: PolicyConfig, here: torch.device) -> BuiltModel:
     """The randomly initialized model of this rank; weights come from `hf.load`."""
     config = transformer_config(facts, policy)
+    chunks = policy.virtual_pipeline_model_parallel_size
+    gpt = [_build_gpt(config, facts, policy, stage).to(here) for stage in (range(chunks) if chunks else (None,))]
+    streaming = policy.head == "streaming"
+    if streaming and gpt[-1].post_process:
+        # The module stays where it is: its weight has names in checkpoints, gradient buffers and conversions.
+        gpt[-1].output_layer.forward = _pass_hidden_states_through
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=policy.use_distributed_optimizer,
+    )
+    wrapped = tuple(
+        DistributedDataParallel(
+            config=config, ddp_config=ddp_config, module=Float16Module(config, chunk) if config.bf16 else chunk
+        )
+        for chunk in gpt
+    )
+    config.finalize_model_grads_func = _finalize_without_rescaling
+    no_sync = [chunk.no_sync for chunk in wrapped]
+    config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return BuiltModel(wrapped, tuple(gpt), config, facts, streaming)
+
+
+def _build_gpt(config: TransformerConfig, facts: ModelFacts, policy: PolicyConfig, stage: int | None) -> GPTModel:
+    """The model chunk of one virtual pipeline stage (None: the only one)."""
     use_te = resolve_layer_spec(policy) == "transformer_engine"
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True) if use_te else local_block_spec(config)
+    spec = (
+        get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+        if use_te
+        else local_block_spec(config, stage)
+    )
     scaling = facts.rope_scaling or {}
     factor = float(scaling.get("factor", 8.0))
-    gpt = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(facts.vocab_size, policy.tensor_model_parallel_size),
         max_sequence_length=facts.max_position_embeddings,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=facts.tie_word_embeddings,
         position_embedding_type="rope",
@@ -109,24 +184,8 @@ def build_model(facts: ModelFacts, policy: PolicyConfig, here: torch.device) -> 
         rope_scaling=scaling.get("rope_type") == "llama3",
         rope_scaling_factor=factor,
         seq_len_interpolation_factor=factor if scaling.get("rope_type") == "linear" else None,
-    ).to(here)
-    streaming = policy.head == "streaming"
-    if streaming and gpt.post_process:
-        # The module stays where it is: its weight has names in checkpoints, gradient buffers and conversions.
-        gpt.output_layer.forward = _pass_hidden_states_through
-    module: MegatronModule = Float16Module(config, gpt) if config.bf16 else gpt
-    wrapped = DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=policy.use_distributed_optimizer,
-        ),
-        module=module,
+        vp_stage=stage,
     )
-    config.finalize_model_grads_func = _finalize_without_rescaling
-    config.no_sync_func = wrapped.no_sync
-    return BuiltModel(wrapped, gpt, config, facts, streaming)
 
 
 def resolve_layer_spec(policy: PolicyConfig) -> str:
@@ -147,7 +206,8 @@ def gather_gradient_shards(model: BuiltModel) -> None:
 
     The distributed optimizer leaves each rank with the sum of its own shard only.
     """
-    for group in model.wrapped.bucket_groups:
+    groups = [g for chunk in model.wrapped for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    for group in groups:
         members = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
             shard = bucket.grad_data.view(members.size(), -1)[members.rank()].clone()

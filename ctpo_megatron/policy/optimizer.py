@@ -32,7 +32,7 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=policy.use_distributed_optimizer,
         ),
-        [model.wrapped],
+        list(model.wrapped),
     )
     steps = max(total_steps, config.warmup_steps + 1)
     decaying = max(1, round(steps * config.decay_fraction))

@@ -29,6 +29,10 @@ class Layout:
     tp_size: int
     pp_rank: int
     pp_size: int
+    cp_rank: int
+    cp_size: int
+    ep_rank: int
+    ep_size: int
     dp_rank: int
     dp_size: int
     device: torch.device
@@ -42,9 +46,14 @@ class Layout:
         return self.pp_rank == self.pp_size - 1
 
     @property
-    def reports(self) -> bool:
-        """One rank of each data-parallel replica, where the loss is known: the one whose statistics count."""
+    def has_loss(self) -> bool:
+        """Whether this rank's loss statistics count: one rank for each share of the loss."""
         return self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def reports(self) -> bool:
+        """One rank of each data-parallel replica, which knows the log-probs of all its tokens."""
+        return self.has_loss and self.cp_rank == 0
 
     def first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only; every rank returns its (pickled) result, or raises when it raised."""
@@ -82,6 +91,9 @@ def join(config: PolicyConfig, seed: int) -> Layout:
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
             distributed_timeout_minutes=config.timeout_minutes,
         )
         model_parallel_cuda_manual_seed(seed)
@@ -92,6 +104,10 @@ def join(config: PolicyConfig, seed: int) -> Layout:
         tp_size=mpu.get_tensor_model_parallel_world_size(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         pp_size=mpu.get_pipeline_model_parallel_world_size(),
+        cp_rank=mpu.get_context_parallel_rank(),
+        cp_size=mpu.get_context_parallel_world_size(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        ep_size=mpu.get_expert_model_parallel_world_size(),
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         device=here,

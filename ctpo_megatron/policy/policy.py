@@ -81,10 +81,11 @@ class Policy:
         }
 
     def _forward(self, micro_batches: Sequence[PackedBatch]) -> list[Collected]:
+        """`logp` `[N]` and the sum of the entropy of each micro-batch (on the last pipeline stage)."""
         zero = torch.zeros((), device=self.layout.device)
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
-            logp, entropy = predictions.log_probs_and_entropy()
+            logp, entropy = (predictions.targets.per_token(rows) for rows in predictions.log_probs_and_entropy())
             return zero, {"logp": logp, "entropy_sum": float(entropy.sum(dtype=torch.float64))}
 
         with device.scope(), torch.no_grad():
@@ -139,13 +140,13 @@ class Policy:
             output = loss_function(predictions, mini_batch.denominators)
             return output.loss, {"stats": output.stats}
 
-        self._model.wrapped.zero_grad_buffer()
+        self._model.zero_gradients()
         micro_batches = mini_batch.micro_batches
         kept = run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
         return self._over_ranks(kept)
 
     def _over_ranks(self, kept: list[Collected]) -> LossStats:
-        mine = merge([found["stats"] for found in kept]) if self.layout.reports else None
+        mine = merge([found["stats"] for found in kept]) if self.layout.has_loss else None
         vector = None if mine is None else (mine.as_tensor().cpu(), mine.kind)
         parts = [LossStats.from_tensor(*part) for part in gather_objects(vector) if part is not None]
         return merge(parts)
@@ -184,11 +185,10 @@ def _anchor_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> d
 def _traces(micro: PackedBatch, logp: torch.Tensor, objective: PolicyObjective) -> Traces:
     trace = ratio_trace(logp, micro.anchor_logp, micro.model_mask, objective, cu_seqlens=micro.cu_seqlens)
     columns = {"log_ratio": trace.log_ratio, "clip_low": trace.low, "clip_high": trace.high}
-    bounds = micro.cu_seqlens.tolist()
     return {
-        key: {"advantage": float(micro.advantages[start])}
-        | {name: [round(x, 6) for x in column[start:end].tolist()] for name, column in columns.items()}
-        for key, start, end in zip(micro.sequences, bounds, bounds[1:], strict=False)
+        key: {"advantage": float(micro.advantages[place.start])}
+        | {name: [round(x, 6) for x in column[place].tolist()] for name, column in columns.items()}
+        for key, place in micro.places()
     }
 
 

@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctpo_megatron.data import PackedBatch
+from ctpo_megatron.policy.context import ContextSplit, Targets
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.predictions import LogitsPredictions, Predictions, StreamingPredictions
 
@@ -26,10 +27,11 @@ def run_schedule(
 
     Returns what `loss` kept, one entry a micro-batch, on the last pipeline stage; an empty list on the others.
     """
+    chunks = len(model.wrapped)
     collected: list[Collected] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, model=model, loss=loss, temperature=temperature),
-        data_iterator=iter(batches),
-        model=[model.wrapped],
+        data_iterator=[iter(batches) for _ in range(chunks)] if chunks > 1 else iter(batches),
+        model=list(model.wrapped),
         num_microbatches=len(batches),
         seq_length=max(batch.num_tokens for batch in batches),
         micro_batch_size=1,
@@ -47,10 +49,11 @@ def _forward_step(
     temperature: float,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     batch = next(batches)
+    split = ContextSplit.of(batch.cu_seqlens)
     longest = batch.max_seqlen
     output = module(
-        input_ids=batch.token_ids[None],
-        position_ids=batch.position_ids[None],
+        input_ids=split.take(batch.token_ids)[None],
+        position_ids=split.take(batch.position_ids)[None],
         attention_mask=None,
         packed_seq_params=PackedSeqParams(
             qkv_format="thd",
@@ -63,16 +66,16 @@ def _forward_step(
     )
 
     def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Collected]:
-        total, kept = loss(_predictions(model, output[0], batch, temperature))
+        total, kept = loss(_predictions(model, output[0], Targets.of(batch, split), temperature))
         # The token count would divide the gradient; ours is already divided, so it only has to be a valid integer.
         return total, torch.ones((), dtype=torch.int, device=total.device), kept
 
     return output, loss_function
 
 
-def _predictions(model: BuiltModel, output: torch.Tensor, batch: PackedBatch, temperature: float) -> Predictions:
+def _predictions(model: BuiltModel, output: torch.Tensor, targets: Targets, temperature: float) -> Predictions:
     if not model.streaming:
-        return LogitsPredictions(output, batch, temperature, model.facts.vocab_size)
+        return LogitsPredictions(output, targets, temperature, model.facts.vocab_size)
     return StreamingPredictions(
-        output, model.output_weight, batch, temperature, model.facts.vocab_size, model.config.sequence_parallel
+        output, model.output_weight, targets, temperature, model.facts.vocab_size, model.config.sequence_parallel
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -24,8 +23,7 @@ def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str,
     policy.anchor([mini_batch])
     mine = {}
     for micro in mini_batch.micro_batches if layout.reports else []:
-        bounds = itertools.pairwise(micro.cu_seqlens.tolist())
-        mine |= {key: micro.anchor_logp[a:b].cpu() for key, (a, b) in zip(micro.sequences, bounds, strict=False)}
+        mine |= {key: micro.anchor_logp[place].cpu() for key, place in micro.places()}
     logp = {key: values for part in gather_objects(mine) for key, values in part.items()}
     loss, gradient = {}, {}
     for name in work["objectives"]:

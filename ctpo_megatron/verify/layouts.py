@@ -9,6 +9,8 @@ from typing import Any
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
+CP2 = {"context_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 DISTOPT = {"use_distributed_optimizer": True}
 
 
@@ -23,7 +25,7 @@ class VerifyLayout:
     @property
     def ranks(self) -> int:
         """Processes it runs on."""
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         return self.replicas * math.prod(self.policy.get(size, 1) for size in sizes)
 
 
@@ -39,9 +41,18 @@ LAYOUTS: dict[str, VerifyLayout] = {
         VerifyLayout("tp2-sp-micro", TP2 | SP | {"micro_batch_tokens": 96}),
         VerifyLayout("pp2", PP2),
         VerifyLayout("pp2-micro", PP2 | {"micro_batch_tokens": 96}),
+        VerifyLayout("vpp2", VPP2),
+        VerifyLayout("vpp2-micro", VPP2 | {"micro_batch_tokens": 96}),
+        VerifyLayout("cp2", CP2),
+        VerifyLayout("cp2-micro", CP2 | {"micro_batch_tokens": 48}),
+        VerifyLayout("cp2-logits", CP2 | {"head": "logits"}),
         VerifyLayout("dp2", {}, replicas=2),
         VerifyLayout("dp2-distopt", DISTOPT, replicas=2),
         VerifyLayout("tp2-pp2", TP2 | PP2),
+        VerifyLayout("tp2-sp-cp2", TP2 | SP | CP2),
+        VerifyLayout("cp2-vpp2", CP2 | VPP2),
+        VerifyLayout("cp2-dp2-distopt", CP2 | DISTOPT, replicas=2),
+        VerifyLayout("cp4", {"context_parallel_size": 4}),
         VerifyLayout("tp2-sp-dp2", TP2 | SP, replicas=2),
         VerifyLayout("pp2-dp2-distopt", PP2 | DISTOPT, replicas=2),
     )

@@ -1,0 +1,102 @@
+"""Context parallelism: which tokens of a packed micro-batch this rank holds, and what its rows predict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from ctpo_megatron.data import PackedBatch
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """The zigzag cut of every sequence into 2R equal pieces; rank r of R holds the pieces r and 2R - 1 - r.
+
+    So every rank has the same work under causal attention; megatron-core's rotary embedding and transformer-engine's
+    attention expect this cut. Sequence lengths must be multiples of 2R (`PackingRules.sequence_multiple`).
+
+    rows: int64 `[N / R]`, the tokens of this rank. restore: int64 `[N]`, where each token stands in the concatenation
+    of the rows of all ranks. cu_seqlens: `[B + 1]`, boundaries of the sequences among the rows.
+    """
+
+    group: dist.ProcessGroup
+    rows: Tensor
+    restore: Tensor
+    cu_seqlens: Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor) -> ContextSplit:
+        """The cut of a micro-batch with these boundaries `[B + 1]` over the context-parallel group."""
+        group = mpu.get_context_parallel_group()
+        size, rank = group.size(), group.rank()
+        lengths = cu_seqlens.diff().long()
+        starts, spread = cu_seqlens[:-1].long(), lengths.repeat_interleave(lengths)
+        position = torch.arange(spread.numel(), device=cu_seqlens.device) - starts.repeat_interleave(lengths)
+        piece = position * (2 * size) // spread
+        owner = torch.minimum(piece, 2 * size - 1 - piece)
+        order = torch.argsort(owner, stable=True)  # rank 0's tokens, then rank 1's, each in the order of the batch
+        return cls(group, (owner == rank).nonzero().squeeze(1), torch.argsort(order), cu_seqlens // size)
+
+    @property
+    def whole(self) -> bool:
+        """Whether one rank holds everything."""
+        return self.group.size() == 1
+
+    def take(self, values: Tensor) -> Tensor:
+        """`[N, ...]` -> this rank's `[N / R, ...]`."""
+        return values if self.whole else values[self.rows]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Inverse of `take` over all ranks of the group, without gradients; collective."""
+        if self.whole:
+            return values
+        found = values.new_empty(values.shape[0] * self.group.size(), *values.shape[1:])
+        dist.all_gather_into_tensor(found, values.contiguous(), group=self.group)
+        return found[self.restore]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the rows of this rank predict; row t of a sequence predicts its token t + 1.
+
+    labels: int64; model_mask, loss_mask: bool; behaviour_logp, advantages, anchor_logp (None before the anchor pass):
+    float32; all `[n]`, n = N / context-parallel size. cu_seqlens: `[B + 1]`, boundaries among these rows.
+    """
+
+    labels: Tensor
+    model_mask: Tensor
+    loss_mask: Tensor
+    behaviour_logp: Tensor
+    advantages: Tensor
+    anchor_logp: Tensor | None
+    split: ContextSplit
+
+    @classmethod
+    def of(cls, batch: PackedBatch, split: ContextSplit) -> Targets:
+        """The targets of this rank's rows."""
+
+        def next_of(values: Tensor) -> Tensor:
+            # The first token of a sequence is never a model token: what rolls into the row before it is masked.
+            return split.take(values.roll(-1))
+
+        return cls(
+            labels=next_of(batch.token_ids),
+            model_mask=next_of(batch.model_mask),
+            loss_mask=next_of(batch.loss_mask),
+            behaviour_logp=next_of(batch.behaviour_logp),
+            advantages=next_of(batch.advantages),
+            anchor_logp=None if batch.anchor_logp is None else next_of(batch.anchor_logp),
+            split=split,
+        )
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return self.split.cu_seqlens
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """`[n]` of the rows -> `[N]` aligned with the tokens they predict, on every context-parallel rank; detached."""
+        return self.split.gather(values.detach()).roll(1)
