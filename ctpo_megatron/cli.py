@@ -129,15 +129,18 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from ctpo_megatron.objective import PRESETS
-    from ctpo_megatron.verify import LAYOUTS, verify
+    from ctpo_megatron.verify import LAYOUTS, layouts_for, verify
 
     objectives = list(PRESETS) if args.objective == ["all"] else args.objective
     limit = args.max_ranks or max(4, os.cpu_count() or 1)
-    layouts = args.layouts or [name for name, layout in LAYOUTS.items() if layout.ranks <= limit]
+    layouts = args.layouts or layouts_for(args.model, limit)
     for kind, names, known in (("layout", layouts, LAYOUTS), ("preset", objectives, PRESETS)):
         if unknown := sorted(set(names) - known.keys()):
             print(f"ctpo verify: unknown {kind} {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr)
             return 2
+    if unfit := sorted(set(layouts) - set(layouts_for(args.model, sys.maxsize))):
+        print(f"ctpo verify: {', '.join(unfit)} cannot run {args.model}: experts or none", file=sys.stderr)
+        return 2
     print(f"{'layout':<17}{'objective':<14}{'ranks':>5}{'loss':>10}{'logp':>10}{'gradient':>10}  worst tensor")
     failed = total = 0
     for check in verify(args.model, layouts, objectives):

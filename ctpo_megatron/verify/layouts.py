@@ -11,16 +11,19 @@ PP2 = {"pipeline_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
 CP2 = {"context_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
 DISTOPT = {"use_distributed_optimizer": True}
 
 
 @dataclass(frozen=True)
 class VerifyLayout:
-    """policy: fields of `PolicyConfig`. replicas: data-parallel size."""
+    """policy: fields of `PolicyConfig`. replicas: data-parallel size. experts: for a mixture of experts, not for a
+    dense model."""
 
     name: str
     policy: dict[str, Any]
     replicas: int = 1
+    experts: bool = False
 
     @property
     def ranks(self) -> int:
@@ -55,6 +58,15 @@ LAYOUTS: dict[str, VerifyLayout] = {
         VerifyLayout("cp4", {"context_parallel_size": 4}),
         VerifyLayout("tp2-sp-dp2", TP2 | SP, replicas=2),
         VerifyLayout("pp2-dp2-distopt", PP2 | DISTOPT, replicas=2),
+        VerifyLayout("moe", {}, experts=True),
+        VerifyLayout("moe-ep2", EP2, replicas=2, experts=True),
+        VerifyLayout("moe-ep2-micro", EP2 | {"micro_batch_tokens": 96}, replicas=2, experts=True),
+        VerifyLayout("moe-ep2-distopt", EP2 | DISTOPT, replicas=2, experts=True),
+        VerifyLayout("moe-tp2-sp", TP2 | SP, experts=True),
+        VerifyLayout("moe-pp2", PP2, experts=True),
+        VerifyLayout("moe-cp2-ep2", CP2 | EP2, experts=True),
+        VerifyLayout("moe-tp2-sp-ep2", TP2 | SP | EP2, replicas=2, experts=True),
+        VerifyLayout("moe-vpp2-ep2", VPP2 | EP2, replicas=2, experts=True),
     )
 }
 """All offered layouts by name. "micro": many small micro-batches instead of few large ones."""

@@ -43,7 +43,7 @@ def test_unknown_names_are_refused_with_the_known_ones(capsys: pytest.CaptureFix
 def truth(tmp_path_factory: pytest.TempPathFactory):
     """A folder in which a job has run the layout `one`, and the oracle."""
     folder = tmp_path_factory.mktemp("verify")
-    batch.build_model(folder / "model")
+    batch.build_model(folder / "model", experts=False)
     oracle = run._prepare(folder, folder / "model", ["ctpo"])
     assert run._run_job(folder, 1, ["one"]) == ""
     return folder, oracle
