@@ -141,7 +141,7 @@ def _verify(args: argparse.Namespace) -> int:
     if unfit := sorted(set(layouts) - set(layouts_for(args.model, sys.maxsize))):
         print(f"ctpo verify: {', '.join(unfit)} cannot run {args.model}: experts or none", file=sys.stderr)
         return 2
-    print(f"{'layout':<17}{'objective':<14}{'ranks':>5}{'loss':>10}{'logp':>10}{'gradient':>10}  worst tensor")
+    print(f"{'layout':<25}{'objective':<14}{'ranks':>5}{'loss':>10}{'logp':>10}{'gradient':>10}  worst tensor")
     failed = total = 0
     for check in verify(args.model, layouts, objectives):
         good = check.passed(args.tolerance)
@@ -150,7 +150,7 @@ def _verify(args: argparse.Namespace) -> int:
             f"{check.loss:>10.1e}{check.logp:>10.1e}{check.gradient:>10.1e}  {check.worst:.1e} {check.worst_name}"
         )
         verdict = "" if good else "  FAILED"
-        print(f"{check.layout:<17}{check.objective:<14}{check.ranks:>5}{figures}{verdict}", flush=True)
+        print(f"{check.layout:<25}{check.objective:<14}{check.ranks:>5}{figures}{verdict}", flush=True)
     print(f"{total - failed} of {total} within {args.tolerance:g} of the float64 oracle")
     return 1 if failed else 0
 

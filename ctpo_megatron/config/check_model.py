@@ -42,6 +42,10 @@ def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *,
     if policy.sequence_parallel and tp == 1:
         fix = "switch it off, or raise policy.tensor_model_parallel_size"
         yield error(config, "policy.sequence_parallel", "needs tensor parallelism", fix)
+    if policy.overlap_param_gather and not (policy.use_distributed_optimizer and policy.overlap_grad_reduce):
+        fix = "set both true, or this false"
+        message = "needs policy.use_distributed_optimizer and policy.overlap_grad_reduce"
+        yield error(config, "policy.overlap_param_gather", message, fix)
     if policy.layer_spec == "transformer_engine" and not cuda:
         yield error(config, "policy.layer_spec", "Transformer Engine needs CUDA", "set auto or local")
     if facts is None:

@@ -171,6 +171,10 @@ class PolicyConfig(Section):
     use_distributed_optimizer: bool = Field(
         False, description="split optimizer state over the data and context parallel ranks"
     )
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass still runs")
+    overlap_param_gather: bool = Field(
+        False, description="gather updated parameters while the next forward pass runs (distributed optimizer only)"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="precision of the parameters; gradients are always reduced in float32"
     )

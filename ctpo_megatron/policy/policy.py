@@ -154,6 +154,7 @@ class Policy:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end."""
         with device.scope():
+            self._model.finish_param_gather()
             yield from hf.export(self._model, self.layout)
 
     def export(self, directory: Path) -> None:
@@ -163,6 +164,7 @@ class Policy:
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep_last: int) -> Path:
         """Checkpoint weights, optimizer, schedule and the driver's state; see `checkpoint.save`."""
         with device.scope():
+            self._model.finish_param_gather()
             return checkpoint.save(directory, step, self._model, self._optimizer, self._scheduler, run_state, keep_last)
 
     def load(self, path: Path) -> dict[str, Any]:

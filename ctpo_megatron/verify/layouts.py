@@ -15,6 +15,9 @@ EP2 = {"expert_model_parallel_size": 2}
 DISTOPT = {"use_distributed_optimizer": True}
 
 
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
 @dataclass(frozen=True)
 class VerifyLayout:
     """policy: fields of `PolicyConfig`. replicas: data-parallel size. experts: for a mixture of experts, not for a
@@ -39,6 +42,7 @@ LAYOUTS: dict[str, VerifyLayout] = {
         VerifyLayout("one-micro", {"micro_batch_tokens": 96}),
         VerifyLayout("one-logits", {"head": "logits"}),
         VerifyLayout("one-recompute", {"recompute": "full"}),
+        VerifyLayout("one-selective", {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")}),
         VerifyLayout("tp2", TP2),
         VerifyLayout("tp2-sp", TP2 | SP),
         VerifyLayout("tp2-sp-micro", TP2 | SP | {"micro_batch_tokens": 96}),
@@ -51,8 +55,10 @@ LAYOUTS: dict[str, VerifyLayout] = {
         VerifyLayout("cp2-logits", CP2 | {"head": "logits"}),
         VerifyLayout("dp2", {}, replicas=2),
         VerifyLayout("dp2-distopt", DISTOPT, replicas=2),
+        VerifyLayout("dp2-distopt-overlap", DISTOPT | OVERLAP, replicas=2),
         VerifyLayout("tp2-pp2", TP2 | PP2),
         VerifyLayout("tp2-sp-cp2", TP2 | SP | CP2),
+        VerifyLayout("vpp2-dp2-distopt-overlap", VPP2 | DISTOPT | OVERLAP, replicas=2),
         VerifyLayout("cp2-vpp2", CP2 | VPP2),
         VerifyLayout("cp2-dp2-distopt", CP2 | DISTOPT, replicas=2),
         VerifyLayout("cp4", {"context_parallel_size": 4}),
@@ -63,6 +69,9 @@ LAYOUTS: dict[str, VerifyLayout] = {
         VerifyLayout("moe-ep2-micro", EP2 | {"micro_batch_tokens": 96}, replicas=2, experts=True),
         VerifyLayout("moe-ep2-distopt", EP2 | DISTOPT, replicas=2, experts=True),
         VerifyLayout("moe-tp2-sp", TP2 | SP, experts=True),
+        VerifyLayout(
+            "moe-recompute", {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}, experts=True
+        ),
         VerifyLayout("moe-pp2", PP2, experts=True),
         VerifyLayout("moe-cp2-ep2", CP2 | EP2, experts=True),
         VerifyLayout("moe-tp2-sp-ep2", TP2 | SP | EP2, replicas=2, experts=True),

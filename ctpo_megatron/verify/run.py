@@ -123,7 +123,13 @@ def _run_job(folder: Path, ranks: int, layouts: list[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"{ranks} ranks did not finish {', '.join(layouts)} within {JOB_TIMEOUT_S:g} s"
-    return done.stderr[-_LOG_CHARACTERS:] if done.returncode else ""
+    return _reason(done.stderr) if done.returncode else ""
+
+
+def _reason(log: str) -> str:
+    """The end of a failed job's output; with several ranks the end of what they wrote, without the launcher's."""
+    of_ranks = [line for line in log.splitlines() if line.startswith("[rank")]
+    return ("\n".join(of_ranks) or log)[-_LOG_CHARACTERS:]
 
 
 def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle, problem: str) -> Check:
