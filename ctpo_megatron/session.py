@@ -135,13 +135,14 @@ class Session:
         return evaluation_metrics(groups)
 
     def sync(self, policy: Policy, version: int) -> None:
-        """Give the policy's present weights to all engines as `version`; collective."""
+        """Give the policy's present weights to all engines as `version`, and them the device's memory; collective."""
         with self.timer.phase("sync"):
             if self.is_first:
                 self._fleet.sync(policy.weights(), version)
             else:
                 for _ in policy.weights():
                     pass
+        policy.release()
 
     def log(
         self,

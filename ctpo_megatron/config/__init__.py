@@ -6,6 +6,7 @@ warnings = validate(config, world_size=2, cuda=False)                  # ConfigE
 
 from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_train_args, train_args, world_size
 from ctpo_megatron.config.check import check, validate
+from ctpo_megatron.config.check_model import sequence_multiple
 from ctpo_megatron.config.layout import Layout
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.model_facts import ModelFacts, facts_for
@@ -66,6 +67,7 @@ __all__ = [
     "load_config",
     "load_with_sources",
     "parse_train_args",
+    "sequence_multiple",
     "train_args",
     "validate",
     "world_size",

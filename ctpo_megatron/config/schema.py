@@ -191,6 +191,12 @@ class PolicyConfig(Section):
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "layernorm", "moe_act"], ...] = Field(
         ("core_attn",), min_length=1, description="parts of a layer that `recompute: selective` computes again"
     )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none", description="what leaves the GPU while trajectories are sampled; all: the parameters too (CUDA only)"
+    )
+    pad_to_multiple: PositiveInt = Field(
+        1, description="fill every sequence up to a multiple of so many tokens (FP8 layers want 16)"
+    )
     mini_batch_prompts: PositiveInt = Field(4, description="prompts (groups) per optimizer step, over all ranks")
     micro_batch_tokens: PositiveInt = Field(
         8192, description="most tokens packed into one forward pass, on one context-parallel rank"

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ctpo_megatron.verify.batch import LONGEST
+
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
@@ -15,6 +17,7 @@ EP2 = {"expert_model_parallel_size": 2}
 DISTOPT = {"use_distributed_optimizer": True}
 
 
+PADDED = {"pad_to_multiple": LONGEST, "micro_batch_tokens": 4 * LONGEST}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -43,6 +46,7 @@ LAYOUTS: dict[str, VerifyLayout] = {
         VerifyLayout("one-logits", {"head": "logits"}),
         VerifyLayout("one-recompute", {"recompute": "full"}),
         VerifyLayout("one-selective", {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")}),
+        VerifyLayout("one-padded", PADDED),
         VerifyLayout("tp2", TP2),
         VerifyLayout("tp2-sp", TP2 | SP),
         VerifyLayout("tp2-sp-micro", TP2 | SP | {"micro_batch_tokens": 96}),
@@ -52,6 +56,7 @@ LAYOUTS: dict[str, VerifyLayout] = {
         VerifyLayout("vpp2-micro", VPP2 | {"micro_batch_tokens": 96}),
         VerifyLayout("cp2", CP2),
         VerifyLayout("cp2-micro", CP2 | {"micro_batch_tokens": 48}),
+        VerifyLayout("cp2-padded", CP2 | PADDED),
         VerifyLayout("cp2-logits", CP2 | {"head": "logits"}),
         VerifyLayout("dp2", {}, replicas=2),
         VerifyLayout("dp2-distopt", DISTOPT, replicas=2),
@@ -78,4 +83,5 @@ LAYOUTS: dict[str, VerifyLayout] = {
         VerifyLayout("moe-vpp2-ep2", VPP2 | EP2, replicas=2, experts=True),
     )
 }
-"""All offered layouts by name. "micro": many small micro-batches instead of few large ones."""
+"""All offered layouts by name. "micro": many small micro-batches instead of few large ones. "padded": every sequence
+as long as the longest."""

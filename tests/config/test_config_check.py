@@ -53,6 +53,7 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["policy.virtual_pipeline_model_parallel_size=2"], "needs pipeline stages; leave it null, or raise"),
         (["policy.virtual_pipeline_model_parallel_size=1", "policy.pipeline_model_parallel_size=3"], "plain pipeline"),
         (["policy.expert_model_parallel_size=3"], "policy.expert_model_parallel_size = 3: the model has no experts"),
+        (["policy.offload=all"], "needs CUDA and policy.use_distributed_optimizer and policy.dtype: bfloat16"),
         (["policy.recompute_modules=[mlp]"], "has no effect; set policy.recompute: selective"),
         (
             ["policy.recompute=selective", "policy.recompute_modules=[layernorm,moe_act]"],
@@ -62,6 +63,7 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
             ["policy.overlap_param_gather=true"],
             "needs policy.use_distributed_optimizer and policy.overlap_grad_reduce",
         ),
+        (["policy.pad_to_multiple=250", "policy.micro_batch_tokens=249"], "set at least 250"),
         (
             ["policy.context_parallel_size=3", "policy.micro_batch_tokens=79"],
             "cannot hold the longest sequence on 3 context-parallel ranks",
@@ -261,7 +263,7 @@ def test_facts_of_the_other_families(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["Gemma3ForCausalLM"]},
-            "architecture Gemma3ForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, Llama",
+            "architecture Gemma3ForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3Moe",
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},

@@ -16,6 +16,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+BF16 = {"dtype": "bfloat16"}
 EP2 = {"expert_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 DISTOPT = {"use_distributed_optimizer": True}
@@ -40,8 +41,10 @@ def one(folder: Path) -> Results:
             "single": {"save": str(checkpoints)},
             "again": {},
             "recompute": {"policy": {"recompute": "full"}},
-            "bfloat16": {"policy": {"dtype": "bfloat16"}},
+            "bfloat16": {"policy": BF16},
             "untied-gspo": {"family": "qwen3-untied", "preset": "gspo"},
+            "bfloat16-distopt": {"policy": BF16 | DISTOPT},
+            "bfloat16-offload": {"policy": BF16 | DISTOPT | {"offload": "all"}},
             "moe": {"family": "qwen3-moe"},
             "resumed": {"load": str(checkpoints / "step_000001")},
         },
@@ -122,6 +125,10 @@ def test_bfloat16_trains(one: Results) -> None:
     for ours, theirs in zip(one["bfloat16"]["steps"], one["single"]["steps"], strict=True):
         assert ours["pg_update/first_log_ratio_abs_max"] <= 1e-5
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=0.1)
+
+
+def test_memory_given_back_between_steps_changes_nothing(one: Results) -> None:
+    assert_identical(one["bfloat16-offload"], one["bfloat16-distopt"])
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "vpp2", "cp2", "tp2-sp", "dp2", "dp2-distopt", "dp2-distopt-overlap"])
