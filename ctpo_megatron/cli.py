@@ -34,6 +34,8 @@ _USER_ERRORS = {
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
     "ctpo_megatron.observe": ("RunDirectoryError",),
+    "ctpo_megatron.policy": ("CheckpointError",),
+    "ctpo_megatron.rollout": ("ReplayError",),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
 

@@ -13,6 +13,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
+from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import PackedBatch, Trajectory
 from ctpo_megatron.objective import LossStats, PolicyObjective, merge, ratio_trace, summarize
 from ctpo_megatron.policy import checkpoint, device, hf
@@ -55,6 +56,7 @@ class Policy:
             hf.load(self._model, model_path, layout)
         self._offload = Offload(config, self._model)
         self._optimizer: MegatronOptimizer | None = None
+        self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)
 
     def release(self) -> None:
         """Give back the device memory that `policy.offload` names; every other method takes it again."""
@@ -177,17 +179,32 @@ class Policy:
         """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model."""
         hf.write_directory(self.weights(), self.source, directory, write=self.layout.rank == 0)
 
-    def save(self, directory: Path, step: int, run_state: dict[str, Any], keep_last: int) -> Path:
-        """Checkpoint weights, optimizer, schedule and the driver's state; see `checkpoint.save`."""
+    def save(
+        self,
+        directory: Path,
+        step: int,
+        run_state: dict[str, Any],
+        config: CheckpointConfig | None = None,
+        score: float | None = None,
+    ) -> Path:
+        """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `checkpoint.Writer`."""
         with self._at_work():
             self._model.finish_param_gather()
-            return checkpoint.save(directory, step, self._model, self._optimizer, self._scheduler, run_state, keep_last)
+            settings = config or CheckpointConfig()
+            return self._writer.save(directory, step, self._train_state(), run_state, settings, score)
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Complete an asynchronous save; without `wait`, only if it is done. See `checkpoint.Writer.finish`."""
+        with device.scope():
+            self._writer.finish(wait=wait)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint and return the driver's state in it; see `checkpoint.load`."""
         with self._at_work():
-            checkpoint.load(path, self._model, self._optimizer, self._scheduler)
-        return checkpoint.read_run_state(path)
+            return checkpoint.load(path, self.layout, self._train_state())
+
+    def _train_state(self) -> checkpoint.TrainState:
+        return checkpoint.TrainState(self._model, self._optimizer, self._scheduler)
 
 
 def _anchor_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:

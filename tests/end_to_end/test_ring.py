@@ -11,14 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from small_run import Ctpo, records
+from small_run import Ctpo, records, repeatable
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-NOT_REPEATED = ("time/", "tokens/per_second", "rollout/generate_s", "rollout/sync_s", "sandbox/wall_mean_s")
-
-
-def repeatable(record: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in record.items() if not name.startswith(NOT_REPEATED)}
 
 
 def test_a_run_writes_what_it_promises(finished: Path) -> None:
