@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+# Torch derives it from BaseException.
+from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
 
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.policy import checkpoint_files as files
@@ -70,7 +75,7 @@ class Writer:
         run_state: JSON-serializable state of the driver; rank 0's is kept, as is its `score` (see
         `checkpoint.keep_best`). With `config.asynchronous` a copy of this process writes while training goes on:
         the checkpoint becomes complete, and older ones are deleted, in a later call of `finish` or `save`. Raises
-        OSError from the file system, CheckpointError when the copy failed.
+        CheckpointError when a file could not be written, now or by an earlier save in the background.
         """
         self.finish()
         first = self._layout.first
@@ -86,7 +91,8 @@ class Writer:
         if config.asynchronous:
             self._queue.schedule_async_request(request)
         else:
-            request.execute_sync()
+            with _named_failure():
+                request.execute_sync()
         return directory / f"step_{step:06d}"
 
     def finish(self, *, wait: bool = True) -> None:
@@ -96,10 +102,8 @@ class Writer:
         """
         # Polls are counted instead of seconds: all ranks have to give up at the same one.
         for _ in range(max(1, round(self._timeout_s / _POLL_S))):
-            try:
+            with _named_failure():
                 self._queue.maybe_finalize_async_calls(blocking=False)
-            except Exception as error:
-                raise CheckpointError(f"writing a checkpoint in the background failed: {error}") from error
             if not wait or not self._queue.get_num_unfinalized_calls():
                 return
             time.sleep(_POLL_S)
@@ -117,6 +121,14 @@ class Writer:
         manifest = {name: entry for share in shares for name, entry in share.items()}
         marker = Marker(step, score, run_state, dict(sorted(manifest.items())))
         first(lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best))
+
+
+@contextmanager
+def _named_failure() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, DistributedWriteError) as error:
+        raise CheckpointError(f"a checkpoint could not be written: {error}") from error
 
 
 def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:

@@ -9,14 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-from ctpo_megatron.cli import main
-from ctpo_megatron.observe import MetricsWriter
-from ctpo_megatron.policy import Policy, checkpoint_files
-from ctpo_megatron.rewards import RewardPool
+if TYPE_CHECKING:
+    from ctpo_megatron.observe import MetricsWriter
 
 
 def kill_job() -> None:
@@ -35,18 +31,26 @@ def half_a_file(_transforms: Any, _process: int, bucket: tuple[str, Any, Any], *
         file.write(b"half")
 
 
-# Point -> owner, function, and what to do just before the kill. The kill comes instead of the function.
-POINTS: dict[str, tuple[Any, str, Callable[..., None] | None]] = {
-    "score": (RewardPool, "score", None),
-    "update": (Policy, "update", None),
-    "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
-    "publish": (checkpoint_files, "publish", None),
-    "log": (MetricsWriter, "_append", half_a_line),
-}
+def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
+    """Point -> owner, function, and what to do just before the kill. The kill comes instead of the function."""
+    # Imported here: processes that the job spawns import this file, and need none of it.
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from ctpo_megatron.observe import MetricsWriter
+    from ctpo_megatron.policy import Policy, checkpoint_files
+    from ctpo_megatron.rewards import RewardPool
+
+    return {
+        "score": (RewardPool, "score", None),
+        "update": (Policy, "update", None),
+        "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
+        "publish": (checkpoint_files, "publish", None),
+        "log": (MetricsWriter, "_append", half_a_line),
+    }
 
 
 def arm(point: str, count: int) -> None:
-    owner, name, before = POINTS[point]
+    owner, name, before = points()[point]
     original = getattr(owner, name)
     # A file, not a variable: some points are reached in forked processes.
     reached = os.memfd_create("reached")
@@ -63,5 +67,7 @@ def arm(point: str, count: int) -> None:
 
 
 if __name__ == "__main__":
+    from ctpo_megatron.cli import main
+
     arm(sys.argv[1], int(sys.argv[2]))
     sys.exit(main(["train", *sys.argv[3:]]))

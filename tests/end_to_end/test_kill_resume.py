@@ -78,7 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, *overrides: str, kill_at: tuple[str, int] | None = None) -> subprocess.CompletedProcess[str]:
-    program = ["-m", "ctpo_megatron.train"] if kill_at is None else [str(HERE / "killed_train.py"), *map(str, kill_at)]
+    itself, killed = ["-m", "ctpo_megatron.cli", "train"], [str(HERE / "killed_train.py"), *map(str, kill_at or ())]
+    program = itself if kill_at is None else killed
     return subprocess.run(
         [sys.executable, *program, str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS, *REPLAY, *overrides],
         cwd=folder,
