@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,22 @@ def test_a_replay_trains_on_the_recording(folder: Path, whole: Path) -> None:
             for t in records(folder / "runs" / "recorded", name)
         ]  # fmt: skip
     assert not (whole / "logs").exists()  # neither sandbox nor engines were started
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued_from(folder: Path, whole: Path) -> None:
+    run = folder / "runs" / "damaged"
+    shutil.copytree(whole, run)
+    (broken,) = (run / "checkpoints" / "step_000003").glob("__0_0.distcp")
+    broken.write_bytes(broken.read_bytes()[:1000])
+    refused = train(folder, "run.name=damaged", "run.resume=true")
+    assert refused.returncode == 2
+    assert "__0_0.distcp has 1000 bytes instead of" in refused.stderr
+    load = "checkpoint.load=runs/damaged/checkpoints/step_000002"
+    assert refused.stderr.strip().endswith(load)
+    resumed = train(folder, "run.name=damaged", "run.resume=true", load)
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
 
 
 # Every step scores once, updates twice, and saves once; there is one more save, and two log lines, before the first.
