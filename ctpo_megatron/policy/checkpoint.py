@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import time
@@ -60,6 +61,7 @@ class Writer:
         self._layout = layout
         self._timeout_s = timeout_s
         self._queue = AsyncCallsQueue()
+        atexit.register(self._abandon)
 
     def save(
         self,
@@ -111,6 +113,12 @@ class Writer:
             f"the processes that write a checkpoint in the background are not done after {self._timeout_s:g} s "
             "(policy.timeout_minutes); is the file system of run.root stuck or full?"
         )
+
+    def _abandon(self) -> None:
+        """At exit: a save that nobody is left to complete is of no use, and must not keep the job from ending."""
+        for call in self._queue.async_calls:
+            if call.async_caller.process is not None:
+                call.async_caller.process.kill()
 
     def _publish(
         self, aside: Path, step: int, run_state: dict[str, Any], config: CheckpointConfig, score: float | None

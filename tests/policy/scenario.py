@@ -19,6 +19,7 @@ import models
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, join, leave, policy_gradient, summarize_updates
 
@@ -39,7 +40,9 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
         steps.append(metrics | summarize_updates([policy.update(m, loss) for m in mini_batches]))
         policy.release()
         if "save" in settings and step == 0:
-            policy.save(Path(settings["save"]), 1, {"step": 1})
+            how = CheckpointConfig(asynchronous=settings.get("asynchronous", False))
+            policy.save(Path(settings["save"]), 1, {"step": 1}, how)
+    policy.finish_save()
     weights = {name: tensor.clone() for name, tensor in policy.weights()}
     return {"steps": steps, "before": before, "weights": weights}
 

@@ -1,4 +1,4 @@
-"""Save under one parallel layout, resume under another: the next step is the same."""
+"""Save under one parallel layout, in the background too, resume under another: the next step is the same."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def two(folder: Path, one: Results) -> Results:
             "cp2": {"load": plain, "policy": CP2},
             "dp2-distopt": {"load": distopt, "policy": DISTOPT},
             "save-tp2-distopt": {"save": str(folder / "tp2-distopt"), "policy": TP2 | DISTOPT},
-            "save-vpp2": {"save": str(folder / "vpp2"), "policy": VPP2},
+            "save-vpp2": {"save": str(folder / "vpp2"), "policy": VPP2, "asynchronous": True},
             "pp2-from-vpp2": {"load": str(folder / "vpp2" / "step_000001"), "policy": PP2},
             "moe-ep2": MOE | {"load": str(folder / "moe" / "step_000001"), "policy": EP2},
             "save-moe-ep2": MOE | {"save": str(folder / "moe-ep2"), "policy": EP2},
