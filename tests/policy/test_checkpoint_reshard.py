@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -79,6 +80,14 @@ def back(folder: Path, two: Results) -> Results:
             "tp2-distopt": {"load": str(folder / "tp2-distopt" / "step_000001"), "policy": DISTOPT},
         },
     )
+
+
+def test_every_file_of_every_rank_is_in_the_manifest(folder: Path, two: Results) -> None:
+    for name in ("pp2", "tp2-distopt"):
+        checkpoint = folder / name / "step_000001"
+        listed = json.loads((checkpoint / "COMPLETE.json").read_text())["files"]
+        assert {*listed, "COMPLETE.json"} == {path.name for path in checkpoint.iterdir()}
+        assert {file[:4] for file in listed if file.endswith(".distcp")} == {"__0_", "__1_"}
 
 
 def assert_same_next_step(found: Results, one: Results, name: str) -> None:
