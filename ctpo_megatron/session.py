@@ -26,7 +26,7 @@ from ctpo_megatron.observe import (
     write_report,
     write_trajectories,
 )
-from ctpo_megatron.policy import Layout, Policy, latest_checkpoint
+from ctpo_megatron.policy import CheckpointError, Layout, Policy, latest_checkpoint
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import TOOL_SCHEMA, Replay, RolloutFleet, Sampling, rollout_metrics
 from ctpo_sandbox import start_server
@@ -235,17 +235,23 @@ class Session:
         """Restore policy and run from `checkpoint`; the RL steps done, and the version of the weights.
 
         What was logged later is forgotten (it comes again). Without a checkpoint the run starts from its beginning.
+        Raises CheckpointError when the checkpoint is damaged, of another model, or of a run on other prompts.
         """
         if checkpoint is None:
             if self.is_first:
                 self._metrics.truncate_after(-1)
             return 0, 1
         state = policy.load(checkpoint)
-        if self.is_first:
-            self._sampler.load_state_dict(state["sampler"])
-            self._metrics.truncate_after(state["step"], state["metrics"])
-            self._display.note(f"continuing after step {state['step']}, from {checkpoint}")
+        self.layout.first(lambda: self._rewind(checkpoint, state))
         return state["step"], state["weights_version"]
+
+    def _rewind(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        try:
+            self._sampler.load_state_dict(state["sampler"])
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
+        self._metrics.truncate_after(state["step"], state["metrics"])
+        self._display.note(f"continuing after step {state['step']}, from {checkpoint}")
 
     def finish(self) -> None:
         """Write the report and print the summary."""
