@@ -23,6 +23,9 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, join, leave, policy_gradient, summarize_updates
 
+MEASURED = ("time/", "memory/")
+"""Metrics that are never the same twice."""
+
 
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Train for a few RL steps on recorded trajectories; every rank returns metrics and full weights."""
@@ -33,18 +36,20 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     done = policy.load(Path(settings["load"]))["step"] if "load" in settings else 0
     loss = policy_gradient(PolicyObjective.preset(settings.get("preset", "ctpo")), "proximal")
-    steps = []
+    steps, measured = [], []
     for step in range(done, settings.get("steps", 2)):
         mini_batches = policy.mini_batches(models.trajectories(seed=step), models.advantages(), size=8)
         metrics = policy.anchor(mini_batches)
-        steps.append(metrics | summarize_updates([policy.update(m, loss) for m in mini_batches]))
+        metrics |= summarize_updates([policy.update(m, loss) for m in mini_batches])
+        steps.append({name: value for name, value in metrics.items() if not name.startswith(MEASURED)})
+        measured.append({name: value for name, value in metrics.items() if name.startswith(MEASURED)})
         policy.release()
         if "save" in settings and step == 0:
             how = CheckpointConfig(asynchronous=settings.get("asynchronous", False))
             policy.save(Path(settings["save"]), 1, {"step": 1}, how)
     policy.finish_save()
     weights = {name: tensor.clone() for name, tensor in policy.weights()}
-    return {"steps": steps, "before": before, "weights": weights}
+    return {"steps": steps, "measured": measured, "before": before, "weights": weights}
 
 
 def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:

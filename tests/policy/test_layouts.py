@@ -120,6 +120,26 @@ def test_two_ranks_equal_one(one: Results, two: Results, layout: str) -> None:
     assert_same_training(two[layout], one["single"])
 
 
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2-sp", "dp2"])
+def test_work_is_counted_once_in_every_layout(one: Results, two: Results, layout: str) -> None:
+    for ours, theirs in zip(two[layout]["steps"], one["single"]["steps"], strict=True):
+        for name in ("tokens/total", "tokens/forward_tflop"):
+            assert ours[name] == theirs[name] > 0
+        assert 0.9 < ours["packing/useful_token_fraction"] <= 1
+        assert ours["packing/imbalance"] == 1 or (layout == "dp2" and 1 < ours["packing/imbalance"] < 1.1)
+        assert ours["packing/micro_batches"] >= theirs["packing/micro_batches"]
+        assert ours["packing/micro_batches"] == theirs["packing/micro_batches"] or layout == "dp2"
+
+
+def test_every_rank_tells_its_memory(one: Results, two: Results) -> None:
+    for results, ranks in ((one["single"], 1), (two["pp2"], 2)):
+        for found in results["measured"]:
+            peaks = [found[f"memory/rank_{rank}_peak_mib"] for rank in range(ranks)]
+            assert f"memory/rank_{ranks}_peak_mib" not in found
+            assert min(peaks) > 100 and max(peaks) == found["memory/trainer_peak_mib"] < 10_000
+            assert 0 < found["time/update_overhead_fraction"] < 1
+
+
 def test_untied_pipeline_with_gspo_equals_one(one: Results, two: Results) -> None:
     assert_same_training(two["untied-gspo"], one["untied-gspo"])
 
