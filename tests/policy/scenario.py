@@ -1,21 +1,16 @@
 """Training scenarios, run one after another by every rank of one job; rank 0 writes what the tests compare.
 
-python scenario.py MODELS OUTPUT '{"name": {"family": ..., "policy": {...}, "save": DIR, "load": CHECKPOINT}, ...}'
+python start_scenario.py scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}, "save": DIR, "load": STEP}, ...}'
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import models
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
@@ -60,7 +55,3 @@ def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
     if dist.get_rank() == 0:
         torch.save(results, output)
     leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

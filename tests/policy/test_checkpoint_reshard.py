@@ -83,7 +83,7 @@ def back(folder: Path, two: Results) -> Results:
 
 
 def test_every_file_of_every_rank_is_in_the_manifest(folder: Path, two: Results) -> None:
-    for name in ("pp2", "tp2-distopt"):
+    for name in ("vpp2", "tp2-distopt", "moe-ep2"):
         checkpoint = folder / name / "step_000001"
         listed = json.loads((checkpoint / "COMPLETE.json").read_text())["files"]
         assert {*listed, "COMPLETE.json"} == {path.name for path in checkpoint.iterdir()}
