@@ -124,7 +124,7 @@ class Bench:
         if side.rows is None:
             yield
             return
-        gpt = self.policy._model.gpt
+        (gpt,) = self.policy._model.gpt
         cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
         gpt.forward = partial(_dense_forward, gpt.forward)
         for core in cores:
