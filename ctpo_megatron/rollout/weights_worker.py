@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 BACKEND = "ctpo_file"
 _SAMPLES = 64
@@ -65,6 +66,11 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             # and on CPU it would go on with the packed copy of the previous weights.
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+            # Experts are packed for CPU kernels when they are first loaded, and by vLLM 0.32 not again: its kernels
+            # would read the new weights as if they were packed.
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None and current_platform.is_cpu():
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Nothing to release."""

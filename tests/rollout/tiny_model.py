@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 that calls the tool and stops often, made without any training."""
+"""A tiny random Qwen3, dense or with experts, that calls the tool and stops often, made without any training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 CALL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(1)"}}</tool_call>'
 """A whole well-formed call, which is one token of the tiny vocabulary."""
@@ -39,8 +46,11 @@ def tiny_tokenizer(chat_template: str = CHATML, eos: str = "<|im_end|>") -> PreT
 
 def build_tiny_model(
     path: Path, *, seed: int = 0, favour: dict[str, float] | None = None, **overrides: Any
-) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
-    """Write model and tokenizer to `path`. `favour` maps a token to what is added to its logit, about."""
+) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Write model and tokenizer to `path`. `favour` maps a token to what is added to its logit, about.
+
+    overrides: of the model's configuration; with `num_experts` it is a Qwen3-MoE.
+    """
     tokenizer = tiny_tokenizer()
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
@@ -56,7 +66,9 @@ def build_tiny_model(
         "tie_word_embeddings": False,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**(settings | overrides)))
+    settings |= overrides
+    experts = "num_experts" in settings
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)) if experts else Qwen3ForCausalLM(Qwen3Config(**settings))
     favour = {"<|im_end|>": 4.0, CALL: 3.0} if favour is None else favour
     with torch.no_grad():
         # All embeddings share a large component, so every hidden state does, and a head row along it is a bias.

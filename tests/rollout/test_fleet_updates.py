@@ -1,22 +1,27 @@
-"""Weight updates of a model whose output layer is its embedding."""
+"""Weight updates of layers that vLLM packs for CPU kernels: an output layer that is the embedding, and experts."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fleet_helpers import make_config, scripted_tool
+from safetensors.torch import load_file
 from tiny_model import build_tiny_model
 
 from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.rollout import RolloutFleet, Sampling
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
 
 @pytest.mark.timeout(200)
-def test_an_update_reaches_a_tied_output_layer(tmp_path: Path) -> None:
-    """vLLM packs the output layer on CPU; a tied one receives no weights of its own and could keep the old copy."""
-    _, model = build_tiny_model(tmp_path / "model", tie_word_embeddings=True)
+@pytest.mark.parametrize("settings", [{"tie_word_embeddings": True}, EXPERTS], ids=["tied", "experts"])
+def test_an_update_reaches_what_vllm_packs(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A tied output layer receives no weights of its own, and experts are packed only once: both could stay behind."""
+    _, model = build_tiny_model(tmp_path / "model", **settings)
     config = make_config(tmp_path / "model", tmp_path)
     tool = scripted_tool(tmp_path / "flag")
     prompt = Prompt("p", "test", (), "", tuple(range(20, 60)))
@@ -26,8 +31,8 @@ def test_an_update_reaches_a_tied_output_layer(tmp_path: Path) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.05 * torch.randn(parameter.shape))
-            state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-            fleet.sync(state.items(), version)
+            model.save_pretrained(tmp_path / "updated")
+            fleet.sync(load_file(tmp_path / "updated" / "model.safetensors").items(), version)
             [group] = fleet.generate([prompt], step=version, samples=4, sampling=Sampling())
             for trajectory in group.trajectories:
                 ids = torch.tensor(trajectory.token_ids)
