@@ -20,7 +20,7 @@ from ctpo_megatron.policy import Policy, join, leave, policy_gradient, supervise
 
 
 def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Metrics, anchor log-probs and the gradient by Hugging Face name, added up over all micro-batches and ranks."""
+    """Metrics, anchor log-probs, traces, and the gradient by Hugging Face name, over all micro-batches and ranks."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, head=head, **settings.get("policy", {}))
     policy = Policy(config, join(config, seed=0), model, temperature=0.9)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
@@ -32,7 +32,8 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     loss = supervised() if preset == "supervised" else policy_gradient(PolicyObjective.preset(preset), "proximal")
     stats, gradients = policy.gradients(mini_batch, loss)
     gradient = {name: tensor.clone() for name, tensor in gradients}
-    return {"metrics": summarize(stats) | anchor, "logp": logp, "gradient": gradient}
+    trace = policy.trace(mini_batch, PolicyObjective.preset("ctpo"))
+    return {"metrics": summarize(stats) | anchor, "logp": logp, "gradient": gradient, "trace": trace}
 
 
 def move_anchor(micro: PackedBatch) -> None:

@@ -14,6 +14,7 @@ from jobs import Results, run_job
 run = partial(run_job, "head_scenario.py")
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 UNTIED = {"family": "qwen3-untied"}
 ONE = {
     "tied": {},
@@ -30,6 +31,10 @@ TWO = {
     "pp2": {"policy": PP2},
     "pp2-untied": UNTIED | {"policy": PP2},
     "dp2": {},
+    "cp2": {"policy": CP2},
+    "cp2-gspo": {"preset": "gspo", "policy": CP2},
+    "cp2-dapo": {"preset": "dapo", "policy": CP2},
+    "cp2-supervised": {"preset": "supervised", "policy": CP2},
 }
 
 
@@ -76,9 +81,21 @@ def test_two_ranks(two: Results, case: str) -> None:
     assert_same(two[case]["streaming"], two[case]["logits"])
 
 
-@pytest.mark.parametrize("case", ["tp2", "tp2-sp", "pp2", "dp2"])
+@pytest.mark.parametrize("case", ["tp2", "tp2-sp", "pp2", "dp2", "cp2", "cp2-gspo", "cp2-dapo", "cp2-supervised"])
 def test_streaming_does_not_depend_on_the_layout(one: Results, two: Results, case: str) -> None:
-    assert_same(two[case]["streaming"], one["tied"]["streaming"])
+    preset = case.rpartition("-")[2]
+    assert_same(two[case]["streaming"], one[preset if preset in ONE else "tied"]["streaming"])
+
+
+@pytest.mark.parametrize("case", ["tp2", "pp2", "dp2", "cp2"])
+def test_traces_do_not_depend_on_the_layout(one: Results, two: Results, case: str) -> None:
+    found, expected = two[case]["streaming"]["trace"], one["tied"]["streaming"]["trace"]
+    assert found.keys() == expected.keys() and len(found) == 16
+    for key, fields in expected.items():
+        assert found[key]["advantage"] == fields["advantage"]
+        for name in ("log_ratio", "clip_low", "clip_high"):
+            assert found[key][name] == pytest.approx(fields[name], abs=1e-5), (key, name)
+    assert max(abs(value) for fields in expected.values() for value in fields["log_ratio"]) > 0.1
 
 
 def test_clips_are_met(one: Results) -> None:
