@@ -20,10 +20,13 @@ from ctpo_megatron.config import (
     Config,
     Layout,
     Problem,
+    Split,
     TrainArgs,
     add_train_arguments,
     dump,
+    facts_for,
     load_with_sources,
+    memory_table,
     train_args,
     validate,
     world_size,
@@ -211,6 +214,8 @@ def _print_plan(config: Config) -> None:
     print(dump(config), end="", flush=True)
     for title, rows in Layout.of(config, world_size()).tables().items():
         _print_table(title, ("", "value", "from"), rows)
+    memory = memory_table(facts_for(config), Split.of(config.policy, world_size()))
+    _print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
 
 
 def _print_table(title: str, header: tuple[str, str, str], rows: Sequence[tuple[str, str, str]]) -> None:

@@ -8,6 +8,8 @@ from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_trai
 from ctpo_megatron.config.check import check, validate
 from ctpo_megatron.config.layout import Layout
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
+from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
+from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_facts import ModelFacts, facts_for
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import (
@@ -44,6 +46,7 @@ __all__ = [
     "EvalConfig",
     "ExportConfig",
     "Layout",
+    "Memory",
     "ModelConfig",
     "ModelFacts",
     "ObjectiveConfig",
@@ -56,6 +59,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SandboxConfig",
+    "Split",
     "TinyModelConfig",
     "TrainArgs",
     "WarmupConfig",
@@ -63,9 +67,12 @@ __all__ = [
     "check",
     "dump",
     "facts_for",
+    "layer_activations",
     "load_config",
     "load_with_sources",
+    "memory_table",
     "parse_train_args",
+    "stage_memory",
     "train_args",
     "validate",
     "world_size",
