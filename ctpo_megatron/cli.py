@@ -37,6 +37,8 @@ _USER_ERRORS = {
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
     "ctpo_megatron.observe": ("RunDirectoryError",),
+    "ctpo_megatron.policy": ("CheckpointError",),
+    "ctpo_megatron.rollout": ("ReplayError",),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
 
@@ -132,16 +134,19 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from ctpo_megatron.objective import PRESETS
-    from ctpo_megatron.verify import LAYOUTS, verify
+    from ctpo_megatron.verify import LAYOUTS, layouts_for, verify
 
     objectives = list(PRESETS) if args.objective == ["all"] else args.objective
     limit = args.max_ranks or max(4, os.cpu_count() or 1)
-    layouts = args.layouts or [name for name, layout in LAYOUTS.items() if layout.ranks <= limit]
+    layouts = args.layouts or layouts_for(args.model, limit)
     for kind, names, known in (("layout", layouts, LAYOUTS), ("preset", objectives, PRESETS)):
         if unknown := sorted(set(names) - known.keys()):
             print(f"ctpo verify: unknown {kind} {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr)
             return 2
-    print(f"{'layout':<17}{'objective':<14}{'ranks':>5}{'loss':>10}{'logp':>10}{'gradient':>10}  worst tensor")
+    if unfit := sorted(set(layouts) - set(layouts_for(args.model, sys.maxsize))):
+        print(f"ctpo verify: {', '.join(unfit)} cannot run {args.model}: experts or none", file=sys.stderr)
+        return 2
+    print(f"{'layout':<25}{'objective':<14}{'ranks':>5}{'loss':>10}{'logp':>10}{'gradient':>10}  worst tensor")
     failed = total = 0
     for check in verify(args.model, layouts, objectives):
         good = check.passed(args.tolerance)
@@ -150,7 +155,7 @@ def _verify(args: argparse.Namespace) -> int:
             f"{check.loss:>10.1e}{check.logp:>10.1e}{check.gradient:>10.1e}  {check.worst:.1e} {check.worst_name}"
         )
         verdict = "" if good else "  FAILED"
-        print(f"{check.layout:<17}{check.objective:<14}{check.ranks:>5}{figures}{verdict}", flush=True)
+        print(f"{check.layout:<25}{check.objective:<14}{check.ranks:>5}{figures}{verdict}", flush=True)
     print(f"{total - failed} of {total} within {args.tolerance:g} of the float64 oracle")
     return 1 if failed else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,14 +19,19 @@ from ctpo_megatron.observe import (
     evaluation_metrics,
     open_run_directory,
     print_summary,
+    read_trajectories,
     reward_metrics,
+    trajectory_files,
+    trajectory_of,
     write_report,
     write_trajectories,
 )
-from ctpo_megatron.policy import Layout, Policy
+from ctpo_megatron.policy import Layout, Policy, latest_checkpoint
 from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollout import TOOL_SCHEMA, RolloutFleet, Sampling, rollout_metrics
+from ctpo_megatron.rollout import TOOL_SCHEMA, Replay, RolloutFleet, Sampling, rollout_metrics
 from ctpo_sandbox import start_server
+
+log = logging.getLogger(__name__)
 
 
 class Session:
@@ -79,12 +85,21 @@ class Session:
         }
         prompts = load_prompts(config.data.train, tokenizer, **reading)
         self._sampler = PromptSampler(prompts, config.run.seed, config.data.shuffle)
-        held_out = load_prompts(config.data.eval, tokenizer, **reading) if config.data.eval else []
+        # A recording has no answers of these weights to the held-out prompts.
+        evaluates = config.data.eval and config.rollout.replay is None
+        held_out = load_prompts(config.data.eval, tokenizer, **reading) if evaluates else []
         self._held_out: list[Prompt] = held_out[: config.eval.prompts]
-        self._fleet = RolloutFleet(config, config.model.path, config.run.seed, self._sandbox_url())
+        self._fleet = self._rollout_side()
         self._exit.enter_context(self._fleet)
         self._fleet.start()
         self._scorers = self._exit.enter_context(RewardPool(config.reward))
+
+    def _rollout_side(self) -> RolloutFleet | Replay:
+        config = self.config
+        if config.rollout.replay is None:
+            return RolloutFleet(config, config.model.path, config.run.seed, self._sandbox_url())
+        recorded = trajectory_files(Path(config.rollout.replay))
+        return Replay(lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])])
 
     def _sandbox_url(self) -> str:
         sandbox = self.config.sandbox
@@ -135,13 +150,14 @@ class Session:
         return evaluation_metrics(groups)
 
     def sync(self, policy: Policy, version: int) -> None:
-        """Give the policy's present weights to all engines as `version`; collective."""
+        """Give the policy's present weights to all engines as `version`, and them the device's memory; collective."""
         with self.timer.phase("sync"):
             if self.is_first:
                 self._fleet.sync(policy.weights(), version)
             else:
                 for _ in policy.weights():
                     pass
+        policy.release()
 
     def log(
         self,
@@ -181,20 +197,55 @@ class Session:
         self._warmup.log(step, metrics)
         self._display.progress(step, total, metrics)
 
-    def sampler_state(self) -> dict[str, int]:
-        """Where the prompt order stands (rank 0; empty elsewhere)."""
-        return self._sampler.state_dict() if self.is_first else {}
+    def save(self, policy: Policy, step: int, version: int) -> None:
+        """Checkpoint the policy, whose weights the engines hold as `version`, and the run's state after `step`."""
+        settings = self.config.checkpoint
+        with self.timer.phase("checkpoint"):
+            # Only rank 0's state is kept. No group of trajectories is in it: none waits between two steps.
+            state = self._state(step, version) if self.is_first else {}
+            score = self._score(step) if self.is_first else None
+            policy.save(self.directory / "checkpoints", step, state, settings, score)
+        self.log(step, {})
 
-    def start_over(self) -> None:
-        """Forget everything that was logged: the run was interrupted before its first checkpoint."""
-        if self.is_first:
-            self._metrics.truncate_after(-1)
+    def _score(self, step: int) -> float | None:
+        settings = self.config.checkpoint
+        score = self._metrics.latest.get(settings.best_metric)
+        if settings.keep_best and score is None:
+            log.warning("step %d has no %s (checkpoint.best_metric): not among the best", step, settings.best_metric)
+        return score
 
-    def rewind(self, step: int, sampler: Mapping[str, int]) -> None:
-        """Go on after `step`: the prompt order as saved, and what was logged later forgotten (it comes again)."""
+    def _state(self, step: int, version: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "weights_version": version,
+            "sampler": self._sampler.state_dict(),
+            "metrics": self._metrics.latest,
+            "trackers": self._metrics.trackers,
+        }
+
+    def find_checkpoint(self) -> Path | None:
+        """The checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else none."""
+        if self.config.checkpoint.load is not None:
+            return Path(self.config.checkpoint.load)
+        if not self.config.run.resume:
+            return None
+        return self.layout.first(lambda: latest_checkpoint(self.directory / "checkpoints"))
+
+    def resume(self, policy: Policy, checkpoint: Path | None) -> tuple[int, int]:
+        """Restore policy and run from `checkpoint`; the RL steps done, and the version of the weights.
+
+        What was logged later is forgotten (it comes again). Without a checkpoint the run starts from its beginning.
+        """
+        if checkpoint is None:
+            if self.is_first:
+                self._metrics.truncate_after(-1)
+            return 0, 1
+        state = policy.load(checkpoint)
         if self.is_first:
-            self._sampler.load_state_dict(sampler)
-            self._metrics.truncate_after(step)
+            self._sampler.load_state_dict(state["sampler"])
+            self._metrics.truncate_after(state["step"], state["metrics"])
+            self._display.note(f"continuing after step {state['step']}, from {checkpoint}")
+        return state["step"], state["weights_version"]
 
     def finish(self) -> None:
         """Write the report and print the summary."""

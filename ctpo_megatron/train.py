@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -18,7 +17,6 @@ from ctpo_megatron.policy import (
     Policy,
     capabilities,
     join,
-    latest_checkpoint,
     leave,
     policy_gradient,
     summarize_updates,
@@ -41,7 +39,7 @@ def main(config: Config) -> int:
             with session.stage("start"):
                 session.open_world()
                 policy = Policy(config.policy, layout, Path(config.model.path), temperature=config.rollout.temperature)
-            checkpoint = latest_checkpoint(session.directory / "checkpoints") if config.run.resume else None
+            checkpoint = session.find_checkpoint()
             if checkpoint is None and config.warmup is not None:
                 with session.stage("warm-up"):
                     warm_up(config, policy, session)
@@ -86,12 +84,12 @@ def reinforce(
     groups_per_update = config.policy.mini_batch_prompts
     updates_per_step = config.rollout.prompts_per_step // groups_per_update
     policy.use_optimizer(config.policy.optimizer, config.run.steps * updates_per_step)
-    done = resume(policy, session, checkpoint)
-    session.sync(policy, version=done + 1)
+    done, version = session.resume(policy, checkpoint)
+    session.sync(policy, version)
     if checkpoint is None:
         session.log(0, session.evaluate(0))
         if config.checkpoint.every:
-            save(config, policy, session, step=0)
+            session.save(policy, 0, version)
     for step in range(done + 1, config.run.steps + 1):
         with session.timer.phase("step"):
             groups, metrics = session.collect(step)
@@ -104,40 +102,25 @@ def reinforce(
             check_mismatch(config, metrics)
             with session.timer.phase("update"):
                 metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
-            session.sync(policy, version=step + 1)
+            version += 1
+            session.sync(policy, version)
         traces = policy.trace(mini_batches[-1], objective) if config.observe.trajectories else {}
-        session.log(step, metrics | {"weights/version": float(step + 1)}, groups, traces)
+        session.log(step, metrics | {"weights/version": float(version)}, groups, traces)
         if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
             session.log(step, session.evaluate(step))
         preempted = preemption.requested() and step < config.run.steps
         if preempted or (config.checkpoint.every and step % config.checkpoint.every == 0):
-            save(config, policy, session, step)
+            session.save(policy, step, version)
+        policy.finish_save(wait=preempted)
         if preempted:
             return False
+    policy.finish_save()
     return True
 
 
 def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
     """One advantage per trajectory, in the order of the groups and of the samples in them."""
     return [a for group in groups for a in group_advantages(group.rewards, config.objective.advantage).tolist()]
-
-
-def save(config: Config, policy: Policy, session: Session, step: int) -> None:
-    """Checkpoint the policy and the driver's state after `step`."""
-    state: dict[str, Any] = {"step": step, "sampler": session.sampler_state()}
-    with session.timer.phase("checkpoint"):
-        policy.save(session.directory / "checkpoints", step, state, config.checkpoint.keep_last)
-    session.log(step, {})
-
-
-def resume(policy: Policy, session: Session, checkpoint: Path | None) -> int:
-    """Restore policy and driver; returns the RL steps done. Without a checkpoint the run starts from its beginning."""
-    if checkpoint is None:
-        session.start_over()
-        return 0
-    state = policy.load(checkpoint)
-    session.rewind(state["step"], state["sampler"])
-    return state["step"]
 
 
 if __name__ == "__main__":

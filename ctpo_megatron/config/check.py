@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ctpo_megatron.config.check_model import check_engine, check_parallel, check_tokens
+from ctpo_megatron.config.check_state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_facts import PREPARED, ModelFacts, facts_for, will_be_prepared
 from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
 from ctpo_megatron.config.schema import Config, OptimizerConfig
@@ -48,6 +49,8 @@ def check(config: Config, world_size: int, model_facts: ModelFacts | None, *, cu
         *_evaluation(config),
         *_deadlines(config),
         *_files(config),
+        *check_checkpoints(config),
+        *check_replay(config),
     ]
     return sorted(found, key=lambda problem: problem.severity)  # errors first
 
@@ -62,8 +65,6 @@ def _place(problem: Problem, sources: Sources | None) -> Problem:
 def _run(config: Config) -> Iterator[Problem]:
     if config.run.resume and config.run.overwrite:
         yield error(config, "run.resume", "contradicts run.overwrite: true", "switch one of them off")
-    if config.run.resume and not config.checkpoint.every:
-        yield warning(config, "run.resume", "but checkpoint.every is 0: this run writes no checkpoint to resume from")
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:

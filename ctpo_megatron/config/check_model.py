@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ctpo_megatron.config.model_facts import ModelFacts
 from ctpo_megatron.config.problems import Problem, error, warning
-from ctpo_megatron.config.schema import Config, EngineConfig
+from ctpo_megatron.config.schema import Config, EngineConfig, PolicyConfig
 
 _BFLOAT16_MISMATCH = 0.05
 """Sampler and trainer in bfloat16 differ by up to 0.011 on a tiny random model; trained ones show more."""
@@ -36,12 +37,16 @@ def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *,
     """Ranks, and the model's shape against the parallel layout."""
     yield from _ranks(config, world_size)
     yield from _stages(config, facts)
-    yield from _recomputation(config, cuda=cuda)
+    yield from _memory(config, cuda=cuda)
     policy = config.policy
     tp = policy.tensor_model_parallel_size
     if policy.sequence_parallel and tp == 1:
         fix = "switch it off, or raise policy.tensor_model_parallel_size"
         yield error(config, "policy.sequence_parallel", "needs tensor parallelism", fix)
+    if policy.overlap_param_gather and not (policy.use_distributed_optimizer and policy.overlap_grad_reduce):
+        fix = "set both true, or this false"
+        message = "needs policy.use_distributed_optimizer and policy.overlap_grad_reduce"
+        yield error(config, "policy.overlap_param_gather", message, fix)
     if policy.layer_spec == "transformer_engine" and not cuda:
         yield error(config, "policy.layer_spec", "Transformer Engine needs CUDA", "set auto or local")
     if facts is None:
@@ -55,6 +60,13 @@ def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *,
             message = f"does not divide the model's {amount} {name}"
             yield error(config, "policy.tensor_model_parallel_size", message)
     yield from _experts(config, world_size, facts)
+
+
+def sequence_multiple(policy: PolicyConfig) -> int:
+    """What the length of every packed sequence is filled up to a multiple of: two equal pieces on each
+    context-parallel rank, and `pad_to_multiple`."""
+    pieces = 2 * policy.context_parallel_size if policy.context_parallel_size > 1 else 1
+    return math.lcm(pieces, policy.pad_to_multiple)
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
@@ -92,8 +104,15 @@ def _stages(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
         yield error(config, "policy.virtual_pipeline_model_parallel_size", message)
 
 
-def _recomputation(config: Config, *, cuda: bool) -> Iterator[Problem]:
+def _memory(config: Config, *, cuda: bool) -> Iterator[Problem]:
+    """Recomputation and offloading."""
     policy = config.policy
+    if policy.offload != "none":
+        needs = {"CUDA": cuda, "policy.use_distributed_optimizer": policy.use_distributed_optimizer}
+        needs["policy.dtype: bfloat16"] = policy.dtype == "bfloat16"
+        missing = [name for name, there in needs.items() if not there]
+        if missing:
+            yield error(config, "policy.offload", f"needs {' and '.join(missing)}", "or set none")
     default = type(policy).model_fields["recompute_modules"].default
     if policy.recompute != "selective" and policy.recompute_modules != default:
         yield error(config, "policy.recompute_modules", "has no effect", "set policy.recompute: selective")
@@ -135,11 +154,12 @@ def check_tokens(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
             config, "rollout.engine.max_model_len", message, "shorten the token budgets, or scale the positions"
         )
     cp = config.policy.context_parallel_size
-    padded = longest if cp == 1 else -(-longest // (2 * cp)) * 2 * cp
+    multiple = sequence_multiple(config.policy)
+    padded = -(-longest // multiple) * multiple
     if config.policy.micro_batch_tokens * cp < padded:
         share = f" on {cp} context-parallel ranks" if cp > 1 else ""
         message = f"cannot hold the longest sequence{share}, {budget}"
-        yield error(config, "policy.micro_batch_tokens", message, f"set at least {padded // cp}")
+        yield error(config, "policy.micro_batch_tokens", message, f"set at least {-(-padded // cp)}")
     turn = config.rollout.max_turn_tokens
     if turn is not None and turn > response:
         message = f"never acts: rollout.max_response_tokens ({response}) is smaller"

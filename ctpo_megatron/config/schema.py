@@ -171,6 +171,10 @@ class PolicyConfig(Section):
     use_distributed_optimizer: bool = Field(
         False, description="split optimizer state over the data and context parallel ranks"
     )
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass still runs")
+    overlap_param_gather: bool = Field(
+        False, description="gather updated parameters while the next forward pass runs (distributed optimizer only)"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="precision of the parameters; gradients are always reduced in float32"
     )
@@ -186,6 +190,12 @@ class PolicyConfig(Section):
     )
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "layernorm", "moe_act"], ...] = Field(
         ("core_attn",), min_length=1, description="parts of a layer that `recompute: selective` computes again"
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none", description="what leaves the GPU while trajectories are sampled; all: the parameters too (CUDA only)"
+    )
+    pad_to_multiple: PositiveInt = Field(
+        1, description="fill every sequence up to a multiple of so many tokens (FP8 layers want 16)"
     )
     mini_batch_prompts: PositiveInt = Field(4, description="prompts (groups) per optimizer step, over all ranks")
     micro_batch_tokens: PositiveInt = Field(
@@ -236,6 +246,10 @@ class RolloutConfig(Section):
     max_group_retries: NonNegativeInt = Field(
         3, description="times a failed group is sampled again before another prompt takes its place"
     )
+    replay: str | None = Field(
+        None,
+        description="run directory whose recorded trajectories are trained on; no engine, no sandbox, no evaluation",
+    )
     mismatch_limit: PositiveFloat | None = Field(
         None, description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it"
     )
@@ -281,7 +295,19 @@ class CheckpointConfig(Section):
     """Megatron distributed checkpoints under `<run>/checkpoints/step_%06d`."""
 
     every: NonNegativeInt = Field(0, description="RL steps between checkpoints; 0: none")
-    keep_last: PositiveInt = Field(2, description="older checkpoints are deleted")
+    keep_last: PositiveInt = Field(2, description="newest checkpoints that are kept")
+    keep_best: NonNegativeInt = Field(0, description="checkpoints with the best `best_metric` that are kept besides")
+    best_metric: str = Field(
+        "reward/mean",
+        description="metric of that step, larger is better, e.g. val/<data_source>/acc/mean@1",
+    )
+    asynchronous: bool = Field(
+        False, description="write in a forked process while training goes on; complete at a later step"
+    )
+    load: str | None = Field(
+        None,
+        description="checkpoint directory to continue from (with run.resume: instead of the newest); null: none",
+    )
     grace_s: PositiveFloat = Field(
         120.0, description="seconds after SIGTERM to finish the step at hand and write a checkpoint"
     )

@@ -159,12 +159,16 @@ class PromptSampler:
             self._cursor += len(indices)
         return taken
 
-    def state_dict(self) -> dict[str, int]:
-        """Position in the stream: {epoch, cursor, seed}."""
-        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed}
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the stream: {epoch, cursor, seed}, and `consumed`, the ids taken from this epoch, in order."""
+        consumed = [self._prompts[index].id for index in self._order[: self._cursor]]
+        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed, "consumed": consumed}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state` was taken; raises ValueError when seed or number of prompts cannot be the same."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, so that every prompt of the epoch is taken exactly once.
+
+        Raises ValueError when this stream would not have given the prompts that `state` says were taken.
+        """
         if state["seed"] != self._seed:
             raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")
         if not 0 <= state["cursor"] <= len(self._prompts):
@@ -172,6 +176,12 @@ class PromptSampler:
                 f"the saved position is {state['cursor']}, but there are {len(self._prompts)} prompts: other data?"
             )
         self._start(state["epoch"], state["cursor"])
+        for place, (ours, saved) in enumerate(zip(self.state_dict()["consumed"], state["consumed"], strict=True)):
+            if ours != saved:
+                raise ValueError(
+                    f"prompt {place + 1} of epoch {state['epoch']} was {saved!r}, these data give {ours!r}: "
+                    "give the run the data.train and data.shuffle that it was begun with"
+                )
 
     def _start(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor

@@ -38,8 +38,8 @@ class MetricsWriter:
         self._last: dict[str, Any] = records[-1] if records else {"step": -1}
         self._file = self.path.open("a", encoding="utf-8")
         self._last_offset = self._file.tell() - len(_line(self._last).encode()) if records else 0
-        folder = Path(run_dir) / "tensorboard"
-        self._events = _event_writer(folder if file_name == METRICS_FILE else folder / self.path.stem, tensorboard)
+        self._event_folder = "tensorboard" if file_name == METRICS_FILE else f"tensorboard/{self.path.stem}"
+        self._events = _event_writer(Path(run_dir) / self._event_folder, tensorboard)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step; a second call for the latest step adds to its line.
@@ -59,10 +59,26 @@ class MetricsWriter:
         self._append(step, record | ({NONFINITE: float(nonfinite)} if nonfinite else {}))
         self._log_events(step, values)
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines beyond `step`, which a run resumed from that step is going to write again."""
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The record of the latest step, `step` included; without any, that of step -1."""
+        return dict(self._last)
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Tracker -> identity of this run there, for a resumed run to go on with (TensorBoard: a folder of the run)."""
+        return {} if self._events is None else {"tensorboard": self._event_folder}
+
+    def truncate_after(self, step: int, record: Mapping[str, Any] | None = None) -> None:
+        """Drop the lines beyond `step`, which a run resumed from that step is going to write again.
+
+        record: what `latest` was when the state to resume from was saved. It takes the place of the line of its step,
+        which a kill may have torn or cut off while something was added to it.
+        """
         self._file.close()
-        kept = [record for record in _read(self.path) if record["step"] <= step]
+        kept = [line for line in _read(self.path) if line["step"] <= step]
+        if record is not None and record["step"] >= 0:
+            kept = [line for line in kept if line["step"] < record["step"]] + [dict(record)]
         _write_aside(self.path, kept)
         self._last = kept[-1] if kept else {"step": -1}
         self._file = self.path.open("a", encoding="utf-8")

@@ -110,7 +110,8 @@ def _delete(directory: Path, config: Config) -> None:
 def _inputs(config: Config) -> list[Path]:
     """Files that the run reads and its `prepare` stage does not build again."""
     warmup = config.warmup.data if config.warmup else ()
-    paths = [Path(path) for path in (config.model.path, *config.data.train, *config.data.eval, *warmup)]
+    former = [path for path in (config.checkpoint.load, config.rollout.replay) if path is not None]
+    paths = [Path(path) for path in (config.model.path, *config.data.train, *config.data.eval, *warmup, *former)]
     prepared = Path(config.prepare.directory).resolve() if config.prepare else None
     return [path for path in paths if prepared is None or not path.resolve().is_relative_to(prepared)]
 
@@ -119,6 +120,7 @@ def _write_config(directory: Path, config: Config) -> None:
     """Write the resolved configuration, with the one-time switches off: the file can be trained from again safely."""
     resolved = config.model_dump(mode="json")
     resolved["run"] |= {"overwrite": False, "resume": False}
+    resolved["checkpoint"] |= {"load": None}
     _write_aside(directory / CONFIG_FILE, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
 
 
@@ -130,7 +132,7 @@ def _report_changes(directory: Path, config: Config) -> None:
     changed = [
         key
         for key in sorted(former.keys() | current.keys())
-        if former.get(key) != current.get(key) and key not in ("run.overwrite", "run.resume")
+        if former.get(key) != current.get(key) and key not in ("run.overwrite", "run.resume", "checkpoint.load")
     ]
     for key in changed:
         log.warning("resuming with another value: %s = %s (was %s)", key, current.get(key), former.get(key))

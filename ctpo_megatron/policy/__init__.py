@@ -15,7 +15,8 @@ import warnings
 # megatron-core warns at import about every optional package that is absent; `capabilities()` says it in one line.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 
-from ctpo_megatron.policy.checkpoint import latest as latest_checkpoint
+from ctpo_megatron.policy.checkpoint_files import CheckpointError
+from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.device import capabilities
 from ctpo_megatron.policy.losses import policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
@@ -23,6 +24,7 @@ from ctpo_megatron.policy.parallel import Layout, gather_objects, join, leave
 from ctpo_megatron.policy.policy import Policy, Update, summarize_updates
 
 __all__ = [
+    "CheckpointError",
     "Layout",
     "MiniBatch",
     "Policy",

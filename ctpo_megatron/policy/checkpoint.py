@@ -1,36 +1,224 @@
-"""Megatron distributed checkpoints: written aside, published with a marker, pruned, found again."""
+"""Megatron distributed checkpoints: state out, now or in the background, and back in after strict checks."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import logging
-import re
-import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+# Torch derives it from BaseException.
+from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
+
+from ctpo_megatron.config.schema import CheckpointConfig
+from ctpo_megatron.policy import checkpoint_files as files
+from ctpo_megatron.policy import random_state
+from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
 from ctpo_megatron.policy.model import BuiltModel
+from ctpo_megatron.policy.parallel import Layout, gather_objects
 
 log = logging.getLogger(__name__)
 
-MARKER = "COMPLETE.json"
-_STEP = re.compile(r"step_(\d{6,})")
+_POLL_S = 0.05
+# The default format can no longer be saved by megatron-core 0.16; this one reshards over TP, PP and DP.
+_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def _metadata() -> dict[str, Any]:
-    return {
-        # The default format can no longer be saved by megatron-core 0.16; this one reshards over TP, PP and DP.
-        "distrib_optim_sharding_type": "fully_reshardable",
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint saves and restores of a rank, besides its random streams."""
+
+    model: BuiltModel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+class Writer:
+    """Writes checkpoints, at most one at a time; every method is collective.
+
+    timeout_s: deadline of a save that goes on in the background, from the moment it is waited for.
+    """
+
+    def __init__(self, layout: Layout, timeout_s: float) -> None:
+        self._layout = layout
+        self._timeout_s = timeout_s
+        self._queue = AsyncCallsQueue()
+
+    def save(
+        self,
+        directory: Path,
+        step: int,
+        state: TrainState,
+        run_state: dict[str, Any],
+        config: CheckpointConfig,
+        score: float | None,
+    ) -> Path:
+        """Write `<directory>/step_%06d`; it exists under that name only when complete.
+
+        run_state: JSON-serializable state of the driver; rank 0's is kept, as is its `score` (see
+        `checkpoint.keep_best`). With `config.asynchronous` a copy of this process writes while training goes on:
+        the checkpoint becomes complete, and older ones are deleted, in a later call of `finish` or `save`. Raises
+        CheckpointError when a file could not be written, now or by an earlier save in the background.
+        """
+        self.finish()
+        first = self._layout.first
+        aside: Path = first(lambda: files.begin(directory, step))
+        request = dist_checkpointing.save(
+            _shards(state, is_loading=False)
+            | {"scheduler": state.scheduler.state_dict(), "random": _random_streams(self._layout)},
+            str(aside),
+            async_sharded_save=True,
+            content_metadata=dict(_FORMAT),
+        )
+        request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score))
+        if config.asynchronous:
+            self._queue.schedule_async_request(request)
+        else:
+            with _named_failure():
+                request.execute_sync()
+        return directory / f"step_{step:06d}"
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Complete the save that goes on in the background, if there is one; without `wait`, only if it is done.
+
+        Raises CheckpointError when it fails or is late.
+        """
+        # Polls are counted instead of seconds: all ranks have to give up at the same one.
+        for _ in range(max(1, round(self._timeout_s / _POLL_S))):
+            with _named_failure():
+                self._queue.maybe_finalize_async_calls(blocking=False)
+            if not wait or not self._queue.get_num_unfinalized_calls():
+                return
+            time.sleep(_POLL_S)
+        raise CheckpointError(
+            f"the processes that write a checkpoint in the background are not done after {self._timeout_s:g} s "
+            "(policy.timeout_minutes); is the file system of run.root stuck or full?"
+        )
+
+    def _publish(
+        self, aside: Path, step: int, run_state: dict[str, Any], config: CheckpointConfig, score: float | None
+    ) -> None:
+        first, layout = self._layout.first, self._layout
+        names: list[str] = first(lambda: sorted(path.name for path in aside.iterdir()))
+        shares = gather_objects(files.digests(aside, names[layout.rank :: layout.world_size]))
+        manifest = {name: entry for share in shares for name, entry in share.items()}
+        marker = Marker(step, score, run_state, dict(sorted(manifest.items())))
+        first(lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best))
+
+
+@contextmanager
+def _named_failure() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, DistributedWriteError) as error:
+        raise CheckpointError(f"a checkpoint could not be written: {error}") from error
+
+
+def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
+    """Restore a complete checkpoint of any parallel layout and return the driver's state in it.
+
+    Files, and names, shapes and dtypes of all tensors, are checked before anything is copied. Random streams are
+    restored when the layout is the same; a rank of another layout has no counterpart. Raises CheckpointError.
+    """
+    marker = verify(checkpoint, layout)
+    wanted = _shards(state, is_loading=True)
+    _check_fit(checkpoint, wanted)
+    try:
+        loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    except CheckpointingException as error:
+        raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
+    state.model.load_state(loaded["model"])
+    if _inner_adamw(state.optimizer):
+        _name_step_zero(loaded["optimizer"])
+    state.optimizer.load_state_dict(loaded["optimizer"])
+    _separate_steps(state.optimizer)
+    state.scheduler.load_state_dict(loaded["scheduler"])
+    if loaded["random"]["layout"] == _sizes(layout):
+        random_state.restore(loaded["random"]["ranks"][layout.rank])
+    else:
+        log.info("the layout differs from that of %s: random streams start anew from run.seed", checkpoint)
+    log.info("restored %s", checkpoint)
+    return marker.run
+
+
+def verify(checkpoint: Path, layout: Layout) -> Marker:
+    """Hold every file against the manifest, each rank reading its share; collective.
+
+    Raises CheckpointError on every rank, naming all broken files and an older checkpoint that is whole.
+    """
+    marker: Marker = layout.first(lambda: files.read_marker(checkpoint))
+    problems: list[str] = layout.first(lambda: files.size_problems(checkpoint, marker.files))
+    if not problems:
+        mine = sorted(marker.files)[layout.rank :: layout.world_size]
+        found = gather_objects(files.content_problems(checkpoint, marker.files, mine))
+        problems = [problem for part in found for problem in part]
+    if problems:
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(problems)}{files.advice(checkpoint)}")
+    return marker
+
+
+def _shards(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
+    """This rank's part of model and optimizer as megatron's sharded tensors."""
+    metadata = _FORMAT | {
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
     }
+    # A checkpoint of the first moment has the same tensors as any other.
+    _fill_state(state.optimizer)
+    weights = state.model.sharded_state(metadata)
+    optimizer = state.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+    return {"model": weights, "optimizer": optimizer}
+
+
+def _check_fit(checkpoint: Path, wanted: dict[str, Any]) -> None:
+    """Compare what all ranks ask for with what the checkpoint holds; raises CheckpointError with every difference."""
+    sharded, _, _ = load_preprocess(wanted)
+    _, by_rank = determine_global_metadata(extract_sharded_base(sharded)[0])
+    ours = {part.key: part for rank in by_rank for part in rank}
+    saved = {part.key: part for part in load_sharded_metadata(str(checkpoint)).values()}
+    problems = [f"{key} is not in the checkpoint" for key in sorted(ours.keys() - saved.keys())]
+    problems += [f"{key} is not in this model and optimizer" for key in sorted(saved.keys() - ours.keys())]
+    for key in sorted(ours.keys() & saved.keys()):
+        have, want = _form(saved[key]), _form(ours[key])
+        if have != want:
+            problems.append(f"{key} is {have} in the checkpoint and {want} here")
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint} is of another model, precision or optimizer; nothing was loaded:\n  "
+            + "\n  ".join(problems)
+            + "\nContinue with the model.path and policy of the run that wrote it"
+        )
+
+
+def _form(part: ShardedTensor | ShardedObject) -> str:
+    shape = "x".join(map(str, part.global_shape))
+    return f"{str(part.dtype).removeprefix('torch.')} {shape}" if isinstance(part, ShardedTensor) else f"object {shape}"
+
+
+def _random_streams(layout: Layout) -> dict[str, Any]:
+    return {"layout": _sizes(layout), "ranks": gather_objects(random_state.capture())}
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    names = (field.name for field in dataclasses.fields(layout) if field.name.endswith("_size"))
+    return {name: getattr(layout, name) for name in names}
 
 
 def _inner_adamw(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
@@ -39,7 +227,7 @@ def _inner_adamw(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
 
 
 def _fill_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's AdamW the state a first step would make, so that there is something to load into."""
+    """Give torch's AdamW the state a first step would make, so that there is something to save or to load into."""
     for inner in _inner_adamw(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -50,86 +238,17 @@ def _fill_state(optimizer: MegatronOptimizer) -> None:
                     state["exp_avg_sq"] = torch.zeros_like(parameter.data)
 
 
+def _name_step_zero(saved: dict[Any, Any]) -> None:
+    """Megatron leaves the step out of a checkpoint when it is 0 (`if step:`), and AdamW cannot be loaded without."""
+    if isinstance(saved.get("state"), dict) and "param_groups" in saved:
+        saved["state"].setdefault("common_step", torch.zeros((), dtype=torch.float32))
+    for inner in saved.values():
+        if isinstance(inner, dict):
+            _name_step_zero(inner)
+
+
 def _separate_steps(optimizer: MegatronOptimizer) -> None:
     """Loading makes all parameters share one `step` tensor, which would then advance once per parameter."""
     for inner in _inner_adamw(optimizer):
         for state in inner.state.values():
             state["step"] = torch.as_tensor(state["step"]).clone()
-
-
-def save(
-    directory: Path,
-    step: int,
-    model: BuiltModel,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    run_state: dict[str, Any],
-    keep_last: int,
-) -> Path:
-    """Write `<directory>/step_%06d` on all ranks; it exists under that name only when complete.
-
-    run_state: JSON-serializable state of the driver (the same on every rank). Older checkpoints beyond
-    `keep_last` are removed afterwards. Raises OSError from the file system.
-    """
-    final = directory / f"step_{step:06d}"
-    aside = directory / f".step_{step:06d}.writing"
-    first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier()
-    metadata = _metadata()
-    weights = model.sharded_state(metadata)
-    state = {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, metadata=metadata),
-        "scheduler": scheduler.state_dict(),
-    }
-    dist_checkpointing.save(state, str(aside), content_metadata={"distrib_optim_sharding_type": "fully_reshardable"})
-    dist.barrier()
-    if first:
-        (aside / MARKER).write_text(json.dumps({"step": step, "run": run_state}))
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-        for old in complete(directory)[:-keep_last]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
-
-
-def complete(directory: Path) -> list[Path]:
-    """Complete checkpoints in `directory`, oldest first."""
-    if not directory.is_dir():
-        return []
-    return sorted(p for p in directory.iterdir() if _STEP.fullmatch(p.name) and (p / MARKER).is_file())
-
-
-def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint in `directory`; None when there is none."""
-    found = complete(directory)
-    return found[-1] if found else None
-
-
-def read_run_state(checkpoint: Path) -> dict[str, Any]:
-    """The driver's state as `save` was given it."""
-    return json.loads((checkpoint / MARKER).read_text())["run"]
-
-
-def load(checkpoint: Path, model: BuiltModel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
-    """Restore weights, optimizer and schedule from a complete checkpoint of any parallel layout.
-
-    Raises megatron's CheckpointingException (strict) when keys or shapes differ from the model's.
-    """
-    _fill_state(optimizer)
-    metadata = _metadata()
-    weights = model.sharded_state(metadata)
-    wanted = {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata),
-    }
-    loaded = dist_checkpointing.load(wanted, str(checkpoint), strict="raise_all")
-    model.load_state(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    _separate_steps(optimizer)
-    scheduler.load_state_dict(loaded["scheduler"])
-    log.info("restored %s", checkpoint)

@@ -20,7 +20,8 @@ class ContextSplit:
     attention expect this cut. Sequence lengths must be multiples of 2R (`PackingRules.sequence_multiple`).
 
     rows: int64 `[N / R]`, the tokens of this rank. restore: int64 `[N]`, where each token stands in the concatenation
-    of the rows of all ranks. cu_seqlens: `[B + 1]`, boundaries of the sequences among the rows.
+    of the rows of all ranks; both empty when one rank holds everything. cu_seqlens: `[B + 1]`, boundaries of the
+    sequences among the rows.
     """
 
     group: dist.ProcessGroup
@@ -33,6 +34,9 @@ class ContextSplit:
         """The cut of a micro-batch with these boundaries `[B + 1]` over the context-parallel group."""
         group = mpu.get_context_parallel_group()
         size, rank = group.size(), group.rank()
+        if size == 1:
+            nothing = cu_seqlens.new_empty(0, dtype=torch.int64)
+            return cls(group, nothing, nothing, cu_seqlens)
         lengths = cu_seqlens.diff().long()
         starts, spread = cu_seqlens[:-1].long(), lengths.repeat_interleave(lengths)
         position = torch.arange(spread.numel(), device=cu_seqlens.device) - starts.repeat_interleave(lengths)

@@ -169,7 +169,7 @@ def _set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, t
 
 
 def _host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Give all-to-all its split sizes as lists (shadows MoEAlltoAllTokenDispatcher's method).
+    """Give all-to-all its split sizes as numpy arrays (shadows MoEAlltoAllTokenDispatcher's method).
 
     The original converts CUDA tensors only, on a side stream.
     """
@@ -177,8 +177,45 @@ def _host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None =
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             splits = getattr(self, name)
             if isinstance(splits, torch.Tensor):
-                setattr(self, name, splits.tolist())
+                setattr(self, name, splits.numpy())
     return tokens_per_expert
+
+
+def _uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gather shards of different sizes by padding them: gloo takes equal ones only. Shadows a function of mappings."""
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return gather
+
+
+def _uneven_reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same for the sum that goes back."""
+
+    def reduce_scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return original(input_, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        padded = input_.new_zeros(len(sizes), max(sizes), *input_.shape[1:])
+        for row, part in zip(padded, input_.split(sizes), strict=True):
+            row[: part.shape[0]] = part
+        mine = torch.empty_like(padded[0])
+        torch.distributed.reduce_scatter_tensor(mine, padded.flatten(0, 1), group=group)
+        return mine[: sizes[group.rank()]]
+
+    return reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -204,6 +241,8 @@ class _Replacement:
 
 
 def _cpu_replacements() -> tuple[_Replacement, ...]:
+    from megatron.core.tensor_parallel import mappings
+
     random, moe = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe"
     return (
         _Replacement("torch.cuda", "current_device", lambda: _CPU, "gradient buffers, RoPE, TP and PP buffers ask it"),
@@ -229,6 +268,18 @@ def _cpu_replacements() -> tuple[_Replacement, ...]:
             "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
             _host_splits,
             "split sizes of the all-to-all have to be on the host",
+        ),
+        _Replacement(
+            mappings.__name__,
+            "_gather_along_first_dim",
+            _uneven_gather(mappings._gather_along_first_dim),
+            "experts under tensor parallelism gather unequal shards",
+        ),
+        _Replacement(
+            mappings.__name__,
+            "_reduce_scatter_along_first_dim",
+            _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim),
+            "and scatter them again",
         ),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.config import PolicyConfig, sequence_multiple
 from ctpo_megatron.data import PackedBatch, PackingRules, Trajectory, micro_batch_count, pack, split_evenly
 from ctpo_megatron.objective import Denominators
 from ctpo_megatron.policy.parallel import Layout
@@ -57,7 +57,7 @@ def packing_rules(config: PolicyConfig) -> PackingRules:
     cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
     return PackingRules(
         max_tokens=config.micro_batch_tokens * cp,
-        sequence_multiple=2 * cp if cp > 1 else 1,
+        sequence_multiple=sequence_multiple(config),
         batch_multiple=cp * tp if config.sequence_parallel else 1,
         count_multiple=config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1,
     )

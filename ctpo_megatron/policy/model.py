@@ -53,6 +53,12 @@ class BuiltModel:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
 
+    def finish_param_gather(self) -> None:
+        """Wait for the parameters of the last optimizer step: with `overlap_param_gather` they are old until then."""
+        for chunk in self.wrapped:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     def sharded_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Sharded state of all chunks for a distributed checkpoint; parameter keys do not depend on the chunks."""
         return {f"chunk{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.gpt)}
@@ -145,8 +151,9 @@ def build_model(facts: ModelFacts, policy: PolicyConfig, here: torch.device) -> 
         gpt[-1].output_layer.forward = _pass_hidden_states_through
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
         use_distributed_optimizer=policy.use_distributed_optimizer,
+        overlap_grad_reduce=policy.overlap_grad_reduce,
+        overlap_param_gather=policy.overlap_param_gather,
     )
     wrapped = tuple(
         DistributedDataParallel(

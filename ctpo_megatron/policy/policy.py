@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 
 from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
+from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import PackedBatch, Trajectory
 from ctpo_megatron.objective import LossStats, PolicyObjective, merge, ratio_trace, summarize
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.losses import LossFunction
 from ctpo_megatron.policy.minibatch import MiniBatch, make_mini_batches
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards
+from ctpo_megatron.policy.offload import Offload
 from ctpo_megatron.policy.optimizer import build_optimizer, learning_rate
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.predictions import Predictions
@@ -50,10 +54,24 @@ class Policy:
         with device.scope():
             self._model = build_model(self.facts, config, layout.device)
             hf.load(self._model, model_path, layout)
+        self._offload = Offload(config, self._model)
+        self._optimizer: MegatronOptimizer | None = None
+        self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)
+
+    def release(self) -> None:
+        """Give back the device memory that `policy.offload` names; every other method takes it again."""
+        with device.scope():
+            self._offload.release(self._optimizer)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        with device.scope():
+            self._offload.reclaim()
+            yield
 
     def use_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps."""
-        with device.scope():
+        with self._at_work():
             self._optimizer, self._scheduler = build_optimizer(self._model, self.config, config, total_steps)
 
     def mini_batches(
@@ -88,7 +106,7 @@ class Policy:
             logp, entropy = (predictions.targets.per_token(rows) for rows in predictions.log_probs_and_entropy())
             return zero, {"logp": logp, "entropy_sum": float(entropy.sum(dtype=torch.float64))}
 
-        with device.scope(), torch.no_grad():
+        with self._at_work(), torch.no_grad():
             return run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)
 
     def trace(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Traces:
@@ -107,7 +125,7 @@ class Policy:
 
         Raises FloatingPointError when the loss (checked before any weight changes) or the gradient is not finite.
         """
-        with device.scope():
+        with self._at_work():
             self._optimizer.zero_grad()
             stats = self._accumulate(mini_batch, loss_function, temperature or self.temperature)
             summary = summarize(stats)
@@ -127,7 +145,7 @@ class Policy:
 
         Nothing is updated. The gradients are those that `update` would hand to its optimizer.
         """
-        with device.scope():
+        with self._at_work():
             stats = self._accumulate(mini_batch, loss_function, self.temperature)
             if self.config.use_distributed_optimizer:
                 gather_gradient_shards(self._model)
@@ -153,23 +171,40 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end."""
-        with device.scope():
+        with self._at_work():
+            self._model.finish_param_gather()
             yield from hf.export(self._model, self.layout)
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model."""
         hf.write_directory(self.weights(), self.source, directory, write=self.layout.rank == 0)
 
-    def save(self, directory: Path, step: int, run_state: dict[str, Any], keep_last: int) -> Path:
-        """Checkpoint weights, optimizer, schedule and the driver's state; see `checkpoint.save`."""
+    def save(
+        self,
+        directory: Path,
+        step: int,
+        run_state: dict[str, Any],
+        config: CheckpointConfig | None = None,
+        score: float | None = None,
+    ) -> Path:
+        """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `checkpoint.Writer`."""
+        with self._at_work():
+            self._model.finish_param_gather()
+            settings = config or CheckpointConfig()
+            return self._writer.save(directory, step, self._train_state(), run_state, settings, score)
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Complete an asynchronous save; without `wait`, only if it is done. See `checkpoint.Writer.finish`."""
         with device.scope():
-            return checkpoint.save(directory, step, self._model, self._optimizer, self._scheduler, run_state, keep_last)
+            self._writer.finish(wait=wait)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint and return the driver's state in it; see `checkpoint.load`."""
-        with device.scope():
-            checkpoint.load(path, self._model, self._optimizer, self._scheduler)
-        return checkpoint.read_run_state(path)
+        with self._at_work():
+            return checkpoint.load(path, self.layout, self._train_state())
+
+    def _train_state(self) -> checkpoint.TrainState:
+        return checkpoint.TrainState(self._model, self._optimizer, self._scheduler)
 
 
 def _anchor_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Rollout room: prompts in, groups of multi-turn trajectories out.
 
-`RolloutFleet` runs the engines; `Sampling` is the distribution to sample from; `rollout_metrics` summarizes groups.
+`RolloutFleet` runs the engines, `Replay` answers from a recording; `Sampling` is the distribution to sample from;
+`rollout_metrics` summarizes groups.
 The episode, tool and template modules are plain Python and can be imported without vLLM or Ray.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.rollout.metrics import rollout_metrics
+from ctpo_megatron.rollout.replay import Replay, ReplayError
 from ctpo_megatron.rollout.tasks import Sampling
 from ctpo_megatron.rollout.tools import TOOL_SCHEMA
 
@@ -28,6 +30,8 @@ __all__ = [
     "TOOL_SCHEMA",
     "FleetError",
     "GroupFailed",
+    "Replay",
+    "ReplayError",
     "RolloutFleet",
     "Sampling",
     "WeightSyncError",

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.dispatch import Dispatcher
-from ctpo_megatron.rollout.metrics import TOOL_STATUSES
+from ctpo_megatron.rollout.metrics import fleet_stats
 from ctpo_megatron.rollout.ray_runtime import RayRuntime
 from ctpo_megatron.rollout.slot import EngineSlot, FleetError, WeightSyncError, engine_died
 from ctpo_megatron.rollout.tasks import Device, GroupTask, Sampling, ToolFactory
@@ -151,9 +151,8 @@ class RolloutFleet:
         group_retries, engine_restarts, generate_s, sync_s; and lost_<status>: tool calls made by attempts that were
         thrown away, which therefore appear in no trajectory.
         """
-        names = ["group_retries", "engine_restarts", "generate_s", "sync_s", *(f"lost_{s}" for s in TOOL_STATUSES)]
         counts, self._counts = self._counts, Counter()
-        return {name: float(counts[name]) for name in names}
+        return fleet_stats(counts)
 
     def close(self) -> None:
         """Stop engines and a Ray instance of our own; release the weights. Idempotent, waits seconds at most."""

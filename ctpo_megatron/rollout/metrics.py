@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ctpo_megatron.data.records import Group
 
@@ -49,3 +49,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if executed:
         metrics["sandbox/wall_mean_s"] = sum(executed) / len(executed)
     return metrics
+
+
+def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
+    """What `RolloutFleet.stats` reports, from its counts; absent ones are 0."""
+    names = ["group_retries", "engine_restarts", "generate_s", "sync_s", *(f"lost_{s}" for s in TOOL_STATUSES)]
+    return {name: float(counts.get(name, 0)) for name in names}

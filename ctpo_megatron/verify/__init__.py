@@ -5,6 +5,6 @@ full gradient by Hugging Face name. Layouts run as real jobs of their own, group
 """
 
 from ctpo_megatron.verify.layouts import LAYOUTS
-from ctpo_megatron.verify.run import Check, verify
+from ctpo_megatron.verify.run import Check, layouts_for, verify
 
-__all__ = ["LAYOUTS", "Check", "verify"]
+__all__ = ["LAYOUTS", "Check", "layouts_for", "verify"]

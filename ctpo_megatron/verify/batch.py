@@ -44,15 +44,20 @@ def shift(index: int, position: int) -> float:
     return SHIFT * math.sin(7.0 * index + 1.7 * position)
 
 
-def build_model(directory: Path) -> None:
-    """Write a random Qwen3 of 4 layers with tied embeddings and a vocabulary that no tile divides."""
+def build_model(directory: Path, *, experts: bool) -> None:
+    """Write a random Qwen3 or Qwen3-MoE of 4 layers with a vocabulary that no tile divides; the dense one is tied."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 96, "num_hidden_layers": 4, "intermediate_size": 192, "vocab_size": 500}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=512, tie_word_embeddings=True))
+    common = {**sizes, **heads, "max_position_embeddings": 512}
+    if experts:
+        mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **mixture))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True))
     with torch.no_grad():  # away from the initial values, where norms are 1 and errors would hide
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from ctpo_megatron.config import ModelFacts
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.objective import PolicyObjective, policy_loss
 
@@ -32,7 +33,9 @@ class Reference:
     """The model in float64."""
 
     def __init__(self, directory: Path, temperature: float) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+        # Eager experts are the only ones that multiply in float64 everywhere.
+        options = {"experts_implementation": "eager"} if ModelFacts.read(directory).num_experts else {}
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **options)
         self._temperature = temperature
 
     def log_probs(self, trajectory: Trajectory) -> Tensor:
@@ -67,6 +70,21 @@ class Reference:
             )
             names, parameters = zip(*self._model.named_parameters(), strict=True)
             found = torch.autograd.grad(out.loss, parameters, retain_graph=True)
-            loss[name], gradient[name] = float(out.loss.detach()), dict(zip(names, found, strict=True))
+            loss[name] = float(out.loss.detach())
+            gradient[name] = dict(
+                pair for name, tensor in zip(names, found, strict=True) for pair in _saved(name, tensor)
+            )
         keys = [(trajectory.prompt_id, trajectory.sample_index) for trajectory in batch]
         return Oracle({key: row.detach() for key, row in zip(keys, rows, strict=True)}, loss, gradient)
+
+
+def _saved(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor under the names that it has in a file: transformers keeps the experts of a layer in one tensor."""
+    prefix, found, matrix = name.rpartition("mlp.experts.")
+    if not found:
+        yield name, tensor
+        return
+    for expert, part in enumerate(tensor):
+        parts = part.chunk(2) if matrix == "gate_up_proj" else [part]
+        names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
+        yield from ((f"{prefix}mlp.experts.{expert}.{n}.weight", p) for n, p in zip(names, parts, strict=True))

@@ -52,26 +52,40 @@ class Check:
         return not self.problem and all(value <= tolerance for value in (self.loss, self.logp, self.gradient))
 
 
+def layouts_for(model: Path | None, max_ranks: int) -> list[str]:
+    """Names of the layouts that fit a model (None: those of the two models made here) and a number of processes."""
+    kinds = (False, True) if model is None else (ModelFacts.read(model).num_experts > 0,)
+    return [name for name, layout in LAYOUTS.items() if layout.ranks <= max_ranks and layout.experts in kinds]
+
+
 def verify(model: Path | None, layouts: Sequence[str], objectives: Sequence[str]) -> Iterator[Check]:
     """Check layouts (names of `LAYOUTS`) and objectives (preset names), one after another.
 
-    model: a Hugging Face directory small enough for float64; None makes a tiny one.
+    model: a Hugging Face directory small enough for float64; None makes a tiny dense one and a tiny mixture of experts.
     """
     disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="ctpo-verify-") as name:
-        folder = Path(name)
-        if model is None:
-            model = folder / "model"
-            batch.build_model(model)
-        oracle = _prepare(folder, model, objectives)
-        groups: dict[int, list[str]] = defaultdict(list)
-        for layout in layouts:
-            groups[LAYOUTS[layout].ranks].append(layout)
-        for ranks, members in sorted(groups.items()):
-            problem = _run_job(folder, ranks, members)
-            for layout in members:
-                for objective in objectives:
-                    yield _check(folder, layout, objective, ranks, oracle, problem)
+    for experts in (False, True):
+        chosen = [name for name in layouts if LAYOUTS[name].experts == experts]
+        if chosen:
+            with tempfile.TemporaryDirectory(prefix="ctpo-verify-") as name:
+                yield from _verify_model(Path(name), model, chosen, objectives, experts=experts)
+
+
+def _verify_model(
+    folder: Path, model: Path | None, layouts: Sequence[str], objectives: Sequence[str], *, experts: bool
+) -> Iterator[Check]:
+    if model is None:
+        model = folder / "model"
+        batch.build_model(model, experts=experts)
+    oracle = _prepare(folder, model, objectives)
+    groups: dict[int, list[str]] = defaultdict(list)
+    for layout in layouts:
+        groups[LAYOUTS[layout].ranks].append(layout)
+    for ranks, members in sorted(groups.items()):
+        problem = _run_job(folder, ranks, members)
+        for layout in members:
+            for objective in objectives:
+                yield _check(folder, layout, objective, ranks, oracle, problem)
 
 
 def _prepare(folder: Path, model: Path, objectives: Sequence[str]) -> Oracle:
@@ -109,7 +123,13 @@ def _run_job(folder: Path, ranks: int, layouts: list[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"{ranks} ranks did not finish {', '.join(layouts)} within {JOB_TIMEOUT_S:g} s"
-    return done.stderr[-_LOG_CHARACTERS:] if done.returncode else ""
+    return _reason(done.stderr) if done.returncode else ""
+
+
+def _reason(log: str) -> str:
+    """The end of a failed job's output; with several ranks the end of what they wrote, without the launcher's."""
+    of_ranks = [line for line in log.splitlines() if line.startswith("[rank")]
+    return ("\n".join(of_ranks) or log)[-_LOG_CHARACTERS:]
 
 
 def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle, problem: str) -> Check:

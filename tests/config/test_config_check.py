@@ -48,6 +48,26 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 2 key/value heads"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 256 MLP channels"),
         (["policy.pipeline_model_parallel_size=3"], "does not divide the model's 2 layers"),
+        (["policy.context_parallel_size=2"], "x context_parallel_size 2 = 2 does not divide the world size 3"),
+        (["policy.data_parallel_size=2"], "policy.data_parallel_size = 2: but 3 ranks make 3 replicas; start 2 ranks"),
+        (["policy.virtual_pipeline_model_parallel_size=2"], "needs pipeline stages; leave it null, or raise"),
+        (["policy.virtual_pipeline_model_parallel_size=1", "policy.pipeline_model_parallel_size=3"], "plain pipeline"),
+        (["policy.expert_model_parallel_size=3"], "policy.expert_model_parallel_size = 3: the model has no experts"),
+        (["policy.offload=all"], "needs CUDA and policy.use_distributed_optimizer and policy.dtype: bfloat16"),
+        (["policy.recompute_modules=[mlp]"], "has no effect; set policy.recompute: selective"),
+        (
+            ["policy.recompute=selective", "policy.recompute_modules=[layernorm,moe_act]"],
+            "layernorm and moe_act need Transformer Engine",
+        ),
+        (
+            ["policy.overlap_param_gather=true"],
+            "needs policy.use_distributed_optimizer and policy.overlap_grad_reduce",
+        ),
+        (["policy.pad_to_multiple=250", "policy.micro_batch_tokens=249"], "set at least 250"),
+        (
+            ["policy.context_parallel_size=3", "policy.micro_batch_tokens=79"],
+            "cannot hold the longest sequence on 3 context-parallel ranks",
+        ),
         (
             ["policy.mini_batch_prompts=5"],
             "the batch; choose a divisor of rollout.prompts_per_step (32)",
@@ -130,6 +150,32 @@ def test_head_size_that_the_cpu_engine_lacks(config_with: Make) -> None:
     assert found(config_with(), facts=odd, cuda=True) == []
 
 
+MOE = replace(FACTS, num_layers=4, num_experts=8, num_experts_per_token=2, moe_intermediate_size=64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        (["policy.expert_model_parallel_size=3"], 3, "does not divide the model's 8 experts"),
+        (["policy.expert_model_parallel_size=4"], 2, "does not divide the 2 data x context parallel ranks"),
+        (["policy.tensor_model_parallel_size=2"], 2, "policy.sequence_parallel = false: is needed by experts"),
+        (
+            ["policy.pipeline_model_parallel_size=2", "policy.virtual_pipeline_model_parallel_size=4"],
+            2,
+            "= 4: x pipeline_model_parallel_size 2 does not divide the model's 4 layers",
+        ),
+    ],
+)
+def test_layouts_of_experts_and_chunks(config_with: Make, overrides: list[str], world_size: int, expected: str) -> None:
+    assert any(expected in problem for problem in found(config_with(*overrides), world_size, MOE))
+
+
+def test_good_layouts_of_experts_and_chunks(config_with: Make) -> None:
+    pipeline = ("policy.pipeline_model_parallel_size=2", "policy.virtual_pipeline_model_parallel_size=2")
+    experts = ("policy.expert_model_parallel_size=2", "policy.context_parallel_size=2")
+    assert found(config_with(*pipeline, *experts), 4, MOE) == []
+
+
 def test_all_errors_at_once_with_their_places(base: Path) -> None:
     config, sources = load_with_sources(base, ["eval.every=2", "policy.micro_batch_tokens=100"])
     with pytest.raises(ConfigError) as caught:
@@ -143,14 +189,10 @@ def test_all_errors_at_once_with_their_places(base: Path) -> None:
 
 def test_settings_that_train_wrongly_are_not_offered() -> None:
     refused = (
-        "virtual_pipeline",
         "p2p_comm",
         "deallocate_pipeline",
         "perform_initialization",
-        "overlap_param_gather",
-        "overlap_grad_reduce",
-        "context_parallel",
-        "expert",
+        "expert_tensor",
     )
     assert [path for path in known_paths() for word in refused if word in path] == []
 
@@ -171,6 +213,16 @@ QWEN3: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "rope_theta": 1000000,
     "rope_scaling": None,
+}
+A3B = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -211,7 +263,7 @@ def test_facts_of_the_other_families(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["Gemma3ForCausalLM"]},
-            "architecture Gemma3ForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Llama",
+            "architecture Gemma3ForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3Moe",
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -256,6 +308,25 @@ def test_broken_model_directory(tmp_path: Path) -> None:
         ModelFacts.read(tmp_path)
 
 
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(A3B))
+    facts = ModelFacts.read(tmp_path)
+    assert (facts.num_experts, facts.num_experts_per_token, facts.moe_intermediate_size) == (128, 8, 768)
+    assert facts.norm_topk_prob and facts.qk_norm
+    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in A3B.items()}
+    (tmp_path / "config.json").write_text(json.dumps(renamed))
+    assert ModelFacts.read(tmp_path) == facts
+
+
+def test_experts_that_are_not_supported_are_all_named(tmp_path: Path) -> None:
+    raw = {key: value for key, value in A3B.items() if key not in ("num_experts", "moe_intermediate_size")}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"mlp_only_layers": [0]}))
+    with pytest.raises(ConfigError, match="3 problems") as caught:
+        ModelFacts.read(tmp_path)
+    for expected in ("gives no num_experts", "gives no moe_intermediate_size", "dense layers among the layers"):
+        assert expected in str(caught.value)
+
+
 # --- layout -----------------------------------------------------------------------------------------------------
 
 
@@ -265,7 +336,7 @@ def test_layout_arithmetic(config_with: Make) -> None:
     assert (layout.sequences_per_mini_batch, layout.sequences_per_rank, layout.optimizer_steps) == (32, 8, 32)
     assert (layout.max_sequence_tokens, layout.max_batch_tokens) == (240, 61440)
     assert layout.evaluations == 3  # before the first step, after step 3, after the last (4)
-    assert ("data parallel", "4", "world size / (tensor x pipeline)") in layout.tables()["Parallel layout"]
+    assert ("data parallel", "4", "world size / (tensor x pipeline x context)") in layout.tables()["Parallel layout"]
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 2), (1, 5), (2, 3), (4, 2), (9, 2)])

@@ -190,15 +190,19 @@ def test_sampler_resumes_where_it_stopped(taken):
     state = original.state_dict()
     resumed = PromptSampler(_prompts(10), seed=5)
     resumed.load_state_dict(state)
-    assert state.keys() == {"epoch", "cursor", "seed"}
+    assert state["consumed"] == _ids(PromptSampler(_prompts(10), seed=5).take(taken))[taken - state["cursor"] :]
     assert _ids(resumed.take(25)) == _ids(original.take(25))
 
 
 def test_sampler_refuses_states_that_cannot_be_its_own():
     sampler = PromptSampler(_prompts(10), seed=5)
     with pytest.raises(ValueError, match="used seed 6, this run uses seed 5"):
-        sampler.load_state_dict({"epoch": 0, "cursor": 0, "seed": 6})
+        sampler.load_state_dict({"epoch": 0, "cursor": 0, "seed": 6, "consumed": []})
     with pytest.raises(ValueError, match="there are 10 prompts"):
-        sampler.load_state_dict({"epoch": 0, "cursor": 11, "seed": 5})
+        sampler.load_state_dict({"epoch": 0, "cursor": 11, "seed": 5, "consumed": []})
+    original = PromptSampler(_prompts(10), seed=5)
+    original.take(3)
+    with pytest.raises(ValueError, match=r"prompt 1 of epoch 0 was '\d', these data give '\d'.*data\.shuffle"):
+        PromptSampler(_prompts(10), seed=5, shuffle=False).load_state_dict(original.state_dict())
     with pytest.raises(ValueError, match="at least one prompt"):
         PromptSampler([], seed=0)

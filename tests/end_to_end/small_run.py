@@ -29,6 +29,16 @@ SMALL = (
     "observe.live=plain",
 )
 
+NOT_REPEATED = (
+    "time/",
+    "throughput/",
+    "memory/",
+    "tokens/per_second",
+    "rollout/generate_s",
+    "rollout/sync_s",
+    "sandbox/wall_mean_s",
+)
+
 
 @dataclass(frozen=True)
 class Ctpo:
@@ -97,6 +107,11 @@ class Ctpo:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait(timeout=30)
+
+
+def repeatable(record: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step that the same run gives again."""
+    return {name: value for name, value in record.items() if not name.startswith(NOT_REPEATED)}
 
 
 def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

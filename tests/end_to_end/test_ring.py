@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -11,14 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from small_run import Ctpo, records
+from small_run import Ctpo, records, repeatable
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-NOT_REPEATED = ("time/", "tokens/per_second", "rollout/generate_s", "rollout/sync_s", "sandbox/wall_mean_s")
-
-
-def repeatable(record: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in record.items() if not name.startswith(NOT_REPEATED)}
 
 
 def test_a_run_writes_what_it_promises(finished: Path) -> None:
@@ -114,6 +109,20 @@ def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished:
     assert done.returncode == 0, done.stderr[-4000:]
     assert [record["step"] for record in records(run)] == [0, 1, 2, 3]
     assert [repeatable(r) for r in records(run)] == [repeatable(r) for r in records(finished)]
+    drawn = [t["prompt_id"] for n in (1, 2, 3) for t in records(run, f"trajectories/step_{n:06d}.jsonl")]
+    prompts = [prompt for prompt, sample in itertools.groupby(drawn)]
+    assert len(prompts) == len(set(prompts)) == 12  # every prompt is consumed once
+    marker = json.loads((run / "checkpoints" / "step_000003" / "COMPLETE.json").read_text())
+    assert marker["run"]["sampler"]["consumed"] == prompts
+
+
+def test_a_replay_repeats_the_run_without_engines(ctpo: Ctpo, finished: Path) -> None:
+    done = ctpo.train("run.name=replayed", "rollout.replay=runs/whole")
+    assert done.returncode == 0, done.stderr[-4000:]
+    run = ctpo.directory / "runs" / "replayed"
+    live = [{k: v for k, v in repeatable(r).items() if not k.startswith("val/")} for r in records(finished)]
+    assert [repeatable(r) for r in records(run)] == live
+    assert not (run / "logs").exists() and not (run / "evaluation").exists()
 
 
 def terminate(run: int) -> None:
@@ -121,7 +130,7 @@ def terminate(run: int) -> None:
 
 
 def test_sigterm_checkpoints_the_step_at_hand_and_the_run_goes_on_from_there(ctpo: Ctpo) -> None:
-    settings = ("run.name=preempted", "run.steps=8", "checkpoint.every=0")
+    settings = ("run.name=preempted", "run.steps=8", "checkpoint.every=0", "checkpoint.asynchronous=true")
     status, output = ctpo.train_disturbed("[rl] step 1/8", terminate, *settings)
     run = ctpo.directory / "runs" / "preempted"
     assert status == 143, output[-4000:]

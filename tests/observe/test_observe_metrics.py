@@ -89,6 +89,22 @@ def test_resume_drops_what_will_be_written_again(tmp_path):
     assert [event.value for event in events.Scalars("a/x")] == [0, 1, 2, 30]
 
 
+def test_resume_restores_the_line_that_a_kill_cut_off(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(3):
+            writer.log(step, {"a/x": step})
+        saved = writer.latest
+        writer.log(2, {"time/checkpoint": 1})
+        writer._file.truncate(writer._last_offset)  # killed while the time was being added
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.truncate_after(2, saved)
+        writer.log(2, {"b/y": 1})
+        writer.log(3, {"a/x": 3})
+    assert [record["a/x"] for record in read_metrics(tmp_path)] == [0, 1, 2, 3]
+    assert read_metrics(tmp_path)[2] == {"step": 2, "a/x": 2, "b/y": 1}
+
+
 def test_another_stage_writes_its_own_file_and_events(tmp_path):
     with MetricsWriter(tmp_path, file_name="warmup.jsonl") as writer:
         writer.log(1, {"warmup/loss": 2.0})

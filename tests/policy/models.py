@@ -15,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from ctpo_megatron.data import Trajectory
@@ -29,9 +31,12 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.0}
+MIXTURE = {"head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24, "tie_word_embeddings": True}),
     "qwen3-untied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, MIXTURE | {"norm_topk_prob": True}),
+    "qwen3-moe-raw-weights": (Qwen3MoeConfig, Qwen3MoeForCausalLM, MIXTURE | {"norm_topk_prob": False}),
     "qwen2.5": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
     "llama-3.1-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),

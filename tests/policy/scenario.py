@@ -37,8 +37,9 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
         mini_batches = policy.mini_batches(models.trajectories(seed=step), models.advantages(), size=8)
         metrics = policy.anchor(mini_batches)
         steps.append(metrics | summarize_updates([policy.update(m, loss) for m in mini_batches]))
+        policy.release()
         if "save" in settings and step == 0:
-            policy.save(Path(settings["save"]), 1, {"step": 1}, keep_last=2)
+            policy.save(Path(settings["save"]), 1, {"step": 1})
     weights = {name: tensor.clone() for name, tensor in policy.weights()}
     return {"steps": steps, "before": before, "weights": weights}
 

@@ -14,13 +14,18 @@ from jobs import Results, run_job
 run = partial(run_job, "scenario.py")
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+BF16 = {"dtype": "bfloat16"}
+EP2 = {"expert_model_parallel_size": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 DISTOPT = {"use_distributed_optimizer": True}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
-    for family in ("qwen3-tied", "qwen3-untied"):
+    for family in ("qwen3-tied", "qwen3-untied", "qwen3-moe"):
         models.build(family, root / family)
     return root
 
@@ -36,15 +41,18 @@ def one(folder: Path) -> Results:
             "single": {"save": str(checkpoints)},
             "again": {},
             "recompute": {"policy": {"recompute": "full"}},
-            "bfloat16": {"policy": {"dtype": "bfloat16"}},
+            "bfloat16": {"policy": BF16},
             "untied-gspo": {"family": "qwen3-untied", "preset": "gspo"},
+            "bfloat16-distopt": {"policy": BF16 | DISTOPT},
+            "bfloat16-offload": {"policy": BF16 | DISTOPT | {"offload": "all"}},
+            "moe": {"family": "qwen3-moe"},
             "resumed": {"load": str(checkpoints / "step_000001")},
         },
     )
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Results:
+def two(folder: Path, one: Results) -> Results:
     return run(
         folder,
         folder / "two.pt",
@@ -52,22 +60,31 @@ def two(folder: Path) -> Results:
         {
             "tp2": {"policy": TP2, "save": str(folder / "tp2")},
             "pp2": {"policy": PP2},
+            "vpp2": {"policy": VPP2, "save": str(folder / "vpp2")},
+            "cp2": {"policy": CP2},
             "tp2-sp": {"policy": TP2 | {"sequence_parallel": True}},
             "dp2": {},
             "dp2-distopt": {"policy": DISTOPT, "save": str(folder / "dp2-distopt")},
+            "dp2-distopt-overlap": {"policy": DISTOPT | OVERLAP},
             "untied-gspo": {"family": "qwen3-untied", "preset": "gspo", "policy": PP2},
+            "moe-ep2": {"family": "qwen3-moe", "policy": EP2, "save": str(folder / "moe-ep2")},
+            "from-one": {"policy": VPP2, "load": str(folder / "single" / "step_000001")},
         },
     )
 
 
 @pytest.fixture(scope="module")
 def resharded(folder: Path, two: Results) -> Results:
-    loads = {name: str(folder / name / "step_000001") for name in ("tp2", "dp2-distopt")}
+    loads = {name: str(folder / name / "step_000001") for name in ("tp2", "vpp2", "dp2-distopt")}
     return run(
         folder,
         folder / "resharded.pt",
         1,
-        {"tp2": {"load": loads["tp2"]}, "dp2-distopt": {"load": loads["dp2-distopt"], "policy": DISTOPT}},
+        {
+            "tp2": {"load": loads["tp2"]},
+            "vpp2": {"load": loads["vpp2"]},
+            "dp2-distopt": {"load": loads["dp2-distopt"], "policy": DISTOPT},
+        },
     )
 
 
@@ -110,7 +127,11 @@ def test_bfloat16_trains(one: Results) -> None:
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=0.1)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2-sp", "dp2", "dp2-distopt"])
+def test_memory_given_back_between_steps_changes_nothing(one: Results) -> None:
+    assert_identical(one["bfloat16-offload"], one["bfloat16-distopt"])
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "vpp2", "cp2", "tp2-sp", "dp2", "dp2-distopt", "dp2-distopt-overlap"])
 def test_two_ranks_equal_one(one: Results, two: Results, layout: str) -> None:
     assert_same_training(two[layout], one["single"])
 
@@ -119,6 +140,14 @@ def test_untied_pipeline_with_gspo_equals_one(one: Results, two: Results) -> Non
     assert_same_training(two["untied-gspo"], one["untied-gspo"])
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2-distopt"])
+def test_experts_on_two_ranks_equal_one(one: Results, two: Results) -> None:
+    assert_same_training(two["moe-ep2"], one["moe"])
+
+
+def test_a_checkpoint_of_one_rank_resumes_on_two(one: Results, two: Results) -> None:
+    assert_same_training(two["from-one"], one["single"], slice(1, None))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "vpp2", "dp2-distopt"])
 def test_two_rank_checkpoint_resumes_on_one(one: Results, resharded: Results, layout: str) -> None:
     assert_same_training(resharded[layout], one["single"], slice(1, None))

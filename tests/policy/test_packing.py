@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import models
@@ -12,8 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from ctpo_megatron.data import Trajectory, pack, split_evenly
-from ctpo_megatron.policy.layers import LengthClasses, PackedCausalAttention
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.data import PackingRules, Trajectory, micro_batch_count, pack, split_evenly
+from ctpo_megatron.policy import Layout, join, leave
+from ctpo_megatron.policy.layers import AttentionPlan, PackedCausalAttention
+from ctpo_megatron.policy.minibatch import packing_rules
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[Layout]:
+    yield join(PolicyConfig(), seed=0)
+    leave()
 
 
 def of_lengths(lengths: list[int]) -> list[Trajectory]:
@@ -27,25 +37,66 @@ def of_lengths(lengths: list[int]) -> list[Trajectory]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(2, 40), min_size=1, max_size=20), st.integers(40, 90), st.integers(1, 4))
-def test_every_token_is_packed_once_within_the_budget(lengths: list[int], budget: int, multiple: int) -> None:
+@given(
+    st.lists(st.integers(2, 40), min_size=1, max_size=20),
+    st.integers(56, 90),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 9),
+)
+def test_every_token_is_packed_once_within_the_rules(
+    lengths: list[int], budget: int, piece: int, multiple: int, rounds: int, at_least: int
+) -> None:
     trajectories = of_lengths(lengths)
-    batches = pack(trajectories, [float(i) for i in range(len(lengths))], max_tokens=budget, multiple_of=multiple)
+    rules = PackingRules(budget, sequence_multiple=piece, batch_multiple=multiple, count_multiple=rounds)
+    batches = pack(trajectories, [float(i) for i in range(len(lengths))], rules, at_least=at_least)
+    assert len(batches) >= max(at_least, micro_batch_count(trajectories, rules)) and len(batches) % rounds == 0
     seen = []
     for batch in batches:
-        assert batch.num_tokens % multiple == 0
-        bounds = batch.cu_seqlens.tolist()
+        assert batch.num_tokens % multiple == 0 and batch.num_tokens > 0
+        bounds = batch.cu_seqlens
         assert bounds[0] == 0 and bounds[-1] == batch.num_tokens
-        for key, start, end in zip(batch.sequences, bounds, bounds[1:], strict=False):
+        assert not (bounds.diff() % piece).any() and (bounds.diff() > 0).all()
+        real = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        for number, (key, place) in enumerate(batch.places()):
             index = int(key[0][1:])
             original = trajectories[index]
-            assert batch.token_ids[start:end].tolist() == original.token_ids
-            assert batch.position_ids[start:end].tolist() == list(range(end - start))
-            assert batch.model_mask[start:end].tolist() == [bool(m) for m in original.model_mask]
-            assert set(batch.advantages[start:end].tolist()) == {float(index)}
+            assert place.start == bounds[number] and place.stop <= bounds[number + 1]
+            assert batch.token_ids[place].tolist() == original.token_ids
+            assert batch.position_ids[place].tolist() == list(range(len(original)))
+            assert batch.model_mask[place].tolist() == [bool(m) for m in original.model_mask]
+            assert set(batch.advantages[place].tolist()) == {float(index)}
+            real[place] = True
             seen.append(index)
-        assert sum(len(trajectories[int(key[0][1:])]) for key in batch.sequences) <= budget
+        for masked in (batch.model_mask, batch.loss_mask, batch.behaviour_logp):
+            assert not masked[~real].any()
+        assert sum(rules.padded(length) for length in batch.lengths) <= budget
     assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_more_micro_batches_come_from_halving_the_largest() -> None:
+    batches = pack(of_lengths([8] * 8), None, PackingRules(64), at_least=3)
+    assert sorted(len(batch.sequences) for batch in batches) == [2, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("policy", "rules"),
+    [
+        ({}, PackingRules(100)),
+        ({"context_parallel_size": 2}, PackingRules(200, sequence_multiple=4)),
+        (
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            PackingRules(400, sequence_multiple=8, batch_multiple=8),
+        ),
+        (
+            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+            PackingRules(100, count_multiple=4),
+        ),
+    ],
+)
+def test_rules_follow_from_the_layout(policy: dict[str, object], rules: PackingRules) -> None:
+    assert packing_rules(PolicyConfig(micro_batch_tokens=100, **policy)) == rules
 
 
 @given(st.lists(st.integers(2, 40), min_size=4, max_size=20), st.integers(1, 4))
@@ -57,19 +108,21 @@ def test_replicas_share_all_trajectories(lengths: list[int], parts: int) -> None
 
 
 def test_a_trajectory_beyond_the_budget_names_the_keys() -> None:
-    with pytest.raises(ValueError, match=r"policy\.micro_batch_tokens is 10.*rollout\.max_response_tokens"):
-        pack(of_lengths([11]), None, max_tokens=10)
+    with pytest.raises(ValueError, match=r"holds 10 \(policy\.micro_batch_tokens.*rollout\.max_response_tokens"):
+        pack(of_lengths([11]), None, PackingRules(10))
+    with pytest.raises(ValueError, match="has 10 tokens, but a micro-batch holds 10"):
+        pack(of_lengths([10]), None, PackingRules(10, sequence_multiple=4))
 
 
 def test_a_trajectory_without_prompt_is_refused() -> None:
     trajectory = Trajectory("p", 0, seed=0)
     trajectory.append_model([1, 2], [-1.0, -1.0], [0, 0], turn=1)
     with pytest.raises(ValueError, match="needs a prompt"):
-        pack([trajectory], None, max_tokens=10)
+        pack([trajectory], None, PackingRules(10))
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 4, 31, 32, 33, 7], [64, 1, 1]])
-def test_packed_attention_equals_attention_per_sequence(lengths: list[int]) -> None:
+def test_packed_attention_equals_attention_per_sequence(lengths: list[int], layout: Layout) -> None:
     torch.manual_seed(0)
     tokens, heads, groups, width = sum(lengths), 4, 2, 8
     query = torch.randn(tokens, heads, width, requires_grad=True)
@@ -94,8 +147,8 @@ def test_packed_attention_equals_attention_per_sequence(lengths: list[int]) -> N
         torch.testing.assert_close(a, b)
 
 
-def test_length_classes_waste_less_than_half() -> None:
-    batch = pack(models.trajectories(), None, max_tokens=4096)[0]
-    classes = LengthClasses(batch.cu_seqlens).classes
-    assert sum(real.numel() for _, real in classes) == batch.num_tokens
-    assert all(real.numel() > index.numel() / 2 for index, real in classes)
+def test_length_classes_waste_less_than_half(layout: Layout) -> None:
+    batch = pack(models.trajectories(), None, PackingRules(4096))[0]
+    classes = AttentionPlan(batch.cu_seqlens).classes
+    assert sum(part.real.numel() for part in classes) == batch.num_tokens
+    assert all(part.real.numel() > part.tokens.numel() / 2 for part in classes)

@@ -11,9 +11,9 @@ import torch
 
 from ctpo_megatron import cli
 from ctpo_megatron.objective import PRESETS
-from ctpo_megatron.verify import LAYOUTS, Check, batch, run
+from ctpo_megatron.verify import LAYOUTS, Check, batch, layouts_for, run
 
-SMALL = ("one", "one-micro", "tp2-sp", "pp2", "dp2-distopt")
+SMALL = ("one", "one-micro", "tp2-sp", "vpp2-micro", "cp2-micro", "dp2-distopt", "moe-ep2")
 
 
 def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,11 +39,18 @@ def test_unknown_names_are_refused_with_the_known_ones(capsys: pytest.CaptureFix
     assert "unknown preset ppo" in capsys.readouterr().err
 
 
+def test_a_layout_of_experts_is_refused_for_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch.build_model(tmp_path, experts=False)
+    assert cli.main(["verify", "--model", str(tmp_path), "--layouts", "one", "moe-ep2"]) == 2
+    assert "moe-ep2 cannot run" in capsys.readouterr().err
+    assert not any(name.startswith("moe") for name in layouts_for(tmp_path, 4))
+
+
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory):
     """A folder in which a job has run the layout `one`, and the oracle."""
     folder = tmp_path_factory.mktemp("verify")
-    batch.build_model(folder / "model")
+    batch.build_model(folder / "model", experts=False)
     oracle = run._prepare(folder, folder / "model", ["ctpo"])
     assert run._run_job(folder, 1, ["one"]) == ""
     return folder, oracle

@@ -1,0 +1,69 @@
+"""Checks of what a run continues from or repeats: its checkpoints, and the recording of an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ctpo_megatron.config.problems import Problem, error, value_at, warning
+from ctpo_megatron.config.schema import Config
+
+# What decides which prompts a step draws, and how many trajectories it has.
+_DRAW = ("run.seed", "data.shuffle", "rollout.prompts_per_step", "rollout.samples_per_prompt")
+
+
+def check_checkpoints(config: Config) -> Iterator[Problem]:
+    """A checkpoint to load that is there; a metric for the best ones that will be."""
+    settings = config.checkpoint
+    if config.run.resume and not settings.every:
+        yield warning(config, "run.resume", "but checkpoint.every is 0: this run writes no checkpoint to resume from")
+    if settings.load is not None:
+        path = Path(settings.load)
+        if not (path / "COMPLETE.json").is_file():
+            fix = "give a folder such as runs/first/checkpoints/step_000010"
+            yield error(config, "checkpoint.load", "is no complete checkpoint (no COMPLETE.json in it)", fix)
+        if not config.run.resume and path.absolute().is_relative_to(config.run.directory.absolute()):
+            message = "is a checkpoint of this very run, which would begin anew"
+            yield error(config, "checkpoint.load", message, "add run.resume=true, or choose another run.name")
+    if settings.keep_best and settings.best_metric.startswith("val/"):
+        if not config.data.eval or config.rollout.replay is not None:
+            message = "is never computed: nothing is evaluated"
+            yield error(config, "checkpoint.best_metric", message, "give data.eval, or use reward/mean")
+        elif settings.every and (not config.eval.every or settings.every % config.eval.every):
+            message = f"is unknown between evaluations (eval.every: {config.eval.every}): checkpoints there never count"
+            yield warning(config, "checkpoint.best_metric", message, "evaluate at every checkpoint")
+
+
+def check_replay(config: Config) -> Iterator[Problem]:
+    """A recording that has every step, drawn as this run draws."""
+    if config.rollout.replay is None:
+        return
+    recording = Path(config.rollout.replay)
+    if recording.absolute() == config.run.directory.absolute():
+        yield error(config, "rollout.replay", "is this run's own directory", "choose another run.name")
+    if not (recording / "config.yaml").is_file():
+        yield error(config, "rollout.replay", "is no run directory (no config.yaml in it)", "give one, e.g. runs/first")
+        return
+    names = [f"step_{step:06d}.jsonl" for step in range(1, config.run.steps + 1)]
+    missing = [name for name in names if not (recording / "trajectories" / name).is_file()]
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        message = f"lacks {len(missing)} of {len(names)} steps: trajectories/{{{shown}}}"
+        yield error(config, "rollout.replay", message, "lower run.steps, or record with observe.trajectories: true")
+    recorded = yaml.safe_load((recording / "config.yaml").read_text(encoding="utf-8"))
+    for key in _DRAW:
+        found = _at(recorded, key)
+        if found is not None and found != value_at(config, key):
+            fix = f"set it to {found!r}, or record again"
+            yield error(config, key, f"but rollout.replay was recorded with {found!r}: other prompts are drawn", fix)
+    if config.data.eval:
+        yield warning(config, "rollout.replay", "has no answers of these weights: nothing is evaluated")
+
+
+def _at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree

@@ -1,0 +1,185 @@
+"""Checkpoint directories as files: written aside, published with a manifest, verified, pruned, found. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MARKER = "COMPLETE.json"
+_STEP = re.compile(r"step_(\d{6,})")
+_CHUNK = 1 << 24
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used; the message names what is wrong with which file or tensor, and what to do."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What `COMPLETE.json` says: the step, its score (None: unknown), the driver's state, and every file.
+
+    files: name -> {"bytes": size, "blake2b": 128-bit digest in hexadecimal}.
+    """
+
+    step: int
+    score: float | None
+    run: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+
+
+def begin(directory: Path, step: int) -> Path:
+    """An empty folder to write into; whatever interrupted saves and deletions left behind is removed first.
+
+    The name is new every time: a process that outlived its killed job may still be writing into an older one.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for remains in directory.glob(".step_*"):
+        shutil.rmtree(remains, ignore_errors=True)
+    aside = _aside(directory, step, "writing")
+    aside.mkdir()
+    return aside
+
+
+def digests(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Size and blake2b-128 digest of files, read in chunks of 16 MiB."""
+    found = {}
+    for name in names:
+        digest = hashlib.blake2b(digest_size=16)
+        size = 0
+        with (folder / name).open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                size += len(chunk)
+        found[name] = {"bytes": size, "blake2b": digest.hexdigest()}
+    return found
+
+
+def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> Path:
+    """Give a written folder its marker and its name `step_%06d`, then delete what need not be kept.
+
+    Checkpoints of later steps belong to a course of training that was given up, and go too.
+    """
+    directory = aside.parent
+    with (aside / MARKER).open("w", encoding="utf-8") as file:
+        json.dump(asdict(marker), file)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(aside)
+    final = directory / f"step_{marker.step:06d}"
+    if final.exists():
+        _remove(final)
+    aside.rename(final)
+    _sync_folder(directory)
+    for old in _superfluous(complete(directory), marker.step, keep_last, keep_best):
+        _remove(old)
+    return final
+
+
+def complete(directory: Path) -> list[Path]:
+    """Complete checkpoints in `directory`, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = (path for path in directory.iterdir() if _STEP.fullmatch(path.name) and (path / MARKER).is_file())
+    return sorted(found, key=step_of)
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest complete checkpoint in `directory`; None when there is none."""
+    found = complete(directory)
+    return found[-1] if found else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def read_marker(checkpoint: Path) -> Marker:
+    """The marker of a checkpoint; raises CheckpointError when it is absent or unreadable."""
+    try:
+        return Marker(**json.loads((checkpoint / MARKER).read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint / MARKER} is damaged ({error}){advice(checkpoint)}") from error
+
+
+def size_problems(checkpoint: Path, files: dict[str, dict[str, Any]]) -> list[str]:
+    """What is missing or has another size than the manifest says; reads no contents."""
+    problems = []
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != expected["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+    return problems
+
+
+def content_problems(checkpoint: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> list[str]:
+    """Which of `names` do not hold what was written; reads them whole."""
+    found = digests(checkpoint, names)
+    return [f"{name} does not have the contents that were written" for name in found if found[name] != files[name]]
+
+
+def advice(checkpoint: Path) -> str:
+    """How to go on without a broken checkpoint: the newest older one whose files are all there, if any."""
+    older = (
+        [path for path in complete(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
+        if _named(checkpoint)
+        else []
+    )
+    for path in reversed(older):
+        try:
+            whole = not size_problems(path, read_marker(path).files)
+        except CheckpointError:
+            whole = False
+        if whole:
+            return f". The newest older checkpoint is whole: continue from it with checkpoint.load={path}"
+    return ". No older checkpoint is whole: restore the files from a copy, or start anew with run.overwrite=true"
+
+
+def _named(path: Path) -> bool:
+    return _STEP.fullmatch(path.name) is not None
+
+
+def _superfluous(found: Sequence[Path], newest: int, keep_last: int, keep_best: int) -> list[Path]:
+    present = [path for path in found if step_of(path) <= newest]
+    scores = {path: score for path in present if keep_best and (score := _score(path)) is not None}
+    best = sorted(scores, key=lambda path: (scores[path], step_of(path)), reverse=True)[:keep_best]
+    kept = {*present[-keep_last:], *best}
+    return [path for path in found if path not in kept]
+
+
+def _score(checkpoint: Path) -> float | None:
+    try:
+        return read_marker(checkpoint).score
+    except CheckpointError:
+        return None
+
+
+def _remove(checkpoint: Path) -> None:
+    """Out of sight first: a deletion that is cut short must not leave half a checkpoint under a valid name."""
+    aside = _aside(checkpoint.parent, step_of(checkpoint), "removing")
+    checkpoint.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _aside(directory: Path, step: int, purpose: str) -> Path:
+    return directory / f".step_{step:06d}.{secrets.token_hex(4)}.{purpose}"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,82 @@
+"""Checks of what a run continues from or repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ctpo_megatron.config import Config, check
+
+Make = Callable[..., Config]
+
+
+def found(config: Config) -> list[str]:
+    return [f"{problem.severity}: {problem}" for problem in check(config, 1, None, cuda=False)]
+
+
+@pytest.fixture
+def recording(config_with: Make) -> Path:
+    """What a run of the small configuration leaves, four steps long."""
+    config = config_with("run.name=recorded")
+    dumps = config.run.directory / "trajectories"
+    dumps.mkdir(parents=True)
+    for step in (1, 2, 3, 4):
+        (dumps / f"step_{step:06d}.jsonl").touch()
+    (config.run.directory / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return config.run.directory
+
+
+def test_a_recording_that_fits_is_no_problem(recording: Path, config_with: Make) -> None:
+    assert found(config_with("rollout.replay=runs/recorded")) == []
+
+
+def test_every_misfit_of_a_recording_is_named(recording: Path, config_with: Make) -> None:
+    config = config_with("rollout.replay=runs/recorded", "run.steps=12", "run.seed=7", "rollout.samples_per_prompt=4")
+    steps = ", ".join(f"step_{step:06d}.jsonl" for step in (5, 6, 7, 8, 9))
+    texts = found(config)
+    assert len(texts) == 3
+    assert f"lacks 8 of 12 steps: trajectories/{{{steps} and 3 more}}; lower run.steps" in texts[0]
+    assert texts[1] == (
+        "error: run.seed = 7: but rollout.replay was recorded with 0: other prompts are drawn; set it to 0, "
+        "or record again"
+    )
+    assert texts[2].startswith("error: rollout.samples_per_prompt = 4: but rollout.replay was recorded with 8")
+
+
+def test_a_replay_of_itself_or_of_nothing_is_refused(recording: Path, config_with: Make) -> None:
+    (text,) = found(config_with("rollout.replay=runs/recorded", "run.name=recorded"))
+    assert "is this run's own directory; choose another run.name" in text
+    (text,) = found(config_with("rollout.replay=runs/nothing"))
+    assert "is no run directory (no config.yaml in it)" in text
+
+
+def test_a_replay_says_that_it_does_not_evaluate(recording: Path, config_with: Make) -> None:
+    config = config_with("rollout.replay=runs/recorded", "data.eval=[runs/task/heldout.parquet]")
+    assert found(config) == [
+        'warning: rollout.replay = "runs/recorded": has no answers of these weights: nothing is evaluated'
+    ]
+
+
+def test_a_checkpoint_to_load_must_be_complete_and_of_another_or_a_resumed_run(config_with: Make) -> None:
+    path = Path("runs/first/checkpoints/step_000002")
+    (text,) = found(config_with(f"checkpoint.load={path}", "run.name=second"))
+    assert "is no complete checkpoint (no COMPLETE.json in it); give a folder such as" in text
+    path.mkdir(parents=True)
+    (path / "COMPLETE.json").touch()
+    assert found(config_with(f"checkpoint.load={path}", "run.name=second")) == []
+    assert found(config_with(f"checkpoint.load={path}", "run.resume=true", "checkpoint.every=1")) == []
+    (text,) = found(config_with(f"checkpoint.load={path}"))
+    assert "is a checkpoint of this very run, which would begin anew; add run.resume=true" in text
+
+
+def test_the_best_need_a_metric_that_is_computed(config_with: Make) -> None:
+    best = ("checkpoint.keep_best=1", "checkpoint.best_metric=val/toolmath/acc/mean@1", "checkpoint.every=2")
+    (text,) = found(config_with(*best))
+    assert text.startswith("error: checkpoint.best_metric") and "is never computed: nothing is evaluated" in text
+    held_out = "data.eval=[runs/task/heldout.parquet]"
+    (text,) = found(config_with(*best, held_out, "eval.every=4"))
+    assert text.startswith("warning: ") and "unknown between evaluations (eval.every: 4)" in text
+    assert found(config_with(*best, held_out, "eval.every=2")) == []

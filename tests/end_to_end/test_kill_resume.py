@@ -1,0 +1,156 @@
+"""`kill -9` of the whole job at points inside a step, then `run.resume=true`: the metrics of the uninterrupted run."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_run import ROOT, Ctpo, records, repeatable
+from transformers import AutoTokenizer
+
+from ctpo_megatron.config import Config, load_config
+from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory, load_prompts, prepare
+from ctpo_megatron.observe import open_run_directory, write_trajectories
+
+HERE = Path(__file__).parent
+STEPS = 3
+SETTINGS = (
+    f"run.steps={STEPS}",
+    "prepare.directory=task",
+    "prepare.train_prompts=70",
+    "prepare.heldout_prompts=28",
+    "prepare.warmup_traces=400",
+    "prepare.tokenizer_traces=400",
+    "warmup=null",
+    "data.eval=[]",
+    "eval.every=0",
+    "rollout.prompts_per_step=4",
+    "policy.mini_batch_prompts=2",
+    "rollout.samples_per_prompt=4",
+    "rollout.mismatch_limit=null",
+    "checkpoint.every=1",
+    "observe.live=plain",
+    "observe.tensorboard=false",
+    "observe.report=false",
+    "export.enabled=false",
+)
+REPLAY = ("rollout.replay=runs/recorded",)
+
+
+def record(config: Config) -> None:
+    """A run directory with made-up answers, some right, to the prompts that a run of this configuration draws."""
+    rng = random.Random(0)
+    directory = open_run_directory(config)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    prompts = load_prompts(config.data.train, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+    sampler = PromptSampler(prompts, config.run.seed, config.data.shuffle)
+
+    def answer(prompt: Prompt, sample: int) -> Trajectory:
+        trajectory = Trajectory(prompt.id, sample, seed=sample)
+        trajectory.append_context(prompt.token_ids, turn=0)
+        number = prompt.answer if rng.random() < 0.5 else "-1"
+        trajectory.final_text = f"{rng.choice(['So', 'It is', 'Hence'])} \\boxed{{{number}}}"
+        ids = tokenizer(trajectory.final_text, add_special_tokens=False)["input_ids"]
+        trajectory.append_model(ids, [-5 * rng.random() for _ in ids], [step] * len(ids), turn=1)
+        trajectory.finish_reason = "answer"
+        return trajectory
+
+    for step in range(1, config.run.steps + 1):
+        drawn = sampler.take(config.rollout.prompts_per_step)
+        groups = [Group(p, [answer(p, n) for n in range(config.rollout.samples_per_prompt)]) for p in drawn]
+        write_trajectories(directory, step, groups, tokenizer.decode)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working directory of all runs, with the task and the recording in it."""
+    root = tmp_path_factory.mktemp("kill_resume")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        config = load_config(ROOT / "configs" / "quickstart.yaml", [*SETTINGS, "run.name=recorded"])
+        prepare(config.prepare)
+        record(config)
+    return root
+
+
+def train(folder: Path, *overrides: str, kill_at: tuple[str, int] | None = None) -> subprocess.CompletedProcess[str]:
+    itself, killed = ["-m", "ctpo_megatron.cli", "train"], [str(HERE / "killed_train.py"), *map(str, kill_at or ())]
+    program = itself if kill_at is None else killed
+    return subprocess.run(
+        [sys.executable, *program, str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS, *REPLAY, *overrides],
+        cwd=folder,
+        env=Ctpo(folder).environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    done = train(folder, "run.name=whole")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "runs" / "whole"
+
+
+def test_a_replay_trains_on_the_recording(folder: Path, whole: Path) -> None:
+    metrics = records(whole)
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+    assert all(line["actor/grad_norm"] > 0 and 0 < line["reward/mean"] < 1 for line in metrics[1:])
+    for step in range(1, STEPS + 1):
+        name = f"trajectories/step_{step:06d}.jsonl"
+        replayed = [(t["prompt_id"], t["token_ids"], t["behaviour_logp"]) for t in records(whole, name)]
+        assert replayed == [
+            (t["prompt_id"], t["token_ids"], t["behaviour_logp"])
+            for t in records(folder / "runs" / "recorded", name)
+        ]  # fmt: skip
+    assert not (whole / "logs").exists()  # neither sandbox nor engines were started
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued_from(folder: Path, whole: Path) -> None:
+    run = folder / "runs" / "damaged"
+    shutil.copytree(whole, run)
+    (broken,) = (run / "checkpoints" / "step_000003").glob("__0_0.distcp")
+    broken.write_bytes(broken.read_bytes()[:1000])
+    refused = train(folder, "run.name=damaged", "run.resume=true")
+    assert refused.returncode == 2
+    assert "__0_0.distcp has 1000 bytes instead of" in refused.stderr
+    load = "checkpoint.load=runs/damaged/checkpoints/step_000002"
+    assert refused.stderr.strip().endswith(load)
+    resumed = train(folder, "run.name=damaged", "run.resume=true", load)
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
+
+
+# Every step scores once, updates twice, and saves once; there is one more save, and two log lines, before the first.
+@pytest.mark.parametrize(
+    ("point", "count", "overrides"),
+    [
+        ("score", 2, ()),
+        ("update", 4, ()),
+        ("write", 5, ("checkpoint.asynchronous=true",)),
+        pytest.param("update", 1, (), marks=pytest.mark.slow),
+        pytest.param("publish", 3, (), marks=pytest.mark.slow),
+        pytest.param("publish", 3, ("checkpoint.asynchronous=true",), marks=pytest.mark.slow),
+        pytest.param("log", 6, (), marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_bit_for_bit(
+    folder: Path, whole: Path, point: str, count: int, overrides: tuple[str, ...]
+) -> None:
+    name = "-".join([f"run.name={point}", str(count), *("asynchronous" for _ in overrides)])
+    killed = train(folder, name, *overrides, kill_at=(point, count))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    resumed = train(folder, name, *overrides, "run.resume=true")
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert "continuing after step" in resumed.stdout
+    run = folder / "runs" / name.removeprefix("run.name=")
+    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]

@@ -1,0 +1,162 @@
+"""Checkpoints of a real policy on one rank: what is restored, what is refused, and saving in the background."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import models
+import numpy
+import pytest
+import torch
+
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.config.schema import CheckpointConfig
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.policy import CheckpointError, Layout, Policy, join, leave, policy_gradient
+
+ASYNCHRONOUS = CheckpointConfig(asynchronous=True)
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[Layout]:
+    yield join(PolicyConfig(), seed=0)
+    leave()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for family in ("qwen3-tied", "qwen3-untied", "llama"):
+        models.build(family, root / family)
+    return root
+
+
+def make(layout: Layout, model: Path, **settings: object) -> Policy:
+    policy = Policy(PolicyConfig(micro_batch_tokens=256, **settings), layout, model, temperature=0.9)
+    policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear"), total_steps=20)
+    return policy
+
+
+def step(policy: Policy, seed: int) -> float:
+    (mini_batch,) = policy.mini_batches(models.trajectories(seed=seed), models.advantages(), size=16)
+    policy.anchor([mini_batch])
+    return policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal")).grad_norm
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def assert_equal(found: Policy, expected: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.weights())
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": True}, {"dtype": "bfloat16"}])
+def test_a_checkpoint_of_the_beginning_goes_on_like_the_run(
+    layout: Layout, folder: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    policy = make(layout, folder / "qwen3-tied", **settings)
+    path = policy.save(tmp_path, 0, {"step": 0})
+    norms = [step(policy, seed) for seed in (1, 2)]
+    resumed = make(layout, folder / "qwen3-tied", **settings)
+    assert resumed.load(path) == {"step": 0}
+    assert [step(resumed, seed) for seed in (1, 2)] == norms
+    assert_equal(resumed, weights(policy))
+
+
+def test_saving_in_the_background_saves_the_moment_it_was_asked(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    policy = make(layout, folder / "qwen3-tied")
+    step(policy, seed=1)
+    path = policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
+    assert not path.exists()
+    norm = step(policy, seed=2)  # changes the weights while they are being written
+    policy.finish_save()
+    assert path.exists()
+    synchronous = make(layout, folder / "qwen3-tied")
+    step(synchronous, seed=1)
+    assert synchronous.save(tmp_path / "synchronous", 1, {"step": 1}).exists()
+    for saved in (path, tmp_path / "synchronous" / "step_000001"):
+        resumed = make(layout, folder / "qwen3-tied")
+        resumed.load(saved)
+        assert step(resumed, seed=2) == norm
+        assert_equal(resumed, weights(policy))
+
+
+def test_a_save_in_the_background_completes_by_itself_or_with_the_next(
+    layout: Layout, folder: Path, tmp_path: Path
+) -> None:
+    policy = make(layout, folder / "qwen3-tied")
+    first = policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
+    second = policy.save(tmp_path, 2, {"step": 2}, ASYNCHRONOUS)
+    assert first.exists() and not second.exists()
+    deadline = time.monotonic() + 60
+    while not second.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+        policy.finish_save(wait=False)
+    assert second.exists()
+
+
+def test_a_writer_that_cannot_write_is_reported(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    policy = make(layout, folder / "qwen3-tied")
+    policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
+    (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
+    process.kill()
+    with pytest.raises(CheckpointError, match="a checkpoint could not be written"):
+        policy.finish_save()
+    assert list(tmp_path.glob("step_*")) == []
+
+
+def test_random_streams_go_on_where_they_stood(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    policy = make(layout, folder / "qwen3-tied")
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(numpy.random.random()), float(torch.rand(()))
+
+    draw()
+    path = policy.save(tmp_path, 1, {"step": 1})
+    expected = draw()
+    draw()
+    policy.load(path)
+    assert draw() == expected
+
+
+def test_a_broken_file_is_named_before_anything_changes(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    policy = make(layout, folder / "qwen3-tied")
+    older, path = (policy.save(tmp_path, n, {"step": n}) for n in (1, 2))
+    broken = path / "__0_0.distcp"
+    data = broken.read_bytes()
+    broken.write_bytes(data[:-1])
+    step(policy, seed=1)
+    before = weights(policy)
+    with pytest.raises(CheckpointError) as caught:
+        policy.load(path)
+    assert f"__0_0.distcp has {len(data) - 1} bytes instead of {len(data)}" in str(caught.value)
+    assert str(caught.value).endswith(f"continue from it with checkpoint.load={older}")
+    broken.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp does not have the contents that were written"):
+        policy.load(path)
+    assert_equal(policy, before)
+
+
+def test_another_model_is_refused_with_every_difference(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    path = make(layout, folder / "qwen3-tied").save(tmp_path, 1, {"step": 1})
+    other = make(layout, folder / "qwen3-untied")
+    before = weights(other)
+    with pytest.raises(CheckpointError) as caught:
+        other.load(path)
+    text = str(caught.value)
+    assert "\n  output_layer.weight is not in the checkpoint" in text
+    assert "linear_qkv.weight is float32 4x192x96 in the checkpoint and float32 4x256x96 here" in text
+    assert "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight is float32 4x192x96" in text
+    assert_equal(other, before)
+    with pytest.raises(CheckpointError, match=r"q_layernorm\.weight is not in this model and optimizer"):
+        make(layout, folder / "llama").load(path)
+
+
+def test_another_precision_is_refused(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    path = make(layout, folder / "qwen3-tied").save(tmp_path, 1, {"step": 1})
+    with pytest.raises(CheckpointError, match=r"final_layernorm\.weight is float32 96 in .* and bfloat16 96 here"):
+        make(layout, folder / "qwen3-tied", dtype="bfloat16").load(path)

@@ -1,0 +1,102 @@
+"""Checkpoint directories: what is kept, what damage is seen and named, and what interrupted jobs leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron.policy import CheckpointError, checkpoint_files, latest_checkpoint
+from ctpo_megatron.policy.checkpoint_files import MARKER, Marker
+
+
+def write(directory: Path, step: int, score: float | None = None, keep_last: int = 2, keep_best: int = 0) -> Path:
+    aside = checkpoint_files.begin(directory, step)
+    for name in ("a.distcp", "common.pt"):
+        (aside / name).write_bytes(f"{name} of {step}".encode() * 100)
+    manifest = checkpoint_files.digests(aside, ["a.distcp", "common.pt"])
+    marker = Marker(step, score, {"step": step}, manifest)
+    return checkpoint_files.publish(aside, marker, keep_last=keep_last, keep_best=keep_best)
+
+
+def steps(directory: Path) -> list[int]:
+    return [checkpoint_files.step_of(path) for path in checkpoint_files.complete(directory)]
+
+
+def problems(checkpoint: Path) -> list[str]:
+    listed = checkpoint_files.read_marker(checkpoint).files
+    return checkpoint_files.size_problems(checkpoint, listed) or checkpoint_files.content_problems(
+        checkpoint, listed, listed
+    )
+
+
+def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step, score in enumerate([0.1, 0.9, None, 0.5, 0.9, 0.2, 0.3]):
+        write(tmp_path, step, score, keep_last=2, keep_best=2)
+    assert steps(tmp_path) == [1, 4, 5, 6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in (1, 4, 5, 6)]
+
+
+def test_the_newer_of_two_equals_is_the_better(tmp_path: Path) -> None:
+    for step in range(4):
+        write(tmp_path, step, 0.5, keep_last=1, keep_best=2)
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_a_course_that_was_given_up_is_deleted_once_the_new_one_is_saved(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        write(tmp_path, step, keep_last=3)
+    checkpoint_files.begin(tmp_path, 3)
+    assert steps(tmp_path) == [2, 4, 6]
+    write(tmp_path, 3, keep_last=3)
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    write(tmp_path, 1, score=0.1)
+    path = write(tmp_path, 1, score=0.2)
+    assert checkpoint_files.read_marker(path).score == 0.2 and steps(tmp_path) == [1]
+
+
+def test_an_unfinished_one_is_not_found_and_is_cleared_away_by_the_next(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    aside = checkpoint_files.begin(tmp_path, 2)
+    (aside / "a.distcp").write_bytes(b"half")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_000001"
+    again = checkpoint_files.begin(tmp_path, 2)
+    assert again != aside and not aside.exists() and list(again.iterdir()) == []
+
+
+def test_damage_is_named_by_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    assert problems(path) == []
+    data = bytearray((path / "a.distcp").read_bytes())
+    data[50] ^= 1
+    (path / "a.distcp").write_bytes(data)
+    assert problems(path) == ["a.distcp does not have the contents that were written"]
+    (path / "a.distcp").write_bytes(data[:-3])
+    (path / "common.pt").unlink()
+    assert problems(path) == [f"a.distcp has {len(data) - 3} bytes instead of {len(data)}", "common.pt is missing"]
+
+
+def test_a_damaged_marker_is_named_and_the_newest_whole_one_offered(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep_last=3)
+    (tmp_path / "step_000002" / "common.pt").unlink()
+    (tmp_path / "step_000003" / MARKER).write_text('{"step": 3, "sco')
+    with pytest.raises(CheckpointError, match=rf"{MARKER} is damaged.*checkpoint\.load=\S*step_000001$"):
+        checkpoint_files.read_marker(tmp_path / "step_000003")
+    write(tmp_path, 4, keep_last=4, keep_best=1)  # a damaged one is no reason to stop saving
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_without_a_whole_one_that_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    (path / MARKER).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"No older checkpoint is whole.*run\.overwrite=true"):
+        checkpoint_files.read_marker(path)
+
+
+def test_a_folder_without_marker_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint_files.read_marker(tmp_path)
