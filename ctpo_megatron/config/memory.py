@@ -27,8 +27,8 @@ class Split:
     """How the model and a micro-batch are cut over ranks, and what is kept between forward and backward.
 
     micro_batch_tokens: of one context-parallel rank. chunks: groups of layers on each pipeline rank (virtual pipeline).
-    recompute: parts of a layer that backward computes again (`full` alone: all of it). optimizer_on_host: the optimizer
-    state is in host memory.
+    recompute: parts of a layer that backward computes again (`full` alone: all of it). offload: what waits in host
+    memory while trajectories are sampled (`policy.offload`).
     """
 
     tensor: int = 1
@@ -39,7 +39,7 @@ class Split:
     data: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
-    optimizer_on_host: bool = False
+    offload: str = "none"
     dtype: str = "bfloat16"
     recompute: tuple[str, ...] = ()
     streaming_head: bool = True
@@ -61,7 +61,7 @@ class Split:
             data=max(1, world_size // model_parallel),
             sequence_parallel=policy.sequence_parallel,
             distributed_optimizer=policy.use_distributed_optimizer,
-            optimizer_on_host=getattr(policy, "offload", "none") == "optimizer",
+            offload=policy.offload,
             dtype=policy.dtype,
             recompute=recompute[policy.recompute],
             streaming_head=policy.head == "streaming",
@@ -102,6 +102,12 @@ class Memory:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations + self.head
+
+    def while_sampling(self, offload: str) -> int:
+        """What stays on the GPU while trajectories are sampled."""
+        if offload == "none":
+            return self.weights + self.gradients + self.optimizer
+        return self.weights if offload == "optimizer" else 0
 
 
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
@@ -206,7 +212,7 @@ def stage_memory(facts: ModelFacts, split: Split, stage: int) -> Memory:
         stage=stage,
         weights=split.element * (dense + experts),
         gradients=_MAIN_GRADIENT * (dense + experts),
-        optimizer=0 if split.optimizer_on_host else optimizer,
+        optimizer=optimizer,
         activations=int(activations),
         head=_head(facts, split) if last else 0,
     )
@@ -239,7 +245,7 @@ def peak(facts: ModelFacts, split: Split) -> Memory:
 
 def gib(size: float) -> str:
     """Bytes as GiB to a tenth (MiB below that)."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.1f} MiB"
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 or not size else f"{size / (1 << 20):.1f} MiB"
 
 
 def table(facts: ModelFacts, split: Split) -> list[tuple[str, str, str]]:
@@ -249,7 +255,7 @@ def table(facts: ModelFacts, split: Split) -> list[tuple[str, str, str]]:
     shards = split.optimizer_shards
     kept = "+".join(split.recompute) or "nothing"
     state = "float32 weights and two moments, 12 B" if split.dtype == "bfloat16" else "two moments, 8 B"
-    where = "in host memory" if split.optimizer_on_host else f"/ {shards}" if shards > 1 else "not split"
+    where = f"/ {shards}" if shards > 1 else "not split"
     head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"
     last = most.stage == split.pipeline - 1
     unknown = "" if facts.vocab_size else ", without the vocabulary that `prepare` will decide"
@@ -264,4 +270,5 @@ def table(facts: ModelFacts, split: Split) -> list[tuple[str, str, str]]:
         ),
         ("output layer and loss", gib(most.head), head if last else "on the last stage"),
         ("total", gib(most.total), f"pipeline stage {most.stage}; context, NCCL and fragmentation not counted"),
+        ("while sampling", gib(most.while_sampling(split.offload)), f"policy.offload: {split.offload}"),
     ]

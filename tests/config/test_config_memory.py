@@ -69,7 +69,7 @@ def test_bytes_of_a_parameter() -> None:
     split = stage_memory(facts, replace(ROW, data=4, context=2, distributed_optimizer=True), 0)
     assert (split.gradients, split.optimizer) == (4 * count, 12 * count // 8)
     assert stage_memory(facts, replace(ROW, data=8), 0).optimizer == 12 * count
-    assert stage_memory(facts, replace(ROW, optimizer_on_host=True), 0).optimizer == 0
+    assert [plain.while_sampling(kind) // count for kind in ("none", "optimizer", "all")] == [18, 2, 0]
 
 
 def test_expert_state_is_split_over_the_ranks_that_hold_the_same_experts() -> None:
@@ -136,13 +136,14 @@ def test_split_of_a_configuration() -> None:
         expert_model_parallel_size=4,
         sequence_parallel=True,
         use_distributed_optimizer=True,
+        offload="optimizer",
         dtype="bfloat16",
         recompute="selective",
         recompute_modules=("mlp", "core_attn"),
         micro_batch_tokens=100,
     )
     assert Split.of(policy, 32) == Split(
-        2, 2, 3, 2, 4, 4, True, True, False, "bfloat16", ("mlp", "core_attn"), True, 100
+        2, 2, 3, 2, 4, 4, True, True, "optimizer", "bfloat16", ("mlp", "core_attn"), True, 100
     )
 
 
@@ -150,4 +151,5 @@ def test_table_rows_add_up() -> None:
     rows = memory_table(MODELS["Qwen3-4B"], replace(ROW, data=8, distributed_optimizer=True))
     sizes = [float(size.removesuffix(" GiB")) for _, size, _ in rows]
     assert rows[0][2] == "4,022,468,096 parameters x 2 B"
-    assert sizes[-1] == pytest.approx(sum(sizes[:-1]), abs=0.3)
+    assert sizes[5] == pytest.approx(sum(sizes[:5]), abs=0.3)
+    assert sizes[6] == pytest.approx(sum(sizes[:3]), abs=0.2)
