@@ -87,9 +87,11 @@ class TensorFile:
 
     def close(self) -> None:
         """Write the header; the file is complete. Raises OSError from the file system."""
-        header = json.dumps({"__metadata__": {"format": "pt"}, **self._header}).encode().ljust(self._room)
-        end, self._end = self._end, 0
-        self._write(memoryview(len(header).to_bytes(_LENGTH, "little") + header))
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self._header}).encode()
+        end, begin, self._end = self._end, _LENGTH + self._room, 0
+        self._write(memoryview(self._room.to_bytes(_LENGTH, "little") + header))
+        while self._end < begin:
+            self._write(memoryview(b" " * min(1 << 20, begin - self._end)))
         self._end = end
         self._release()
 

@@ -34,6 +34,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
         file.add(name, tensor)
     file.close()
     check(tmp_path / "a")
+    assert file.tensor_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
 
 
 @pytest.mark.parametrize("moved_before", [0, 3, 6])
