@@ -19,15 +19,18 @@ from ctpo_megatron.observe import (
     PhaseTimer,
     evaluation_metrics,
     open_run_directory,
+    phase_peaks,
     print_summary,
     read_trajectories,
     reward_metrics,
+    throughput_metrics,
     trajectory_files,
     trajectory_of,
+    warmup_metrics,
     write_report,
     write_trajectories,
 )
-from ctpo_megatron.policy import Layout, Policy, latest_checkpoint
+from ctpo_megatron.policy import CheckpointError, Layout, Policy, latest_checkpoint, peak_flops
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import TOOL_SCHEMA, Replay, RolloutFleet, Sampling, rollout_metrics
 from ctpo_sandbox import start_server
@@ -45,6 +48,11 @@ class Session:
         self.is_first = layout.rank == 0
         self.directory: Path = layout.first(lambda: open_run_directory(config))
         self.timer = PhaseTimer(self.directory if self.is_first else None)
+        self._peaks = phase_peaks(
+            config.observe.peak_flops or peak_flops(config.policy),
+            trainers=layout.world_size,
+            engines=config.rollout.engines * config.rollout.engine.tensor_parallel_size,
+        )
         if self.is_first:
             self._metrics = self._exit.enter_context(MetricsWriter(self.directory, config.observe.tensorboard))
             title = f"{config.run.name}, {config.objective.preset}"
@@ -175,6 +183,7 @@ class Session:
         metrics = {**metrics, **self.timer.metrics()}
         if "time/step" in metrics and "tokens/total" in metrics:
             metrics["tokens/per_second"] = metrics["tokens/total"] / metrics["time/step"]
+        metrics |= throughput_metrics(metrics, self._peaks)
         self._metrics.log(step, metrics)
         if groups is not None:
             self._display.step(step, metrics)
@@ -187,15 +196,18 @@ class Session:
         write_trajectories(self.directory, step, groups, self._decode, folder=folder, extra=traces)
 
     def warmup_progress(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Write and show one supervised step."""
+        """Write and show one supervised step from the metrics of its update and the time since the last."""
         if not self.is_first:
             return
         if step == 1:
             writer = MetricsWriter(self.directory, self.config.observe.tensorboard, "warmup.jsonl")
             writer.truncate_after(0)  # lines of an interrupted attempt
             self._warmup = self._exit.enter_context(writer)
-        self._warmup.log(step, metrics)
-        self._display.progress(step, total, metrics)
+        metrics = {**metrics, **self.timer.metrics()}
+        found = warmup_metrics(metrics | throughput_metrics(metrics, self._peaks))
+        self._warmup.log(step, found)
+        shown = ("warmup/loss", "warmup/grad_norm", "warmup/lr", "warmup/tokens_per_s")
+        self._display.progress(step, total, {name: found[name] for name in shown})
 
     def save(self, policy: Policy, step: int, version: int) -> None:
         """Checkpoint the policy, whose weights the engines hold as `version`, and the run's state after `step`."""
@@ -235,17 +247,23 @@ class Session:
         """Restore policy and run from `checkpoint`; the RL steps done, and the version of the weights.
 
         What was logged later is forgotten (it comes again). Without a checkpoint the run starts from its beginning.
+        Raises CheckpointError when the checkpoint is damaged, of another model, or of a run on other prompts.
         """
         if checkpoint is None:
             if self.is_first:
                 self._metrics.truncate_after(-1)
             return 0, 1
         state = policy.load(checkpoint)
-        if self.is_first:
-            self._sampler.load_state_dict(state["sampler"])
-            self._metrics.truncate_after(state["step"], state["metrics"])
-            self._display.note(f"continuing after step {state['step']}, from {checkpoint}")
+        self.layout.first(lambda: self._rewind(checkpoint, state))
         return state["step"], state["weights_version"]
+
+    def _rewind(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        try:
+            self._sampler.load_state_dict(state["sampler"])
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
+        self._metrics.truncate_after(state["step"], state["metrics"])
+        self._display.note(f"continuing after step {state['step']}, from {checkpoint}")
 
     def finish(self) -> None:
         """Write the report and print the summary."""

@@ -66,10 +66,10 @@ def warm_up(config: Config, policy: Policy, session: Session) -> None:
     policy.use_optimizer(settings.optimizer, settings.steps)
     stream = batches(traces, settings.traces_per_step, config.run.seed)
     for step, batch in enumerate(islice(stream, settings.steps), start=1):
-        (mini_batch,) = policy.mini_batches(batch, None, settings.traces_per_step)
-        metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
-        renamed = {"warmup/loss": metrics["supervised/loss"], "warmup/grad_norm": metrics["actor/grad_norm"]}
-        session.warmup_progress(step, settings.steps, renamed | {"warmup/lr": metrics["actor/lr"]})
+        with session.timer.phase("warmup"):
+            (mini_batch,) = policy.mini_batches(batch, None, settings.traces_per_step)
+            metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
+        session.warmup_progress(step, settings.steps, metrics)
 
 
 def reinforce(
@@ -94,10 +94,10 @@ def reinforce(
         with session.timer.phase("step"):
             groups, metrics = session.collect(step)
             trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-            mini_batches = policy.mini_batches(
-                trajectories, advantages(config, groups), groups_per_update * config.rollout.samples_per_prompt
-            )
             with session.timer.phase("anchor"):
+                mini_batches = policy.mini_batches(
+                    trajectories, advantages(config, groups), groups_per_update * config.rollout.samples_per_prompt
+                )
                 metrics |= policy.anchor(mini_batches)
             check_mismatch(config, metrics)
             with session.timer.phase("update"):

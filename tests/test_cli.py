@@ -67,7 +67,7 @@ def test_dry_run_prints_the_plan_and_touches_nothing(
     out, err = capsys.readouterr()
     assert "  seed: 7\n" in out
     assert "  path: runs/task/model\n" in out
-    assert "data parallel      1  world size / (tensor x pipeline)" in out
+    assert "data parallel              1  world size / (tensor x pipeline x context)" in out
     assert "sequences per batch          256  32 prompts x 8 samples" in out
     assert "warning: first.yaml:5: policy.mini_batch_prompts = 32: makes exactly one update per batch" in err
     assert [path.name for path in folder.iterdir()] == ["first.yaml"]
@@ -79,7 +79,7 @@ def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeyp
     arguments = ["train", "first.yaml", "--dry-run", "rollout.engine.kv_cache_mb=null"]
     assert cli.main(arguments) == 2
     assert cli.main([*arguments, "--cuda"]) == 0
-    assert "data parallel      4" in capsys.readouterr().out
+    assert "data parallel              4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])

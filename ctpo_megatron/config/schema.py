@@ -327,6 +327,9 @@ class ObserveConfig(Section):
     tensorboard: bool = Field(True, description="write TensorBoard event files")
     trajectories: bool = Field(True, description="write every trajectory of every step")
     report: bool = Field(True, description="write report.html and figures at the end")
+    peak_flops: PositiveFloat | None = Field(
+        None, description="peak FLOP/s of one device that MFU refers to; null: by the GPU's name, no MFU if unknown"
+    )
 
 
 class Config(Section):

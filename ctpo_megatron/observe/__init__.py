@@ -16,6 +16,7 @@ from .metrics import MetricsWriter, read_metrics
 from .report import write_report
 from .run_dir import RunDirectoryError, open_run_directory
 from .summary import Summary, print_summary, summarize
+from .throughput import phase_peaks, throughput_metrics, warmup_metrics
 from .timing import PhaseTimer
 from .trajectories import read_trajectories, trajectory_files, trajectory_of, write_trajectories
 
@@ -27,13 +28,16 @@ __all__ = [
     "Summary",
     "evaluation_metrics",
     "open_run_directory",
+    "phase_peaks",
     "print_summary",
     "read_metrics",
     "read_trajectories",
     "reward_metrics",
     "summarize",
+    "throughput_metrics",
     "trajectory_files",
     "trajectory_of",
+    "warmup_metrics",
     "write_report",
     "write_trajectories",
 ]

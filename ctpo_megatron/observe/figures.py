@@ -156,7 +156,8 @@ def _label_log_axis(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     if high / low < 300:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        # The margin beside the axis is fixed: five digits would push its name out of the picture.
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1e3:g}k" if v >= 1e4 else f"{v:g}"))
 
 
 def _draw_lines(axes: Axes, run: RunData, panel: Panel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,7 +71,7 @@ _FROM_ZERO = (0.0, None)
 
 def panels(run: RunData) -> list[Panel]:
     """All figures, in the order of the report."""
-    return [_PANELS[0], _accuracy(run), *_PANELS[1:]]
+    return [_PANELS[0], _accuracy(run), *_PANELS[1:], *_utilization(run), _memory(run)]
 
 
 def _accuracy(run: RunData) -> Panel:
@@ -89,6 +90,38 @@ def _accuracy(run: RunData) -> Panel:
         limits=_SHARE,
         annotate=len(lines) <= 2,
     )
+
+
+def _utilization(run: RunData) -> list[Panel]:
+    """Nothing where no peak is known, as on a CPU."""
+    lines = tuple(line for line in _by_phase("mfu") if line.metric in run.names)
+    caption = "Model FLOP/s over the peak of the devices that the phase runs on."
+    return [Panel("mfu", "Model FLOPs utilization", "MFU", caption, lines, limits=_FROM_ZERO)] if lines else []
+
+
+def _memory(run: RunData) -> Panel:
+    """A curve a rank while they can be told apart."""
+    colours = ("blue", "orange", "green", "purple", "cyan", "red")
+    ranks = sorted((int(m[1]), name) for name in run.names if (m := _RANK_PEAK.fullmatch(name)))
+    lines = [Line(name, f"rank {rank}", colours[rank]) for rank, name in ranks[: len(colours)]]
+    if not 0 < len(ranks) <= len(colours):
+        lines = [Line("memory/trainer_peak_mib", "largest of the ranks")]
+    return Panel(
+        "memory",
+        "Trainer memory",
+        "MiB",
+        "Most memory that a trainer rank has held since it began: tensors on a GPU, resident memory on a CPU.",
+        tuple(lines),
+        limits=_FROM_ZERO,
+    )
+
+
+_RANK_PEAK = re.compile(r"memory/rank_(\d+)_peak_mib")
+
+
+def _by_phase(unit: str) -> tuple[Line, ...]:
+    colours = {"rollout": "blue", "anchor": "cyan", "update": "green"}  # as in the figure of times
+    return tuple(Line(f"throughput/{phase}_{unit}", phase, colour) for phase, colour in colours.items())
 
 
 _PANELS = (
@@ -191,9 +224,28 @@ _PANELS = (
         "throughput",
         "Throughput",
         "tokens per second",
-        "All tokens of a step over its wall time.",
-        (Line("tokens/per_second", "throughput", "green"),),
-        limits=_FROM_ZERO,
+        "Tokens over the wall time of each phase (rollout: those that the model wrote), and all over the whole step.",
+        (*_by_phase("tokens_per_s"), Line("tokens/per_second", "step", "ink", dashed=True)),
+        log=True,
+    ),
+    Panel(
+        "flops",
+        "Model FLOPs",
+        "TFLOP/s",
+        "Model TFLOPs per second of each phase: what the mathematics needs, without padding and recomputation.",
+        _by_phase("model_tflops_per_s"),
+        log=True,
+    ),
+    Panel(
+        "packing",
+        "Packing",
+        "share",
+        "Tokens among the rows that attention computes, and time of the update outside of passes and optimizer.",
+        (
+            Line("packing/useful_token_fraction", "useful tokens", "green"),
+            Line("time/update_overhead_fraction", "overhead of the update", "red"),
+        ),
+        limits=_SHARE,
     ),
     Panel(
         "warmup",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from .display_view import duration
 from .figures import write_figures
 from .panels import Panel, panels
-from .run_data import RunData
+from .run_data import RunData, Series
 from .summary import LAST, Summary, evaluation_label, summarize
 from .trajectory_view import sample_views
 
@@ -101,6 +102,17 @@ def tiles(run: RunData, summary: Summary) -> Iterator[Tile]:
     if summary.tokens:
         rate = f"{summary.tokens_per_second:,.0f} per second" if summary.tokens_per_second else ""
         yield Tile("Tokens", _count(summary.tokens), note=rate)
+    if update := run.series("throughput/update_tokens_per_s"):
+        flops, mfu = run.series("throughput/update_model_tflops_per_s"), run.series("throughput/update_mfu")
+        parts = [f"{_median(flops):.3g} model TFLOP/s"] if flops else []
+        parts += [f"MFU {_median(mfu):.1%}"] if mfu else []
+        yield Tile("Update", f"{_count(_median(update))} tokens/s", note=", ".join(parts))
+    if summary.peak_mib:
+        yield Tile("Trainer memory", f"{_count(summary.peak_mib * 2**20)}B", note="peak of the largest rank")
+
+
+def _median(series: Series) -> float:
+    return statistics.median(series.values)
 
 
 def _count(number: float) -> str:
@@ -137,9 +149,22 @@ def checks(run: RunData) -> Iterator[Check]:
         series = run.series(metric)
         if series:
             yield Check(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
+    yield from _packing(run)
     nonfinite = run.series("observe/nonfinite")
     count = sum(nonfinite.values) if nonfinite else 0.0
     yield Check("Non-finite metrics", f"{count:,.0f}", count == 0, "values that were NaN or infinite")
+
+
+def _packing(run: RunData) -> Iterator[Check]:
+    if useful := run.series("packing/useful_token_fraction"):
+        lowest = min(useful.values)
+        yield Check("Useful tokens", f"{lowest:.1%}", lowest >= 0.95, "of the rows computed, in the worst step")
+    if overhead := run.series("time/update_overhead_fraction"):
+        note = "of the update outside of passes and optimizer, median"
+        yield Check("Update overhead", f"{_median(overhead):.1%}", _median(overhead) < 0.1, note)
+    if imbalance := run.series("packing/imbalance"):
+        note = "largest over mean model FLOPs of the data-parallel ranks, median"
+        yield Check("Rank imbalance", f"{_median(imbalance):.3f}", _median(imbalance) < 1.1, note)
 
 
 def _largest(run: RunData, metric: str, label: str, limit: float | None, note: str) -> Iterator[Check]:

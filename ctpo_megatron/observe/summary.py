@@ -32,7 +32,7 @@ class Summary:
     reward: first RL step, and the mean of the last five.
     accuracy: per data source, the first and the last evaluation.
     tool_use: share of trajectories with a successful call, first and last RL step.
-    phases: seconds over all RL steps; stages: seconds of each stage of the run.
+    peak_mib: most memory of any trainer rank. phases: seconds over all RL steps; stages: of each stage of the run.
     """
 
     steps: int
@@ -41,6 +41,7 @@ class Summary:
     tool_use: Change | None
     tokens: float | None
     tokens_per_second: float | None
+    peak_mib: float | None
     phases: dict[str, Seconds]
     stages: dict[str, Seconds]
     report: Path | None
@@ -63,6 +64,7 @@ def summarize(run: RunData | Path) -> Summary:
     run = run if isinstance(run, RunData) else RunData.load(run)
     report = run.directory / "report.html"
     tokens, wall = run.series("tokens/total"), run.series("time/step")
+    memory = run.series("memory/trainer_peak_mib")
     total_tokens = sum(tokens.values) if tokens else None
     return Summary(
         steps=max((record["step"] for record in run.metrics), default=0),
@@ -71,6 +73,7 @@ def summarize(run: RunData | Path) -> Summary:
         tool_use=_change(run.series("rollout/tool_use"), 1),
         tokens=total_tokens,
         tokens_per_second=total_tokens / sum(wall.values) if total_tokens and wall and sum(wall.values) else None,
+        peak_mib=max(memory.values) if memory else None,
         phases=_phases(run),
         stages=run.stages,
         report=report if report.exists() else None,
@@ -164,6 +167,8 @@ def _closing(summary: Summary) -> str:
         parts.append(f"{summary.tokens:,.0f} tokens")
     if summary.tokens_per_second:
         parts.append(f"{summary.tokens_per_second:,.0f} tokens/s")
+    if summary.peak_mib:
+        parts.append(f"{summary.peak_mib:,.0f} MiB a trainer rank")
     if summary.wall_s:
         parts.append(f"{duration(summary.wall_s)} in all")
     line = "  ·  ".join(parts)

@@ -18,6 +18,7 @@ warnings.filterwarnings("ignore", module=r"megatron\.core")
 from ctpo_megatron.policy.checkpoint_files import CheckpointError
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.device import capabilities
+from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.parallel import Layout, gather_objects, join, leave
@@ -34,6 +35,7 @@ __all__ = [
     "join",
     "latest_checkpoint",
     "leave",
+    "peak_flops",
     "policy_gradient",
     "summarize_updates",
     "supervised",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import time
@@ -61,6 +62,7 @@ class Writer:
         self._layout = layout
         self._timeout_s = timeout_s
         self._queue = AsyncCallsQueue()
+        atexit.register(self._abandon)
 
     def save(
         self,
@@ -79,8 +81,7 @@ class Writer:
         CheckpointError when a file could not be written, now or by an earlier save in the background.
         """
         self.finish()
-        first = self._layout.first
-        aside: Path = first(lambda: files.begin(directory, step))
+        aside: Path = self._layout.first(lambda: files.begin(directory, step))
         request = dist_checkpointing.save(
             _shards(state, is_loading=False)
             | {"scheduler": state.scheduler.state_dict(), "random": _random_streams(self._layout)},
@@ -113,15 +114,21 @@ class Writer:
             "(policy.timeout_minutes); is the file system of run.root stuck or full?"
         )
 
+    def _abandon(self) -> None:
+        """At exit: a save that nobody is left to complete is of no use, and must not keep the job from ending."""
+        for call in self._queue.async_calls:
+            if call.async_caller.process is not None:
+                call.async_caller.process.kill()
+
     def _publish(
         self, aside: Path, step: int, run_state: dict[str, Any], config: CheckpointConfig, score: float | None
     ) -> None:
-        first, layout = self._layout.first, self._layout
-        names: list[str] = first(lambda: sorted(path.name for path in aside.iterdir()))
-        shares = gather_objects(files.digests(aside, names[layout.rank :: layout.world_size]))
+        rank, names = self._layout.rank, [path.name for path in aside.iterdir()]
+        mine = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
+        shares = gather_objects(files.digests(aside, mine))
         manifest = {name: entry for share in shares for name, entry in share.items()}
         marker = Marker(step, score, run_state, dict(sorted(manifest.items())))
-        first(lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best))
+        self._layout.first(lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best))
 
 
 @contextmanager

@@ -11,9 +11,12 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import re
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,6 +85,33 @@ def local_device(local_rank: int) -> torch.device:
         return _CPU
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def device_name() -> str | None:
+    """Product name of this rank's GPU; None on a CPU."""
+    return torch.cuda.get_device_name() if CUDA else None
+
+
+def product_precision(dtype: str) -> str:
+    """What matrix products of `policy.dtype` run in: the dtype, or `tf32`."""
+    return "tf32" if CUDA and dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else dtype
+
+
+def synchronize() -> None:
+    """Wait for the device, so that a clock read next has seen the work queued so far."""
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def peak_memory_mib() -> float:
+    """Most memory that this process has held since it began, in MiB: in torch's tensors on a GPU, resident on a CPU."""
+    if CUDA:
+        return torch.cuda.max_memory_allocated() / 2**20
+    # ru_maxrss would do, but on Linux a child starts with its parent's.
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 2**10  # type: ignore[index]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS
 
 
 def transformer_flags() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ctpo_megatron.policy.context import ContextSplit
+from ctpo_megatron.policy.workload import length_classes
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -26,33 +27,40 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class AttentionPlan:
-    """Sequences of a packed batch sorted into classes whose lengths differ by less than a factor of two.
+    """Sequences of a packed batch sorted into classes of similar length (see `length_classes`).
 
     Each class is one dense causal attention call on rows padded to its longest member. Padding sits behind the
-    real tokens, where causality hides it from them, so the result is exact and at most half of the work is padding.
+    real tokens, where causality hides it from them: the result is exact, and few of the rows are padding.
     Under context parallelism keys and values are of all ranks, queries of this one.
 
-    classes: see `LengthClass`. inverse: `[n]`, where query i of the packed order is found in the concatenated real
-    queries of all classes. split: which tokens the queries are.
+    queries: `[M]`, the query in each row of all classes, class after class; padding repeats a first one. tokens: the
+    same for keys and values (the same tensor where one rank holds all tokens). back: `[n]`, the row of each query.
+    classes: their sizes and masks. split: which tokens the queries are.
     """
 
     def __init__(self, cu_seqlens: torch.Tensor) -> None:
         self.split = ContextSplit.of(cu_seqlens)
-        lengths, local = cu_seqlens.diff().long(), self.split.cu_seqlens.long()
-        self.classes: list[LengthClass] = []
-        order: list[torch.Tensor] = []
-        keys = torch.log2(lengths.clamp(min=1).float()).floor()
-        for key in keys[lengths > 0].unique():
-            members = ((keys == key) & (lengths > 0)).nonzero().squeeze(1)
-            tokens, _ = _padded_rows(cu_seqlens[:-1].long()[members], lengths[members])
-            queries, real = _padded_rows(local[:-1][members], local.diff()[members])
-            visible = None
-            if not self.split.whole:
-                position = self.split.rows[queries] - tokens[:, :1]
-                visible = torch.arange(tokens.shape[1], device=tokens.device) <= position[..., None]
-            self.classes.append(LengthClass(queries, tokens, real.flatten().nonzero().squeeze(1), visible))
-            order.append(queries[real])
-        self.inverse = torch.argsort(torch.cat(order))
+        lengths = cu_seqlens.diff()
+        number = torch.tensor(length_classes(lengths.tolist()), device=cu_seqlens.device)
+        members = [((number == n) & (lengths > 0)).nonzero().squeeze(1) for n in number[lengths > 0].unique()]
+        tokens = [_padded_rows(cu_seqlens, of_class) for of_class in members]
+        self.tokens = torch.cat([index.flatten() for index, _ in tokens])
+        queries = tokens
+        if not self.split.whole:
+            queries = [_padded_rows(self.split.cu_seqlens, of_class) for of_class in members]
+        self.queries = torch.cat([index.flatten() for index, _ in queries])
+        found = torch.cat([real.flatten() for _, real in queries]).nonzero().squeeze(1)
+        self.back = torch.empty_like(found)
+        self.back[self.queries[found]] = found
+        self.classes = [
+            LengthClass(q.shape, k.shape, self._visible(q, k)) for (q, _), (k, _) in zip(queries, tokens, strict=True)
+        ]
+
+    def _visible(self, queries: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        if self.split.whole:
+            return None
+        position = self.split.rows[queries] - tokens[:, :1]
+        return (torch.arange(tokens.shape[1], device=tokens.device) <= position[..., None])[:, None]
 
     @classmethod
     def of(cls, packed: PackedSeqParams) -> AttentionPlan:
@@ -66,20 +74,20 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class LengthClass:
-    """One attention call. queries `[rows, q]`, tokens `[rows, k]`: index of each query and of each key and value.
+    """One attention call. queries, tokens: (rows, length) of the queries, and of the keys and values.
 
-    real: flat positions of the queries that are no padding. visible: bool `[rows, q, k]`, which keys a query sees; None
-    where queries and keys are the same tokens (plain causal attention).
+    visible: bool `[rows, 1, q, k]`, which keys a query sees; None where queries and keys are the same tokens (plain
+    causal attention).
     """
 
-    queries: torch.Tensor
-    tokens: torch.Tensor
-    real: torch.Tensor
+    queries: torch.Size
+    tokens: torch.Size
     visible: torch.Tensor | None
 
 
-def _padded_rows(starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index `[rows, longest]` of each sequence's tokens, and which of them are real; padding repeats the first."""
+def _padded_rows(cu_seqlens: torch.Tensor, members: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index `[rows, longest]` of the tokens of some sequences, and which are real; padding repeats the first."""
+    starts, lengths = cu_seqlens[:-1].long()[members], cu_seqlens.diff().long()[members]
     offsets = torch.arange(int(lengths.max()), device=lengths.device)
     real = offsets < lengths[:, None]
     return starts[:, None] + offsets.where(real, 0), real
@@ -125,23 +133,26 @@ class PackedCausalAttention(MegatronModule):
             both = torch.cat([key, value], dim=-1)
             gathered = gather_from_sequence_parallel_region(both, group=plan.split.group)[plan.split.restore]
             key, value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
+        # One gather each, then views: the gradient of a gather is as large as all tokens, however few it took.
+        queries = query.index_select(0, plan.queries).split([part.queries.numel() for part in plan.classes])
+        keys, values = (
+            t.index_select(0, plan.tokens).split([part.tokens.numel() for part in plan.classes]) for t in (key, value)
+        )
         outputs = []
-        for part in plan.classes:
-            q, k, v = (  # [rows, heads, length, d]
-                t[index].transpose(1, 2)
-                for t, index in ((query, part.queries), (key, part.tokens), (value, part.tokens))
-            )
-            out = F.scaled_dot_product_attention(
+        for part, *rows in zip(plan.classes, queries, keys, values, strict=True):
+            sizes = (part.queries, part.tokens, part.tokens)
+            q, k, v = (t.unflatten(0, size).transpose(1, 2) for t, size in zip(rows, sizes, strict=True))
+            out = F.scaled_dot_product_attention(  # [rows, heads, length, d]
                 q,
                 k,
                 v,
-                attn_mask=None if part.visible is None else part.visible[:, None],
+                attn_mask=part.visible,
                 is_causal=part.visible is None,
                 scale=self.softmax_scale,
                 enable_gqa=True,
             )
-            outputs.append(out.transpose(1, 2).flatten(0, 1)[part.real])  # [real queries, heads, d]
-        packed = torch.cat(outputs)[plan.inverse]
+            outputs.append(out.transpose(1, 2).flatten(0, 1))  # [rows * length, heads, d]
+        packed = torch.cat(outputs).index_select(0, plan.back)
         return packed.reshape(packed.shape[0], 1, -1)
 
 

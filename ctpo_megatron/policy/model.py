@@ -177,7 +177,7 @@ def _build_gpt(config: TransformerConfig, facts: ModelFacts, policy: PolicyConfi
     )
     scaling = facts.rope_scaling or {}
     factor = float(scaling.get("factor", 8.0))
-    return GPTModel(
+    gpt = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(facts.vocab_size, policy.tensor_model_parallel_size),
@@ -193,6 +193,12 @@ def _build_gpt(config: TransformerConfig, facts: ModelFacts, policy: PolicyConfi
         seq_len_interpolation_factor=factor if scaling.get("rope_type") == "linear" else None,
         vp_stage=stage,
     )
+    for name, parameter in gpt.named_parameters():
+        if ".mlp.experts." in name:
+            # Megatron keeps experts in an optimizer of their own only if there is expert parallelism; with one kind of
+            # optimizer a checkpoint goes from any expert-parallel size to any other.
+            parameter.allreduce = False
+    return gpt
 
 
 def resolve_layer_spec(policy: PolicyConfig) -> str:

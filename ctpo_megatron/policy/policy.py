@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,23 +20,25 @@ from ctpo_megatron.objective import LossStats, PolicyObjective, merge, ratio_tra
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.losses import LossFunction
 from ctpo_megatron.policy.minibatch import MiniBatch, make_mini_batches
-from ctpo_megatron.policy.model import build_model, gather_gradient_shards
+from ctpo_megatron.policy.model import build_model, gather_gradient_shards, resolve_layer_spec
 from ctpo_megatron.policy.offload import Offload
 from ctpo_megatron.policy.optimizer import build_optimizer, learning_rate
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.predictions import Predictions
 from ctpo_megatron.policy.step import Collected, run_schedule
+from ctpo_megatron.policy.workload import Cost, RankReport, cost_metrics
 
 Traces = dict[tuple[str, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step reports: loss statistics over all ranks, gradient norm before clipping, rate used."""
+    """What one optimizer step reports: loss statistics over all ranks, gradient norm before clipping, rate, cost."""
 
     stats: LossStats
     grad_norm: float
     learning_rate: float
+    cost: Cost
 
 
 class Policy:
@@ -78,7 +81,15 @@ class Policy:
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float] | None, size: int
     ) -> list[MiniBatch]:
         """Optimizer steps of `size` trajectories each, in order; see `make_mini_batches`."""
-        return make_mini_batches(trajectories, advantages, size=size, config=self.config, layout=self.layout)
+        return make_mini_batches(
+            trajectories,
+            advantages,
+            size=size,
+            config=self.config,
+            layout=self.layout,
+            facts=self.facts,
+            padded_attention=resolve_layer_spec(self.config) == "local",
+        )
 
     def anchor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Fill `anchor_logp` with the log-probs of the present weights, in the layout that training will use.
@@ -125,18 +136,23 @@ class Policy:
 
         Raises FloatingPointError when the loss (checked before any weight changes) or the gradient is not finite.
         """
+        clock = _Clock(mini_batch.work.packing_s)
         with self._at_work():
             self._optimizer.zero_grad()
-            stats = self._accumulate(mini_batch, loss_function, temperature or self.temperature)
+            with clock.busy():
+                kept = self._accumulate(mini_batch, loss_function, temperature or self.temperature)
+            stats, ranks = self._over_ranks(kept, mini_batch)
             summary = summarize(stats)
             if not all(math.isfinite(value) for name, value in summary.items() if name.endswith("loss")):
                 raise FloatingPointError(f"the loss of this optimizer step is not finite: {summary}")
             rate = learning_rate(self._optimizer)
-            updated, grad_norm, _ = self._optimizer.step()
+            with clock.busy():
+                updated, grad_norm, _ = self._optimizer.step()
             if not updated or not math.isfinite(grad_norm):
                 raise FloatingPointError(f"the gradient norm of this optimizer step is {grad_norm}")
             self._scheduler.step(increment=1)
-        return Update(stats, float(grad_norm), rate)
+        cost = Cost(mini_batch.work, *clock.read(), ranks)
+        return Update(stats, float(grad_norm), rate, cost)
 
     def gradients(
         self, mini_batch: MiniBatch, loss_function: LossFunction
@@ -146,13 +162,14 @@ class Policy:
         Nothing is updated. The gradients are those that `update` would hand to its optimizer.
         """
         with self._at_work():
-            stats = self._accumulate(mini_batch, loss_function, self.temperature)
+            kept = self._accumulate(mini_batch, loss_function, self.temperature)
+            stats, _ = self._over_ranks(kept, mini_batch)
             if self.config.use_distributed_optimizer:
                 gather_gradient_shards(self._model)
         return stats, hf.export(self._model, self.layout, value=lambda parameter: parameter.main_grad)
 
-    def _accumulate(self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float) -> LossStats:
-        """Gradients of all micro-batches and ranks, added up in the gradient buffers; statistics over all ranks."""
+    def _accumulate(self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float) -> list[Collected]:
+        """Gradients of all micro-batches and ranks, added up in the gradient buffers; what the losses kept."""
 
         def loss(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
             output = loss_function(predictions, mini_batch.denominators)
@@ -160,14 +177,15 @@ class Policy:
 
         self._model.zero_gradients()
         micro_batches = mini_batch.micro_batches
-        kept = run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
-        return self._over_ranks(kept)
+        return run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
 
-    def _over_ranks(self, kept: list[Collected]) -> LossStats:
+    def _over_ranks(self, kept: list[Collected], mini_batch: MiniBatch) -> tuple[LossStats, tuple[RankReport, ...]]:
         mine = merge([found["stats"] for found in kept]) if self.layout.has_loss else None
         vector = None if mine is None else (mine.as_tensor().cpu(), mine.kind)
-        parts = [LossStats.from_tensor(*part) for part in gather_objects(vector) if part is not None]
-        return merge(parts)
+        computed, count = mini_batch.work.computed_tokens, len(mini_batch.micro_batches)
+        report = RankReport(self.layout.dp_rank, computed, count, device.peak_memory_mib())
+        vectors, reports = zip(*gather_objects((vector, report)), strict=True)
+        return merge([LossStats.from_tensor(*part) for part in vectors if part is not None]), reports
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end."""
@@ -246,6 +264,26 @@ class Policy:
         return checkpoint.TrainState(self._model, self._optimizer, self._scheduler)
 
 
+class _Clock:
+    """Wall time since it was made, and how much of it was busy with passes and optimizer."""
+
+    def __init__(self, before_s: float) -> None:
+        self._start = time.perf_counter() - before_s
+        self._busy = 0.0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        device.synchronize()
+        self._busy += time.perf_counter() - start
+
+    def read(self) -> tuple[float, float]:
+        """Seconds in all, and those that were not busy."""
+        seconds = time.perf_counter() - self._start
+        return seconds, seconds - self._busy
+
+
 def _anchor_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
     difference = torch.cat([(m.anchor_logp - m.behaviour_logp)[m.model_mask].abs() for m in micro_batches])
     return {
@@ -267,7 +305,7 @@ def _traces(micro: PackedBatch, logp: torch.Tensor, objective: PolicyObjective) 
 
 
 def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of all optimizer steps of one batch: exact over tokens, mean loss, mean and largest gradient norm.
+    """Metrics of all optimizer steps of one batch: exact over tokens, mean loss, mean and largest gradient norm, cost.
 
     `pg_update/first_log_ratio_abs_max` belongs to the first step, where it shows whether the anchor pass and the
     training pass agree; `pg_update/is_ratio/*` to the last, where the ratio has moved furthest.
@@ -282,4 +320,4 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
             metrics[name] /= len(updates)
     norms = [update.grad_norm for update in updates]
     metrics |= {"actor/grad_norm": sum(norms) / len(norms), "actor/grad_norm_max": max(norms)}
-    return metrics | {"actor/lr": updates[-1].learning_rate}
+    return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates])

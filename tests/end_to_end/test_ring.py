@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -26,6 +27,25 @@ def test_a_run_writes_what_it_promises(finished: Path) -> None:
     assert list((finished / "tensorboard").glob("events.*"))
     output = (finished / "output.txt").read_text()
     assert "sampled reward" in output and "report.html" in output and "accuracy, toolmath" in output
+
+
+def test_every_metric_of_a_run_is_documented(finished: Path) -> None:
+    table = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = [re.escape(name) for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)]
+    known = re.compile("|".join(re.sub(r"<\w+>", "[^/]+?", row) for row in rows))
+    written = {
+        name for file in ("metrics.jsonl", "warmup.jsonl") for record in records(finished, file) for name in record
+    }
+    assert {"throughput/update_tokens_per_s", "memory/rank_0_peak_mib", "warmup/tokens_per_s"} <= written
+    # `time/<phase>_cpu` is said once for all phases.
+    names = {name.removesuffix("_cpu") for name in written - {"step"}}
+    assert sorted(name for name in names if not known.fullmatch(name)) == []
+
+
+def test_packing_wastes_little(finished: Path) -> None:
+    for record in records(finished)[1:]:
+        assert 0.95 <= record["packing/useful_token_fraction"] <= 1
+        assert record["packing/imbalance"] == 1
 
 
 def test_anchor_and_training_pass_agree_and_sampler_agrees_with_trainer(finished: Path) -> None:

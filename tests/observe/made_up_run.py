@@ -132,6 +132,18 @@ def step_metrics(rng: random.Random, step: int, steps: int) -> dict[str, float]:
         "tokens/model": 11000,
         "tokens/total": 23000,
         "tokens/per_second": 23000 / wall,
+        "throughput/rollout_tokens_per_s": 11000 / phases["rollout"],
+        "throughput/anchor_tokens_per_s": 23000 / phases["anchor"],
+        "throughput/update_tokens_per_s": 23000 / phases["update"],
+        "throughput/rollout_model_tflops_per_s": 0.014 / phases["rollout"],
+        "throughput/anchor_model_tflops_per_s": 0.014 / phases["anchor"],
+        "throughput/update_model_tflops_per_s": 0.042 / phases["update"],
+        "packing/useful_token_fraction": 0.985 + rng.gauss(0, 0.002),
+        "packing/imbalance": 1.004,
+        "time/update_overhead_fraction": 0.013,
+        "memory/trainer_peak_mib": 640.0 + step,
+        "memory/rank_0_peak_mib": 640.0 + step,
+        "memory/rank_1_peak_mib": 610.0 + step,
     }
 
 

@@ -15,10 +15,14 @@ from rich.console import Console
 
 from ctpo_megatron.observe import MetricsWriter, open_run_directory, print_summary, summarize, write_report
 from ctpo_megatron.observe.panels import panels
+from ctpo_megatron.observe.report import checks, tiles
 from ctpo_megatron.observe.run_data import RunData
 from ctpo_megatron.observe.trajectory_view import sample_views
 
-FIGURES = ("reward", "accuracy", "tool", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "overview")
+FIGURES = (
+    "reward", "accuracy", "tool", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "throughput", "flops",
+    "packing", "memory", "overview",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,42 @@ def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):
     assert "wrote no trajectories" in page
 
 
+def test_throughput_memory_and_packing_are_told(demo_run, page):
+    run = RunData.load(demo_run)
+    assert [tile.label for tile in tiles(run, summarize(run))][-2:] == ["Update", "Trainer memory"]
+    assert {"Useful tokens", "Update overhead", "Rank imbalance"} <= {check.label for check in checks(run)}
+    assert "rank 0" in page and "rank 1" in page
+    assert summarize(run).peak_mib == 660.0
+
+
+def test_utilization_is_drawn_where_it_is_known(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        writer.log(1, {"throughput/update_mfu": 0.41, "throughput/update_tokens_per_s": 9e4})
+    run = RunData.load(run_dir)
+    (panel,) = [panel for panel in panels(run) if panel.name == "mfu"]
+    assert [line.metric for line in panel.lines] == ["throughput/update_mfu"]
+    assert "MFU 41.0%" in write_report(run_dir).read_text(encoding="utf-8")
+
+
+def test_many_ranks_share_one_curve_of_memory(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        writer.log(1, {f"memory/rank_{rank}_peak_mib": 100.0 for rank in range(8)} | {"memory/trainer_peak_mib": 100.0})
+    (panel,) = [panel for panel in panels(RunData.load(run_dir)) if panel.name == "memory"]
+    assert [line.metric for line in panel.lines] == ["memory/trainer_peak_mib"]
+
+
+def test_too_much_padding_is_a_finding(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        for step, share in ((1, 0.99), (2, 0.90)):
+            writer.log(step, {"packing/useful_token_fraction": share, "time/update_overhead_fraction": 0.2})
+    found = {check.label: check for check in checks(RunData.load(run_dir))}
+    assert found["Useful tokens"].good is False and found["Useful tokens"].value == "90.0%"
+    assert found["Update overhead"].good is False
+
+
 def test_a_run_without_any_metrics_still_has_a_report(tmp_path):
     run_dir = open_run_directory(make_config(tmp_path))
     assert "no reward was recorded" in write_report(run_dir).read_text(encoding="utf-8")
@@ -146,4 +186,5 @@ def test_every_metric_that_is_drawn_is_documented(demo_run):
     documented = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     for panel in panels(RunData.load(demo_run)):
         for line in panel.lines:
-            assert f"`{line.metric}`" in documented.replace("<data_source>", "toolmath"), line.metric
+            named = re.sub(r"rank_\d+", "rank_<r>", line.metric)
+            assert f"`{named}`" in documented.replace("<data_source>", "toolmath"), line.metric

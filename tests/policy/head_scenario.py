@@ -1,21 +1,16 @@
 """Loss and full gradient of one mini-batch by both heads, in every rank of one job; rank 0 writes what tests compare.
 
-python head_scenario.py MODELS OUTPUT '{"name": {"family": ..., "preset": ..., "policy": {...}}, ...}'
+python start_scenario.py head_scenario MODELS OUTPUT '{"name": {"family": ..., "preset": ..., "policy": {...}}, ...}'
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import models
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
@@ -56,7 +51,3 @@ def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
     if dist.get_rank() == 0:
         torch.save(results, output)
     leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

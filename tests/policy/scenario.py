@@ -1,26 +1,25 @@
 """Training scenarios, run one after another by every rank of one job; rank 0 writes what the tests compare.
 
-python scenario.py MODELS OUTPUT '{"name": {"family": ..., "policy": {...}, "save": DIR, "load": CHECKPOINT}, ...}'
+python start_scenario.py scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}, "save": DIR, "load": STEP}, ...}'
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import models
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, join, leave, policy_gradient, summarize_updates
+
+MEASURED = ("time/", "memory/")
+"""Metrics that are never the same twice."""
 
 
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -32,16 +31,20 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     done = policy.load(Path(settings["load"]))["step"] if "load" in settings else 0
     loss = policy_gradient(PolicyObjective.preset(settings.get("preset", "ctpo")), "proximal")
-    steps = []
+    steps, measured = [], []
     for step in range(done, settings.get("steps", 2)):
         mini_batches = policy.mini_batches(models.trajectories(seed=step), models.advantages(), size=8)
         metrics = policy.anchor(mini_batches)
-        steps.append(metrics | summarize_updates([policy.update(m, loss) for m in mini_batches]))
+        metrics |= summarize_updates([policy.update(m, loss) for m in mini_batches])
+        steps.append({name: value for name, value in metrics.items() if not name.startswith(MEASURED)})
+        measured.append({name: value for name, value in metrics.items() if name.startswith(MEASURED)})
         policy.release()
         if "save" in settings and step == 0:
-            policy.save(Path(settings["save"]), 1, {"step": 1})
+            how = CheckpointConfig(asynchronous=settings.get("asynchronous", False))
+            policy.save(Path(settings["save"]), 1, {"step": 1}, how)
+    policy.finish_save()
     weights = {name: tensor.clone() for name, tensor in policy.weights()}
-    return {"steps": steps, "before": before, "weights": weights}
+    return {"steps": steps, "measured": measured, "before": before, "weights": weights}
 
 
 def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
@@ -52,7 +55,3 @@ def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
     if dist.get_rank() == 0:
         torch.save(results, output)
     leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

@@ -11,6 +11,7 @@ import models
 import numpy
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
@@ -109,6 +110,20 @@ def test_a_writer_that_cannot_write_is_reported(layout: Layout, folder: Path, tm
     assert list(tmp_path.glob("step_*")) == []
 
 
+def test_a_writer_that_hangs_is_given_up_and_does_not_outlive_the_job(
+    layout: Layout, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", lambda *_, **__: time.sleep(10))
+    policy = make(layout, folder / "qwen3-tied", timeout_minutes=0.005)
+    policy.save(tmp_path, 1, {"step": 1}, ASYNCHRONOUS)
+    with pytest.raises(CheckpointError, match=r"not done after 0\.3 s \(policy\.timeout_minutes\)"):
+        policy.finish_save()
+    (process,) = [call.async_caller.process for call in policy._writer._queue.async_calls]
+    policy._writer._abandon()
+    process.join(timeout=5)
+    assert not process.is_alive()
+
+
 def test_random_streams_go_on_where_they_stood(layout: Layout, folder: Path, tmp_path: Path) -> None:
     policy = make(layout, folder / "qwen3-tied")
 
@@ -156,7 +171,9 @@ def test_another_model_is_refused_with_every_difference(layout: Layout, folder: 
         make(layout, folder / "llama").load(path)
 
 
-def test_another_precision_is_refused(layout: Layout, folder: Path, tmp_path: Path) -> None:
+def test_another_precision_or_optimizer_is_refused(layout: Layout, folder: Path, tmp_path: Path) -> None:
     path = make(layout, folder / "qwen3-tied").save(tmp_path, 1, {"step": 1})
     with pytest.raises(CheckpointError, match=r"final_layernorm\.weight is float32 96 in .* and bfloat16 96 here"):
         make(layout, folder / "qwen3-tied", dtype="bfloat16").load(path)
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.param\.embedding\S* is not in the checkpoint"):
+        make(layout, folder / "qwen3-tied", use_distributed_optimizer=True).load(path)

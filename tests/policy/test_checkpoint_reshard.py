@@ -1,7 +1,8 @@
-"""Save under one parallel layout, resume under another: the next step is the same."""
+"""Save under one parallel layout, in the background too, resume under another: the next step is the same."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +13,18 @@ from jobs import Results, run_job
 run = partial(run_job, "scenario.py")
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+MOE = {"family": "qwen3-moe"}
 DISTOPT = {"use_distributed_optimizer": True}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("reshard")
-    models.build("qwen3-tied", root / "qwen3-tied")
+    for family in ("qwen3-tied", "qwen3-moe"):
+        models.build(family, root / family)
     return root
 
 
@@ -29,7 +35,11 @@ def one(folder: Path) -> Results:
         folder,
         folder / "one.pt",
         1,
-        {"plain": {"save": str(folder / "plain")}, "distopt": {"save": str(folder / "distopt"), "policy": DISTOPT}},
+        {
+            "plain": {"save": str(folder / "plain")},
+            "distopt": {"save": str(folder / "distopt"), "policy": DISTOPT},
+            "moe": MOE | {"save": str(folder / "moe")},
+        },
     )
 
 
@@ -43,11 +53,15 @@ def two(folder: Path, one: Results) -> Results:
         2,
         {
             "tp2": {"load": plain, "policy": TP2},
-            "pp2": {"load": plain, "policy": PP2},
+            "vpp2": {"load": plain, "policy": VPP2},
+            "cp2": {"load": plain, "policy": CP2},
             "dp2-distopt": {"load": distopt, "policy": DISTOPT},
             "save-tp2-distopt": {"save": str(folder / "tp2-distopt"), "policy": TP2 | DISTOPT},
-            "save-pp2": {"save": str(folder / "pp2"), "policy": PP2},
-            "tp2-from-pp2": {"load": str(folder / "pp2" / "step_000001"), "policy": TP2},
+            "save-vpp2": {"save": str(folder / "vpp2"), "policy": VPP2, "asynchronous": True},
+            "pp2-from-vpp2": {"load": str(folder / "vpp2" / "step_000001"), "policy": PP2},
+            "moe-ep2": MOE | {"load": str(folder / "moe" / "step_000001"), "policy": EP2},
+            "save-moe-ep2": MOE | {"save": str(folder / "moe-ep2"), "policy": EP2},
+            "save-moe-ep2-distopt": MOE | {"save": str(folder / "moe-ep2-distopt"), "policy": EP2 | DISTOPT},
         },
     )
 
@@ -60,29 +74,40 @@ def back(folder: Path, two: Results) -> Results:
         folder / "back.pt",
         1,
         {
-            "pp2": {"load": str(folder / "pp2" / "step_000001")},
+            "vpp2": {"load": str(folder / "vpp2" / "step_000001")},
+            "moe-ep2": MOE | {"load": str(folder / "moe-ep2" / "step_000001")},
+            "moe-ep2-distopt": MOE | {"load": str(folder / "moe-ep2-distopt" / "step_000001"), "policy": DISTOPT},
             "tp2-distopt": {"load": str(folder / "tp2-distopt" / "step_000001"), "policy": DISTOPT},
         },
     )
 
 
+def test_every_file_of_every_rank_is_in_the_manifest(folder: Path, two: Results) -> None:
+    for name in ("vpp2", "tp2-distopt", "moe-ep2"):
+        checkpoint = folder / name / "step_000001"
+        listed = json.loads((checkpoint / "COMPLETE.json").read_text())["files"]
+        assert {*listed, "COMPLETE.json"} == {path.name for path in checkpoint.iterdir()}
+        assert {file[:4] for file in listed if file.endswith(".distcp")} == {"__0_", "__1_"}
+
+
 def assert_same_next_step(found: Results, one: Results, name: str) -> None:
     (ours,) = found[name]["steps"]
-    theirs = one["plain"]["steps"][1]
+    reference = one["moe" if name.startswith("moe") else "plain"]
+    theirs = reference["steps"][1]
     assert ours["actor/pg_loss"] == pytest.approx(theirs["actor/pg_loss"], rel=0, abs=1e-6)
     assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-5)
     assert ours["actor/lr"] == theirs["actor/lr"]
     # The loss says nothing about the optimizer's state: the path of the weights has to be the same too.
-    for tensor, expected in one["plain"]["weights"].items():
-        moved = (expected - one["plain"]["before"][tensor]).norm()
+    for tensor, expected in reference["weights"].items():
+        moved = (expected - reference["before"][tensor]).norm()
         assert (found[name]["weights"][tensor] - expected).norm() <= 1e-3 * moved, tensor
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2", "dp2-distopt", "tp2-from-pp2"])
+@pytest.mark.parametrize("name", ["tp2", "vpp2", "cp2", "dp2-distopt", "pp2-from-vpp2", "moe-ep2"])
 def test_two_ranks_go_on(one: Results, two: Results, name: str) -> None:
     assert_same_next_step(two, one, name)
 
 
-@pytest.mark.parametrize("name", ["pp2", "tp2-distopt"])
+@pytest.mark.parametrize("name", ["vpp2", "tp2-distopt", "moe-ep2", "moe-ep2-distopt"])
 def test_one_rank_goes_on(one: Results, back: Results, name: str) -> None:
     assert_same_next_step(back, one, name)

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.config import ModelFacts, PolicyConfig
 from ctpo_megatron.data import PackingRules, Trajectory, micro_batch_count, pack, split_evenly
 from ctpo_megatron.policy import Layout, join, leave
+from ctpo_megatron.policy.flops import trajectory_flops
 from ctpo_megatron.policy.layers import AttentionPlan, PackedCausalAttention
 from ctpo_megatron.policy.minibatch import packing_rules
+from ctpo_megatron.policy.workload import SHORTEST_OF_CLASS, length_classes, padded_tokens
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +101,27 @@ def test_rules_follow_from_the_layout(policy: dict[str, object], rules: PackingR
     assert packing_rules(PolicyConfig(micro_batch_tokens=100, **policy)) == rules
 
 
-@given(st.lists(st.integers(2, 40), min_size=4, max_size=20), st.integers(1, 4))
-def test_replicas_share_all_trajectories(lengths: list[int], parts: int) -> None:
-    shares = split_evenly(of_lengths(lengths), parts)
+@given(st.lists(st.integers(2, 40), min_size=4, max_size=20), st.integers(1, 4), st.booleans())
+def test_replicas_share_all_trajectories_evenly(lengths: list[int], parts: int, squared: bool) -> None:
+    costs = [float(n * n) if squared else float(n) for n in lengths]
+    shares = split_evenly(of_lengths(lengths), parts, costs if squared else None)
     assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
-    assert max(len(share) for share in shares) - min(len(share) for share in shares) <= 2
     assert all(shares)
+    loads = [sum(costs[i] for i in share) for share in shares]
+    # Whatever a rank has beyond the average came last, as the smallest of its share: Graham's argument.
+    assert all(
+        load <= sum(costs) / parts + min(costs[i] for i in share) for load, share in zip(loads, shares, strict=True)
+    )
+
+
+def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
+    facts = ModelFacts("Qwen3ForCausalLM", 1, 8, 1, 1, 8, 8, 4096, 32)
+    trajectories = of_lengths([4000, *[1000] * 4])
+    by_cost = split_evenly(trajectories, 2, trajectory_flops(facts, trajectories))
+    assert by_cost == [[0], [1, 2, 3, 4]]
+    six = of_lengths([4000, *[1000] * 6])
+    assert split_evenly(six, 2)[0] != [0]  # 5000 tokens each
+    assert split_evenly(six, 2, trajectory_flops(facts, six))[0] == [0]
 
 
 def test_a_trajectory_beyond_the_budget_names_the_keys() -> None:
@@ -147,8 +164,20 @@ def test_packed_attention_equals_attention_per_sequence(lengths: list[int], layo
         torch.testing.assert_close(a, b)
 
 
-def test_length_classes_waste_less_than_half(layout: Layout) -> None:
+def test_length_classes_hold_every_token_once_and_little_else(layout: Layout) -> None:
     batch = pack(models.trajectories(), None, PackingRules(4096))[0]
-    classes = AttentionPlan(batch.cu_seqlens).classes
-    assert sum(part.real.numel() for part in classes) == batch.num_tokens
-    assert all(part.real.numel() > part.tokens.numel() / 2 for part in classes)
+    plan = AttentionPlan(batch.cu_seqlens)
+    assert plan.queries[plan.back].tolist() == list(range(batch.num_tokens))
+    rows = sum(part.queries.numel() for part in plan.classes)
+    assert len(plan.queries) == len(plan.tokens) == rows == padded_tokens(batch.cu_seqlens)
+    assert batch.num_tokens >= SHORTEST_OF_CLASS * rows
+
+
+@pytest.mark.parametrize("lengths", [[5], [10, 8, 7, 100], [3, 3, 3], [80, 100, 99, 79]])
+def test_length_classes_start_at_the_longest(lengths: list[int]) -> None:
+    classes = length_classes(lengths)
+    for number in range(max(classes) + 1):
+        members = [length for length, n in zip(lengths, classes, strict=True) if n == number]
+        assert min(members) >= SHORTEST_OF_CLASS * max(members)
+        shorter = [length for length, n in zip(lengths, classes, strict=True) if n > number]
+        assert all(length < SHORTEST_OF_CLASS * max(members) for length in shorter)

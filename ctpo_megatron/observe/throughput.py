@@ -1,0 +1,50 @@
+"""Tokens and model FLOPs per second of each phase, and their share of the devices' peak (MFU)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PASSES = {"rollout": 1, "anchor": 1, "update": 3, "warmup": 3}
+"""Forward passes' worth of model FLOPs in a phase: a backward pass counts as two."""
+
+
+def throughput_metrics(metrics: Mapping[str, float], peaks: Mapping[str, float | None]) -> dict[str, float]:
+    """`throughput/<phase>_*` of the phases that `metrics` has a time of; see docs/metrics.md.
+
+    metrics: of one step, with `time/<phase>` (seconds), `tokens/*` and `tokens/forward_tflop`. peaks: FLOP/s of all the
+    devices that a phase runs on; None, as on a CPU: its MFU is not reported.
+    """
+    found: dict[str, float] = {}
+    for phase, passes in PASSES.items():
+        seconds, tflop = metrics.get(f"time/{phase}"), metrics.get("tokens/forward_tflop")
+        if not seconds or tflop is None:
+            continue
+        tokens = metrics["tokens/model" if phase == "rollout" else "tokens/total"]
+        rate = passes * tflop / seconds
+        found |= {f"throughput/{phase}_tokens_per_s": tokens / seconds, f"throughput/{phase}_model_tflops_per_s": rate}
+        peak = peaks[phase]
+        if peak is not None:
+            found[f"throughput/{phase}_mfu"] = rate * 1e12 / peak
+    return found
+
+
+def phase_peaks(per_device: float | None, *, trainers: int, engines: int) -> dict[str, float | None]:
+    """Peak FLOP/s of the devices of each phase; None where that of one device is not known."""
+    if per_device is None:
+        return dict.fromkeys(PASSES)
+    return {phase: per_device * (engines if phase == "rollout" else trainers) for phase in PASSES}
+
+
+def warmup_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What `warmup.jsonl` says of a supervised step: its `throughput_metrics` among `metrics` included."""
+    names = {
+        "warmup/loss": "supervised/loss",
+        "warmup/grad_norm": "actor/grad_norm",
+        "warmup/lr": "actor/lr",
+        "warmup/seconds": "time/warmup",
+        "warmup/tokens_per_s": "throughput/warmup_tokens_per_s",
+        "warmup/model_tflops_per_s": "throughput/warmup_model_tflops_per_s",
+        "warmup/mfu": "throughput/warmup_mfu",
+        "warmup/trainer_peak_mib": "memory/trainer_peak_mib",
+    }
+    return {ours: metrics[theirs] for ours, theirs in names.items() if theirs in metrics}

@@ -1,0 +1,78 @@
+"""Model FLOPs of a decoder: what the mathematics needs, and the peak of the device that it is compared with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ctpo_megatron.config import ModelFacts, PolicyConfig
+from ctpo_megatron.data import Trajectory
+from ctpo_megatron.policy import device
+
+BACKWARD = 2
+"""Backward over forward: each product of the forward pass has two gradients of its size."""
+
+# Dense peaks in TFLOP/s (bfloat16 and TF32 on tensor cores without sparsity, float32 outside of them), from NVIDIA's
+# data sheets; the first row whose name is in the device's name counts, so longer names stand before shorter ones.
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("GB200", {"bfloat16": 2500.0, "tf32": 1250.0, "float32": 80.0}),
+    ("B200", {"bfloat16": 2250.0, "tf32": 1125.0, "float32": 75.0}),
+    ("GH200", {"bfloat16": 989.4, "tf32": 494.7, "float32": 66.9}),
+    ("H200 NVL", {"bfloat16": 835.5, "tf32": 417.5, "float32": 60.0}),
+    ("H200", {"bfloat16": 989.4, "tf32": 494.7, "float32": 66.9}),
+    ("H100 NVL", {"bfloat16": 835.5, "tf32": 417.5, "float32": 60.0}),
+    ("H100 PCIe", {"bfloat16": 756.0, "tf32": 378.0, "float32": 51.2}),
+    ("H100", {"bfloat16": 989.4, "tf32": 494.7, "float32": 66.9}),
+    ("A100", {"bfloat16": 312.0, "tf32": 156.0, "float32": 19.5}),
+    ("L40S", {"bfloat16": 362.1, "tf32": 183.2, "float32": 91.6}),
+    ("L40", {"bfloat16": 181.1, "tf32": 90.5, "float32": 90.5}),
+    ("L4", {"bfloat16": 121.0, "tf32": 60.0, "float32": 30.3}),
+    ("A10G", {"bfloat16": 70.0, "tf32": 35.0, "float32": 31.5}),
+    ("A10", {"bfloat16": 125.0, "tf32": 62.5, "float32": 31.2}),
+)
+
+
+def forward_flops(facts: ModelFacts, tokens: int, predicted: int) -> float:
+    """FLOPs of the matrix products of one forward pass over a sequence; the backward pass needs `BACKWARD` times that.
+
+    tokens: length of the sequence. predicted: rows that the output layer is needed for, one per model token. Model
+    FLOPs in the sense of MFU (Chowdhery et al., arXiv 2204.02311, appendix B): nothing is counted for recomputation,
+    padding, or what is no matrix product (norms, softmax, rotary embedding, optimizer). With L layers, width H, h heads
+    and g key-value heads of width d, MLP width I, vocabulary V, and T tokens of which P are predicted:
+
+        L * T * (2 H (h + 2 g) d + 2 h d H + 6 H I)   projections and gated MLP
+        L * 2 T (T + 1) h d                           causal attention: T (T + 1) / 2 pairs, two products of width d
+        P * 2 H V                                     output layer
+
+    In a mixture of experts 6 H I becomes 6 H I_e k + 2 H E: k active experts of width I_e, and the router over E.
+    """
+    hidden, width = facts.hidden_size, facts.num_attention_heads * facts.head_dim
+    attention = 2 * hidden * (width + 2 * facts.num_key_value_heads * facts.head_dim) + 2 * width * hidden
+    if facts.num_experts:
+        active = facts.num_experts_per_token * facts.moe_intermediate_size
+        mlp = 6 * hidden * active + 2 * hidden * facts.num_experts
+    else:
+        mlp = 6 * hidden * facts.intermediate_size
+    pairs = 2 * tokens * (tokens + 1) * width
+    return float(facts.num_layers * (tokens * (attention + mlp) + pairs) + predicted * 2 * hidden * facts.vocab_size)
+
+
+def trajectory_flops(facts: ModelFacts, trajectories: Iterable[Trajectory]) -> list[float]:
+    """`forward_flops` of each trajectory: the estimate of its cost that ranks are balanced by."""
+    return [forward_flops(facts, len(t), sum(t.model_mask)) for t in trajectories]
+
+
+def peak_flops(policy: PolicyConfig) -> float | None:
+    """Dense peak of this rank's device in FLOP/s, in the precision the policy computes in; None where not known."""
+    return known_peak(device.device_name(), device.product_precision(policy.dtype))
+
+
+def known_peak(device_name: str | None, precision: str) -> float | None:
+    """Dense peak of one device in FLOP/s; None for a CPU and for a GPU that is not in the table.
+
+    precision: `bfloat16`, `float32`, or `tf32` for float32 parameters whose products run on tensor cores.
+    """
+    if device_name is None:
+        return None
+    found = (peaks for name, peaks in _PEAKS if re.search(rf"\b{name}\b", device_name))
+    return next((peaks[precision] * 1e12 for peaks in found), None)

@@ -1,0 +1,63 @@
+"""Throughput follows from times, tokens and FLOPs; utilization only where a peak is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from ctpo_megatron.observe import phase_peaks, throughput_metrics, warmup_metrics
+
+STEP = {
+    "time/rollout": 4.0,
+    "time/anchor": 0.5,
+    "time/update": 2.0,
+    "tokens/model": 1000.0,
+    "tokens/total": 3000.0,
+    "tokens/forward_tflop": 8.0,
+}
+
+
+def test_every_phase_has_its_tokens_and_passes() -> None:
+    assert throughput_metrics(STEP, phase_peaks(None, trainers=4, engines=2)) == {
+        "throughput/rollout_tokens_per_s": 250.0,
+        "throughput/rollout_model_tflops_per_s": 2.0,
+        "throughput/anchor_tokens_per_s": 6000.0,
+        "throughput/anchor_model_tflops_per_s": 16.0,
+        "throughput/update_tokens_per_s": 1500.0,
+        "throughput/update_model_tflops_per_s": 12.0,
+    }
+
+
+def test_utilization_refers_to_the_devices_of_the_phase() -> None:
+    found = throughput_metrics(STEP, phase_peaks(10e12, trainers=4, engines=2))
+    assert found["throughput/rollout_mfu"] == pytest.approx(2.0 / 20)
+    assert found["throughput/anchor_mfu"] == pytest.approx(16.0 / 40)
+    assert found["throughput/update_mfu"] == pytest.approx(12.0 / 40)
+
+
+def test_lines_without_training_have_none() -> None:
+    peaks = phase_peaks(1e12, trainers=1, engines=1)
+    assert throughput_metrics({"val/toolmath/acc/mean@1": 0.5, "time/eval": 2.0}, peaks) == {}
+    assert throughput_metrics({"time/checkpoint": 1.0, "time/update": 2.0}, peaks) == {}
+
+
+def test_a_supervised_step_has_its_own_names() -> None:
+    metrics = {
+        "time/warmup": 0.5,
+        "tokens/total": 1000.0,
+        "tokens/forward_tflop": 0.25,
+        "supervised/loss": 1.5,
+        "actor/grad_norm": 2.0,
+        "actor/lr": 1e-3,
+        "memory/trainer_peak_mib": 512.0,
+    }
+    found = warmup_metrics(metrics | throughput_metrics(metrics, phase_peaks(3e12, trainers=1, engines=1)))
+    assert found == {
+        "warmup/loss": 1.5,
+        "warmup/grad_norm": 2.0,
+        "warmup/lr": 1e-3,
+        "warmup/seconds": 0.5,
+        "warmup/tokens_per_s": 2000.0,
+        "warmup/model_tflops_per_s": 1.5,
+        "warmup/mfu": 0.5,
+        "warmup/trainer_peak_mib": 512.0,
+    }

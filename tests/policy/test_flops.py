@@ -1,0 +1,107 @@
+"""The FLOP formula against torch's own counter on the real Hugging Face models; the peak of a device by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ctpo_megatron.config import ModelFacts
+from ctpo_megatron.policy.flops import BACKWARD, forward_flops, known_peak, trajectory_flops
+
+TOKENS = 37
+
+
+def counted(model: torch.nn.Module, backward: bool) -> int:
+    """FLOPs that torch counts in a pass over one sequence; eager attention computes all T * T pairs."""
+    ids = torch.arange(TOKENS)[None] % models.VOCAB
+    with FlopCounterMode(display=False) as counter:
+        logits = model(input_ids=ids).logits
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def masked_pairs(facts: ModelFacts) -> int:
+    """FLOPs of the pairs above the diagonal, which a causal model does not need."""
+    pairs = TOKENS * (TOKENS - 1) // 2
+    return facts.num_layers * pairs * 4 * facts.num_attention_heads * facts.head_dim
+
+
+@pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-untied", "qwen2.5", "llama"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_formula_is_what_torch_counts(family: str, backward: bool, tmp_path: Path) -> None:
+    models.build(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    facts = ModelFacts.read(tmp_path)
+    passes = 1 + BACKWARD * backward
+    expected = passes * (forward_flops(facts, TOKENS, TOKENS) + masked_pairs(facts))
+    assert counted(model, backward) == expected
+
+
+def test_active_experts_and_router_are_what_torch_counts() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=models.VOCAB,
+        hidden_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=3,
+        decoder_sparse_step=1,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    facts = ModelFacts(
+        architecture="Qwen3MoeForCausalLM",
+        num_layers=2,
+        hidden_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        intermediate_size=0,
+        max_position_embeddings=512,
+        vocab_size=models.VOCAB,
+        num_experts=8,
+        num_experts_per_token=3,
+        moe_intermediate_size=48,
+    )
+    expected = forward_flops(facts, TOKENS, TOKENS) + masked_pairs(facts)
+    assert counted(Qwen3MoeForCausalLM(config), backward=False) == expected
+
+
+def test_prompts_and_tool_output_need_no_output_layer(tmp_path: Path) -> None:
+    models.build("qwen3-tied", tmp_path)
+    facts = ModelFacts.read(tmp_path)
+    (trajectory,) = models.trajectories(1)
+    (found,) = trajectory_flops(facts, [trajectory])
+    left_out = len(trajectory) - sum(trajectory.model_mask)
+    assert left_out > 0
+    everywhere = forward_flops(facts, len(trajectory), len(trajectory))
+    assert found == everywhere - left_out * 2 * facts.hidden_size * facts.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA H200", "tf32", 494.7),
+        ("NVIDIA A100-SXM4-80GB", "float32", 19.5),
+        ("NVIDIA L40S", "bfloat16", 362.1),
+        ("NVIDIA L4", "bfloat16", 121.0),
+    ],
+)
+def test_the_peak_follows_from_the_name(name: str, precision: str, tflops: float) -> None:
+    assert known_peak(name, precision) == tflops * 1e12
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    assert known_peak(None, "float32") is None
+    assert known_peak("NVIDIA RTX A1000", "float32") is None
