@@ -1,13 +1,11 @@
 """Peak memory of handing weights on, run by every rank of one job; rank 0 writes what each rank needed.
 
-python export_memory_scenario.py MODELS OUTPUT '{"name": {"family": ..., "policy": {...}}, ...}'
+python start_scenario.py export_memory_scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}}, ...}'
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +60,3 @@ def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
     if dist.get_rank() == 0:
         torch.save(results, output)
     leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

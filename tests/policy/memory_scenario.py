@@ -1,22 +1,17 @@
 """Builds models under layouts, run by every rank of one job; rank 0 writes bytes counted and bytes computed.
 
-python memory_scenario.py MODELS OUTPUT '{"name": {"family": ..., "policy": {...}}, ...}'
+python start_scenario.py memory_scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}}, ...}'
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import models
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, Split, layer_activations, stage_memory
@@ -87,7 +82,3 @@ def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
     if dist.get_rank() == 0:
         torch.save(results, output)
     leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,6 +1,6 @@
 """Training scenarios, run one after another by every rank of one job; rank 0 writes what the tests compare.
 
-python start_scenario.py scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}, "save": DIR, "load": STEP}, ...}'
+python start_scenario.py scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}, "save": DIR, "load": STEP}}'
 """
 
 from __future__ import annotations
