@@ -20,10 +20,13 @@ from ctpo_megatron.config import (
     Config,
     Layout,
     Problem,
+    Split,
     TrainArgs,
     add_train_arguments,
     dump,
+    facts_for,
     load_with_sources,
+    memory_table,
     train_args,
     validate,
     world_size,
@@ -101,6 +104,22 @@ def _parser(with_sandbox_options: bool = False) -> argparse.ArgumentParser:
     verify.add_argument("--tolerance", type=float, default=1e-5, help="of loss, log-probs (nats) and gradient")
     verify.set_defaults(action=_verify)
 
+    export = verbs.add_parser(
+        "export",
+        help="write a checkpoint in Hugging Face format, or check one",
+        description="Write the weights of a run or a checkpoint in Hugging Face format. Also under torchrun.",
+    )
+    export.add_argument("source", type=Path, metavar="SOURCE", help="run, checkpoint, or exported directory to check")
+    export.add_argument("--output", type=Path, metavar="DIR", help="default: RUN/model-step_NNNNNN")
+    export.add_argument(
+        "--model", type=Path, metavar="DIR", help="the model trained; default: as the run's config says"
+    )
+    export.add_argument("--check", action="store_true", help="compare with the Megatron model; exit 1 if it differs")
+    export.add_argument("--tolerance", type=float, help="of a logit, relative to the largest; default: by precision")
+    export.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share every layer")
+    export.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="ranks that share the stack")
+    export.set_defaults(action=_export)
+
     _add_sandbox(verbs, with_sandbox_options)
     return parser
 
@@ -155,6 +174,35 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"{check.layout:<25}{check.objective:<14}{check.ranks:>5}{figures}{verdict}", flush=True)
     print(f"{total - failed} of {total} within {args.tolerance:g} of the float64 oracle")
     return 1 if failed else 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from ctpo_megatron.export import export, resolve
+
+    request = resolve(args.source, args.model, args.output)
+    ranks, shards = world_size(), args.tensor_parallel * args.pipeline_parallel
+    if ranks % shards:
+        print(f"ctpo export: {shards} does not divide the {ranks} ranks; start torchrun with more", file=sys.stderr)
+        return 2
+    if request.checkpoint is None and not args.check:
+        print(f"ctpo export: {request.target} is exported already; --check compares it", file=sys.stderr)
+        return 2
+    findings = export(
+        request,
+        check=args.check,
+        tolerance=args.tolerance,
+        tensor_parallel=args.tensor_parallel,
+        pipeline_parallel=args.pipeline_parallel,
+    )
+    if not _is_first_rank():
+        return 0
+    if request.checkpoint is not None:
+        print(f"wrote {request.target} from {request.checkpoint}")
+    if findings is None:
+        return 0
+    rows = [(finding.what, "ok" if finding.good else "FAILED", finding.detail) for finding in findings]
+    _print_table(f"Check of {request.target}", ("what", "status", "detail"), rows)
+    return 0 if all(finding.good for finding in findings) else 1
 
 
 def _smoke(args: argparse.Namespace) -> int:
@@ -216,6 +264,8 @@ def _print_plan(config: Config) -> None:
     print(dump(config), end="", flush=True)
     for title, rows in Layout.of(config, world_size()).tables().items():
         _print_table(title, ("", "value", "from"), rows)
+    memory = memory_table(facts_for(config), Split.of(config.policy, world_size()))
+    _print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
 
 
 def _print_table(title: str, header: tuple[str, str, str], rows: Sequence[tuple[str, str, str]]) -> None:

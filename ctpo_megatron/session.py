@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -163,8 +164,7 @@ class Session:
             if self.is_first:
                 self._fleet.sync(policy.weights(), version)
             else:
-                for _ in policy.weights():
-                    pass
+                deque(policy.weights(), maxlen=0)  # a loop would keep each tensor while the next one is gathered
         policy.release()
 
     def log(

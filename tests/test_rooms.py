@@ -21,14 +21,25 @@ SEPARATE = {
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.config": (),
     "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_kernels"),
-    "ctpo_megatron.policy": ("ctpo_megatron.objective", "ctpo_megatron.config", "ctpo_megatron.data", "ctpo_kernels"),
+    "ctpo_megatron.policy": (
+        "ctpo_megatron.objective",
+        "ctpo_megatron.config",
+        "ctpo_megatron.data",
+        "ctpo_megatron.tensor_file",
+        "ctpo_kernels",
+    ),
     "ctpo_megatron.verify": (
         "ctpo_megatron.policy",
         "ctpo_megatron.objective",
         "ctpo_megatron.config",
         "ctpo_megatron.data",
     ),
-    "ctpo_megatron.rollout": ("ctpo_megatron.data.records", "ctpo_megatron.config", "ctpo_sandbox"),
+    "ctpo_megatron.rollout": (
+        "ctpo_megatron.data.records",
+        "ctpo_megatron.config",
+        "ctpo_megatron.tensor_file",
+        "ctpo_sandbox",
+    ),
     "ctpo_megatron.rewards": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
     "ctpo_megatron.data": ("ctpo_megatron.config",),
     "ctpo_megatron.observe": ("ctpo_megatron.data.records", "ctpo_megatron.config"),

@@ -9,6 +9,8 @@ from ctpo_megatron.config.check import check, validate
 from ctpo_megatron.config.check_model import sequence_multiple
 from ctpo_megatron.config.layout import Layout
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
+from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
+from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_facts import ModelFacts, facts_for
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import (
@@ -45,6 +47,7 @@ __all__ = [
     "EvalConfig",
     "ExportConfig",
     "Layout",
+    "Memory",
     "ModelConfig",
     "ModelFacts",
     "ObjectiveConfig",
@@ -57,6 +60,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SandboxConfig",
+    "Split",
     "TinyModelConfig",
     "TrainArgs",
     "WarmupConfig",
@@ -64,10 +68,13 @@ __all__ = [
     "check",
     "dump",
     "facts_for",
+    "layer_activations",
     "load_config",
     "load_with_sources",
+    "memory_table",
     "parse_train_args",
     "sequence_multiple",
+    "stage_memory",
     "train_args",
     "validate",
     "world_size",

@@ -32,12 +32,13 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy import random_state
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
-from ctpo_megatron.policy.model import BuiltModel
+from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_MOST_TENSOR_PARALLEL = 64
 # The default format can no longer be saved by megatron-core 0.16; this one reshards over TP, PP and DP.
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -146,7 +147,7 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     """
     marker = verify(checkpoint, layout)
     wanted = _shards(state, is_loading=True)
-    _check_fit(checkpoint, wanted)
+    _check_fit(checkpoint, wanted, state.model.facts.vocab_size)
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:
@@ -162,6 +163,20 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     else:
         log.info("the layout differs from that of %s: random streams start anew from run.seed", checkpoint)
     log.info("restored %s", checkpoint)
+    return marker.run
+
+
+def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[str, Any]:
+    """Restore only the weights of a complete checkpoint of any layout; returns the driver's state. Checks as `load`."""
+    marker = verify(checkpoint, layout)
+    wanted = {"model": model.sharded_state(_metadata())}
+    _check_fit(checkpoint, wanted, model.facts.vocab_size, whole=False)
+    try:
+        loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    except CheckpointingException as error:
+        raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
+    model.load_state(loaded["model"])
+    log.info("restored the weights of %s", checkpoint)
     return marker.run
 
 
@@ -181,12 +196,16 @@ def verify(checkpoint: Path, layout: Layout) -> Marker:
     return marker
 
 
-def _shards(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
-    """This rank's part of model and optimizer as megatron's sharded tensors."""
-    metadata = _FORMAT | {
+def _metadata() -> dict[str, Any]:
+    return _FORMAT | {
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def _shards(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
+    """This rank's part of model and optimizer as megatron's sharded tensors."""
+    metadata = _metadata()
     # A checkpoint of the first moment has the same tensors as any other.
     _fill_state(state.optimizer)
     weights = state.model.sharded_state(metadata)
@@ -194,17 +213,22 @@ def _shards(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
     return {"model": weights, "optimizer": optimizer}
 
 
-def _check_fit(checkpoint: Path, wanted: dict[str, Any]) -> None:
-    """Compare what all ranks ask for with what the checkpoint holds; raises CheckpointError with every difference."""
+def _check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, whole: bool = True) -> None:
+    """Compare what all ranks ask for with what the checkpoint holds; raises CheckpointError with every difference.
+
+    whole: nothing in the checkpoint may be left out.
+    """
     sharded, _, _ = load_preprocess(wanted)
     _, by_rank = determine_global_metadata(extract_sharded_base(sharded)[0])
     ours = {part.key: part for rank in by_rank for part in rank}
     saved = {part.key: part for part in load_sharded_metadata(str(checkpoint)).values()}
     problems = [f"{key} is not in the checkpoint" for key in sorted(ours.keys() - saved.keys())]
-    problems += [f"{key} is not in this model and optimizer" for key in sorted(saved.keys() - ours.keys())]
+    surplus = sorted(saved.keys() - ours.keys()) if whole else []
+    problems += [f"{key} is not in this model and optimizer" for key in surplus]
     for key in sorted(ours.keys() & saved.keys()):
         have, want = _form(saved[key]), _form(ours[key])
-        if have != want:
+        # Vocabularies are padded by the tensor-parallel size: megatron cuts or fills up the rows behind the real ones.
+        if have != want and not _padded_differently(saved[key], ours[key], vocab_size):
             problems.append(f"{key} is {have} in the checkpoint and {want} here")
     if problems:
         raise CheckpointError(
@@ -212,6 +236,17 @@ def _check_fit(checkpoint: Path, wanted: dict[str, Any]) -> None:
             + "\n  ".join(problems)
             + "\nContinue with the model.path and policy of the run that wrote it"
         )
+
+
+def _padded_differently(
+    saved: ShardedTensor | ShardedObject, ours: ShardedTensor | ShardedObject, vocab_size: int
+) -> bool:
+    if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor) and ours.allow_shape_mismatch):
+        return False
+    rows = {padded_vocab_size(vocab_size, tensor_parallel) for tensor_parallel in range(1, 1 + _MOST_TENSOR_PARALLEL)}
+    return (
+        saved.dtype == ours.dtype and saved.global_shape[1:] == ours.global_shape[1:] and saved.global_shape[0] in rows
+    )
 
 
 def _form(part: ShardedTensor | ShardedObject) -> str:

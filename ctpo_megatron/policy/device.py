@@ -44,23 +44,38 @@ class Capabilities:
         """The layer spec that `policy.layer_spec: auto` stands for."""
         return "transformer_engine" if self.transformer_engine else "local"
 
-    def describe(self) -> str:
-        """One line for the log: which implementation of what is in use."""
-        adam = "TE FusedAdam" if self.transformer_engine else "apex FusedAdam" if self.apex else "torch AdamW"
-        return (
-            f"device: {'cuda' if self.cuda else 'cpu'}, collectives: {BACKEND}, layer spec: {self.layer_spec}, "
-            f"Adam: {adam}, fused weight-gradient accumulation: {'yes' if self.grad_accumulation_fusion else 'no'}"
-        )
+    @property
+    def adam(self) -> str:
+        """The Adam that megatron.core.optimizer picks: transformer-engine's before apex's before torch's."""
+        return "TE FusedAdam" if self.transformer_engine else "apex FusedAdam" if self.apex else "torch AdamW"
+
+    def describe(self, layer_spec: str = "auto") -> str:
+        """Lines for the log: which implementation of what a run with `policy.layer_spec` uses."""
+        te = self.transformer_engine and layer_spec != "local"
+        fusion = "apex, in backward" if self.grad_accumulation_fusion else "off, a separate addition"
+        lines = {
+            "device": f"{'cuda' if self.cuda else 'cpu'}, collectives: {BACKEND}",
+            "attention": "TE fused" if te else "torch scaled_dot_product_attention, by sequence length",
+            "norms": "TE RMSNorm, fused with the projections" if te else "torch RMSNorm",
+            "RoPE": "TE fused" if self.transformer_engine else "megatron-core, unfused",
+            "Adam": self.adam,
+            "gradient accumulation fusion": fusion,
+        }
+        return "\n".join(f"{name}: {value}" for name, value in lines.items())
+
+
+def _installed_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def capabilities() -> Capabilities:
     """Look for CUDA, transformer-engine and apex without importing them."""
     return Capabilities(
         cuda=CUDA,
-        transformer_engine=CUDA and importlib.util.find_spec("transformer_engine") is not None,
+        transformer_engine=CUDA and _installed_module("transformer_engine"),
         # An unrelated package on PyPI is called apex too; amp_C is the extension module that only NVIDIA's has.
-        apex=CUDA and importlib.util.find_spec("amp_C") is not None,
-        grad_accumulation_fusion=CUDA and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        apex=CUDA and _installed_module("apex") and _installed_module("amp_C"),
+        grad_accumulation_fusion=CUDA and _installed_module("fused_weight_gradient_mlp_cuda"),
     )
 
 

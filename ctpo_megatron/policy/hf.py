@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from ctpo_megatron.config import ModelFacts
 from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
 from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.tensor_file import TensorFile
 
 Tensors = list[torch.Tensor]
 
@@ -28,14 +29,18 @@ Tensors = list[torch.Tensor]
 class Rule:
     """How one Megatron parameter corresponds to one or more Hugging Face tensors.
 
-    split: full HF tensors -> one shard per tensor-parallel rank; merge: all shards -> full HF tensors.
+    split: full HF tensors -> one shard per tensor-parallel rank; parts: one shard -> its part of each HF tensor.
+    dim: along which the parts of all ranks, in their order, make the HF tensors; None: every rank has the whole.
     expert: None, or which of this rank's experts the parameter belongs to; `hf` then has a place for `{expert}`.
+    padded: the joined tensor has rows behind those of the vocabulary.
     """
 
     hf: tuple[str, ...]
     split: Callable[[Tensors, ModelFacts, int], Tensors]
-    merge: Callable[[Tensors, ModelFacts], Tensors]
+    parts: Callable[[torch.Tensor, ModelFacts], Tensors]
+    dim: int | None
     expert: int | None = None
+    padded: bool = False
 
     def names(self, experts_each: int, ep_rank: int) -> tuple[str, ...]:
         """Names on an expert-parallel rank that holds `experts_each` experts of a layer."""
@@ -48,10 +53,6 @@ def _replicated(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
     return tensors * tp
 
 
-def _columns(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
-    return list(tensors[0].chunk(tp, dim=0))
-
-
 def _rows(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
     return list(tensors[0].chunk(tp, dim=1))
 
@@ -62,10 +63,6 @@ def _split_vocab(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
     return list(F.pad(weight, (0, 0, 0, rows - weight.shape[0])).chunk(tp, dim=0))
 
 
-def _merge_vocab(shards: Tensors, facts: ModelFacts) -> Tensors:
-    return [torch.cat(shards)[: facts.vocab_size]]
-
-
 def _split_qkv(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
     """q, k, v -> per key-value group: its query heads, its key head, its value head (Megatron's interleaving)."""
     groups, d = facts.num_key_value_heads, facts.head_dim
@@ -73,11 +70,9 @@ def _split_qkv(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
     return list(packed.flatten(0, 2).chunk(tp, dim=0))
 
 
-def _merge_qkv(shards: Tensors, facts: ModelFacts) -> Tensors:
-    packed = torch.cat(shards)
-    groups, d = facts.num_key_value_heads, facts.head_dim
-    queries = facts.num_attention_heads // groups
-    by_group = packed.reshape(groups, queries + 2, d, *packed.shape[1:])
+def _q_k_v(shard: torch.Tensor, facts: ModelFacts) -> Tensors:
+    d, queries = facts.head_dim, facts.num_attention_heads // facts.num_key_value_heads
+    by_group = shard.reshape(-1, queries + 2, d, *shard.shape[1:])
     return [part.flatten(0, 2) for part in by_group.split([queries, 1, 1], dim=1)]
 
 
@@ -86,52 +81,43 @@ def _split_gate_up(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
     return [torch.cat(pair) for pair in zip(gate, up, strict=True)]
 
 
-def _merge_gate_up(shards: Tensors, facts: ModelFacts) -> Tensors:
-    halves = [shard.chunk(2, dim=0) for shard in shards]
-    return [torch.cat([half[i] for half in halves]) for i in range(2)]
+def _halves(shard: torch.Tensor, facts: ModelFacts) -> Tensors:
+    return list(shard.chunk(2, dim=0))
 
 
-def _first(shards: Tensors, facts: ModelFacts) -> Tensors:
-    return [shards[0]]
-
-
-def _join_columns(shards: Tensors, facts: ModelFacts) -> Tensors:
-    return [torch.cat(shards, dim=0)]
-
-
-def _join_rows(shards: Tensors, facts: ModelFacts) -> Tensors:
-    return [torch.cat(shards, dim=1)]
+def _whole(shard: torch.Tensor, facts: ModelFacts) -> Tensors:
+    return [shard]
 
 
 def _norm(*hf: str) -> Rule:
-    return Rule(hf, _replicated, _first)
+    return Rule(hf, _replicated, _whole, None)
 
 
 _QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
 _TOP = {
-    "embedding.word_embeddings.weight": Rule(("model.embed_tokens.weight",), _split_vocab, _merge_vocab),
+    "embedding.word_embeddings.weight": Rule(("model.embed_tokens.weight",), _split_vocab, _whole, 0, padded=True),
     "decoder.final_layernorm.weight": _norm("model.norm.weight"),
-    "output_layer.weight": Rule(("lm_head.weight",), _split_vocab, _merge_vocab),
+    "output_layer.weight": Rule(("lm_head.weight",), _split_vocab, _whole, 0, padded=True),
 }
 _LAYER = {
     "input_layernorm.weight": _norm("input_layernorm.weight"),
     "self_attention.linear_qkv.layer_norm_weight": _norm("input_layernorm.weight"),  # the TE spec fuses the norm
-    "self_attention.linear_qkv.weight": Rule(tuple(f"{n}.weight" for n in _QKV), _split_qkv, _merge_qkv),
-    "self_attention.linear_qkv.bias": Rule(tuple(f"{n}.bias" for n in _QKV), _split_qkv, _merge_qkv),
+    "self_attention.linear_qkv.weight": Rule(tuple(f"{n}.weight" for n in _QKV), _split_qkv, _q_k_v, 0),
+    "self_attention.linear_qkv.bias": Rule(tuple(f"{n}.bias" for n in _QKV), _split_qkv, _q_k_v, 0),
     "self_attention.q_layernorm.weight": _norm("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": _norm("self_attn.k_norm.weight"),
-    "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), _rows, _join_rows),
+    "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), _rows, _whole, 1),
     "pre_mlp_layernorm.weight": _norm("post_attention_layernorm.weight"),
     "mlp.linear_fc1.layer_norm_weight": _norm("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), _split_gate_up, _merge_gate_up),
-    "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), _rows, _join_rows),
-    "mlp.router.weight": Rule(("mlp.gate.weight",), _replicated, _first),
+    "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), _split_gate_up, _halves, 0),
+    "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), _rows, _whole, 1),
+    "mlp.router.weight": Rule(("mlp.gate.weight",), _replicated, _whole, None),
 }
 _EXPERT = {
     "linear_fc1": Rule(
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"), _split_gate_up, _merge_gate_up
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"), _split_gate_up, _halves, 0
     ),
-    "linear_fc2": Rule(("mlp.experts.{expert}.down_proj.weight",), _rows, _join_rows),
+    "linear_fc2": Rule(("mlp.experts.{expert}.down_proj.weight",), _rows, _whole, 1),
 }
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NAMES = (
@@ -257,42 +243,60 @@ def _tensor_group(rule: Rule) -> dist.ProcessGroup:
     return mpu.get_expert_tensor_parallel_group()
 
 
-@torch.no_grad()
 def export(
     model: BuiltModel, layout: Layout, *, value: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (HF name, full tensor) for the whole model, one at a time, on every rank (all must iterate to the end).
 
-    value: what to export of a parameter (its gradient, say), in its shape.
-    Tensor-parallel shards and experts are gathered, pipeline stages take turns to broadcast; peak extra memory is one
-    Megatron parameter, times the expert-parallel size for an expert's.
+    value: what to export of a parameter (its gradient, say), in its shape, detached.
+    Tensor-parallel shards and experts are gathered, pipeline stages take turns to broadcast. Peak extra memory is one
+    HF tensor, twice that where it is joined along its second dimension, times the expert-parallel size for an expert's:
+    at most the largest Megatron parameter, if the consumer drops each tensor before it asks for the next. One that
+    needs no gathering is the parameter itself.
     """
-    merged = (pair for entry in _entries(model) for pair in _full(entry, value(entry.parameter), model.facts, layout))
+    stage = _stage_tensors(model, layout, value)
     if layout.pp_size == 1:
-        yield from merged
+        yield from stage
         return
-    for stage in range(layout.pp_size):
-        yield from _relay_stage(stage, merged if layout.pp_rank == stage else iter(()), layout)
+    for number in range(layout.pp_size):
+        yield from _relay_stage(number, stage if layout.pp_rank == number else iter(()), layout)
 
 
-def _full(entry: Entry, value: torch.Tensor, facts: ModelFacts, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+def _stage_tensors(
+    model: BuiltModel, layout: Layout, value: Callable[[torch.nn.Parameter], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for entry in _entries(model):
+        yield from _full(entry.rule, value(entry.parameter), model.facts, layout)
+
+
+def _full(rule: Rule, value: torch.Tensor, facts: ModelFacts, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
     """The HF tensors that a parameter of this pipeline stage, and its counterparts on other ranks, are parts of."""
-    shards, group = [value], _tensor_group(entry.rule)
-    if group.size() > 1 and getattr(entry.parameter, "tensor_model_parallel", False):
-        shards = _all_gather(value, group)
-    tensors = entry.rule.merge(shards, facts)
-    if entry.rule.expert is None or layout.ep_size == 1:
-        yield from zip(entry.rule.names(facts.num_experts, 0), tensors, strict=True)
-        return
-    experts = [_all_gather(tensor, mpu.get_expert_model_parallel_group()) for tensor in tensors]
-    for ep_rank, of_rank in enumerate(zip(*experts, strict=True)):
-        yield from zip(entry.rule.names(facts.num_experts // layout.ep_size, ep_rank), of_rank, strict=True)
+    experts_each = facts.num_experts // layout.ep_size
+    for number, part in enumerate(rule.parts(value, facts)):
+        names = [rule.names(experts_each, ep_rank)[number] for ep_rank in range(layout.ep_size)]
+        tensor = _join(part, rule.dim, _tensor_group(rule))
+        if rule.padded:
+            tensor = tensor[: facts.vocab_size]
+        if rule.expert is None or layout.ep_size == 1:
+            yield names[0], tensor
+        else:
+            gathered = _join(tensor[None], 0, mpu.get_expert_model_parallel_group())
+            yield from zip(names, gathered, strict=True)
+            del gathered
+        del tensor
 
 
-def _all_gather(value: torch.Tensor, group: dist.ProcessGroup) -> Tensors:
-    parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, value.contiguous(), group=group)
-    return parts
+def _join(part: torch.Tensor, dim: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """The parts of all ranks, joined along `dim`; without a copy where there is one, or none to join."""
+    if dim is None or group.size() == 1:
+        return part
+    stacked = part.new_empty(group.size(), *part.shape)
+    for rank, source in enumerate(dist.get_process_group_ranks(group)):
+        if rank == group.rank():
+            stacked[rank].copy_(part)
+        # Into its place: gloo's all-gather would hold everything a second time.
+        dist.broadcast(stacked[rank], src=source, group=group)
+    return stacked.flatten(0, 1) if dim == 0 else torch.cat(stacked.unbind(), dim=dim)
 
 
 def _relay_stage(
@@ -310,7 +314,9 @@ def _relay_stage(
         name, shape, dtype = box[0]
         full = torch.empty(shape, dtype=dtype, device=layout.device) if tensor is None else tensor.contiguous()
         dist.broadcast(full, src=source, group=group)
+        del tensor
         yield name, full
+        del full
 
 
 def write_directory(
@@ -318,12 +324,12 @@ def write_directory(
 ) -> None:
     """Write a Hugging Face model directory: `tensors` in safetensors shards, everything else copied from `source`.
 
-    Ranks with `write=False` only take part in the gathering. Written aside and renamed; an existing directory of
-    that name is replaced. Raises OSError from the file system.
+    Every tensor goes to the disk before the next one is asked for. Ranks with `write=False` only take part in the
+    gathering. Written aside and renamed; an existing directory of that name is replaced. Raises OSError from the file
+    system.
     """
     if not write:
-        for _ in tensors:
-            pass
+        deque(tensors, maxlen=0)
         return
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -331,20 +337,17 @@ def write_directory(
     for file in source.iterdir():
         if file.is_file() and file.suffix not in {".safetensors", ".bin", ".pt"} and ".index." not in file.name:
             shutil.copy2(file, aside / file.name)
-    shard: dict[str, torch.Tensor] = {}
-    names: list[list[str]] = [[]]
-    used = total = 0
+    shards = [TensorFile(aside / "part-1.safetensors")]
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if shard and used + size > shard_bytes:
-            save_file(shard, aside / f"part-{len(names)}.safetensors", metadata={"format": "pt"})
-            shard, used = {}, 0
-            names.append([])
-        shard[name] = tensor.detach().cpu().contiguous().clone()
-        names[-1].append(name)
-        used, total = used + size, total + size
-    save_file(shard, aside / f"part-{len(names)}.safetensors", metadata={"format": "pt"})
-    _name_shards(aside, names, total)
+        size = shards[-1].tensor_bytes
+        full = size and size + tensor.numel() * tensor.element_size() > shard_bytes
+        if full or not shards[-1].has_room_for(name):
+            shards[-1].close()
+            shards.append(TensorFile(aside / f"part-{len(shards) + 1}.safetensors"))
+        shards[-1].add(name, tensor)
+        del tensor  # or it would stay while the next one is gathered
+    shards[-1].close()
+    _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
 

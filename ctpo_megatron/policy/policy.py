@@ -221,6 +221,45 @@ class Policy:
         with self._at_work():
             return checkpoint.load(path, self.layout, self._train_state())
 
+    def load_weights(self, path: Path) -> dict[str, Any]:
+        """Restore the weights of a checkpoint, no optimizer; returns the driver's state in it."""
+        with self._at_work():
+            return checkpoint.load_weights(path, self.layout, self._model)
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Logits `[T, V]` (float32, on the CPU) of each sequence of two or more token ids, on every rank.
+
+        For short sequences: all logits pass through every rank. Needs `policy.head: logits` and no context
+        parallelism, and a sequence for each replica; raises ValueError otherwise.
+        """
+        if self.config.head != "logits" or self.layout.cp_size > 1:
+            raise ValueError("logits can be asked for with policy.head=logits and without context parallelism only")
+        trajectories = []
+        for number, ids in enumerate(sequences):
+            trajectory = Trajectory("logits", number, seed=0)
+            trajectory.append_context(list(ids), turn=0)
+            trajectories.append(trajectory)
+        (mini_batch,) = self.mini_batches(trajectories, None, len(trajectories))
+        nothing = torch.zeros((), device=self.layout.device)
+        with self._at_work(), torch.no_grad():
+            kept = run_schedule(
+                self._model,
+                mini_batch.micro_batches,
+                lambda predictions: (nothing, {"logits": predictions.logits.float().cpu()}),  # type: ignore[attr-defined]
+                temperature=1.0,
+                forward_only=True,
+            )
+        mine = {
+            (number, self.layout.tp_rank): found["logits"][place]
+            for micro, found in zip(mini_batch.micro_batches, kept, strict=False)
+            for (_, number), place in micro.places()
+        }
+        shards = {key: value for part in gather_objects(mine) for key, value in part.items()}
+        return [
+            torch.cat([shards[number, rank] for rank in range(self.layout.tp_size)], dim=1)[:, : self.facts.vocab_size]
+            for number in range(len(sequences))
+        ]
+
     def _train_state(self) -> checkpoint.TrainState:
         return checkpoint.TrainState(self._model, self._optimizer, self._scheduler)
 

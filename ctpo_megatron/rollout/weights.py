@@ -14,40 +14,42 @@ if TYPE_CHECKING:
     import torch
 
 _SHARED_MEMORY = Path("/dev/shm")
+_HEADER_BYTES = 16 << 20  # names of some 70,000 tensors: a mixture of experts has one for each matrix
 
 
-def _directory(size: int) -> Path:
-    """Shared memory when it can hold `size` bytes with room to spare, else the temporary directory."""
-    if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
-        free = shutil.disk_usage(_SHARED_MEMORY).free
-        if free > size + (16 << 20):
-            return _SHARED_MEMORY
-    return Path(tempfile.gettempdir())
+def _has_space(directory: Path, size: int) -> bool:
+    """Whether `size` bytes can be written there with room to spare."""
+    return os.access(directory, os.W_OK) and shutil.disk_usage(directory).free > size + (16 << 20)
 
 
 class WeightSnapshot:
     """The weights of one version, kept so that an engine that starts later can be given them again.
 
-    The file has a name only while `published()`; between updates it lives on as an open descriptor, so nothing is left
-    behind in shared memory however the process ends, except in the middle of an update.
+    Tensors are written as they come; in the process one of them exists at a time. They go to shared memory, and to the
+    temporary directory once that is full. The file has a name only while `published()`; between updates it lives on as
+    an open descriptor, so nothing is left behind in shared memory however the process ends, except in the middle of an
+    update.
     """
 
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        from safetensors.torch import save_file
+        from ctpo_megatron.tensor_file import TensorFile
 
-        tensors = _storable(named_tensors)
-        if not tensors:
-            raise ValueError(f"weights of version {version}: no tensors given")
-        self.names = frozenset(tensors)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self.version = version
-        self._path = _new_path(_directory(size))
+        writer = TensorFile(_new_path(_SHARED_MEMORY if _has_space(_SHARED_MEMORY, 0) else _disk()), _HEADER_BYTES)
         try:
-            save_file(tensors, str(self._path))
-            self._file: IO[bytes] = open(self._path, "rb")  # noqa: SIM115 - held for the life of the snapshot
+            for name, tensor in named_tensors:
+                if writer.path.parent == _SHARED_MEMORY and not _has_space(_SHARED_MEMORY, tensor.nbytes):
+                    writer.move(_new_path(_disk()))
+                writer.add(name, tensor)
+                del tensor  # or it would stay while the next one is gathered
+            if not writer.names:
+                raise ValueError(f"weights of version {version}: no tensors given")
+            writer.close()
         except BaseException:
-            self._path.unlink(missing_ok=True)
+            writer.discard()
             raise
+        self.names, self._path = writer.names, writer.path
+        self._file: IO[bytes] = open(self._path, "rb")  # noqa: SIM115 - held for the life of the snapshot
 
     @contextmanager
     def published(self) -> Iterator[str]:
@@ -67,19 +69,6 @@ class WeightSnapshot:
         self._file.close()
 
 
-def _storable(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Contiguous CPU tensors, each with memory of its own (safetensors refuses tied ones)."""
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in named_tensors:
-        if name in tensors:
-            raise ValueError(f"weights: {name!r} given twice")
-        tensor = tensor.detach().cpu().contiguous()
-        tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
-    return tensors
-
-
 def checkpoint_names(model_path: str | Path) -> frozenset[str]:
     """Tensor names of the safetensors checkpoint in `model_path`; empty when it has another format."""
     from safetensors import safe_open
@@ -89,6 +78,10 @@ def checkpoint_names(model_path: str | Path) -> frozenset[str]:
         with safe_open(str(file), "pt") as handle:
             names.update(handle.keys())
     return frozenset(names)
+
+
+def _disk() -> Path:
+    return Path(tempfile.gettempdir())
 
 
 def _new_path(directory: Path) -> Path:

@@ -4,7 +4,8 @@ The batch, its anchor and the weights are the same everywhere; compared are the 
 full gradient by Hugging Face name. Layouts run as real jobs of their own, grouped by the number of ranks.
 """
 
+from ctpo_megatron.verify.exported import Finding, check_exported
 from ctpo_megatron.verify.layouts import LAYOUTS
 from ctpo_megatron.verify.run import Check, layouts_for, verify
 
-__all__ = ["LAYOUTS", "Check", "layouts_for", "verify"]
+__all__ = ["LAYOUTS", "Check", "Finding", "check_exported", "layouts_for", "verify"]

@@ -96,6 +96,7 @@ def test_sharded_directories_are_read_and_written(layout: Layout, tmp_path: Path
     hf.write_directory(policy.weights(), tmp_path / "one", tmp_path / "many", write=True, shard_bytes=200_000)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in policy.weights())
     again = Policy(PolicyConfig(), layout, tmp_path / "many", temperature=1.0)
     for name, tensor in again.weights():
         assert torch.equal(tensor, model.state_dict()[name]), name

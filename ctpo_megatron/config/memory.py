@@ -1,0 +1,274 @@
+"""How much memory a trainer rank needs: bytes of weights, gradients, optimizer state and activations. No torch.
+
+Sizes are those of Megatron-Core 0.16 on CUDA with Transformer Engine. Weights, gradients and optimizer state are exact
+up to the padding of gradient buffers. Activations follow Korthikanti et al., arXiv 2205.05198, with flash attention,
+grouped-query attention, RMSNorm, a gated MLP and no dropout in the place of that paper's layer; an upper estimate of
+what the backward pass allocates besides is included. Not included: the CUDA context, NCCL and allocator fragmentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ctpo_megatron.config.model_facts import ModelFacts
+from ctpo_megatron.config.schema import PolicyConfig
+
+GIB = 1 << 30
+HEAD_CHUNK_BYTES = 1216 << 20
+"""Float32 logits that the streaming head holds at a time on CUDA (`ctpo_kernels.linear.CHUNK_BYTES`)."""
+
+_VOCABULARY_MULTIPLE = 128
+_BYTES = {"float32": 4, "bfloat16": 2}
+_MAIN_GRADIENT = 4
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the model and a micro-batch are cut over ranks, and what is kept between forward and backward.
+
+    micro_batch_tokens: of one context-parallel rank. chunks: groups of layers on each pipeline rank (virtual pipeline).
+    recompute: parts of a layer that backward computes again (`full` alone: all of it). offload: what waits in host
+    memory while trajectories are sampled (`policy.offload`).
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    offload: str = "none"
+    dtype: str = "bfloat16"
+    recompute: tuple[str, ...] = ()
+    streaming_head: bool = True
+    micro_batch_tokens: int = 8192
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, world_size: int) -> Split:
+        """The split of a configuration on so many ranks; rounded down where `check` would report an error."""
+        model_parallel = (
+            policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size * policy.context_parallel_size
+        )
+        recompute = {"none": (), "selective": policy.recompute_modules, "full": ("full",)}
+        return cls(
+            tensor=policy.tensor_model_parallel_size,
+            pipeline=policy.pipeline_model_parallel_size,
+            chunks=policy.virtual_pipeline_model_parallel_size or 1,
+            context=policy.context_parallel_size,
+            expert=policy.expert_model_parallel_size,
+            data=max(1, world_size // model_parallel),
+            sequence_parallel=policy.sequence_parallel,
+            distributed_optimizer=policy.use_distributed_optimizer,
+            offload=policy.offload,
+            dtype=policy.dtype,
+            recompute=recompute[policy.recompute],
+            streaming_head=policy.head == "streaming",
+            micro_batch_tokens=policy.micro_batch_tokens,
+        )
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return _BYTES[self.dtype]
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Ranks over which the optimizer state of a weight outside the experts is split."""
+        return self.data * self.context if self.distributed_optimizer else 1
+
+    @property
+    def expert_optimizer_shards(self) -> int:
+        """Ranks over which that of an expert's weight is split: those that hold the same experts."""
+        return max(1, self.data * self.context // self.expert) if self.distributed_optimizer else 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank of pipeline stage `stage`."""
+
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head
+
+    def while_sampling(self, offload: str) -> int:
+        """What stays on the GPU while trajectories are sampled."""
+        if offload == "none":
+            return self.weights + self.gradients + self.optimizer
+        return self.weights if offload == "optimizer" else 0
+
+
+def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
+    """Vocabulary rows that Megatron holds: the next multiple of 128 x tensor-parallel size."""
+    multiple = _VOCABULARY_MULTIPLE * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+def parameters(facts: ModelFacts) -> tuple[int, int]:
+    """(all parameters, those that one token uses), as a model card counts them."""
+    dense, experts = _layer_parameters(facts, Split())
+    active = experts * facts.num_experts_per_token // facts.num_experts if facts.num_experts else 0
+    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
+    rest = embeddings + facts.hidden_size
+    return facts.num_layers * (dense + experts) + rest, facts.num_layers * (dense + active) + rest
+
+
+def stage_parameters(facts: ModelFacts, split: Split, stage: int) -> tuple[int, int]:
+    """(parameters outside experts, parameters of experts) on one rank of a pipeline stage."""
+    dense, experts = _layer_parameters(facts, split)
+    layers = facts.num_layers // split.pipeline
+    embedding = padded_vocabulary(facts.vocab_size, split.tensor) // split.tensor * facts.hidden_size
+    first, last = stage == 0, stage == split.pipeline - 1
+    extra = embedding if first else 0
+    if last:
+        # Tied embeddings are one tensor where first and last stage are one rank, and a copy elsewhere.
+        extra += facts.hidden_size + (0 if first and facts.tie_word_embeddings else embedding)
+    return layers * dense + extra, layers * experts
+
+
+def _layer_parameters(facts: ModelFacts, split: Split) -> tuple[int, int]:
+    """Of one layer on one rank: outside experts, in experts. Megatron's expert tensor parallelism is `tensor`."""
+    h, d, t = facts.hidden_size, facts.head_dim, split.tensor
+    projected = (facts.num_attention_heads + 2 * facts.num_key_value_heads) * d
+    dense = projected * h // t + h * facts.num_attention_heads * d // t + 2 * h
+    dense += projected // t if facts.qkv_bias else 0
+    dense += 2 * d if facts.qk_norm else 0
+    if not facts.num_experts:
+        return dense + 3 * h * facts.intermediate_size // t, 0
+    router = facts.num_experts * h
+    return dense + router, facts.num_experts // split.expert * 3 * h * facts.moe_intermediate_size // t
+
+
+def layer_activations(facts: ModelFacts, split: Split) -> dict[str, int]:
+    """Bytes that one layer keeps for backward, per token of a micro-batch of one rank, by `recompute` module.
+
+    input: the residual stream that enters the layer. Experts are assumed to be used evenly.
+    """
+    p, h, d, t = split.element, facts.hidden_size, facts.head_dim, split.tensor
+    whole = h * p // (t if split.sequence_parallel else 1)  # a tensor of the residual stream's shape
+    heads, groups = facts.num_attention_heads, facts.num_key_value_heads
+    q_k_v = (heads + 2 * groups) * d * p // t
+    normed_q_k = (heads + groups) * d * p // t if facts.qk_norm else 0
+    kept = {
+        "input": whole,
+        "layernorm": 2 * whole,  # what both norms give
+        "residual": whole,  # the input of the second norm
+        "attention": q_k_v + normed_q_k + heads * d * p // t + 4 * heads // t,  # + log-sum-exp of flash attention
+    }
+    if not facts.num_experts:
+        return kept | {"mlp": 3 * facts.intermediate_size * p // t}
+    # With sequence parallelism a rank routes its share of the tokens; those of all tensor ranks meet in an expert.
+    rows, width = facts.num_experts_per_token, facts.moe_intermediate_size // t
+    routing = 3 * 4 * facts.num_experts // (t if split.sequence_parallel else 1)  # float32 logits, probs, map
+    return kept | {
+        "moe": routing + rows * 2 * h * p + 2 * rows * width * p,  # rows in, rows out, gate and up
+        "moe_act": rows * width * p,
+    }
+
+
+def in_flight(split: Split, stage: int) -> float:
+    """Micro-batches, each counted with all layers of the rank, whose activations stage `stage` holds at its peak.
+
+    1F1B: pp - stage. Interleaved with v chunks a rank: (2 (pp - stage - 1) + (v - 1) pp + 1) chunks of 1 / v each,
+    which on the first stage is 1F1B's pp times 1 + (pp - 1) / (pp v) (arXiv 2205.05198, section 4.2.3).
+    """
+    p, v = split.pipeline, split.chunks
+    if v == 1:
+        return p - stage
+    return (2 * (p - stage - 1) + (v - 1) * p + 1) / v
+
+
+def stage_memory(facts: ModelFacts, split: Split, stage: int) -> Memory:
+    """Bytes of one rank of a pipeline stage, when there are at least as many micro-batches as stages."""
+    dense, experts = stage_parameters(facts, split, stage)
+    state = 8 + (4 if split.dtype == "bfloat16" else 0)  # two moments, and the float32 copy of bfloat16 weights
+    optimizer = state * (dense // split.optimizer_shards + experts // split.expert_optimizer_shards)
+    layer = layer_activations(facts, split)
+    layer_bytes = sum(layer.values())
+    if "full" in split.recompute:
+        kept = layer["input"]
+    else:
+        # Flash attention recomputes its scores anyway: `core_attn` has nothing to give back.
+        dropped = set(split.recompute) | ({"moe_act"} if "moe" in split.recompute else set())
+        kept = sum(size for name, size in layer.items() if name not in dropped)
+    # Backward of one layer: gradients the size of its activations, and the activations that are computed again.
+    working = layer_bytes + (layer_bytes - kept)
+    layers = facts.num_layers // split.pipeline
+    activations = split.micro_batch_tokens * (kept * layers * in_flight(split, stage) + working)
+    last = stage == split.pipeline - 1
+    return Memory(
+        stage=stage,
+        weights=split.element * (dense + experts),
+        gradients=_MAIN_GRADIENT * (dense + experts),
+        optimizer=optimizer,
+        activations=int(activations),
+        head=_head(facts, split) if last else 0,
+    )
+
+
+def _head(facts: ModelFacts, split: Split) -> int:
+    """Final norm, output layer and loss of one micro-batch."""
+    n, p = split.micro_batch_tokens, split.element
+    hidden = n * facts.hidden_size * p
+    sharded = split.tensor if split.sequence_parallel else 1
+    columns = padded_vocabulary(facts.vocab_size, split.tensor) // split.tensor
+    if not split.streaming_head:
+        # Logits, the rows that predict a model token, and their float32 softmax; the gradient replaces the rows.
+        return 2 * hidden // sharded + n * columns * (2 * p + 4)
+    rows = max(128, HEAD_CHUNK_BYTES // (4 * max(1, columns)) // 128 * 128)
+    # Norm in and out; then, of all tokens: hidden states where they were sharded, the rows used, their gradient, and
+    # that scattered back.
+    return 2 * hidden // sharded + (4 if sharded > 1 else 3) * hidden + 4 * min(rows, n) * columns
+
+
+def memory(facts: ModelFacts, split: Split) -> list[Memory]:
+    """One entry a pipeline stage, in order."""
+    return [stage_memory(facts, split, stage) for stage in range(split.pipeline)]
+
+
+def peak(facts: ModelFacts, split: Split) -> Memory:
+    """The stage that needs most."""
+    return max(memory(facts, split), key=lambda found: found.total)
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB to a tenth (MiB below that)."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 or not size else f"{size / (1 << 20):.1f} MiB"
+
+
+def table(facts: ModelFacts, split: Split) -> list[tuple[str, str, str]]:
+    """Rows (what, size, how it follows) of the rank that needs most."""
+    most = peak(facts, split)
+    weights, gradients = most.weights, most.gradients
+    shards = split.optimizer_shards
+    kept = "+".join(split.recompute) or "nothing"
+    state = "float32 weights and two moments, 12 B" if split.dtype == "bfloat16" else "two moments, 8 B"
+    where = f"/ {shards}" if shards > 1 else "not split"
+    head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"
+    last = most.stage == split.pipeline - 1
+    unknown = "" if facts.vocab_size else ", without the vocabulary that `prepare` will decide"
+    return [
+        ("weights", gib(weights), f"{weights // split.element:,} parameters x {split.element} B{unknown}"),
+        ("gradients", gib(gradients), f"x {_MAIN_GRADIENT} B, float32"),
+        ("optimizer", gib(most.optimizer), f"{state}, {where}"),
+        (
+            "activations",
+            gib(most.activations),
+            f"{split.micro_batch_tokens:,} tokens, {in_flight(split, most.stage):g} in flight, recomputed: {kept}",
+        ),
+        ("output layer and loss", gib(most.head), head if last else "on the last stage"),
+        ("total", gib(most.total), f"pipeline stage {most.stage}; context, NCCL and fragmentation not counted"),
+        ("while sampling", gib(most.while_sampling(split.offload)), f"policy.offload: {split.offload}"),
+    ]

@@ -1,0 +1,150 @@
+"""Writes the sizing table of docs/parallelism.md: `python -m ctpo_megatron.config.sizing [FILE]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ctpo_megatron.config.memory import GIB, Split, parameters, peak
+from ctpo_megatron.config.model_facts import ModelFacts
+
+BEGIN = "<!-- sizing: begin (written by `python -m ctpo_megatron.config.sizing docs/parallelism.md`) -->"
+END = "<!-- sizing: end -->"
+GPU_GIB = 80
+USABLE = 0.9
+"""Share of a GPU that the arithmetic may fill; the rest is for the CUDA context, NCCL and fragmentation."""
+
+_COMMON = Split(distributed_optimizer=True, recompute=("full",), micro_batch_tokens=16384)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """A model on a number of GPUs, cut as recommended."""
+
+    model: str
+    gpus: int
+    split: Split
+
+    @property
+    def fits(self) -> bool:
+        return peak(MODELS[self.model], self.split).total <= USABLE * GPU_GIB * GIB
+
+
+def _models() -> Mapping[str, ModelFacts]:
+    """Shapes of the published config.json files."""
+    qwen3 = {
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "vocab_size": 151936,
+        "qk_norm": True,
+        "rope_theta": 1e6,
+        "dtype": "bfloat16",
+    }
+    names = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    dense = {
+        "Qwen3-4B": (36, 2560, 32, 8, 9728),
+        "Qwen3-14B": (40, 5120, 40, 8, 17408),
+        "Qwen3-32B": (64, 5120, 64, 8, 25600),
+    }
+    found = {
+        name: ModelFacts(
+            "Qwen3ForCausalLM", **qwen3, **dict(zip(names, shape, strict=True)), tie_word_embeddings=name == "Qwen3-4B"
+        )
+        for name, shape in dense.items()
+    }
+    shape = dict(zip(names, (48, 2048, 32, 4, 6144), strict=True))
+    experts = {"num_experts": 128, "num_experts_per_token": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    return found | {"Qwen3-30B-A3B": ModelFacts("Qwen3MoeForCausalLM", **qwen3, **shape, **experts)}
+
+
+MODELS = _models()
+
+
+def _sizings() -> tuple[Sizing, ...]:
+    def cut(model: str, gpus: int, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Sizing:
+        split = replace(
+            _COMMON,
+            tensor=tensor,
+            pipeline=pipeline,
+            expert=expert,
+            data=gpus // (tensor * pipeline),
+            sequence_parallel=tensor > 1,
+        )
+        return Sizing(model, gpus, split)
+
+    return (
+        *(cut("Qwen3-4B", gpus) for gpus in (8, 16, 64)),
+        *(cut("Qwen3-14B", gpus, tensor=4) for gpus in (8, 16, 64)),
+        *(cut("Qwen3-32B", gpus, tensor=8) for gpus in (8, 16)),
+        cut("Qwen3-32B", 64, tensor=4, pipeline=2),
+        cut("Qwen3-30B-A3B", 8, tensor=4, expert=2),
+        *(cut("Qwen3-30B-A3B", gpus, pipeline=2, expert=8) for gpus in (16, 64)),
+    )
+
+
+SIZINGS = _sizings()
+
+
+def sizing() -> str:
+    """The markdown table, one row a model and number of GPUs, and the arithmetic of each row below it."""
+    lines = [
+        "| model | GPUs | TP | PP | EP | DP | weights | gradients | optimizer | activations | head | **total, GiB** "
+        f"| of {GPU_GIB} GiB | activations without recomputation |",
+        "|---|" + "---:|" * 13,
+    ]
+    for row in SIZINGS:
+        s, most = row.split, peak(MODELS[row.model], row.split)
+        cells = [row.model, row.gpus, s.tensor, s.pipeline, s.expert, s.data]
+        parts = (most.weights, most.gradients, most.optimizer, most.activations, most.head)
+        share = f"{most.total / (GPU_GIB * GIB):.0%}" + ("" if row.fits else ", **too much**")
+        eager = peak(MODELS[row.model], replace(s, recompute=())).activations
+        cells += [*map(_gib, parts), f"**{_gib(most.total)}**", share, _gib(eager)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += [
+        "",
+        "The same as sums in GiB, for a rank of the fullest stage (P: its parameters, n: tokens of a micro-batch):",
+        "",
+    ]
+    lines += [f"- {_arithmetic(row)}" for row in SIZINGS]
+    return "\n".join(lines) + "\n"
+
+
+def _arithmetic(row: Sizing) -> str:
+    """One row of the table in words."""
+    facts, s = MODELS[row.model], row.split
+    most = peak(facts, s)
+    whole, active = parameters(facts)
+    size = f"{whole / 1e9:.2f} B" + (f", {active / 1e9:.2f} B active" if facts.num_experts else "")
+    held = most.weights // s.element
+    shards = f"{s.optimizer_shards}" + (f" (experts / {s.expert_optimizer_shards})" if facts.num_experts else "")
+    return (
+        f"{row.model} ({size}) on {row.gpus}: P = {held / 1e9:.3f} B; weights 2 P = {_gib(most.weights)}, "
+        f"gradients 4 P = {_gib(most.gradients)}, optimizer 12 P / {shards} = {_gib(most.optimizer)}, "
+        f"activations {_gib(most.activations)} and head {_gib(most.head)} at n = {s.micro_batch_tokens:,}; "
+        f"together {_gib(most.total)} GiB"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def update(text: str) -> str:
+    """A document with its sizing table replaced by the current one."""
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n{sizing()}{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    """Print the table, or rewrite it in place in the file named."""
+    if len(sys.argv) == 1:
+        print(sizing(), end="")
+    else:
+        file = Path(sys.argv[1])
+        file.write_text(update(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The verb `ctpo export`: weights of a run or a checkpoint as a Hugging Face directory, and its check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctpo_megatron.config import ConfigError, ModelFacts, PolicyConfig, Problem, load_config
+from ctpo_megatron.policy import Layout, Policy, join, latest_checkpoint, leave
+from ctpo_megatron.verify import Finding, check_exported
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be exported, and checked.
+
+    model: Hugging Face directory that gives architecture and tokenizer. checkpoint: None, to check `target` alone.
+    target: directory to write, or to check.
+    """
+
+    model: Path
+    checkpoint: Path | None
+    target: Path
+    policy: PolicyConfig
+
+
+def resolve(source: Path, model: Path | None, output: Path | None) -> Request:
+    """Find out what `source` is: a run directory, one of its checkpoints, or a Hugging Face directory.
+
+    A run stands for its newest checkpoint; one without checkpoints, and a Hugging Face directory, for the model that
+    is already exported. Raises ConfigError saying what is missing.
+    """
+    if (source / "config.json").is_file():
+        if output is not None:
+            raise ConfigError([Problem("--output", f"{source} is in Hugging Face format already", "leave it out")])
+        dtype = "bfloat16" if ModelFacts.read(source).dtype == "bfloat16" else "float32"
+        return Request(source, None, source, _policy(dtype))
+    is_checkpoint = (source / "COMPLETE.json").is_file()
+    run = source.resolve().parent.parent if is_checkpoint else source
+    config = load_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
+    checkpoint = source if is_checkpoint else latest_checkpoint(source / "checkpoints")
+    if config is None and not is_checkpoint:
+        fix = "give a run directory, a checkpoint (with COMPLETE.json), or a Hugging Face directory"
+        raise ConfigError([Problem("export", "nothing to export here", fix, str(source))])
+    if checkpoint is None:
+        exported = run / config.export.directory  # type: ignore[union-attr]
+        if not (exported / "config.json").is_file():
+            fix = "train with checkpoint.every=N, or export.enabled=true"
+            raise ConfigError([Problem("export", f"{run} has neither checkpoints nor {exported.name}/", fix)])
+        return resolve(exported, model, output)
+    if model is None and config is None:
+        fix = "give the Hugging Face directory that was trained: --model DIR"
+        raise ConfigError([Problem("--model", f"{checkpoint} is not in a run directory with config.yaml", fix)])
+    model = model or Path(config.model.path)  # type: ignore[union-attr]
+    dtype = config.policy.dtype if config else ModelFacts.read(model).dtype
+    target = output or run / f"model-{checkpoint.name}"
+    if target.exists() and not (target / "config.json").is_file():
+        fix = "choose a directory that does not exist, or an exported model, which is replaced"
+        raise ConfigError([Problem("--output", "exists and is no exported model", fix, str(target))])
+    return Request(model, checkpoint, target, _policy(dtype))
+
+
+def _policy(dtype: str) -> PolicyConfig:
+    return PolicyConfig(dtype=dtype, head="logits")
+
+
+def export(
+    request: Request, *, check: bool, tolerance: float | None, tensor_parallel: int, pipeline_parallel: int
+) -> list[Finding] | None:
+    """Write `request.target`, and check it; collective over the ranks that torchrun started. None: not checked.
+
+    Findings are on rank 0. Raises ConfigError when the ranks do not fit the layout, CheckpointError, OSError.
+    """
+    config = request.policy.model_copy(
+        update={
+            "tensor_model_parallel_size": tensor_parallel,
+            "pipeline_model_parallel_size": pipeline_parallel,
+        }
+    )
+    layout: Layout = join(config, seed=0)
+    try:
+        policy = Policy(config, layout, request.model, temperature=1.0)
+        if request.checkpoint is not None:
+            policy.load_weights(request.checkpoint)
+            policy.export(request.target)
+        if not check:
+            return None
+        return check_exported(request.target, policy, layout, tolerance)
+    finally:
+        leave()

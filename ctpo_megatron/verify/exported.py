@@ -1,0 +1,120 @@
+"""Holds a Hugging Face directory to the Megatron model whose weights it should have: `ctpo export --check`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
+
+from ctpo_megatron.policy import Layout, Policy
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Largest difference of a logit that rounding explains, relative to the largest logit (policy.dtype)."""
+
+_LENGTHS = (2, 17, 40)
+_MESSAGES = [{"role": "user", "content": "What is 6 times 7?"}]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing checked. detail: figures, or what is wrong and what to do."""
+
+    what: str
+    good: bool
+    detail: str
+
+
+def check_exported(directory: Path, policy: Policy, layout: Layout, tolerance: float | None = None) -> list[Finding]:
+    """Tokenizer, chat template, generation settings, every tensor, and logits of fixed random sequences; collective.
+
+    The directory is loaded by transformers in float32 on rank 0, where the findings are; other ranks get an empty list.
+    tolerance: of a logit, relative to the largest one; None: `TOLERANCE` of the policy's precision. policy: as
+    `Policy.logits` needs it.
+    """
+    vocabulary = policy.facts.vocab_size
+    draw = random.Random(0)
+    count = max(len(_LENGTHS), layout.dp_size)
+    sequences = [[draw.randrange(vocabulary) for _ in range(_LENGTHS[i % len(_LENGTHS)])] for i in range(count)]
+    expected = policy.logits(sequences)
+    limit = TOLERANCE[policy.config.dtype] if tolerance is None else tolerance
+    tensors = _tensors(directory, policy, layout)
+    if layout.rank != 0:
+        return []
+    disable_progress_bar()
+    return [*_files(directory), tensors, _logits(directory, sequences, expected, limit)]
+
+
+def _files(directory: Path) -> Iterator[Finding]:
+    """What generation needs besides the weights."""
+    fix = f"copy it into {directory} from the model that was trained"
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        yield Finding("tokenizer", False, f"does not load ({_first_line(error)}); {fix}")
+        tokenizer = None
+    if tokenizer is not None:
+        yield Finding("tokenizer", True, f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")
+        try:
+            text = tokenizer.apply_chat_template(_MESSAGES, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program: it may raise anything
+            yield Finding("chat template", False, f"does not render ({_first_line(error)}); {fix}")
+        else:
+            good = _MESSAGES[0]["content"] in text
+            detail = f"renders {len(text)} characters" if good else f"drops the user's message; {fix}"
+            yield Finding("chat template", good, detail)
+    try:
+        ends = GenerationConfig.from_pretrained(directory).eos_token_id
+    except (OSError, ValueError) as error:
+        yield Finding("generation config", False, f"does not load ({_first_line(error)}); {fix}")
+    else:
+        good = ends is not None
+        yield Finding("generation config", good, f"ends at token {ends}" if good else "names no eos_token_id; add one")
+
+
+def _tensors(directory: Path, policy: Policy, layout: Layout) -> Finding:
+    """Every tensor bit for bit, one at a time."""
+    where = {}
+    for path in sorted(directory.glob("*.safetensors")) if layout.rank == 0 else ():
+        with safe_open(path, "pt") as file:
+            where |= dict.fromkeys(file.keys(), path)
+    names, wrong = set(), []
+    for name, tensor in policy.weights():
+        names.add(name)
+        if layout.rank == 0 and name in where:
+            with safe_open(where[name], "pt") as file:
+                found = file.get_tensor(name)
+            if found.shape != tensor.shape or not torch.equal(found, tensor.cpu().to(found.dtype)):
+                wrong.append(name)
+        del tensor
+    problems = [f"missing: {name}" for name in sorted(names - where.keys())]
+    problems += [f"surplus: {name}" for name in sorted(where.keys() - names - {"lm_head.weight"})]
+    problems += [f"differs: {name}" for name in wrong]
+    detail = f"{len(names)} tensors, equal bit for bit"
+    if problems:
+        detail = f"{len(problems)} of {len(names)}: " + ", ".join(problems[:3]) + "; export again"
+    return Finding("weights", not problems, detail)
+
+
+def _logits(directory: Path, sequences: list[list[int]], expected: list[torch.Tensor], tolerance: float) -> Finding:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    largest = difference = 0.0
+    with torch.no_grad():
+        for ids, ours in zip(sequences, expected, strict=True):
+            theirs = model(torch.tensor([ids])).logits[0]
+            largest = max(largest, float(theirs.abs().max()))
+            found = float((theirs - ours).abs().max())
+            difference = found if not found <= difference else difference  # a NaN stays
+    tokens = sum(map(len, sequences))
+    detail = f"largest difference {difference:.1e} of {largest:.3g} on {tokens} tokens, limit {tolerance * largest:.1e}"
+    return Finding("logits", difference <= tolerance * largest, detail)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,155 @@
+"""Memory arithmetic: parameter counts of published models, what each dimension divides, and the table in the docs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ctpo_kernels.linear import CHUNK_BYTES
+from ctpo_megatron.config import PolicyConfig, Split, layer_activations, memory_table, stage_memory
+from ctpo_megatron.config.memory import HEAD_CHUNK_BYTES, in_flight, memory, parameters, peak, stage_parameters
+from ctpo_megatron.config.sizing import MODELS, SIZINGS, sizing, update
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+ROW = Split(micro_batch_tokens=16384)
+
+
+def test_the_document_holds_the_present_table() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert sizing() in text
+    assert update(text) == text
+
+
+@pytest.mark.parametrize(
+    ("model", "whole", "active"),
+    [
+        ("Qwen3-4B", 4.022e9, 4.022e9),
+        ("Qwen3-14B", 14.768e9, 14.768e9),
+        ("Qwen3-32B", 32.762e9, 32.762e9),
+        ("Qwen3-30B-A3B", 30.532e9, 3.353e9),
+    ],
+)
+def test_parameter_counts_are_those_of_the_model_cards(model: str, whole: float, active: float) -> None:
+    assert parameters(MODELS[model]) == pytest.approx((whole, active), abs=1e6)
+
+
+@pytest.mark.parametrize("row", SIZINGS, ids=lambda row: f"{row.model}-{row.gpus}")
+def test_recommended_splits_are_possible(row: object) -> None:
+    facts, s = MODELS[row.model], row.split  # type: ignore[attr-defined]
+    assert s.ranks == row.gpus  # type: ignore[attr-defined]
+    width = facts.moe_intermediate_size or facts.intermediate_size
+    assert [n % s.tensor for n in (facts.num_attention_heads, facts.num_key_value_heads, width)] == [0, 0, 0]
+    assert facts.num_layers % s.pipeline == 0
+    assert not facts.num_experts or (facts.num_experts % s.expert == 0 and s.data * s.context % s.expert == 0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_shards_add_up_to_the_model(model: str) -> None:
+    """All ranks of one replica hold the model once, but for norms and routers, padding, and a tied output layer."""
+    facts = MODELS[model]
+    split = Split(tensor=4, pipeline=2, expert=4 if facts.num_experts else 1)
+    dense, experts = map(sum, zip(*(stage_parameters(facts, split, stage) for stage in range(2)), strict=True))
+    whole, _ = parameters(facts)
+    found = 4 * dense + 4 * split.expert * experts
+    copied = 3 * facts.num_layers * (2 * facts.hidden_size + 2 * facts.head_dim + facts.num_experts * facts.hidden_size)
+    copied += 3 * facts.hidden_size
+    copied += facts.vocab_size * facts.hidden_size if facts.tie_word_embeddings else 0
+    padding = (152064 - 151936) * facts.hidden_size * 2  # to a multiple of 4 x 128 rows
+    assert found == whole + copied + padding
+
+
+def test_bytes_of_a_parameter() -> None:
+    facts, count = MODELS["Qwen3-14B"], 14768307200
+    plain = stage_memory(facts, ROW, 0)
+    assert (plain.weights, plain.gradients, plain.optimizer) == (2 * count, 4 * count, 12 * count)
+    exact = stage_memory(facts, replace(ROW, dtype="float32"), 0)
+    assert (exact.weights, exact.gradients, exact.optimizer) == (4 * count, 4 * count, 8 * count)
+    split = stage_memory(facts, replace(ROW, data=4, context=2, distributed_optimizer=True), 0)
+    assert (split.gradients, split.optimizer) == (4 * count, 12 * count // 8)
+    assert stage_memory(facts, replace(ROW, data=8), 0).optimizer == 12 * count
+    assert [plain.while_sampling(kind) // count for kind in ("none", "optimizer", "all")] == [18, 2, 0]
+
+
+def test_expert_state_is_split_over_the_ranks_that_hold_the_same_experts() -> None:
+    facts = MODELS["Qwen3-30B-A3B"]
+    split = replace(ROW, data=16, expert=8, distributed_optimizer=True)
+    dense, experts = stage_parameters(facts, split, 0)
+    assert experts == 16 * 48 * 3 * 2048 * 768
+    assert stage_memory(facts, split, 0).optimizer == 12 * (dense // 16 + experts // 2)
+
+
+def test_activations_of_a_layer_follow_the_papers_terms() -> None:
+    """Korthikanti et al. (arXiv 2205.05198): without dropout, with h = heads x head_dim, all heads keyed.
+
+    The layer of the paper keeps 10 h + 24 h / t bytes a token besides the scores; of them 2 h are dropout masks. Ours
+    has 8 h of those 10 (two norms in, two norms out), and per t: q, k, v and the attention's output 8 h, and 12 h in
+    the three tensors of a gated MLP of ffn = 2 h in place of 16 h in two; 4 bytes a head are the log-sum-exp.
+    """
+    facts = replace(MODELS["Qwen3-32B"], num_attention_heads=40, num_key_value_heads=40, intermediate_size=2 * 5120)
+    facts = replace(facts, qk_norm=False)
+    h = 5120
+    for t in (1, 2, 4):
+        found = sum(layer_activations(facts, Split(tensor=t)).values())
+        assert found == 8 * h + (8 * h + 12 * h + 4 * 40) // t
+        spread = sum(layer_activations(facts, Split(tensor=t, sequence_parallel=True)).values())
+        assert spread == (8 * h + 8 * h + 12 * h + 4 * 40) // t
+
+
+def test_micro_batches_in_flight() -> None:
+    assert [in_flight(Split(pipeline=4), stage) for stage in range(4)] == [4, 3, 2, 1]
+    # L (1 + (p - 1) / (p v)) layers of activations on the first stage, section 4.2.3 of the paper
+    assert in_flight(Split(pipeline=4, chunks=2), 0) == pytest.approx(4 * (1 + 3 / 8))
+    assert in_flight(Split(pipeline=4, chunks=2), 3) == 2.5
+    assert in_flight(Split(), 0) == 1
+
+
+def test_recomputation_gives_memory_back() -> None:
+    facts = MODELS["Qwen3-14B"]
+    none, mlp, full = (peak(facts, replace(ROW, recompute=r)).activations for r in ((), ("mlp",), ("full",)))
+    assert full < mlp < none
+    per_token = layer_activations(facts, ROW)
+    assert none == 16384 * sum(per_token.values()) * 41
+    assert full == 16384 * (40 * per_token["input"] + 2 * sum(per_token.values()) - per_token["input"])
+
+
+def test_streaming_head_does_not_grow_with_the_vocabulary() -> None:
+    assert CHUNK_BYTES["cuda"] == HEAD_CHUNK_BYTES
+    facts = MODELS["Qwen3-14B"]
+    streaming, logits = (stage_memory(facts, replace(ROW, streaming_head=s), 0).head for s in (True, False))
+    assert streaming < 2.1 * 2**30 < logits == 2 * 16384 * 5120 * 2 + 16384 * 151936 * 8
+
+
+def test_only_the_last_stage_has_the_head_and_the_peak_is_one_of_the_stages() -> None:
+    stages = memory(MODELS["Qwen3-32B"], replace(ROW, pipeline=4, tensor=4))
+    assert [bool(stage.head) for stage in stages] == [False, False, False, True]
+    assert peak(MODELS["Qwen3-32B"], replace(ROW, pipeline=4, tensor=4)) in stages
+
+
+def test_split_of_a_configuration() -> None:
+    policy = PolicyConfig(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=3,
+        context_parallel_size=2,
+        expert_model_parallel_size=4,
+        sequence_parallel=True,
+        use_distributed_optimizer=True,
+        offload="optimizer",
+        dtype="bfloat16",
+        recompute="selective",
+        recompute_modules=("mlp", "core_attn"),
+        micro_batch_tokens=100,
+    )
+    assert Split.of(policy, 32) == Split(
+        2, 2, 3, 2, 4, 4, True, True, "optimizer", "bfloat16", ("mlp", "core_attn"), True, 100
+    )
+
+
+def test_table_rows_add_up() -> None:
+    rows = memory_table(MODELS["Qwen3-4B"], replace(ROW, data=8, distributed_optimizer=True))
+    sizes = [float(size.removesuffix(" GiB")) for _, size, _ in rows]
+    assert rows[0][2] == "4,022,468,096 parameters x 2 B"
+    assert sizes[5] == pytest.approx(sum(sizes[:5]), abs=0.3)
+    assert sizes[6] == pytest.approx(sum(sizes[:3]), abs=0.2)

@@ -1,0 +1,62 @@
+"""Peak memory of handing weights on, run by every rank of one job; rank 0 writes what each rank needed.
+
+python start_scenario.py export_memory_scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}}, ...}'
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.policy import Policy, gather_objects, join, leave
+from ctpo_megatron.rollout.weights import WeightSnapshot
+
+
+def resident(field: str) -> int:
+    (kib,) = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kib) << 10
+
+
+def peak_of(action: Callable[[], Any]) -> int:
+    """Bytes by which the process grew at most while `action` ran."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = resident("VmRSS")
+    action()
+    return resident("VmHWM") - before
+
+
+def run(model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    config = PolicyConfig(timeout_minutes=2.0, **settings.get("policy", {}))
+    layout = join(config, seed=0)
+    policy = Policy(config, layout, model, temperature=1.0)
+
+    def sync() -> None:
+        if layout.rank == 0:
+            WeightSnapshot(policy.weights(), 1).close()
+        else:
+            deque(policy.weights(), maxlen=0)
+
+    sync()  # collectives allocate their own buffers when they are first used
+    dist.barrier()
+    found = {"sync": peak_of(sync)}
+    dist.barrier()
+    found["export"] = peak_of(lambda: policy.export(folder / "exported"))
+    return {"ranks": gather_objects(found)}
+
+
+def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
+    results = {}
+    for name, settings in scenarios.items():
+        results[name] = run(models_dir / settings["family"], output.parent / name, settings)
+        mpu.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        torch.save(results, output)
+    leave()

@@ -1,0 +1,84 @@
+"""Builds models under layouts, run by every rank of one job; rank 0 writes bytes counted and bytes computed.
+
+python start_scenario.py memory_scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}}, ...}'
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig, Split, layer_activations, stage_memory
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.policy import Policy, gather_objects, join, leave, policy_gradient
+
+
+def count(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def optimizer_bytes(policy: Policy) -> int:
+    """Adam's moments, and the float32 copies where the model's own weights are not float32."""
+    optimizers = getattr(policy._optimizer, "chained_optimizers", [policy._optimizer])
+    found = 0
+    for optimizer in optimizers:
+        for parameter, state in optimizer.optimizer.state.items():
+            found += count((state["exp_avg"], state["exp_avg_sq"]))
+            found += count((parameter,)) if policy.config.dtype == "bfloat16" else 0
+    return found
+
+
+def saved_bytes(policy: Policy, step: Any) -> int:
+    """Memory that autograd keeps for the backward pass of an optimizer step, without the weights."""
+    weights = {p.untyped_storage().data_ptr() for chunk in policy._model.gpt for p in chunk.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        policy.update(step, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
+    return sum(kept.values())
+
+
+def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=2048, **settings.get("policy", {}))
+    layout = join(config, seed=0)
+    policy = Policy(config, layout, model, temperature=1.0)
+    policy.use_optimizer(OptimizerConfig(lr=1e-4), total_steps=2)
+    batch = [copy.deepcopy(models.trajectories(1)[0]) for _ in range(8)]  # one length: attention pads nothing
+    (step,) = policy.mini_batches(batch, models.advantages(8), size=8)
+    policy.anchor([step])
+    saved = saved_bytes(policy, step)
+    parameters = [p for chunk in policy._model.gpt for p in chunk.parameters()]
+    split = Split.of(config, layout.world_size)
+    expected = stage_memory(policy.facts, split, layout.pp_rank)
+    mine = {
+        "weights": (count(parameters), expected.weights),
+        "gradients": (count(p.main_grad for p in parameters), expected.gradients),
+        "optimizer": (optimizer_bytes(policy), expected.optimizer),
+    }
+    tokens = sum(len(t.token_ids) for t in batch) / layout.dp_size
+    layers = policy.facts.num_layers // layout.pp_size
+    per_token = layer_activations(policy.facts, split)
+    kept = per_token["input"] if config.recompute == "full" else sum(per_token.values())
+    return {"ranks": gather_objects(mine), "activations": (saved, tokens * layers * kept)}
+
+
+def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
+    results = {}
+    for name, settings in scenarios.items():
+        results[name] = run(models_dir / settings.get("family", "qwen3-tied"), settings)
+        mpu.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        torch.save(results, output)
+    leave()

@@ -1,0 +1,106 @@
+"""What is detected of transformer-engine and apex, what the log says, and that training falls back without them."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import models
+import pytest
+from jobs import run_job
+
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.policy import Policy, capabilities, device, join, leave
+
+TE, APEX, FUSION = "transformer_engine", ("apex", "amp_C"), "fused_weight_gradient_mlp_cuda"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch):
+    """Pretend to be a CUDA machine with exactly these modules of the optional libraries."""
+    real = importlib.util.find_spec
+
+    def pretend(*names: str) -> device.Capabilities:
+        optional = {TE, *APEX, FUSION}
+
+        def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
+            if name in optional:
+                return ModuleSpec(name, None) if name in names else None
+            return real(name, package)
+
+        monkeypatch.setattr(device, "CUDA", True)
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        return capabilities()
+
+    return pretend
+
+
+def lines(found: device.Capabilities, layer_spec: str = "auto") -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in found.describe(layer_spec).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("modules", "attention", "adam", "fusion"),
+    [
+        ((), "torch", "torch AdamW", "off"),
+        ((TE,), "TE fused", "TE FusedAdam", "off"),
+        (APEX, "torch", "apex FusedAdam", "off"),
+        ((TE, *APEX, FUSION), "TE fused", "TE FusedAdam", "apex"),
+        ((*APEX, FUSION), "torch", "apex FusedAdam", "apex"),
+        (("apex",), "torch", "torch AdamW", "off"),  # PyPI's web toolkit
+    ],
+)
+def test_what_is_installed_is_what_is_logged(
+    modules: tuple[str, ...], attention: str, adam: str, fusion: str, installed
+) -> None:
+    found = lines(installed(*modules))
+    assert found["attention"].startswith(attention)
+    assert found["norms"].startswith("TE" if TE in modules else "torch")
+    assert found["Adam"] == adam
+    assert found["gradient accumulation fusion"].startswith(fusion)
+    assert found["device"].startswith("cuda")
+
+
+def test_a_local_layer_spec_keeps_transformer_engine_out_of_the_layers(installed) -> None:
+    found = lines(installed(TE), "local")
+    assert found["attention"].startswith("torch") and found["norms"].startswith("torch")
+    assert found["Adam"] == "TE FusedAdam"  # megatron-core picks it wherever it can be imported
+
+
+def test_flags_follow_what_is_installed(installed) -> None:
+    installed(TE)
+    assert device.transformer_flags()["gradient_accumulation_fusion"] is False
+    installed(FUSION)
+    assert device.transformer_flags()["gradient_accumulation_fusion"] is True
+
+
+def test_without_cuda_nothing_counts_as_installed(installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(TE, *APEX, FUSION)
+    monkeypatch.setattr(device, "CUDA", False)
+    found = lines(capabilities())
+    assert found["Adam"] == "torch AdamW" and found["attention"].startswith("torch")
+
+
+def test_the_logged_adam_is_the_one_that_steps(tmp_path: Path) -> None:
+    models.build("qwen3-tied", tmp_path)
+    layout = join(PolicyConfig(), seed=0)
+    try:
+        policy = Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+        policy.use_optimizer(OptimizerConfig(), total_steps=1)
+        (inner,) = [optimizer.optimizer for optimizer in policy._optimizer.chained_optimizers]
+    finally:
+        leave()
+    assert f"{type(inner).__module__.split('.')[0]} {type(inner).__name__}" == capabilities().adam
+
+
+def test_the_other_package_called_apex_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core sees a package of that name and believes that it has NVIDIA's norms."""
+    foreign = tmp_path / "site" / "apex"
+    foreign.mkdir(parents=True)
+    (foreign / "__init__.py").write_text('"""A toolkit for Pyramid, an Apache web server, and Velruse."""\n')
+    models.build("qwen3-tied", tmp_path / "qwen3-tied")
+    plain = run_job("scenario.py", tmp_path, tmp_path / "plain.pt", 1, {"run": {}})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    beside = run_job("scenario.py", tmp_path, tmp_path / "beside.pt", 1, {"run": {}})
+    assert beside["run"]["steps"] == plain["run"]["steps"]

@@ -1,0 +1,141 @@
+"""`ctpo export --check` on a run with a trained checkpoint: what passes, and what each kind of damage is called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from jobs import ROOT
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ctpo_megatron.cli import main
+from ctpo_megatron.config import OptimizerConfig, dump, load_config
+from ctpo_megatron.data import prepare
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.policy import Policy, join, leave, policy_gradient
+
+STEP = "step_000003"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with one checkpoint, whose weights have left those of the model it began with."""
+    root = tmp_path_factory.mktemp("export")
+    sizes = {"train_prompts": 64, "heldout_prompts": 16, "warmup_traces": 400, "tokenizer_traces": 400}
+    config = load_config(
+        ROOT / "configs" / "quickstart.yaml",
+        [f"prepare.directory={root / 'data'}", f"run.root={root}", "run.name=run"]
+        + [f"prepare.{name}={size}" for name, size in sizes.items()],
+    )
+    prepare(config.prepare)
+    directory = root / "run"
+    directory.mkdir()
+    (directory / "config.yaml").write_text(dump(config))
+    layout = join(config.policy, seed=0)
+    try:
+        policy = Policy(config.policy, layout, Path(config.model.path), temperature=1.0)
+        policy.use_optimizer(OptimizerConfig(lr=1e-2), total_steps=2)
+        trajectories = models.trajectories(8)
+        for trajectory in trajectories:
+            trajectory.token_ids[:] = [i % policy.facts.vocab_size for i in trajectory.token_ids]
+        (step,) = policy.mini_batches(trajectories, models.advantages(8), size=8)
+        policy.anchor([step])
+        policy.update(step, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
+        policy.save(directory / "checkpoints", 3, {"step": 3})
+    finally:
+        leave()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    assert main(["export", str(run), "--check"]) == 0
+    return run / f"model-{STEP}"
+
+
+@pytest.fixture
+def copy(exported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "copy"))
+
+
+def test_the_export_has_the_checkpoints_weights(run: Path, exported: Path) -> None:
+    before = load_file(run.parent / "data" / "model" / "model.safetensors")
+    after = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert moved == list(before)
+
+
+def test_an_export_is_checked_alone(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(exported), "--check"]) == 0
+    printed = capsys.readouterr().out
+    for what in ("tokenizer", "chat template", "generation config", "weights", "logits"):
+        assert f"  {what} " in printed
+    assert "FAILED" not in printed
+
+
+def test_two_tensor_parallel_ranks_export_the_same(run: Path, exported: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "ctpo_megatron.cli", "export", str(run / "checkpoints" / STEP), "--check"]
+    command += ["--tensor-parallel", "2", "--output", str(tmp_path / "two")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    one, two = (load_file(folder / "model.safetensors") for folder in (exported, tmp_path / "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_wrong_weights_are_found_by_their_logits(run: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check of a checkpoint writes anew; so the comparison is called with an export spoiled afterwards."""
+    from ctpo_megatron.config import PolicyConfig
+    from ctpo_megatron.verify import check_exported
+
+    weights = load_file(copy / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name] = weights[name] * 1.1
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    layout = join(PolicyConfig(), seed=0)
+    try:
+        policy = Policy(PolicyConfig(head="logits"), layout, run.parent / "data" / "model", temperature=1.0)
+        policy.load_weights(run / "checkpoints" / STEP)
+        found = {finding.what: finding for finding in check_exported(copy, policy, layout)}
+    finally:
+        leave()
+    assert [name for name, finding in found.items() if not finding.good] == ["weights", "logits"]
+    assert "missing: model.layers.0.mlp.up_proj.weight" in found["weights"].detail
+    assert f"differs: {name}" in found["weights"].detail
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("tokenizer.json", "tokenizer"),
+        ("chat_template.jinja", "chat template"),
+        ("generation_config.json", "generation config"),
+    ],
+)
+def test_what_generation_needs_is_missed(file: str, what: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / file).unlink()
+    assert main(["export", str(copy), "--check"]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert line.split("FAILED")[0].strip() == what
+
+
+def test_requests_that_cannot_be_met_say_why(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path)]) == 2
+    assert "give a run directory, a checkpoint" in capsys.readouterr().err
+    (tmp_path / "notes.txt").touch()
+    assert main(["export", str(run), "--output", str(tmp_path)]) == 2
+    assert "exists and is no exported model" in capsys.readouterr().err
+    lonely = shutil.copytree(run / "checkpoints" / STEP, tmp_path / "elsewhere" / STEP)
+    assert main(["export", str(lonely)]) == 2
+    assert "--model DIR" in capsys.readouterr().err
+    assert main(["export", str(run), "--tensor-parallel", "3"]) == 2
+    assert "3 does not divide the 1 ranks" in capsys.readouterr().err

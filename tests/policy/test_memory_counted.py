@@ -1,0 +1,72 @@
+"""The memory arithmetic against models that exist: every byte of weights, gradients and optimizer state, per rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from jobs import Results, run_job
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+run = partial(run_job, "memory_scenario.py")
+BF16 = {"dtype": "bfloat16"}
+DISTOPT = {"use_distributed_optimizer": True}
+ONE: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied-bfloat16": {"family": "qwen3-untied", "policy": BF16},
+    "bias": {"family": "qwen2.5", "policy": BF16},
+    "llama": {"family": "llama"},
+    "experts": {"family": "qwen3-moe", "policy": BF16},
+    "bias-float32": {"family": "qwen2.5"},
+}
+TWO: dict[str, dict[str, Any]] = {
+    "tp2-sp": {"policy": BF16 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    "pp2-tied": {"policy": {"pipeline_model_parallel_size": 2}},
+    "pp2-untied": {"family": "qwen3-untied", "policy": {"pipeline_model_parallel_size": 2}},
+    "dp2-distopt": {"policy": BF16 | DISTOPT},
+    "cp2-distopt": {"policy": DISTOPT | {"context_parallel_size": 2}},
+    "ep2": {"family": "qwen3-moe", "policy": BF16 | {"expert_model_parallel_size": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("memory")
+    for family in ("qwen3-tied", "qwen3-untied", "qwen2.5", "llama"):
+        models.build(family, root / family)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(vocab_size=models.VOCAB, head_dim=24, intermediate_size=192, **shape, **experts)
+    Qwen3MoeForCausalLM(config).save_pretrained(root / "qwen3-moe")
+    return root
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Results:
+    return run(folder, folder / "one.pt", 1, ONE)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Results:
+    return run(folder, folder / "two.pt", 2, TWO)
+
+
+@pytest.mark.parametrize("name", [*ONE, *TWO])
+def test_bytes_are_those_computed(name: str, one: Results, two: Results) -> None:
+    for rank in (one | two)[name]["ranks"]:
+        for part, (counted, computed) in rank.items():
+            # a shard of the optimizer ends where the padded gradient buffer is cut, not where a parameter ends
+            slack = 0.02 if part == "optimizer" and "distopt" in name else 0
+            assert counted == pytest.approx(computed, rel=slack), (name, part)
+
+
+@pytest.mark.parametrize("name", ["tied", "bias-float32", "llama"])
+def test_activations_are_near_those_computed(name: str, one: Results) -> None:
+    """Between 1 and 2 times (seen: 1.65 to 1.80): without fused kernels RoPE, SwiGLU and attention keep copies."""
+    counted, computed = one[name]["activations"]
+    assert 1.0 <= counted / computed <= 2.0

@@ -1,0 +1,90 @@
+"""safetensors files written tensor by tensor, read by the library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ctpo_megatron.rollout import weights
+from ctpo_megatron.tensor_file import TensorFile
+
+TENSORS = {
+    "matrix": torch.arange(12.0).view(3, 4).T,
+    "scalar": torch.tensor(3.5),
+    "half": torch.linspace(-1, 1, 7).bfloat16(),
+    "empty": torch.zeros(0, 4),
+    "ids": torch.arange(5),
+    'with "quotes" and ü': torch.ones(2, dtype=torch.bool),
+}
+
+
+def check(path: Path) -> None:
+    found = load_file(path)
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
+    file = TensorFile(tmp_path / "a")
+    for name, tensor in TENSORS.items():
+        file.add(name, tensor)
+    file.close()
+    check(tmp_path / "a")
+    assert file.tensor_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+@pytest.mark.parametrize("moved_before", [0, 3, 6])
+def test_a_file_can_move_while_it_grows(tmp_path: Path, moved_before: int) -> None:
+    file = TensorFile(tmp_path / "a")
+    for index, (name, tensor) in enumerate(TENSORS.items()):
+        if index == moved_before:
+            file.move(tmp_path / "b")
+        file.add(name, tensor)
+    if moved_before == 6:
+        file.move(tmp_path / "b")
+    file.close()
+    assert not (tmp_path / "a").exists()
+    check(tmp_path / "b")
+
+
+def test_a_full_header_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    file = TensorFile(tmp_path / "a", header_bytes=1024)
+    count = 0
+    while file.has_room_for(f"tensor {count}"):
+        file.add(f"tensor {count}", torch.full((2,), count))
+        count += 1
+    with pytest.raises(ValueError, match="start another file"):
+        file.add("one more", torch.zeros(2))
+    file.close()
+    assert {int(value[0]) for value in load_file(tmp_path / "a").values()} == set(range(count)) and count > 3
+
+
+def test_weights_leave_shared_memory_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, disk = tmp_path / "shared", tmp_path / "disk"
+    shared.mkdir()
+    disk.mkdir()
+    monkeypatch.setattr(weights, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(weights, "_disk", lambda: disk)
+    monkeypatch.setattr(weights, "_has_space", lambda directory, size: size < 40)
+    snapshot = weights.WeightSnapshot(TENSORS.items(), 4)
+    with snapshot.published() as path:
+        assert Path(path).parent == disk and list(shared.iterdir()) == []
+        check(Path(path))
+    snapshot.close()
+    assert list(disk.iterdir()) == []
+
+
+def test_nothing_is_left_when_the_weights_stop_coming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_SHARED_MEMORY", tmp_path)
+
+    def failing():
+        yield "a", torch.zeros(3)
+        raise RuntimeError("the peer died")
+
+    with pytest.raises(RuntimeError, match="peer"):
+        weights.WeightSnapshot(failing(), 1)
+    assert list(tmp_path.iterdir()) == []
