@@ -103,6 +103,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def gather_in_place(out: torch.Tensor, part: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+    """All-gather `part` of every rank into `out` `[ranks, *part.shape]` with no memory besides; collective."""
+    if CUDA:
+        torch.distributed.all_gather_into_tensor(out, part.contiguous(), group=group)
+        return
+    for rank, source in enumerate(torch.distributed.get_process_group_ranks(group)):
+        if rank == group.rank():
+            out[rank].copy_(part)
+        # gloo's all-gather would hold everything a second time.
+        torch.distributed.broadcast(out[rank], src=source, group=group)
+
+
 def peak_memory_mib() -> float:
     """Most memory that this process has held since it began, in MiB: in torch's tensors on a GPU, resident on a CPU."""
     if CUDA:

@@ -18,6 +18,7 @@ from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 
 from ctpo_megatron.config import ModelFacts
+from ctpo_megatron.policy import device
 from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.tensor_file import TensorFile
@@ -291,11 +292,7 @@ def _join(part: torch.Tensor, dim: int | None, group: dist.ProcessGroup) -> torc
     if dim is None or group.size() == 1:
         return part
     stacked = part.new_empty(group.size(), *part.shape)
-    for rank, source in enumerate(dist.get_process_group_ranks(group)):
-        if rank == group.rank():
-            stacked[rank].copy_(part)
-        # Into its place: gloo's all-gather would hold everything a second time.
-        dist.broadcast(stacked[rank], src=source, group=group)
+    device.gather_in_place(stacked, part, group)
     return stacked.flatten(0, 1) if dim == 0 else torch.cat(stacked.unbind(), dim=dim)
 
 
