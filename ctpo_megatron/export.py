@@ -52,6 +52,9 @@ def resolve(source: Path, model: Path | None, output: Path | None) -> Request:
         fix = "give the Hugging Face directory that was trained: --model DIR"
         raise ConfigError([Problem("--model", f"{checkpoint} is not in a run directory with config.yaml", fix)])
     model = model or Path(config.model.path)  # type: ignore[union-attr]
+    if not (model / "config.json").is_file():
+        fix = "export from the folder that the run was started in, or give the directory: --model DIR"
+        raise ConfigError([Problem("model.path", "not found from here", fix, str(model))])
     dtype = config.policy.dtype if config else ModelFacts.read(model).dtype
     target = output or run / f"model-{checkpoint.name}"
     if target.exists() and not (target / "config.json").is_file():

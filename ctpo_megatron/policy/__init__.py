@@ -14,6 +14,9 @@ import warnings
 
 # megatron-core warns at import about every optional package that is absent; `capabilities()` says it in one line.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
+# Calls of megatron-core's go through `device.scope()`, which their warnings are then ascribed to.
+warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning)
 
 from ctpo_megatron.policy.checkpoint_files import CheckpointError
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint

@@ -52,7 +52,7 @@ def build_model(directory: Path, *, experts: bool) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 96, "num_hidden_layers": 4, "intermediate_size": 192, "vocab_size": 500}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
-    common = {**sizes, **heads, "max_position_embeddings": 512}
+    common = {**sizes, **heads, "max_position_embeddings": 512, "pad_token_id": 7}
     if experts:
         mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **mixture))

@@ -36,6 +36,8 @@ class Reference:
         # Eager experts are the only ones that multiply in float64 everywhere.
         options = {"experts_implementation": "eager"} if ModelFacts.read(directory).num_experts else {}
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **options)
+        # transformers drops the gradient of the padding token's embedding; as a token of a sequence it has one.
+        self._model.get_input_embeddings().padding_idx = None
         self._temperature = temperature
 
     def log_probs(self, trajectory: Trajectory) -> Tensor:
