@@ -217,6 +217,7 @@ class Session:
             state = self._state(step, version) if self.is_first else {}
             score = self._score(step) if self.is_first else None
             policy.save(self.directory / "checkpoints", step, state, settings, score)
+            policy.release()
         self.log(step, {})
 
     def _score(self, step: int) -> float | None:

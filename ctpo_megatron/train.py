@@ -102,9 +102,10 @@ def reinforce(
             check_mismatch(config, metrics)
             with session.timer.phase("update"):
                 metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
+            with session.timer.phase("trace"):
+                traces = policy.trace(mini_batches[-1], objective) if config.observe.trajectories else {}
             version += 1
             session.sync(policy, version)
-        traces = policy.trace(mini_batches[-1], objective) if config.observe.trajectories else {}
         session.log(step, metrics | {"weights/version": float(version)}, groups, traces)
         if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
             session.log(step, session.evaluate(step))
