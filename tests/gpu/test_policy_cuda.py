@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 from pathlib import Path
 
 import models
@@ -16,8 +16,9 @@ from ctpo_megatron.policy import Policy, join, leave, policy_gradient
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_log_probs_and_one_update(tmp_path: Path) -> None:
-    model = models.build("qwen3-tied", tmp_path)
+@pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-moe"])
+def test_log_probs_and_one_update(family: str, tmp_path: Path) -> None:
+    model = models.build(family, tmp_path)
     layout = join(PolicyConfig(), seed=0)
     try:
         policy = Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
@@ -25,15 +26,41 @@ def test_log_probs_and_one_update(tmp_path: Path) -> None:
         (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
         policy.anchor([mini_batch])
         for micro in mini_batch.micro_batches:
-            bounds = micro.cu_seqlens.tolist()
-            for start, end in itertools.pairwise(bounds):
-                ids = micro.token_ids[start:end].cpu()
+            for _, place in micro.places():
+                ids, mask = micro.token_ids[place].cpu(), micro.model_mask[place][1:].cpu()
                 with torch.no_grad():
                     logp = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)
-                mask = micro.model_mask[start + 1 : end].cpu()
-                found = micro.anchor_logp[start + 1 : end].cpu()
+                found = micro.anchor_logp[place][1:].cpu()
                 torch.testing.assert_close(found[mask], logp[mask], atol=1e-3, rtol=0)
         update = policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
         assert update.grad_norm > 0
+    finally:
+        leave()
+
+
+def test_offloading_gives_memory_back_and_changes_no_loss(tmp_path: Path) -> None:
+    """Master weights, moments, gradients and parameters leave the device, and the next update is as without."""
+    models.build("qwen3-tied", tmp_path)
+    layout = join(PolicyConfig(), seed=0)
+    try:
+        losses, held = {}, {}
+        for offload in ("none", "all"):
+            config = PolicyConfig(dtype="bfloat16", use_distributed_optimizer=True, offload=offload)
+            policy = Policy(config, layout, tmp_path, temperature=1.0)
+            policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=4)
+            losses[offload] = []
+            for _ in range(3):
+                (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+                policy.anchor([mini_batch])
+                update = policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
+                losses[offload].append(update.grad_norm)
+                del mini_batch
+                policy.release()
+            held[offload] = torch.cuda.memory_allocated()
+            del policy
+            gc.collect()
+            torch.cuda.empty_cache()
+        assert losses["all"] == pytest.approx(losses["none"], rel=1e-2)
+        assert held["all"] < held["none"] / 2
     finally:
         leave()
