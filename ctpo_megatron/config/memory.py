@@ -256,6 +256,7 @@ def table(facts: ModelFacts, split: Split) -> list[tuple[str, str, str]]:
     kept = "+".join(split.recompute) or "nothing"
     state = "float32 weights and two moments, 12 B" if split.dtype == "bfloat16" else "two moments, 8 B"
     where = f"/ {shards}" if shards > 1 else "not split"
+    where += f" (of experts / {split.expert_optimizer_shards})" if facts.num_experts and shards > 1 else ""
     head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"
     last = most.stage == split.pipeline - 1
     unknown = "" if facts.vocab_size else ", without the vocabulary that `prepare` will decide"
