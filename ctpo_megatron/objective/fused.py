@@ -48,7 +48,7 @@ def fused_policy_loss(
     weights: Tensor | None,
     layout: SequenceLayout,
     denominators: Denominators | None,
-    cp_group: dist.ProcessGroup | None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, LossStats]:
     """Loss, detached token losses and statistics as `policy_loss` gives them, by `ctpo_kernels.ctpo_loss`.
 

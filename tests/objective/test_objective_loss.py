@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,3 +249,19 @@ def test_nothing_is_read_back_from_the_device(name):
         out.loss.backward()
         assert merge([out.stats, out.stats]).as_tensor().device.type == "meta"
     assert supervised_loss(x, ones, step).loss.device.type == "meta"
+
+
+def test_split_sequences_need_the_counts_of_the_whole_step():
+    """A context-parallel rank cannot count what it does not hold."""
+    tokens = torch.zeros(4)
+    group = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ValueError, match="denominators: a context-parallel rank"):
+        policy_loss(
+            tokens,
+            tokens,
+            tokens,
+            tokens.bool(),
+            PolicyObjective.preset("ctpo"),
+            cu_seqlens=torch.tensor([0, 4]),
+            cp_group=group,
+        )
