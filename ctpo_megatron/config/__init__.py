@@ -12,6 +12,7 @@ from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
 from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_facts import ModelFacts, facts_for
+from ctpo_megatron.config.objective import PRESETS, PolicyObjective, RatioKind, objective_from_config
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import (
     AdvantageConfig,
@@ -37,6 +38,7 @@ from ctpo_megatron.config.schema import (
 )
 
 __all__ = [
+    "PRESETS",
     "AdvantageConfig",
     "CheckpointConfig",
     "Config",
@@ -54,8 +56,10 @@ __all__ = [
     "ObserveConfig",
     "OptimizerConfig",
     "PolicyConfig",
+    "PolicyObjective",
     "PrepareConfig",
     "Problem",
+    "RatioKind",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -72,6 +76,7 @@ __all__ = [
     "load_config",
     "load_with_sources",
     "memory_table",
+    "objective_from_config",
     "parse_train_args",
     "sequence_multiple",
     "stage_memory",

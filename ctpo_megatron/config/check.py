@@ -14,6 +14,7 @@ from pathlib import Path
 from ctpo_megatron.config.check_model import check_engine, check_parallel, check_tokens
 from ctpo_megatron.config.check_state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_facts import PREPARED, ModelFacts, facts_for, will_be_prepared
+from ctpo_megatron.config.objective import objective_from_config
 from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
 from ctpo_megatron.config.schema import Config, OptimizerConfig
 from ctpo_megatron.config.sources import Sources
@@ -96,6 +97,10 @@ def _objective(config: Config) -> Iterator[Problem]:
         message = f"gives no advantage {kind!r}: a trajectory would be compared with itself alone, and nothing learned"
         fix = "sample at least 2, or set objective.advantage.kind: mean_baseline"
         yield error(config, "rollout.samples_per_prompt", message, fix)
+    try:
+        objective_from_config(config.objective)
+    except ConfigError as refused:
+        yield from refused.problems
 
 
 def _sampling(config: Config) -> Iterator[Problem]:

@@ -13,12 +13,12 @@
 - `ratio_trace`: log r_t beside its clip window, for people to look at.
 """
 
+from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.advantages import group_advantages
 from ctpo_megatron.objective.aggregation import Denominators
 from ctpo_megatron.objective.correction import correction_weights
 from ctpo_megatron.objective.fused import LinearPolicyLoss, linear_policy_loss
 from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss
-from ctpo_megatron.objective.presets import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.stats import LossStats, merge, summarize
 from ctpo_megatron.objective.supervised import supervised_loss
 from ctpo_megatron.objective.trace import RatioTrace, ratio_trace

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.layout import SequenceLayout
-from ctpo_megatron.objective.presets import PolicyObjective
 
 
 @dataclass(frozen=True)

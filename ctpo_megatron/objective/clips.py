@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ctpo_megatron.objective.presets import PolicyObjective
+from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.ratios import LOG_RATIO_CAP
 
 

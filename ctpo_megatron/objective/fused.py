@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ctpo_kernels
+from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, counts
 from ctpo_megatron.objective.layout import SequenceLayout
-from ctpo_megatron.objective.presets import PolicyObjective
 from ctpo_megatron.objective.stats import LossStats
 
 RATIO_MODES = {

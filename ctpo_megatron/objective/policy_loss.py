@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
 from ctpo_megatron.objective.clips import Surrogate, surrogate
 from ctpo_megatron.objective.fused import fused_policy_loss
 from ctpo_megatron.objective.layout import SequenceLayout
-from ctpo_megatron.objective.presets import PolicyObjective
 from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, TokenRatios, token_ratios
 from ctpo_megatron.objective.stats import LossStats, stats_of
 

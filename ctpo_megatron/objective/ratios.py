@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ctpo_megatron.config import RatioKind
 from ctpo_megatron.objective.layout import SequenceLayout
-from ctpo_megatron.objective.presets import RatioKind
 
 TOKEN_LOG_RATIO_LIMIT = 20.0
 """|d_t| above this (nats) is cut before it enters a sum; the value is detached, so no gradient is lost to the cut."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.clips import window
 from ctpo_megatron.objective.layout import SequenceLayout
-from ctpo_megatron.objective.presets import PolicyObjective
 from ctpo_megatron.objective.ratios import token_ratios
 
 

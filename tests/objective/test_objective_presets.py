@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ctpo_megatron.config import ConfigError
 from ctpo_megatron.config.schema import ObjectiveConfig
 from ctpo_megatron.objective import PRESETS, PolicyObjective, objective_from_config
 
@@ -26,29 +27,35 @@ def test_numbers():
 
 
 def test_unknown_names_get_the_nearest():
-    with pytest.raises(ValueError, match="unknown 'ctp0'; did you mean 'ctpo'"):
+    with pytest.raises(ConfigError, match="unknown 'ctp0'; did you mean 'ctpo'"):
         PolicyObjective.preset("ctp0")
-    with pytest.raises(ValueError, match="unknown 'clip_hi'; did you mean 'clip_high'"):
+    with pytest.raises(ConfigError, match="unknown 'clip_hi'; did you mean 'clip_high'"):
         PolicyObjective.preset("ctpo", clip_hi=1.0)
-    with pytest.raises(ValueError, match="ratio: unknown 'cumulativ'; did you mean 'cumulative'"):
+    with pytest.raises(ConfigError, match=r"objective\.ratio = .*unknown 'cumulativ'; did you mean 'cumulative'"):
         PolicyObjective.preset("ctpo", ratio="cumulativ")
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("ctpo", {"clip_low": -0.1}, "must not be negative"),
-        ("ctpo", {"clip_high": float("nan")}, "clip_high: expected a finite number"),
-        ("ctpo", {"clip_power": "half"}, "clip_power: expected a finite number"),
-        ("ctpo", {"clip_low": None}, "clip_low: expected a finite number"),
-        ("ctpo", {"clip": "ratio"}, "must exceed 1; got 0.05"),
-        ("grpo", {"clip_low": 1.5}, "never negative"),
+        ("ctpo", {"clip_low": -0.1}, "clip_low = -0.1: must not be negative"),
+        ("ctpo", {"clip_high": float("nan")}, "objective.clip_high = .*: expected a finite number"),
+        ("ctpo", {"clip_power": "half"}, "objective.clip_power = .*: expected a finite number"),
+        ("ctpo", {"clip_low": None}, "objective.clip_low = .*: expected a finite number"),
+        ("ctpo", {"clip": "ratio"}, "clip_dual = 0.05: .* must exceed 1;"),
+        ("grpo", {"clip_low": 1.5}, "clip_low = 1.5: .* never negative"),
         ("ctpo", {"token_normalizer": 0.0}, "must be positive"),
     ],
 )
 def test_invalid_values_are_refused(name, overrides, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         PolicyObjective.preset(name, **overrides)
+
+
+def test_all_invalid_values_are_named_at_once():
+    with pytest.raises(ConfigError, match="2 problems") as caught:
+        PolicyObjective.preset("ctpo", clip="ratio", clip_low=3.0)
+    assert [problem.key for problem in caught.value.problems] == ["objective.clip_low", "objective.clip_dual"]
 
 
 def test_from_config():
