@@ -150,28 +150,36 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from ctpo_megatron.objective import PRESETS
-    from ctpo_megatron.verify import LAYOUTS, layouts_for, verify
+    from ctpo_megatron.verify import LAYOUTS, misfits, verify
 
     objectives = list(PRESETS) if args.objective == ["all"] else args.objective
-    limit = args.max_ranks or max(4, os.cpu_count() or 1)
-    layouts = args.layouts or layouts_for(args.model, limit)
-    for kind, names, known in (("layout", layouts, LAYOUTS), ("preset", objectives, PRESETS)):
+    for kind, names, known in (("layout", args.layouts or [], LAYOUTS), ("preset", objectives, PRESETS)):
         if unknown := sorted(set(names) - known.keys()):
             print(f"ctpo verify: unknown {kind} {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr)
             return 2
-    if unfit := sorted(set(layouts) - set(layouts_for(args.model, sys.maxsize))):
-        print(f"ctpo verify: {', '.join(unfit)} cannot run {args.model}: experts or none", file=sys.stderr)
+    unfit = misfits(args.model)
+    if wrong := [name for name in args.layouts or [] if name in unfit]:
+        for name in wrong:
+            print(f"ctpo verify: {name} cannot run {args.model}: {unfit[name]}", file=sys.stderr)
         return 2
+    limit = max(4, os.cpu_count() or 1) if args.max_ranks is None else args.max_ranks
+    large = {name: f"more than {limit} ranks" for name, layout in LAYOUTS.items() if layout.ranks > limit}
+    skipped = {} if args.layouts else large | unfit
+    layouts = args.layouts or [name for name in LAYOUTS if name not in skipped]
+    if not layouts:
+        print(f"ctpo verify: --max-ranks {limit} leaves nothing to check; raise it", file=sys.stderr)
+        return 2
+    for reason in dict.fromkeys(skipped.values()):
+        print(f"skipped: {', '.join(name for name in skipped if skipped[name] == reason)}: {reason}")
     print(f"{'layout':<25}{'objective':<14}{'ranks':>5}{'loss':>10}{'logp':>10}{'gradient':>10}  worst tensor")
     failed = total = 0
     for check in verify(args.model, layouts, objectives):
         good = check.passed(args.tolerance)
         failed, total = failed + (not good), total + 1
-        figures = check.problem or (
-            f"{check.loss:>10.1e}{check.logp:>10.1e}{check.gradient:>10.1e}  {check.worst:.1e} {check.worst_name}"
-        )
+        figures = f"{check.loss:>10.1e}{check.logp:>10.1e}{check.gradient:>10.1e}  {check.worst:.1e} {check.worst_name}"
         verdict = "" if good else "  FAILED"
-        print(f"{check.layout:<25}{check.objective:<14}{check.ranks:>5}{figures}{verdict}", flush=True)
+        row = f"{check.layout:<25}{check.objective:<14}{check.ranks:>5}{'' if check.problem else figures}{verdict}"
+        print(row, *check.problem.splitlines(), sep="\n    ", flush=True)
     print(f"{total - failed} of {total} within {args.tolerance:g} of the float64 oracle")
     return 1 if failed else 0
 

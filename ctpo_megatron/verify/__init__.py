@@ -6,6 +6,6 @@ full gradient by Hugging Face name. Layouts run as real jobs of their own, group
 
 from ctpo_megatron.verify.exported import Finding, check_exported
 from ctpo_megatron.verify.layouts import LAYOUTS
-from ctpo_megatron.verify.run import Check, layouts_for, verify
+from ctpo_megatron.verify.run import Check, misfits, verify
 
-__all__ = ["LAYOUTS", "Check", "Finding", "check_exported", "layouts_for", "verify"]
+__all__ = ["LAYOUTS", "Check", "Finding", "check_exported", "misfits", "verify"]

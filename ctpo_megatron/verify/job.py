@@ -42,8 +42,11 @@ def main(folder: Path, names: list[str]) -> None:
         config = PolicyConfig(timeout_minutes=5.0, **fields)
         layout = join(config, seed=0)
         found = run(layout, config, work)
+        gather_objects(None)  # the file says that every rank is through
         if layout.rank == 0:
-            torch.save(found, folder / f"{name}.pt")
+            aside = folder / f"{name}.tmp"
+            torch.save(found, aside)
+            aside.replace(folder / f"{name}.pt")
         mpu.destroy_model_parallel()
     leave()
 

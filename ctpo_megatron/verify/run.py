@@ -10,6 +10,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from ctpo_megatron.config import ModelFacts
+from ctpo_megatron.config import Config, ModelFacts, check_parallel
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.verify import batch
-from ctpo_megatron.verify.layouts import LAYOUTS
+from ctpo_megatron.verify.layouts import LAYOUTS, VerifyLayout
 from ctpo_megatron.verify.oracle import Oracle, Reference
 
 TEMPERATURE = 0.9
@@ -52,14 +53,29 @@ class Check:
         return not self.problem and all(value <= tolerance for value in (self.loss, self.logp, self.gradient))
 
 
-def layouts_for(model: Path | None, max_ranks: int) -> list[str]:
-    """Names of the layouts that fit a model (None: those of the two models made here) and a number of processes."""
-    kinds = (False, True) if model is None else (ModelFacts.read(model).num_experts > 0,)
-    return [name for name, layout in LAYOUTS.items() if layout.ranks <= max_ranks and layout.experts in kinds]
+def misfits(model: Path | None) -> dict[str, str]:
+    """Why layouts (by name) cannot run a model; those that can are not in it. Raises ConfigError for what is no model.
+
+    model: a Hugging Face directory; None, the two models made here, which every layout can run.
+    """
+    if model is None:
+        return {}
+    facts = ModelFacts.read(model)
+    reasons = {name: _misfit(layout, model, facts) for name, layout in LAYOUTS.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _misfit(layout: VerifyLayout, model: Path, facts: ModelFacts) -> str:
+    if layout.experts != (facts.num_experts > 0):
+        return f"for {'a mixture of experts' if layout.experts else 'a dense model'}"
+    required = {"run": {"name": "verify", "steps": 0}, "model": {"path": str(model)}, "data": {"train": ("none",)}}
+    config = Config.model_validate(required | {"policy": layout.policy})
+    found = check_parallel(config, layout.ranks, facts, cuda=torch.cuda.is_available())
+    return "; ".join(str(problem) for problem in found if problem.severity == "error")
 
 
 def verify(model: Path | None, layouts: Sequence[str], objectives: Sequence[str]) -> Iterator[Check]:
-    """Check layouts (names of `LAYOUTS`) and objectives (preset names), one after another.
+    """Check layouts (names of `LAYOUTS` that fit) and objectives (preset names), one after another.
 
     model: a Hugging Face directory small enough for float64; None makes a tiny dense one and a tiny mixture of experts.
     """
@@ -82,10 +98,24 @@ def _verify_model(
     for layout in layouts:
         groups[LAYOUTS[layout].ranks].append(layout)
     for ranks, members in sorted(groups.items()):
-        problem = _run_job(folder, ranks, members)
-        for layout in members:
+        for layout, problem in _run_all(folder, ranks, members):
             for objective in objectives:
                 yield _check(folder, layout, objective, ranks, oracle, problem)
+
+
+def _run_all(folder: Path, ranks: int, layouts: list[str]) -> Iterator[tuple[str, str]]:
+    """(layout, problem) of each. When a job dies, the layout that it was in has the problem; the rest get a new job."""
+    while layouts:
+        problem = _run_job(folder, ranks, layouts)
+        finished = len(list(takewhile(lambda name: (folder / f"{name}.pt").exists(), layouts)))
+        if problem or finished < len(layouts):
+            finished = min(finished, len(layouts) - 1)  # one that dies after its last layout was in that one
+            yield from ((name, "") for name in layouts[:finished])
+            yield layouts[finished], problem or "the job wrote nothing"
+            layouts = layouts[finished + 1 :]
+        else:
+            yield from ((name, "") for name in layouts)
+            layouts = []
 
 
 def _prepare(folder: Path, model: Path, objectives: Sequence[str]) -> Oracle:
@@ -127,16 +157,18 @@ def _run_job(folder: Path, ranks: int, layouts: list[str]) -> str:
 
 
 def _reason(log: str) -> str:
-    """The end of a failed job's output; with several ranks the end of what they wrote, without the launcher's."""
-    of_ranks = [line for line in log.splitlines() if line.startswith("[rank")]
-    return ("\n".join(of_ranks) or log)[-_LOG_CHARACTERS:]
+    """The last lines of a failed job's output: of the rank that spoke first, as the others may have waited for it."""
+    of_ranks = [line.partition("]:") for line in log.splitlines() if line.startswith("[rank")]
+    text = "\n".join(rest for rank, _, rest in of_ranks if rank == of_ranks[0][0]) or log.rstrip()
+    if len(text) <= _LOG_CHARACTERS:
+        return text
+    return text[-_LOG_CHARACTERS:].partition("\n")[2]
 
 
 def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle, problem: str) -> Check:
-    file = folder / f"{layout}.pt"
-    if not file.exists():
-        return Check(layout, objective, ranks, problem=problem or "the job wrote nothing")
-    found = torch.load(file, weights_only=False)
+    if problem:
+        return Check(layout, objective, ranks, problem=problem)
+    found = torch.load(folder / f"{layout}.pt", weights_only=False)
     if found["logp"].keys() != oracle.logp.keys():
         return Check(layout, objective, ranks, problem="the job did not evaluate every sequence")
     expected = oracle.gradient[objective]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from ctpo_megatron import cli
 from ctpo_megatron.objective import PRESETS
-from ctpo_megatron.verify import LAYOUTS, Check, batch, layouts_for, run
+from ctpo_megatron.verify import LAYOUTS, Check, batch, misfits, run
 
 SMALL = ("one", "one-micro", "tp2-sp", "vpp2-micro", "cp2-micro", "dp2-distopt", "moe-ep2")
 
@@ -39,11 +40,59 @@ def test_unknown_names_are_refused_with_the_known_ones(capsys: pytest.CaptureFix
     assert "unknown preset ppo" in capsys.readouterr().err
 
 
-def test_a_layout_of_experts_is_refused_for_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
+    """A model that `ctpo verify` makes, and whether it has experts."""
+    folder = tmp_path_factory.mktemp("made")
+    batch.build_model(folder, experts=request.param)
+    return folder, request.param
+
+
+def test_every_layout_of_its_kind_fits_a_model_made_here(made: tuple[Path, bool]) -> None:
+    model, experts = made
+    reason = "for a dense model" if experts else "for a mixture of experts"
+    assert misfits(model) == {name: reason for name, layout in LAYOUTS.items() if layout.experts != experts}
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    """The config.json of a dense model with two layers and three heads: nothing that VPP or TP could cut."""
     batch.build_model(tmp_path, experts=False)
-    assert cli.main(["verify", "--model", str(tmp_path), "--layouts", "one", "moe-ep2"]) == 2
-    assert "moe-ep2 cannot run" in capsys.readouterr().err
-    assert not any(name.startswith("moe") for name in layouts_for(tmp_path, 4))
+    file = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3}
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    return tmp_path
+
+
+def test_a_named_layout_that_does_not_fit_is_refused_with_the_reason(
+    short: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", "--model", str(short), "--layouts", "one", "moe-ep2", "vpp2", "tp2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and " one " not in err
+    assert f"moe-ep2 cannot run {short}: for a mixture of experts\n" in err
+    assert f"vpp2 cannot run {short}: policy.virtual_pipeline_model_parallel_size = 2: x pipeline_model_para" in err
+    assert "does not divide the model's 3 attention heads; policy.tensor_model_parallel_size = 2: does not" in err
+
+
+def test_what_does_not_fit_is_skipped_and_said(
+    short: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("ctpo_megatron.verify.verify", lambda model, layouts, objectives: ran.extend(layouts) or [])
+    assert cli.main(["verify", "--model", str(short), "--max-ranks", "2"]) == 0
+    assert {"one", "pp2", "cp2", "dp2"} <= set(ran) and not {"vpp2", "tp2", "cp4", "moe"} & set(ran)
+    lines = [line.split(": ", 2) for line in capsys.readouterr().out.splitlines() if line.startswith("skipped: ")]
+    skipped = {name: reason for _, names, reason in lines for name in names.split(", ")}
+    assert set(skipped) | set(ran) == set(LAYOUTS) and not set(skipped) & set(ran)
+    assert skipped["cp4"] == "more than 2 ranks" and skipped["moe-tp2-sp-ep2"] == "for a mixture of experts"
+    assert "does not divide the model's 2 layers" in skipped["vpp2"]
+
+
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_nothing_to_check_is_refused(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--max-ranks", limit]) == 2
+    assert capsys.readouterr() == ("", f"ctpo verify: --max-ranks {limit} leaves nothing to check; raise it\n")
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +159,34 @@ def test_what_is_missing_is_named(truth, change, problem: str) -> None:
 def test_a_job_that_dies_is_reported(tmp_path: Path) -> None:
     problem = run._run_job(tmp_path, 1, ["one"])
     assert "work.pickle" in problem
+
+
+@pytest.mark.parametrize(
+    ("dies_in", "expected"),
+    [
+        ("vpp2", [("tp2", ""), ("vpp2", "killed"), ("cp2", ""), ("dp2", "")]),
+        ("dp2", [("tp2", ""), ("vpp2", ""), ("cp2", ""), ("dp2", "killed")]),
+        ("after all", [("tp2", ""), ("vpp2", ""), ("cp2", ""), ("dp2", "killed")]),
+    ],
+)
+def test_the_layout_that_a_job_died_in_is_blamed_and_the_rest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str, expected: list[tuple[str, str]]
+) -> None:
+    def job(folder: Path, ranks: int, layouts: list[str]) -> str:
+        for name in layouts:
+            if name == dies_in:
+                return "killed"
+            (folder / f"{name}.pt").touch()
+        return "killed" if dies_in == "after all" else ""
+
+    monkeypatch.setattr(run, "_run_job", job)
+    assert list(run._run_all(tmp_path, 2, ["tp2", "vpp2", "cp2", "dp2"])) == expected
+
+
+def test_the_reason_is_whole_lines_of_the_rank_that_spoke_first() -> None:
+    noise = [f"W1121 noise {index}" for index in range(9)]
+    spoken = [f"[rank1]:   line {index} of the traceback" for index in range(200)]
+    answer = ["[rank0]: RuntimeError: connection closed by peer", "[rank1]: ValueError: the cause"]
+    lines = run._reason("\n".join([*noise, *spoken, *answer])).splitlines()
+    assert lines[-1] == " ValueError: the cause" and len(lines) > 50
+    assert all(line.startswith("   line ") for line in lines[:-1])
