@@ -17,6 +17,12 @@ GIB = 1 << 30
 HEAD_CHUNK_BYTES = 1216 << 20
 """Float32 logits that the streaming head holds at a time on CUDA (`ctpo_kernels.linear.CHUNK_BYTES`)."""
 
+GPU_GIB = 80
+"""The GPU that the tables judge by."""
+
+USABLE = 0.9
+"""Share of a GPU that the arithmetic may fill; the rest is for the CUDA context, NCCL and fragmentation."""
+
 _VOCABULARY_MULTIPLE = 128
 _BYTES = {"float32": 4, "bfloat16": 2}
 _MAIN_GRADIENT = 4
@@ -102,6 +108,11 @@ class Memory:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations + self.head
+
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU of `GPU_GIB` can hold it."""
+        return self.total <= USABLE * GPU_GIB * GIB
 
     def while_sampling(self, offload: str) -> int:
         """What stays on the GPU while trajectories are sampled."""
@@ -259,6 +270,7 @@ def table(facts: ModelFacts, split: Split) -> list[tuple[str, str, str]]:
     where += f" (of experts / {split.expert_optimizer_shards})" if facts.num_experts and shards > 1 else ""
     head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"
     last = most.stage == split.pipeline - 1
+    verdict = "" if most.fits else f"TOO MUCH for a GPU of {GPU_GIB} GiB; "
     unknown = "" if facts.vocab_size else ", without the vocabulary that `prepare` will decide"
     return [
         ("weights", gib(weights), f"{weights // split.element:,} parameters x {split.element} B{unknown}"),
@@ -270,6 +282,10 @@ def table(facts: ModelFacts, split: Split) -> list[tuple[str, str, str]]:
             f"{split.micro_batch_tokens:,} tokens, {in_flight(split, most.stage):g} in flight, recomputed: {kept}",
         ),
         ("output layer and loss", gib(most.head), head if last else "on the last stage"),
-        ("total", gib(most.total), f"pipeline stage {most.stage}; context, NCCL and fragmentation not counted"),
+        (
+            "total",
+            gib(most.total),
+            f"{verdict}pipeline stage {most.stage}; context, NCCL and fragmentation not counted",
+        ),
         ("while sampling", gib(most.while_sampling(split.offload)), f"policy.offload: {split.offload}"),
     ]

@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ctpo_megatron.config.memory import GIB, Split, parameters, peak
+from ctpo_megatron.config.memory import GIB, GPU_GIB, Split, parameters, peak
 from ctpo_megatron.config.model_facts import ModelFacts
 
 BEGIN = "<!-- sizing: begin (written by `python -m ctpo_megatron.config.sizing docs/parallelism.md`) -->"
 END = "<!-- sizing: end -->"
-GPU_GIB = 80
-USABLE = 0.9
-"""Share of a GPU that the arithmetic may fill; the rest is for the CUDA context, NCCL and fragmentation."""
 
 _COMMON = Split(distributed_optimizer=True, recompute=("full",), micro_batch_tokens=16384)
 
@@ -26,10 +23,6 @@ class Sizing:
     model: str
     gpus: int
     split: Split
-
-    @property
-    def fits(self) -> bool:
-        return peak(MODELS[self.model], self.split).total <= USABLE * GPU_GIB * GIB
 
 
 def _models() -> Mapping[str, ModelFacts]:
@@ -98,7 +91,7 @@ def sizing() -> str:
         s, most = row.split, peak(MODELS[row.model], row.split)
         cells = [row.model, row.gpus, s.tensor, s.pipeline, s.expert, s.data]
         parts = (most.weights, most.gradients, most.optimizer, most.activations, most.head)
-        share = f"{most.total / (GPU_GIB * GIB):.0%}" + ("" if row.fits else ", **too much**")
+        share = f"{most.total / (GPU_GIB * GIB):.0%}" + ("" if most.fits else ", **too much**")
         eager = peak(MODELS[row.model], replace(s, recompute=())).activations
         cells += [*map(_gib, parts), f"**{_gib(most.total)}**", share, _gib(eager)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
