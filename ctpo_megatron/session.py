@@ -48,10 +48,11 @@ class Session:
         self.is_first = layout.rank == 0
         self.directory: Path = layout.first(lambda: open_run_directory(config))
         self.timer = PhaseTimer(self.directory if self.is_first else None)
+        engines = config.rollout.engines * config.rollout.engine.tensor_parallel_size
         self._peaks = phase_peaks(
             config.observe.peak_flops or peak_flops(config.policy),
             trainers=layout.world_size,
-            engines=config.rollout.engines * config.rollout.engine.tensor_parallel_size,
+            engines=engines if config.rollout.replay is None else 0,  # reading a file is no sampling
         )
         if self.is_first:
             self._metrics = self._exit.enter_context(MetricsWriter(self.directory, config.observe.tensorboard))

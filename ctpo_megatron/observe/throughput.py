@@ -12,27 +12,25 @@ def throughput_metrics(metrics: Mapping[str, float], peaks: Mapping[str, float |
     """`throughput/<phase>_*` of the phases that `metrics` has a time of; see docs/metrics.md.
 
     metrics: of one step, with `time/<phase>` (seconds), `tokens/*` and `tokens/forward_tflop`. peaks: FLOP/s of all the
-    devices that a phase runs on; None, as on a CPU: its MFU is not reported.
+    devices that a phase runs on, by phase; None, as on a CPU: its MFU is not reported. Phases not in it are left out.
     """
     found: dict[str, float] = {}
-    for phase, passes in PASSES.items():
+    for phase, peak in peaks.items():
         seconds, tflop = metrics.get(f"time/{phase}"), metrics.get("tokens/forward_tflop")
         if not seconds or tflop is None:
             continue
         tokens = metrics["tokens/model" if phase == "rollout" else "tokens/total"]
-        rate = passes * tflop / seconds
+        rate = PASSES[phase] * tflop / seconds
         found |= {f"throughput/{phase}_tokens_per_s": tokens / seconds, f"throughput/{phase}_model_tflops_per_s": rate}
-        peak = peaks[phase]
         if peak is not None:
             found[f"throughput/{phase}_mfu"] = rate * 1e12 / peak
     return found
 
 
 def phase_peaks(per_device: float | None, *, trainers: int, engines: int) -> dict[str, float | None]:
-    """Peak FLOP/s of the devices of each phase; None where that of one device is not known."""
-    if per_device is None:
-        return dict.fromkeys(PASSES)
-    return {phase: per_device * (engines if phase == "rollout" else trainers) for phase in PASSES}
+    """Peak FLOP/s of the devices of each phase that runs on any; None where that of one device is not known."""
+    devices = {phase: engines if phase == "rollout" else trainers for phase in PASSES}
+    return {phase: None if per_device is None else per_device * count for phase, count in devices.items() if count}
 
 
 def warmup_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

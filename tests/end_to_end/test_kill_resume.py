@@ -110,6 +110,8 @@ def test_a_replay_trains_on_the_recording(folder: Path, whole: Path) -> None:
             (t["prompt_id"], t["token_ids"], t["behaviour_logp"])
             for t in records(folder / "runs" / "recorded", name)
         ]  # fmt: skip
+    assert all("throughput/update_tokens_per_s" in line for line in metrics[1:])
+    assert not any(name.startswith("throughput/rollout") for line in metrics for name in line)  # a file was read
     assert not (whole / "logs").exists()  # neither sandbox nor engines were started
 
 

@@ -34,6 +34,13 @@ def test_utilization_refers_to_the_devices_of_the_phase() -> None:
     assert found["throughput/update_mfu"] == pytest.approx(12.0 / 40)
 
 
+@pytest.mark.parametrize("per_device", [None, 10e12])
+def test_without_engines_nothing_is_said_of_the_rollout(per_device: float | None) -> None:
+    found = throughput_metrics(STEP, phase_peaks(per_device, trainers=4, engines=0))
+    assert found["throughput/update_model_tflops_per_s"] == 12.0
+    assert not any("rollout" in name for name in found)
+
+
 def test_lines_without_training_have_none() -> None:
     peaks = phase_peaks(1e12, trainers=1, engines=1)
     assert throughput_metrics({"val/toolmath/acc/mean@1": 0.5, "time/eval": 2.0}, peaks) == {}
