@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -32,8 +32,8 @@ from ctpo_megatron.config import (
     world_size,
 )
 
-_USER_ERRORS = {
-    # module (imported already if its error was raised): exceptions whose message is all the user needs
+# Module (imported already if its error was raised): names of exceptions.
+_USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
     "ctpo_megatron.observe": ("RunDirectoryError",),
@@ -41,6 +41,7 @@ _USER_ERRORS = {
     "ctpo_megatron.rollout": ("ReplayError",),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
+_FAILED_ELSEWHERE = {"ctpo_megatron.policy": ("FirstRankFailed",)}  # the rank that failed has the traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -298,7 +299,10 @@ def _print_warnings(warnings: Sequence[Problem]) -> None:
 
 
 def _report_error(error: Exception) -> int:
-    if not _is_user_error(error):
+    if _is_one_of(error, _FAILED_ELSEWHERE):
+        print(f"ctpo: {error}", file=sys.stderr)
+        return 1
+    if not _is_one_of(error, _USER_ERRORS):
         traceback.print_exception(error)
         return 1
     if _is_first_rank():  # one message per cause, not one per rank
@@ -306,9 +310,9 @@ def _report_error(error: Exception) -> int:
     return 2
 
 
-def _is_user_error(error: Exception) -> bool:
+def _is_one_of(error: Exception, kinds_of: Mapping[str, tuple[str, ...]]) -> bool:
     """By class object, from modules that are loaded: a module that is not cannot have raised anything."""
-    for module, names in _USER_ERRORS.items():
+    for module, names in kinds_of.items():
         loaded = sys.modules.get(module)
         kinds = tuple(kind for name in names if isinstance(kind := getattr(loaded, name, None), type))
         if isinstance(error, kinds):

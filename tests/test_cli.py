@@ -146,6 +146,22 @@ def test_user_errors_of_other_rooms_are_messages(
     assert capsys.readouterr().err.endswith("ctpo: runs/first exists\n")
 
 
+def test_a_rank_that_stops_with_the_first_says_so_in_one_line(
+    driver: types.ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = types.ModuleType("ctpo_megatron.policy")
+    room.FirstRankFailed = type("FirstRankFailed", (RuntimeError,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ctpo_megatron.policy", room)
+    monkeypatch.setenv("RANK", "1")
+
+    def stop(_: Config) -> int:
+        raise room.FirstRankFailed("rank 1 stops, rank 0 failed: X: y")
+
+    driver.main = stop  # type: ignore[attr-defined]
+    assert cli.main(["train", "first.yaml"]) == 1
+    assert capsys.readouterr() == ("", "ctpo: rank 1 stops, rank 0 failed: X: y\n")
+
+
 def test_other_errors_keep_their_traceback(driver: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_: Config) -> int:
         raise RuntimeError("a bug")

@@ -24,11 +24,12 @@ from ctpo_megatron.policy.device import capabilities
 from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.policy.parallel import Layout, gather_objects, join, leave
+from ctpo_megatron.policy.parallel import FirstRankFailed, Layout, gather_objects, join, leave
 from ctpo_megatron.policy.policy import Policy, Update, summarize_updates
 
 __all__ = [
     "CheckpointError",
+    "FirstRankFailed",
     "Layout",
     "MiniBatch",
     "Policy",

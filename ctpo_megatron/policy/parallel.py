@@ -19,6 +19,10 @@ from ctpo_megatron.policy import device
 T = TypeVar("T")
 
 
+class FirstRankFailed(RuntimeError):
+    """Rank 0 failed and says why itself; this rank stops with it. The message is one line."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where this process stands in the parallel layout."""
@@ -56,7 +60,10 @@ class Layout:
         return self.has_loss and self.cp_rank == 0
 
     def first(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 only; every rank returns its (pickled) result, or raises when it raised."""
+        """Run `action` on rank 0 only; every rank returns its (pickled) result.
+
+        When it raises, so does rank 0; the others raise FirstRankFailed.
+        """
         if self.world_size == 1:
             return action()
         result, problem = None, None
@@ -68,7 +75,7 @@ class Layout:
                 raise
         result, problem = broadcast_object((result, problem))
         if problem is not None:
-            raise RuntimeError(f"rank 0 failed: {problem}")
+            raise FirstRankFailed(f"rank {self.rank} stops, rank 0 failed: {problem.splitlines()[0]}")
         return result
 
 

@@ -1,0 +1,45 @@
+"""What rank 0 does alone: the others get its result, or stop with it in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ctpo_megatron.policy import FirstRankFailed, Layout, parallel
+
+
+def layout(rank: int) -> Layout:
+    alone = {f"{kind}_{what}": size for kind in ("tp", "pp", "cp", "ep") for what, size in (("rank", 0), ("size", 1))}
+    return Layout(rank=rank, world_size=2, dp_rank=rank, dp_size=2, device=torch.device("cpu"), **alone)
+
+
+def refuse() -> str:
+    raise ValueError("runs/x exists\nand more")
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What rank 0 broadcast, in a process that plays both ranks after each other."""
+    box: list[Any] = []
+
+    def broadcast(value: Any) -> Any:
+        if value != (None, None):  # the placeholder of a rank that receives
+            box.append(value)
+        return box[-1]
+
+    monkeypatch.setattr(parallel, "broadcast_object", broadcast)
+    return box
+
+
+def test_every_rank_has_the_result_of_the_first(sent: list[Any]) -> None:
+    assert [layout(0).first(lambda: "done"), layout(1).first(refuse)] == ["done", "done"]
+
+
+def test_the_first_raises_and_the_others_stop_with_it(sent: list[Any]) -> None:
+    with pytest.raises(ValueError, match="runs/x exists"):
+        layout(0).first(refuse)
+    with pytest.raises(FirstRankFailed) as caught:
+        layout(1).first(refuse)
+    assert str(caught.value) == "rank 1 stops, rank 0 failed: ValueError: runs/x exists"
