@@ -125,6 +125,8 @@ def draw(axes: Axes, run: RunData, panel: Panel, titled: bool) -> None:
     axes.tick_params(length=0, which="both", axis="y")
     if panel.log:
         _label_log_axis(axes)
+    elif axes.get_ylim()[1] >= 1e4:
+        _label_thousands(axes)
     _add_legend(axes)
     if titled:
         axes.set_title(panel.title, loc="left", pad=22)
@@ -150,14 +152,20 @@ def _add_legend(axes: Axes) -> None:
 
 def _label_log_axis(axes: Axes) -> None:
     """Over a short range plain numbers at 1, 2, 5; over a long one powers of ten alone."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axes.get_ylim()
     axes.yaxis.set_minor_formatter(NullFormatter())
     if high / low < 300:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        # The margin beside the axis is fixed: five digits would push its name out of the picture.
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1e3:g}k" if v >= 1e4 else f"{v:g}"))
+        _label_thousands(axes)
+
+
+def _label_thousands(axes: Axes) -> None:
+    """The margin beside the axis is fixed: five digits would push its name out of the picture."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1e3:g}k" if v >= 1e4 else f"{v:g}"))
 
 
 def _draw_lines(axes: Axes, run: RunData, panel: Panel) -> None:
@@ -167,7 +175,7 @@ def _draw_lines(axes: Axes, run: RunData, panel: Panel) -> None:
     if panel.band:
         _draw_band(axes, run, *panel.band)
     for line in panel.lines:
-        series = run.series(line.metric)
+        series = line.series(run)
         if series is not None:
             _draw_line(axes, series, line, panel, labelled=several)
     if panel.reference and (value := run.setting(panel.reference[0])):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from .display_view import PHASES
-from .run_data import ACCURACY, RunData
+from .run_data import ACCURACY, RunData, Series
 
 LIGHT = {
     "ink": "#1c2024",
@@ -30,12 +31,20 @@ OVERVIEW = ("reward", "accuracy", "tool", "clip", "is_ratio", "time")
 
 @dataclass(frozen=True)
 class Line:
-    """One metric as a curve."""
+    """One metric as a curve. `over_ranks` makes one value of those of all ranks, `<r>` in the name of the metric."""
 
     metric: str
     label: str
     colour: str = "blue"
     dashed: bool = False
+    over_ranks: Callable[[Iterable[float]], float] | None = None
+
+    def series(self, run: RunData) -> Series | None:
+        """Its points, or None when the run has no finite value of it."""
+        if self.over_ranks is None:
+            return run.series(self.metric)
+        found = {step: self.over_ranks(values.values()) for step, values in run.by_rank(self.metric).items()}
+        return Series(list(found), list(found.values())) if found else None
 
 
 @dataclass(frozen=True)
@@ -57,12 +66,12 @@ class Panel:
 
     def has_data(self, run: RunData) -> bool:
         """Whether any of its curves has a value (on a log axis: a positive one)."""
-        found = (run.series(line.metric) for line in self.lines)
+        found = (line.series(run) for line in self.lines)
         return any(series is not None and (not self.log or max(series.values) > 0) for series in found)
 
     def absent(self, run: RunData) -> list[str]:
         """Metrics it shows that the run does not have."""
-        return [line.metric for line in self.lines if run.series(line.metric) is None]
+        return [line.metric for line in self.lines if line.series(run) is None]
 
 
 _SHARE = (0.0, 1.0)
@@ -71,7 +80,7 @@ _FROM_ZERO = (0.0, None)
 
 def panels(run: RunData) -> list[Panel]:
     """All figures, in the order of the report."""
-    return [_PANELS[0], _accuracy(run), *_PANELS[1:], *_utilization(run), _memory(run)]
+    return [_PANELS[0], _accuracy(run), *_PANELS[1:], *_warm_up_speed(run), *_utilization(run), _memory(run)]
 
 
 def _accuracy(run: RunData) -> Panel:
@@ -92,6 +101,22 @@ def _accuracy(run: RunData) -> Panel:
     )
 
 
+def _warm_up_speed(run: RunData) -> list[Panel]:
+    """Nothing where there was no warm-up, and no utilization where no peak is known."""
+    tokens = "Tokens of a supervised step over its wall time, packing included."
+    share = "Model FLOP/s of the supervised steps over the peak of the trainer's devices."
+    found = (
+        _of_warm_up("warmup_throughput", "Warm-up throughput", "tokens per second", tokens, "warmup/tokens_per_s"),
+        _of_warm_up("warmup_mfu", "Warm-up utilization", "MFU", share, "warmup/mfu"),
+    )
+    return [panel for panel in found if panel.lines[0].metric in run.names]
+
+
+def _of_warm_up(name: str, title: str, ylabel: str, caption: str, metric: str) -> Panel:
+    lines = (Line(metric, title, "purple"),)
+    return Panel(name, title, ylabel, caption, lines, limits=_FROM_ZERO, xlabel="warm-up step")
+
+
 def _utilization(run: RunData) -> list[Panel]:
     """Nothing where no peak is known, as on a CPU."""
     lines = tuple(line for line in _by_phase("mfu") if line.metric in run.names)
@@ -100,12 +125,20 @@ def _utilization(run: RunData) -> list[Panel]:
 
 
 def _memory(run: RunData) -> Panel:
-    """A curve a rank while they can be told apart."""
+    """A curve a rank while they can be told apart, then their spread."""
     colours = ("blue", "orange", "green", "purple", "cyan", "red")
-    ranks = sorted((int(m[1]), name) for name in run.names if (m := _RANK_PEAK.fullmatch(name)))
-    lines = [Line(name, f"rank {rank}", colours[rank]) for rank, name in ranks[: len(colours)]]
-    if not 0 < len(ranks) <= len(colours):
+    ranks = sorted({rank for values in run.by_rank(RANK_PEAK).values() for rank in values})
+    lines = [
+        Line(RANK_PEAK.replace("<r>", str(rank)), f"rank {rank}", colour)
+        for rank, colour in zip(ranks, colours, strict=False)
+    ]
+    if not ranks or len(ranks) > len(colours):
         lines = [Line("memory/trainer_peak_mib", "largest of the ranks")]
+    if len(ranks) > len(colours):
+        lines += [
+            Line(RANK_PEAK, "median", "green", over_ranks=statistics.median),
+            Line(RANK_PEAK, "smallest", "grey", over_ranks=min),
+        ]
     return Panel(
         "memory",
         "Trainer memory",
@@ -116,7 +149,7 @@ def _memory(run: RunData) -> Panel:
     )
 
 
-_RANK_PEAK = re.compile(r"memory/rank_(\d+)_peak_mib")
+RANK_PEAK = "memory/rank_<r>_peak_mib"
 
 
 def _by_phase(unit: str) -> tuple[Line, ...]:

@@ -12,7 +12,7 @@ import yaml
 
 from .display_view import duration
 from .figures import write_figures
-from .panels import Panel, panels
+from .panels import RANK_PEAK, Panel, panels
 from .run_data import RunData, Series
 from .summary import LAST, Summary, evaluation_label, summarize
 from .trajectory_view import sample_views
@@ -64,6 +64,7 @@ def write_report(run_dir: Path) -> Path:
         figures=[(panel, figures[panel.name]) for panel in shown if panel.name in figures],
         left_out=list(left_out(run, shown, figures)),
         checks=list(checks(run)),
+        rank_memory=rank_memory(run),
         facts=list(facts(run)),
         config=yaml.safe_dump(run.config, sort_keys=False),
         views=sample_views(run.directory),
@@ -153,6 +154,16 @@ def checks(run: RunData) -> Iterator[Check]:
     nonfinite = run.series("observe/nonfinite")
     count = sum(nonfinite.values) if nonfinite else 0.0
     yield Check("Non-finite metrics", f"{count:,.0f}", count == 0, "values that were NaN or infinite")
+
+
+def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
+    """Peak MiB of every trainer rank after the last step, eight ranks a row; empty for one rank and above 64."""
+    steps = list(run.by_rank(RANK_PEAK).values())
+    if not steps or not 1 < len(steps[-1]) <= 64:
+        return []
+    ranks, last = list(steps[-1]), steps[-1]
+    rows = [ranks[start : start + 8] for start in range(0, len(ranks), 8)]
+    return [(f"ranks {row[0]}–{row[-1]}", [f"{last[rank]:,.0f}" for rank in row]) for row in rows]
 
 
 def _packing(run: RunData) -> Iterator[Check]:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ctpo_megatron.observe import MetricsWriter, open_run_directory, print_summary, summarize, write_report
 from ctpo_megatron.observe.panels import panels
-from ctpo_megatron.observe.report import checks, tiles
+from ctpo_megatron.observe.report import checks, rank_memory, tiles
 from ctpo_megatron.observe.run_data import RunData
 from ctpo_megatron.observe.trajectory_view import sample_views
 
@@ -126,12 +126,47 @@ def test_utilization_is_drawn_where_it_is_known(tmp_path):
     assert "MFU 41.0%" in write_report(run_dir).read_text(encoding="utf-8")
 
 
-def test_many_ranks_share_one_curve_of_memory(tmp_path):
-    run_dir = open_run_directory(make_config(tmp_path))
+def write_memory(folder: Path, ranks: int) -> RunData:
+    """A run of two steps whose rank r held 1000 + r MiB, and twice that in the end."""
+    run_dir = open_run_directory(make_config(folder))
     with MetricsWriter(run_dir, tensorboard=False) as writer:
-        writer.log(1, {f"memory/rank_{rank}_peak_mib": 100.0 for rank in range(8)} | {"memory/trainer_peak_mib": 100.0})
-    (panel,) = [panel for panel in panels(RunData.load(run_dir)) if panel.name == "memory"]
-    assert [line.metric for line in panel.lines] == ["memory/trainer_peak_mib"]
+        for step in (1, 2):
+            peaks = {f"memory/rank_{rank}_peak_mib": step * (1000.0 + rank) for rank in range(ranks)}
+            writer.log(step, peaks | {"memory/trainer_peak_mib": max(peaks.values())})
+    return RunData.load(run_dir)
+
+
+def test_the_memory_of_many_ranks_is_a_spread_and_a_table(tmp_path):
+    run = write_memory(tmp_path, 12)
+    (panel,) = [panel for panel in panels(run) if panel.name == "memory"]
+    curves = {line.label: line.series(run).values for line in panel.lines}
+    assert curves == {
+        "largest of the ranks": [1011.0, 2022.0], "median": [1005.5, 2011.0], "smallest": [1000.0, 2000.0],
+    }  # fmt: skip
+    page = write_report(run.directory).read_text(encoding="utf-8")
+    rows = re.findall(r"<tr><th>(ranks .*?)</th>(.*?)</tr>", page)
+    assert [name for name, _ in rows] == ["ranks 0–7", "ranks 8–11"]
+    sizes = [size for _, cells in rows for size in re.findall(r">([\d,]+)<", cells)]
+    assert sizes == [f"{2000 + 2 * rank:,}" for rank in range(12)]
+    assert (run.directory / "figures" / "memory.png").is_file() and "memory" not in re.findall(r"<li>(\w+)", page)
+
+
+@pytest.mark.parametrize(("ranks", "rows", "curves"), [(1, 0, 1), (6, 1, 6), (64, 8, 3), (65, 0, 3)])
+def test_ranks_are_told_apart_as_far_as_they_can_be(tmp_path, ranks, rows, curves):
+    run = write_memory(tmp_path, ranks)
+    assert len(rank_memory(run)) == rows
+    assert [len(panel.lines) for panel in panels(run) if panel.name == "memory"] == [curves]
+
+
+def test_the_speed_of_the_warm_up_is_drawn_where_it_is_known(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir, tensorboard=False, file_name="warmup.jsonl") as writer:
+        writer.log(1, {"warmup/loss": 2.0, "warmup/tokens_per_s": 5e4})
+    assert [panel.name for panel in panels(RunData.load(run_dir)) if "warmup_" in panel.name] == ["warmup_throughput"]
+    with MetricsWriter(run_dir, tensorboard=False, file_name="warmup.jsonl") as writer:
+        writer.log(2, {"warmup/loss": 1.0, "warmup/tokens_per_s": 5e4, "warmup/mfu": 0.4})
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert 'id="figure-warmup_throughput"' in page and 'id="figure-warmup_mfu"' in page
 
 
 def test_too_much_padding_is_a_finding(tmp_path):
