@@ -256,6 +256,7 @@ class Session:
                 self._metrics.truncate_after(-1)
             return 0, 1
         state = policy.load(checkpoint)
+        policy.place_schedule(state["step"] / self.config.run.steps)
         self.layout.first(lambda: self._rewind(checkpoint, state))
         return state["step"], state["weights_version"]
 

@@ -34,7 +34,7 @@ def main(config: Config) -> int:
     layout = join(config.policy, config.run.seed)
     try:
         with Session(config, layout) as session:
-            log.info(capabilities().describe(config.policy.layer_spec))
+            log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
             session.prepare()
             with session.stage("start"):
                 session.open_world()

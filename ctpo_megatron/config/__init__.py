@@ -6,7 +6,7 @@ warnings = validate(config, world_size=2, cuda=False)                  # ConfigE
 
 from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_train_args, train_args, world_size
 from ctpo_megatron.config.check import check, validate
-from ctpo_megatron.config.check_model import check_parallel, sequence_multiple
+from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.layout import Layout
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
@@ -38,6 +38,7 @@ from ctpo_megatron.config.schema import (
 )
 
 __all__ = [
+    "NEED_TE",
     "PRESETS",
     "AdvantageConfig",
     "CheckpointConfig",

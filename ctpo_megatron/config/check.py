@@ -1,8 +1,8 @@
 """Checks across keys, the number of ranks, the model and the files: what would fail, or be silently wrong, later.
 
 Settings of Megatron-Core that train wrongly without an error are refused by not being offered: `batch_p2p_comm`,
-`overlap_p2p_comm`, `deallocate_pipeline_outputs`, `perform_initialization`, `overlap_param_gather`,
-`expert_tensor_parallel_size`. docs/config.md says what each of them does.
+`overlap_p2p_comm`, `deallocate_pipeline_outputs`, `perform_initialization`, `expert_tensor_parallel_size`.
+docs/parallelism.md says what each of them would do.
 """
 
 from __future__ import annotations

@@ -29,6 +29,13 @@ _FIXED = {
 }
 
 
+NEED_TE = frozenset({"layernorm", "moe_act"})
+"""Recompute modules that Megatron-Core offers with Transformer Engine's layers only."""
+
+_OF_EXPERTS = frozenset({"moe", "moe_act", "layernorm"})
+"""Recompute modules of layers with experts. Transformer Engine's dense layers fuse their norms with the projections:
+there `layernorm` would do nothing."""
+
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32's CPU attention kernels; with another size the engine dies at its first request."""
 
@@ -37,7 +44,7 @@ def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *,
     """Ranks, and the model's shape against the parallel layout."""
     yield from _ranks(config, world_size)
     yield from _stages(config, facts)
-    yield from _memory(config, cuda=cuda)
+    yield from _memory(config, facts, cuda=cuda)
     policy = config.policy
     tp = policy.tensor_model_parallel_size
     if policy.sequence_parallel and tp == 1:
@@ -47,8 +54,12 @@ def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *,
         fix = "set both true, or this false"
         message = "needs policy.use_distributed_optimizer and policy.overlap_grad_reduce"
         yield error(config, "policy.overlap_param_gather", message, fix)
-    if policy.layer_spec == "transformer_engine" and not cuda:
-        yield error(config, "policy.layer_spec", "Transformer Engine needs CUDA", "set auto or local")
+    if policy.layer_spec == "transformer_engine":
+        needs = {"CUDA": cuda, "policy.dtype: bfloat16 (packed attention)": policy.dtype == "bfloat16"}
+        missing = [name for name, there in needs.items() if not there]
+        if missing:
+            message = f"Transformer Engine needs {' and '.join(missing)}"
+            yield error(config, "policy.layer_spec", message, "set auto or local")
     if facts is None:
         return
     for name, amount in (
@@ -104,7 +115,7 @@ def _stages(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
         yield error(config, "policy.virtual_pipeline_model_parallel_size", message)
 
 
-def _memory(config: Config, *, cuda: bool) -> Iterator[Problem]:
+def _memory(config: Config, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
     """Recomputation and offloading."""
     policy = config.policy
     if policy.offload != "none":
@@ -116,10 +127,24 @@ def _memory(config: Config, *, cuda: bool) -> Iterator[Problem]:
     default = type(policy).model_fields["recompute_modules"].default
     if policy.recompute != "selective" and policy.recompute_modules != default:
         yield error(config, "policy.recompute_modules", "has no effect", "set policy.recompute: selective")
-    unavailable = sorted({"layernorm", "moe_act"} & set(policy.recompute_modules))
-    if policy.recompute == "selective" and unavailable and not cuda:
-        message = f"{' and '.join(unavailable)} need Transformer Engine, and it needs CUDA"
-        yield error(config, "policy.recompute_modules", message, "choose among core_attn, mlp, moe")
+    if policy.recompute == "selective":
+        yield from _recomputed(config, facts, cuda=cuda)
+
+
+def _recomputed(config: Config, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+    """Modules that the layers have, and that give memory back when they are recomputed."""
+    policy = config.policy
+    asked, key = set(policy.recompute_modules), "policy.recompute_modules"
+    fused = " and ".join(sorted(NEED_TE & asked))
+    if fused and (not cuda or policy.layer_spec == "local" or policy.dtype != "bfloat16"):
+        message = f"{fused} need Transformer Engine's layers, and they need CUDA and policy.dtype: bfloat16"
+        yield error(config, key, message, "choose among core_attn, mlp, moe")
+    if facts is None:
+        return
+    kind, others = ("mixture of experts", {"mlp"}) if facts.num_experts else ("dense model", _OF_EXPERTS)
+    absent = " and ".join(sorted(asked & others))
+    if absent:
+        yield error(config, key, f"{absent}: not in the layers of a {kind}", "remove it from the list")
 
 
 def _experts(config: Config, world_size: int, facts: ModelFacts) -> Iterator[Problem]:

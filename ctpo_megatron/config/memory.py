@@ -174,7 +174,9 @@ def layer_activations(facts: ModelFacts, split: Split) -> dict[str, int]:
     normed_q_k = (heads + groups) * d * p // t if facts.qk_norm else 0
     kept = {
         "input": whole,
-        "layernorm": 2 * whole,  # what both norms give
+        # What the norms give. Only that of the experts' norm can be recomputed: the other is fused with a projection.
+        "layernorm": whole,
+        "fused norm": whole,
         "residual": whole,  # the input of the second norm
         "attention": q_k_v + normed_q_k + heads * d * p // t + 4 * heads // t,  # + log-sum-exp of flash attention
     }

@@ -179,7 +179,7 @@ class PolicyConfig(Section):
         "float32", description="precision of the parameters; gradients are always reduced in float32"
     )
     layer_spec: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto", description="layer implementation; auto: Transformer Engine on CUDA where installed"
+        "auto", description="layer implementation; auto: Transformer Engine where it can train packed bfloat16"
     )
     head: Literal["streaming", "logits"] = Field(
         "streaming",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ctpo_megatron.config.memory import GIB, GPU_GIB, Split, parameters, peak
+from ctpo_megatron.config.memory import GIB, GPU_GIB, Split, parameters, peak, stage_parameters
 from ctpo_megatron.config.model_facts import ModelFacts
 
 BEGIN = "<!-- sizing: begin (written by `python -m ctpo_megatron.config.sizing docs/parallelism.md`) -->"
@@ -73,6 +73,7 @@ def _sizings() -> tuple[Sizing, ...]:
         *(cut("Qwen3-32B", gpus, tensor=8) for gpus in (8, 16)),
         cut("Qwen3-32B", 64, tensor=4, pipeline=2),
         cut("Qwen3-30B-A3B", 8, tensor=4, expert=2),
+        cut("Qwen3-30B-A3B", 8, tensor=2, pipeline=2, expert=2),
         *(cut("Qwen3-30B-A3B", gpus, pipeline=2, expert=8) for gpus in (16, 64)),
     )
 
@@ -110,11 +111,14 @@ def _arithmetic(row: Sizing) -> str:
     most = peak(facts, s)
     whole, active = parameters(facts)
     size = f"{whole / 1e9:.2f} B" + (f", {active / 1e9:.2f} B active" if facts.num_experts else "")
-    held = most.weights // s.element
-    shards = f"{s.optimizer_shards}" + (f" (experts / {s.expert_optimizer_shards})" if facts.num_experts else "")
+    dense, experts = (f"{count / 1e9:.3f} B" for count in stage_parameters(facts, s, most.stage))
+    held = dense + (f" + {experts} of experts" if facts.num_experts else "")
+    shards = f"12 P / {s.optimizer_shards}"
+    if facts.num_experts:
+        shards = f"12 x {dense} / {s.optimizer_shards} + 12 x {experts} / {s.expert_optimizer_shards}"
     return (
-        f"{row.model} ({size}) on {row.gpus}: P = {held / 1e9:.3f} B; weights 2 P = {_gib(most.weights)}, "
-        f"gradients 4 P = {_gib(most.gradients)}, optimizer 12 P / {shards} = {_gib(most.optimizer)}, "
+        f"{row.model} ({size}) on {row.gpus}: P = {held}; weights 2 P = {_gib(most.weights)}, "
+        f"gradients 4 P = {_gib(most.gradients)}, optimizer {shards} = {_gib(most.optimizer)}, "
         f"activations {_gib(most.activations)} and head {_gib(most.head)} at n = {s.micro_batch_tokens:,}; "
         f"together {_gib(most.total)} GiB"
     )

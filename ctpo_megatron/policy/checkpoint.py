@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _MOST_TENSOR_PARALLEL = 64
+_CONFIGURED = ("max_lr", "min_lr", "betas", "eps")
 # The default format can no longer be saved by megatron-core 0.16; this one reshards over TP, PP and DP.
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -55,13 +57,14 @@ class TrainState:
 class Writer:
     """Writes checkpoints, at most one at a time; every method is collective.
 
-    timeout_s: deadline of a save that goes on in the background, from the moment it is waited for.
+    timeout_s: deadline of a save, from the moment it is waited for.
     """
 
     def __init__(self, layout: Layout, timeout_s: float) -> None:
         self._layout = layout
         self._timeout_s = timeout_s
         self._queue = AsyncCallsQueue()
+        self._directory = Path()
         atexit.register(self._abandon)
 
     def save(
@@ -82,19 +85,21 @@ class Writer:
         """
         self.finish()
         aside: Path = self._layout.first(lambda: files.begin(directory, step))
-        request = dist_checkpointing.save(
-            _shards(state, is_loading=False)
-            | {"scheduler": state.scheduler.state_dict(), "random": _random_streams(self._layout)},
-            str(aside),
-            async_sharded_save=True,
-            content_metadata=dict(_FORMAT),
-        )
+        # What is neither model nor optimizer is written at once, by torch's own archive writer.
+        with _named_failure(directory, RuntimeError):
+            request = dist_checkpointing.save(
+                _shards(state, is_loading=False)
+                | {"scheduler": state.scheduler.state_dict(), "random": _random_streams(self._layout)},
+                str(aside),
+                async_sharded_save=True,
+                content_metadata=dict(_FORMAT),
+            )
         request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score))
-        if config.asynchronous:
+        self._directory = directory
+        with _named_failure(directory):
             self._queue.schedule_async_request(request)
-        else:
-            with _named_failure():
-                request.execute_sync()
+        if not config.asynchronous:
+            self.finish()  # not the request's own way to wait, which has no deadline for a writer that was killed
         return directory / f"step_{step:06d}"
 
     def finish(self, *, wait: bool = True) -> None:
@@ -104,14 +109,14 @@ class Writer:
         """
         # Polls are counted instead of seconds: all ranks have to give up at the same one.
         for _ in range(max(1, round(self._timeout_s / _POLL_S))):
-            with _named_failure():
+            with _named_failure(self._directory):
                 self._queue.maybe_finalize_async_calls(blocking=False)
             if not wait or not self._queue.get_num_unfinalized_calls():
                 return
             time.sleep(_POLL_S)
         raise CheckpointError(
-            f"the processes that write a checkpoint in the background are not done after {self._timeout_s:g} s "
-            "(policy.timeout_minutes); is the file system of run.root stuck or full?"
+            f"the processes that write a checkpoint are not done after {self._timeout_s:g} s (policy.timeout_minutes); "
+            f"is the file system of {self._directory} stuck, or was one of them killed (out of memory)?"
         )
 
     def _abandon(self) -> None:
@@ -132,11 +137,20 @@ class Writer:
 
 
 @contextmanager
-def _named_failure() -> Iterator[None]:
+def _named_failure(directory: Path, *also: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (OSError, DistributedWriteError) as error:
-        raise CheckpointError(f"a checkpoint could not be written: {error}") from error
+    except (OSError, DistributedWriteError, *also) as error:
+        if isinstance(error, DistributedWriteError):
+            # Its text is the tracebacks of all ranks.
+            reason = "; ".join(f"rank {rank}: {found[0]}" for rank, found in error.failures.items())
+        else:
+            reason = str(error)
+        raise CheckpointError(
+            f"a checkpoint could not be written to {directory}: {reason}; "
+            f"{shutil.disk_usage(directory).free / 2**30:.1f} GiB are free there "
+            "(checkpoint.keep_last and keep_best decide how many checkpoints stay)"
+        ) from error
 
 
 def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
@@ -155,7 +169,8 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     state.model.load_state(loaded["model"])
     if _inner_adamw(state.optimizer):
         _name_step_zero(loaded["optimizer"])
-    state.optimizer.load_state_dict(loaded["optimizer"])
+    with _configured(state.optimizer):
+        state.optimizer.load_state_dict(loaded["optimizer"])
     _separate_steps(state.optimizer)
     state.scheduler.load_state_dict(loaded["scheduler"])
     if loaded["random"]["layout"] == _sizes(layout):
@@ -287,6 +302,18 @@ def _name_step_zero(saved: dict[Any, Any]) -> None:
     for inner in saved.values():
         if isinstance(inner, dict):
             _name_step_zero(inner)
+
+
+@contextmanager
+def _configured(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Keep what the configuration says of every parameter group, whatever is loaded within.
+
+    megatron-core loads a checkpoint's groups whole, and its scheduler prefers their rates to its own.
+    """
+    ours = [{name: group[name] for name in _CONFIGURED if name in group} for group in optimizer.param_groups]
+    yield
+    for group, values in zip(optimizer.param_groups, ours, strict=True):
+        group.update(values)
 
 
 def _separate_steps(optimizer: MegatronOptimizer) -> None:

@@ -36,26 +36,43 @@ class Capabilities:
 
     cuda: bool
     transformer_engine: bool
+    packed_attention: bool
     apex: bool
     grad_accumulation_fusion: bool
 
-    @property
-    def layer_spec(self) -> str:
-        """The layer spec that `policy.layer_spec: auto` stands for."""
-        return "transformer_engine" if self.transformer_engine else "local"
+    def layer_spec(self, dtype: str) -> str:
+        """The layer spec that `policy.layer_spec: auto` stands for in a model of `policy.dtype`."""
+        return "local" if self.against_te_layers(dtype) else "transformer_engine"
+
+    def against_te_layers(self, dtype: str) -> str | None:
+        """Why transformer-engine's layers cannot train a model of `policy.dtype` here; None if they can.
+
+        Its attention takes packed sequences in 16-bit precision only, by cuDNN from compute capability 9.0 on or by
+        flash-attn (transformer-engine 2.9 to 2.11, `dot_product_attention/utils.py`). Without either it raises, or
+        falls back to scores of quadratic size.
+        """
+        if not self.transformer_engine:
+            return "Transformer Engine with CUDA was not found; install it (docs/policy.md)"
+        if dtype != "bfloat16":
+            return f"Transformer Engine has no packed attention in {dtype}"
+        if not self.packed_attention:
+            return "Transformer Engine's packed attention needs flash-attn on GPUs before capability 9.0; install it"
+        return None
 
     @property
     def adam(self) -> str:
         """The Adam that megatron.core.optimizer picks: transformer-engine's before apex's before torch's."""
         return "TE FusedAdam" if self.transformer_engine else "apex FusedAdam" if self.apex else "torch AdamW"
 
-    def describe(self, layer_spec: str = "auto") -> str:
-        """Lines for the log: which implementation of what a run with `policy.layer_spec` uses."""
-        te = self.transformer_engine and layer_spec != "local"
+    def describe(self, layer_spec: str, dtype: str) -> str:
+        """Lines for the log: which implementation of what a run with `policy.layer_spec` and `policy.dtype` uses."""
+        against = self.against_te_layers(dtype) if layer_spec != "local" else None
+        te = layer_spec != "local" and against is None
+        by_length = "torch scaled_dot_product_attention, by sequence length"
         fusion = "apex, in backward" if self.grad_accumulation_fusion else "off, a separate addition"
         lines = {
             "device": f"{'cuda' if self.cuda else 'cpu'}, collectives: {BACKEND}",
-            "attention": "TE fused" if te else "torch scaled_dot_product_attention, by sequence length",
+            "attention": "TE fused" if te else f"{by_length} ({against})" if against and self.cuda else by_length,
             "norms": "TE RMSNorm, fused with the projections" if te else "torch RMSNorm",
             "RoPE": "TE fused" if self.transformer_engine else "megatron-core, unfused",
             "Adam": self.adam,
@@ -68,11 +85,16 @@ def _installed_module(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+def _compute_capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if CUDA else (0, 0)
+
+
 def capabilities() -> Capabilities:
-    """Look for CUDA, transformer-engine and apex without importing them."""
+    """Look for CUDA, transformer-engine, flash-attn and apex without importing them."""
     return Capabilities(
         cuda=CUDA,
         transformer_engine=CUDA and _installed_module("transformer_engine"),
+        packed_attention=CUDA and (_compute_capability() >= (9, 0) or _installed_module("flash_attn")),
         # An unrelated package on PyPI is called apex too; amp_C is the extension module that only NVIDIA's has.
         apex=CUDA and _installed_module("apex") and _installed_module("amp_C"),
         grad_accumulation_fusion=CUDA and _installed_module("fused_weight_gradient_mlp_cuda"),
@@ -95,6 +117,12 @@ def device_name() -> str | None:
 def product_precision(dtype: str) -> str:
     """What matrix products of `policy.dtype` run in: the dtype, or `tf32`."""
     return "tf32" if CUDA and dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else dtype
+
+
+def release_cached_memory() -> None:
+    """Give what torch keeps of freed GPU memory back to the driver, where other processes can have it."""
+    if CUDA:
+        torch.cuda.empty_cache()
 
 
 def synchronize() -> None:

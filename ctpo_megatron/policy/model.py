@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ctpo_megatron.config import ModelFacts, PolicyConfig
+from ctpo_megatron.config import NEED_TE, ModelFacts, PolicyConfig
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.layers import local_block_spec
 
@@ -110,16 +110,22 @@ def transformer_config(facts: ModelFacts, policy: PolicyConfig) -> TransformerCo
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, in dense models too
         overlap_p2p_comm=chunks is not None,  # without it interleaved stages mix up their messages
-        **_recompute(policy),
+        **_recompute(policy, use_te=use_te),
         **(_experts(facts, use_te) if facts.num_experts else {}),
         **device.transformer_flags(),
     )
 
 
-def _recompute(policy: PolicyConfig) -> dict[str, Any]:
+def _recompute(policy: PolicyConfig, *, use_te: bool) -> dict[str, Any]:
     if policy.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if policy.recompute == "selective":
+        fused = sorted(NEED_TE & set(policy.recompute_modules))
+        if fused and not use_te:
+            raise RuntimeError(
+                f"policy.recompute_modules={fused} need Transformer Engine's layers, and this run has the local ones; "
+                "choose among core_attn, mlp, moe, or see why in the line `attention:` of the log"
+            )
         return {"recompute_granularity": "selective", "recompute_modules": list(policy.recompute_modules)}
     return {}
 
@@ -202,15 +208,13 @@ def _build_gpt(config: TransformerConfig, facts: ModelFacts, policy: PolicyConfi
 
 
 def resolve_layer_spec(policy: PolicyConfig) -> str:
-    """`local` or `transformer_engine`; raises RuntimeError when the one asked for is not installed."""
+    """`local` or `transformer_engine`; raises RuntimeError when the one asked for cannot train here."""
     found = device.capabilities()
     if policy.layer_spec == "auto":
-        return found.layer_spec
-    if policy.layer_spec == "transformer_engine" and not found.transformer_engine:
-        raise RuntimeError(
-            "policy.layer_spec=transformer_engine, but transformer-engine with CUDA was not found; "
-            "install it (requirements/cuda.txt) or use policy.layer_spec=local"
-        )
+        return found.layer_spec(policy.dtype)
+    against = found.against_te_layers(policy.dtype) if policy.layer_spec == "transformer_engine" else None
+    if against:
+        raise RuntimeError(f"policy.layer_spec=transformer_engine: {against}, or set policy.layer_spec=local")
     return policy.layer_spec
 
 

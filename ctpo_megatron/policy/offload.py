@@ -39,6 +39,7 @@ class Offload:
                             buffer.param_data, device="cpu", pin_memory=device.CUDA
                         )
                     buffer.offload_to_cpu(move_params=True, move_grads=False)
+        device.release_cached_memory()  # megatron-core does so before the parameters' storage is freed
         self._away, self._released = optimizer, True
 
     def reclaim(self) -> None:

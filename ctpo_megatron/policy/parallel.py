@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,6 +17,11 @@ from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import device
 
 T = TypeVar("T")
+
+_PATIENCE = timedelta(days=7)
+"""How long ranks wait for what rank 0 does alone: sampling a batch, evaluating. Each of these has deadlines of its own
+(`rollout.group_timeout_s`, ...), and together they take longer than any exchange of tensors may. A rank 0 that dies
+closes its connections, which ends the wait at once."""
 
 
 class FirstRankFailed(RuntimeError):
@@ -40,6 +45,8 @@ class Layout:
     dp_rank: int
     dp_size: int
     device: torch.device
+    waiting: dist.ProcessGroup | None = field(default=None, repr=False)
+    """All ranks, with patience for rank 0 (`first`); None where there is only one."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -62,7 +69,8 @@ class Layout:
     def first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only; every rank returns its (pickled) result.
 
-        When it raises, so does rank 0; the others raise FirstRankFailed.
+        When it raises, so does rank 0; the others raise FirstRankFailed. They wait up to a week: deadlines are those
+        of the action.
         """
         if self.world_size == 1:
             return action()
@@ -71,9 +79,9 @@ class Layout:
             try:
                 result = action()
             except Exception as error:
-                broadcast_object((None, f"{type(error).__name__}: {error}"))
+                broadcast_object((None, f"{type(error).__name__}: {error}"), group=self.waiting)
                 raise
-        result, problem = broadcast_object((result, problem))
+        result, problem = broadcast_object((result, problem), group=self.waiting)
         if problem is not None:
             raise FirstRankFailed(f"rank {self.rank} stops, rank 0 failed: {problem.splitlines()[0]}")
         return result
@@ -82,7 +90,8 @@ class Layout:
 def join(config: PolicyConfig, seed: int) -> Layout:
     """Join the job that torchrun describes in the environment (alone without it) and cut it into parallel groups.
 
-    Every collective has the deadline `policy.timeout_minutes`. Raises RuntimeError when a rank does not arrive.
+    Every collective has the deadline `policy.timeout_minutes`, what waits for rank 0 alone a longer one. Raises
+    RuntimeError when a rank does not arrive.
     """
     device.install()
     torch.set_num_threads(config.threads)
@@ -104,6 +113,7 @@ def join(config: PolicyConfig, seed: int) -> Layout:
             distributed_timeout_minutes=config.timeout_minutes,
         )
         model_parallel_cuda_manual_seed(seed)
+    several = dist.get_world_size() > 1
     return Layout(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -118,15 +128,16 @@ def join(config: PolicyConfig, seed: int) -> Layout:
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         device=here,
+        waiting=dist.new_group(backend="gloo", timeout=_PATIENCE) if several else None,
     )
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
-    """Every rank returns rank `source`'s value (pickled; deadline as all collectives)."""
+def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """Every rank returns rank `source`'s value (pickled; deadline of `group`, by default that of all collectives)."""
     if dist.get_world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
     return box[0]
 
 

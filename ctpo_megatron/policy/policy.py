@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.predictions import Predictions
 from ctpo_megatron.policy.step import Collected, run_schedule
 from ctpo_megatron.policy.workload import Cost, RankReport, cost_metrics
+
+log = logging.getLogger(__name__)
 
 Traces = dict[tuple[str, int], dict[str, Any]]
 
@@ -76,6 +79,7 @@ class Policy:
         """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps."""
         with self._at_work():
             self._optimizer, self._scheduler = build_optimizer(self._model, self.config, config, total_steps)
+            self._total_steps = total_steps
 
     def mini_batches(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float] | None, size: int
@@ -220,6 +224,22 @@ class Policy:
         """Restore a checkpoint and return the driver's state in it; see `checkpoint.load`."""
         with self._at_work():
             return checkpoint.load(path, self.layout, self._train_state())
+
+    def place_schedule(self, fraction: float) -> None:
+        """Put the schedule of the learning rate where `fraction` of its optimizer steps are done.
+
+        After `load` it stands at as many as the checkpoint's run had made, of which this run may make more or fewer.
+        """
+        steps = round(fraction * self._total_steps)
+        if steps != self._scheduler.num_steps:
+            log.warning(
+                "the schedule goes on at optimizer step %d of %d, where the checkpoint's run had made %d",
+                steps,
+                self._total_steps,
+                self._scheduler.num_steps,
+            )
+            self._scheduler.num_steps = steps
+            self._scheduler.step(increment=0)
 
     def load_weights(self, path: Path) -> dict[str, Any]:
         """Restore the weights of a checkpoint, no optimizer; returns the driver's state in it."""

@@ -43,7 +43,7 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
     [
         (["policy.tensor_model_parallel_size=2"], "= 2 does not divide the world size 3"),
         (["policy.sequence_parallel=true"], "policy.sequence_parallel = true: needs tensor parallelism"),
-        (["policy.layer_spec=transformer_engine"], "Transformer Engine needs CUDA"),
+        (["policy.layer_spec=transformer_engine"], "Transformer Engine needs CUDA and policy.dtype: bfloat16"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 4 attention heads"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 2 key/value heads"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 256 MLP channels"),
@@ -58,6 +58,10 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (
             ["policy.recompute=selective", "policy.recompute_modules=[layernorm,moe_act]"],
             "layernorm and moe_act need Transformer Engine",
+        ),
+        (
+            ["policy.recompute=selective", "policy.recompute_modules=[moe_act,moe,core_attn]"],
+            "moe and moe_act: not in the layers of a dense model; remove it from the list",
         ),
         (
             ["policy.overlap_param_gather=true"],
@@ -320,6 +324,18 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in A3B.items()}
     (tmp_path / "config.json").write_text(json.dumps(renamed))
     assert ModelFacts.read(tmp_path) == facts
+
+
+def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> None:
+    experts = replace(FACTS, num_experts=8, num_experts_per_token=2, moe_intermediate_size=64)
+    modules = ["policy.recompute=selective", "policy.recompute_modules=[mlp,moe]"]
+    (text,) = found(config_with(*modules), facts=experts)
+    assert "policy.recompute_modules" in text and "mlp: not in the layers of a mixture of experts" in text
+    fused = ["policy.recompute=selective", "policy.recompute_modules=[layernorm,moe_act]", "policy.dtype=bfloat16"]
+    engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"]
+    assert found(config_with(*fused, *engine), facts=experts, cuda=True) == []
+    (text,) = found(config_with(*fused, *engine, "policy.layer_spec=local"), facts=experts, cuda=True)
+    assert "layernorm and moe_act need Transformer Engine's layers" in text
 
 
 def test_experts_that_are_not_supported_are_all_named(tmp_path: Path) -> None:

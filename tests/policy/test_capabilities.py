@@ -10,10 +10,11 @@ import models
 import pytest
 from jobs import run_job
 
-from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
 from ctpo_megatron.policy import Policy, capabilities, device, join, leave
+from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 
-TE, APEX, FUSION = "transformer_engine", ("apex", "amp_C"), "fused_weight_gradient_mlp_cuda"
+TE, APEX, FUSION, FLASH = "transformer_engine", ("apex", "amp_C"), "fused_weight_gradient_mlp_cuda", "flash_attn"
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def installed(monkeypatch: pytest.MonkeyPatch):
     """Pretend to be a CUDA machine with exactly these modules of the optional libraries."""
     real = importlib.util.find_spec
 
-    def pretend(*names: str) -> device.Capabilities:
-        optional = {TE, *APEX, FUSION}
+    def pretend(*names: str, capability: tuple[int, int] = (9, 0)) -> device.Capabilities:
+        optional = {TE, *APEX, FUSION, FLASH}
 
         def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
             if name in optional:
@@ -30,14 +31,15 @@ def installed(monkeypatch: pytest.MonkeyPatch):
             return real(name, package)
 
         monkeypatch.setattr(device, "CUDA", True)
+        monkeypatch.setattr(device, "_compute_capability", lambda: capability)
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
         return capabilities()
 
     return pretend
 
 
-def lines(found: device.Capabilities, layer_spec: str = "auto") -> dict[str, str]:
-    return dict(line.split(": ", 1) for line in found.describe(layer_spec).splitlines())
+def lines(found: device.Capabilities, layer_spec: str = "auto", dtype: str = "bfloat16") -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in found.describe(layer_spec, dtype).splitlines())
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,34 @@ def test_a_local_layer_spec_keeps_transformer_engine_out_of_the_layers(installed
     found = lines(installed(TE), "local")
     assert found["attention"].startswith("torch") and found["norms"].startswith("torch")
     assert found["Adam"] == "TE FusedAdam"  # megatron-core picks it wherever it can be imported
+
+
+@pytest.mark.parametrize(
+    ("modules", "capability", "dtype", "spec", "why"),
+    [
+        ((TE,), (9, 0), "bfloat16", "transformer_engine", "TE fused"),
+        ((TE,), (8, 0), "bfloat16", "local", "needs flash-attn"),
+        ((TE, FLASH), (8, 0), "bfloat16", "transformer_engine", "TE fused"),
+        ((TE, FLASH), (9, 0), "float32", "local", "no packed attention in float32"),
+        ((FLASH,), (9, 0), "bfloat16", "local", "was not found"),
+    ],
+)
+def test_transformer_engine_is_taken_where_it_can_train_packed_sequences(
+    modules: tuple[str, ...], capability: tuple[int, int], dtype: str, spec: str, why: str, installed
+) -> None:
+    found = installed(*modules, capability=capability)
+    assert why in lines(found, "auto", dtype)["attention"]
+    assert resolve_layer_spec(PolicyConfig(dtype=dtype)) == spec
+    if spec == "local":
+        with pytest.raises(RuntimeError, match=f"policy.layer_spec=transformer_engine: .*{why}"):
+            resolve_layer_spec(PolicyConfig(dtype=dtype, layer_spec="transformer_engine"))
+
+
+def test_modules_of_transformer_engine_are_not_recomputed_in_local_layers(tmp_path: Path) -> None:
+    models.build("qwen3-moe", tmp_path)
+    policy = PolicyConfig(recompute="selective", recompute_modules=("core_attn", "moe_act"))
+    with pytest.raises(RuntimeError, match=r"policy.recompute_modules=\['moe_act'\] need Transformer Engine"):
+        transformer_config(ModelFacts.read(tmp_path), policy)
 
 
 def test_flags_follow_what_is_installed(installed) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import CheckpointError, Layout, Policy, join, leave, policy_gradient
 
 ASYNCHRONOUS = CheckpointConfig(asynchronous=True)
+LINEAR = OptimizerConfig(lr=1e-3, schedule="linear")
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +39,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def make(layout: Layout, model: Path, **settings: object) -> Policy:
+def make(
+    layout: Layout,
+    model: Path,
+    optimizer: OptimizerConfig = LINEAR,
+    **settings: object,
+) -> Policy:
     policy = Policy(PolicyConfig(micro_batch_tokens=256, **settings), layout, model, temperature=0.9)
-    policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear"), total_steps=20)
+    policy.use_optimizer(optimizer, total_steps=20)
     return policy
 
 
@@ -98,6 +107,74 @@ def test_a_save_in_the_background_completes_by_itself_or_with_the_next(
         time.sleep(0.1)
         policy.finish_save(wait=False)
     assert second.exists()
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": True}])
+def test_a_resumed_run_follows_the_configuration_it_is_given(
+    layout: Layout, folder: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    first = OptimizerConfig(lr=1e-3, min_lr=0.0, schedule="constant", weight_decay=0.1)
+    path = make(layout, folder / "qwen3-tied", first, **settings).save(tmp_path, 1, {"step": 1})
+    other = OptimizerConfig(lr=1e-5, min_lr=1e-6, schedule="constant", weight_decay=0.0, betas=(0.8, 0.9), eps=1e-6)
+    resumed = make(layout, folder / "qwen3-tied", other, **settings)
+    resumed.load(path)
+    (mini_batch,) = resumed.mini_batches(models.trajectories(seed=1), models.advantages(), size=16)
+    resumed.anchor([mini_batch])
+    update = resumed.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
+    assert update.learning_rate == 1e-5
+    for group in resumed._optimizer.param_groups:
+        assert (group["lr"], group["min_lr"], tuple(group["betas"]), group["eps"]) == (1e-5, 1e-6, (0.8, 0.9), 1e-6)
+        assert group["weight_decay"] == 0
+
+
+def test_the_schedule_goes_on_where_the_run_stands(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    policy = make(layout, folder / "qwen3-tied")
+    for seed in range(10):
+        step(policy, seed)
+    path = policy.save(tmp_path, 5, {"step": 5})
+    rate = policy._optimizer.param_groups[0]["lr"]
+    fewer = Policy(PolicyConfig(micro_batch_tokens=256), layout, folder / "qwen3-tied", temperature=0.9)
+    fewer.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear"), total_steps=10)  # half as many a step
+    fewer.load(path)
+    fewer.place_schedule(5 / 10)
+    assert fewer._optimizer.param_groups[0]["lr"] == pytest.approx(rate) == pytest.approx(5e-4)
+    same = make(layout, folder / "qwen3-tied")
+    same.load(path)
+    same.place_schedule(5 / 10)
+    assert same._optimizer.param_groups[0]["lr"] == rate
+
+
+def test_a_writer_that_is_killed_ends_a_save_that_is_waited_for(
+    layout: Layout, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make(layout, folder / "qwen3-tied", timeout_minutes=0.05)
+    monkeypatch.setattr(
+        FileSystemWriterAsync, "write_preloaded_data", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"not done after 3 s \(policy\.timeout_minutes\).*was one of them killed"
+    ):
+        policy.save(tmp_path, 1, {"step": 1})
+    policy._writer._abandon()
+    assert list(tmp_path.glob("step_*")) == []
+
+
+@pytest.mark.parametrize("limit", [1000, 100_000], ids=["the rest", "a shard"])
+def test_a_full_disk_is_named(layout: Layout, folder: Path, tmp_path: Path, limit: int) -> None:
+    policy = make(layout, folder / "qwen3-tied")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        with pytest.raises(CheckpointError) as caught:
+            policy.save(tmp_path, 1, {"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    text = str(caught.value)
+    assert text.startswith(f"a checkpoint could not be written to {tmp_path}: ") and "GiB are free there" in text
+    assert "Traceback" not in text
+    assert list(tmp_path.glob("step_*")) == []
 
 
 def test_a_writer_that_cannot_write_is_reported(layout: Layout, folder: Path, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jobs import run_job
 
 from ctpo_megatron.policy import FirstRankFailed, Layout, parallel
 
@@ -24,7 +26,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What rank 0 broadcast, in a process that plays both ranks after each other."""
     box: list[Any] = []
 
-    def broadcast(value: Any) -> Any:
+    def broadcast(value: Any, group: object = None) -> Any:
         if value != (None, None):  # the placeholder of a rank that receives
             box.append(value)
         return box[-1]
@@ -43,3 +45,8 @@ def test_the_first_raises_and_the_others_stop_with_it(sent: list[Any]) -> None:
     with pytest.raises(FirstRankFailed) as caught:
         layout(1).first(refuse)
     assert str(caught.value) == "rank 1 stops, rank 0 failed: ValueError: runs/x exists"
+
+
+def test_it_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    settings = {"timeout_s": 3.0, "work_s": 6.0}
+    assert run_job("wait_scenario.py", tmp_path, tmp_path / "found.pt", 2, settings) == ["done", "done"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def one(folder: Path) -> Results:
             "bfloat16-distopt": {"policy": BF16 | DISTOPT},
             "bfloat16-offload": {"policy": BF16 | DISTOPT | {"offload": "all"}},
             "moe": {"family": "qwen3-moe"},
+            "bfloat16-moe": {"family": "qwen3-moe", "policy": BF16 | DISTOPT},
             "resumed": {"load": str(checkpoints / "step_000001")},
         },
     )
@@ -68,6 +70,12 @@ def two(folder: Path) -> Results:
             "dp2-distopt-overlap": {"policy": DISTOPT | OVERLAP},
             "untied-gspo": {"family": "qwen3-untied", "preset": "gspo", "policy": PP2},
             "moe-ep2": {"family": "qwen3-moe", "policy": EP2},
+            "bfloat16-tp2-sp": {"policy": BF16 | TP2 | {"sequence_parallel": True}},
+            "bfloat16-pp2": {"policy": BF16 | PP2},
+            "bfloat16-cp2": {"policy": BF16 | CP2},
+            "bfloat16-dp2": {"policy": BF16},
+            "bfloat16-dp2-distopt-overlap": {"policy": BF16 | DISTOPT | OVERLAP},
+            "bfloat16-moe-ep2": {"family": "qwen3-moe", "policy": BF16 | EP2 | DISTOPT},
         },
     )
 
@@ -146,3 +154,31 @@ def test_untied_pipeline_with_gspo_equals_one(one: Results, two: Results) -> Non
 
 def test_experts_on_two_ranks_equal_one(one: Results, two: Results) -> None:
     assert_same_training(two["moe-ep2"], one["moe"])
+
+
+def path_apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """|difference of the weights reached| / |way from the weights before|, over all tensors together."""
+
+    def size(tensors: Iterable[torch.Tensor]) -> float:
+        return float(torch.cat([tensor.float().flatten() for tensor in tensors]).norm())
+
+    names = expected["weights"]
+    way = size(expected["weights"][name].float() - expected["before"][name].float() for name in names)
+    return size(found["weights"][name].float() - expected["weights"][name].float() for name in names) / way
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "cp2", "dp2", "dp2-distopt-overlap", "moe-ep2"])
+def test_bfloat16_on_two_ranks(one: Results, two: Results, layout: str) -> None:
+    """As one rank up to the rounding of activations to eight bits, which Adam's signs make larger in the weights."""
+    found, expected = two[f"bfloat16-{layout}"], one["bfloat16-moe" if "moe" in layout else "bfloat16"]
+    for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
+        assert ours["pg_update/first_log_ratio_abs_max"] == 0
+        assert ours["actor/entropy"] == pytest.approx(theirs["actor/entropy"], rel=1e-3)
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=0.05)
+    assert found["steps"][0]["actor/grad_norm"] == pytest.approx(expected["steps"][0]["actor/grad_norm"], rel=0.01)
+    assert path_apart(found, expected) < 0.3
+
+
+def test_how_bfloat16_gradients_are_reduced_changes_nothing(two: Results) -> None:
+    """Same activations, same rounding: only the order in which float32 main gradients are added up may differ."""
+    assert path_apart(two["bfloat16-dp2-distopt-overlap"], two["bfloat16-dp2"]) < 1e-3
