@@ -101,7 +101,7 @@ def _parser(with_sandbox_options: bool = False) -> argparse.ArgumentParser:
     verify.add_argument("--model", type=Path, help="Hugging Face directory, small; default: a tiny random model")
     verify.add_argument("--layouts", nargs="+", metavar="NAME", help="default: all that --max-ranks allows")
     verify.add_argument("--objective", nargs="+", default=["ctpo"], metavar="PRESET", help="presets, or: all")
-    verify.add_argument("--max-ranks", type=int, metavar="N", help="default: 4, or the number of cores if larger")
+    verify.add_argument("--max-ranks", type=int, metavar="N", help="default: GPUs; without any cores, at least 4")
     verify.add_argument("--tolerance", type=float, default=1e-5, help="of loss, log-probs (nats) and gradient")
     verify.set_defaults(action=_verify)
 
@@ -151,6 +151,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from ctpo_megatron.objective import PRESETS
+    from ctpo_megatron.policy import most_ranks
     from ctpo_megatron.verify import LAYOUTS, misfits, verify
 
     objectives = list(PRESETS) if args.objective == ["all"] else args.objective
@@ -163,7 +164,7 @@ def _verify(args: argparse.Namespace) -> int:
         for name in wrong:
             print(f"ctpo verify: {name} cannot run {args.model}: {unfit[name]}", file=sys.stderr)
         return 2
-    limit = max(4, os.cpu_count() or 1) if args.max_ranks is None else args.max_ranks
+    limit = most_ranks() if args.max_ranks is None else args.max_ranks
     large = {name: f"more than {limit} ranks" for name, layout in LAYOUTS.items() if layout.ranks > limit}
     skipped = {} if args.layouts else large | unfit
     layouts = args.layouts or [name for name in LAYOUTS if name not in skipped]

@@ -20,7 +20,7 @@ warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor tha
 
 from ctpo_megatron.policy.checkpoint_files import CheckpointError
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
-from ctpo_megatron.policy.device import capabilities
+from ctpo_megatron.policy.device import capabilities, most_ranks
 from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
@@ -39,6 +39,7 @@ __all__ = [
     "join",
     "latest_checkpoint",
     "leave",
+    "most_ranks",
     "peak_flops",
     "policy_gradient",
     "summarize_updates",

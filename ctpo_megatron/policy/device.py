@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import os
 import re
 import resource
 from collections.abc import Callable, Iterator
@@ -101,10 +102,19 @@ def capabilities() -> Capabilities:
     )
 
 
+def most_ranks() -> int:
+    """How many ranks this machine runs at once: one a GPU; on CPUs one a core, and four of small models anywhere."""
+    return torch.cuda.device_count() if CUDA else max(4, os.cpu_count() or 1)
+
+
 def local_device(local_rank: int) -> torch.device:
-    """The device of this rank; selects it on CUDA."""
+    """The device of this rank; selects it on CUDA. Raises RuntimeError when this node has no GPU left for it."""
     if not CUDA:
         return _CPU
+    if local_rank >= (found := torch.cuda.device_count()):
+        raise RuntimeError(
+            f"rank {local_rank} of this node has no GPU: {found} are visible; start at most {found} a node"
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

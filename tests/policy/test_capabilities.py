@@ -134,3 +134,12 @@ def test_the_other_package_called_apex_changes_nothing(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     beside = run_job("scenario.py", tmp_path, tmp_path / "beside.pt", 1, {"run": {}})
     assert beside["run"]["steps"] == plain["run"]["steps"]
+
+
+def test_a_rank_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.most_ranks() >= 4
+    monkeypatch.setattr(device, "CUDA", True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert device.most_ranks() == 2
+    with pytest.raises(RuntimeError, match=r"rank 2 of this node has no GPU: 2 are visible; start at most 2"):
+        device.local_device(2)
