@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,6 @@ from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
 from ctpo_megatron.config.schema import Config, TinyModelConfig
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3")
 _REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
@@ -23,6 +23,8 @@ _REQUIRED = (
 )
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Megatron-Core fixes these numbers of the llama3 scaling; only `factor` is free."""
+_ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": ("factor", *_LLAMA3)}
+"""What a rotary embedding of each type may say of itself, besides `rope_type`, `rope_theta` and a factor of 1."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ModelFacts:
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=architecture == "Qwen2ForCausalLM",  # in its code; no key says so
             qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.pop("rope_theta")),
             rope_scaling=rope if rope["rope_type"] != "default" else None,
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
@@ -163,8 +165,16 @@ def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _expert_reasons(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Why a mixture of experts is not supported, each with what is."""
     experts = _experts(raw)
-    missing = [name for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size") if not experts[name]]
+    counts = {name: experts[name] for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size")}
+    missing = [name for name, count in counts.items() if not _is_count(count)]
     found = [(f"gives no {name}", "config.json must give it") for name in missing]
+    active = counts["num_experts_per_token"]
+    if not missing and active > counts["num_experts"]:
+        found.append((f"num_experts_per_tok {active} is more than its {counts['num_experts']} experts", "lower it"))
+    if active == 1 and experts["norm_topk_prob"]:
+        # The one weight, renormalized, is 1 whatever the router says: it would never learn.
+        message = "norm_topk_prob with one expert per token gives the router no gradient"
+        found.append((message, "supported: norm_topk_prob false, or num_experts_per_tok 2 or more"))
     if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
         found.append(
             ("dense layers among the layers of experts are not supported", "supported: experts in every layer")
@@ -173,11 +183,19 @@ def _expert_reasons(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rope base, type and scaling numbers from the keys of transformers 5 (`rope_parameters`) or 4."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope = {"rope_theta": raw.get("rope_theta", 1e4), **scaling}
+    """Rope base, type and numbers as transformers 5 takes them, whose `rope_scaling` replaces `rope_parameters`."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope = {"rope_theta": raw.get("rope_theta", 1e4), **given}
     old_name = rope.pop("type", "default")
     return {"rope_type": old_name, **rope}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value)
 
 
 def _problems(raw: Any, file: str) -> list[Problem]:
@@ -191,8 +209,10 @@ def _problems(raw: Any, file: str) -> list[Problem]:
     architecture = (raw.get("architectures") or [None])[0]
     if architecture not in ARCHITECTURES:
         return [problem(f"architecture {architecture} is not supported", f"supported: {', '.join(ARCHITECTURES)}")]
-    found = [problem(f"has no integer {name!r}") for name in _REQUIRED if not isinstance(raw.get(name), int)]
-    found += [problem(*reason) for reason in _rope_reasons(_rope(raw))]
+    found = [problem(f"has no positive integer {name!r}") for name in _REQUIRED if not _is_count(raw.get(name))]
+    found += [problem(*reason) for reason in (*_head_reasons(raw), *_rope_reasons(raw))]
+    if not _is_number(raw.get("rms_norm_eps", 1e-6)):
+        found.append(problem(f"rms_norm_eps {raw['rms_norm_eps']!r} is no positive number"))
     if architecture == "Qwen3MoeForCausalLM":
         found += [problem(*reason) for reason in _expert_reasons(raw)]
     if raw.get("hidden_act", "silu") != "silu":
@@ -205,12 +225,44 @@ def _problems(raw: Any, file: str) -> list[Problem]:
     return found
 
 
-def _rope_reasons(rope: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _head_reasons(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Why the attention heads cannot be built."""
+    heads, groups, width = (raw.get(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    found = [
+        (f"{name} {value!r} is no positive integer", "leave it out for transformers' default")
+        for name, value in (("num_key_value_heads", groups), ("head_dim", width))
+        if value is not None and not _is_count(value)
+    ]
+    if not found and groups and _is_count(heads) and heads % groups:
+        found.append((f"num_key_value_heads {groups} does not divide num_attention_heads {heads}", ""))
+    return found
+
+
+def _rope_reasons(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Why a rotary embedding is not supported, each with what is."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if raw.get(name) is not None and not isinstance(raw[name], dict):
+            return [(f"{name} {raw[name]!r} is no JSON object", "leave it out for plain rotary embedding")]
+    rope = _rope(raw)
     kind = rope["rope_type"]
-    if kind not in ROPE_TYPES:
-        return [(f"rope type {kind!r} is not supported", f"supported: {', '.join(ROPE_TYPES)}")]
-    if kind != "default" and not isinstance(rope.get("factor"), int | float):
-        return [(f"rope type {kind!r} has no factor", "config.json must give one")]
-    other = {name: rope.get(name) for name, value in _LLAMA3.items() if kind == "llama3" and rope.get(name) != value}
-    return [(f"llama3 rope scaling with {other} is not supported", f"supported: {_LLAMA3}")] if other else []
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        return [(f"rope type {kind!r} is not supported", f"supported: {', '.join(_ROPE_KEYS)}")]
+    found = []
+    if not _is_number(rope["rope_theta"]):
+        found.append((f"rope_theta {rope['rope_theta']!r} is no positive number", ""))
+    for where in (raw, rope):
+        if where.get("partial_rotary_factor") not in (None, 1):
+            message = f"partial_rotary_factor {where['partial_rotary_factor']!r} is not supported"
+            found.append((message, "supported: 1, every channel of a head is rotated"))
+    known = {"rope_type", "rope_theta", "partial_rotary_factor", *_ROPE_KEYS[kind]}
+    if unknown := {name: value for name, value in rope.items() if name not in known}:
+        found.append((f"{kind} rotary embedding with {unknown} is not supported", "one for all layers is"))
+    if kind != "default" and not _is_number(rope.get("factor")):
+        found.append((f"rope type {kind!r} has no factor", "config.json must give a positive number"))
+    if kind == "llama3":
+        # transformers lets this one stand beside the others, and there it wins
+        beside = {name: raw[name] for name in ("original_max_position_embeddings",) if name in raw}
+        other = {name: (rope | beside).get(name) for name in _LLAMA3}
+        if other := {name: value for name, value in other.items() if value != _LLAMA3[name]}:
+            found.append((f"llama3 rope scaling with {other} is not supported", f"supported: {_LLAMA3}"))
+    return found

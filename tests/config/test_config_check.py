@@ -262,8 +262,13 @@ def test_facts_of_the_other_families(tmp_path: Path) -> None:
     assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, 80)
     llama = ModelFacts.read(write_model(tmp_path, architectures=["LlamaForCausalLM"], rope_scaling=LLAMA3))
     assert (llama.qkv_bias, llama.rope_scaling) == (False, LLAMA3)
-    linear = ModelFacts.read(write_model(tmp_path, rope_scaling={"type": "linear", "factor": 2.0}))
-    assert linear.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    linear = {"type": "linear", "factor": 2.0}
+    hidden = {"rope_type": "default", "rope_theta": 5.0}
+    for facts in (
+        ModelFacts.read(write_model(tmp_path, rope_scaling=linear)),
+        ModelFacts.read(write_model(tmp_path, rope_scaling=linear, rope_parameters=hidden)),
+    ):
+        assert (facts.rope_scaling, facts.rope_theta) == ({"rope_type": "linear", "factor": 2.0}, 1e6)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +282,32 @@ def test_facts_of_the_other_families(tmp_path: Path) -> None:
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rope type 'yarn' is not supported; supported",
         ),
+        (
+            # transformers 5 drops `rope_parameters` for this
+            {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "rope type 'yarn' is not supported",
+        ),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 8.0}}, "llama3 rope scaling with {'high_freq_factor': 8.0}"),
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
+            "llama3 rope scaling with {'original_max_position_embeddings': 4096}",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "default rotary embedding with {'full_attent"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1}},
+            "linear rotary embedding with {'mscale': 1}",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25 is not supported"),
+        ({"rope_parameters": [1]}, "rope_parameters [1] is no JSON object"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta None is no positive number"),
+        ({"rope_scaling": {"type": ["linear"]}}, "rope type ['linear'] is not supported"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps 0 is no positive number"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0 is no positive integer"),
+        ({"num_attention_heads": -32}, "has no positive integer 'num_attention_heads'"),
         ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' has no factor"),
-        ({"num_hidden_layers": "drop"}, "has no integer 'num_hidden_layers'"),
+        ({"num_hidden_layers": "drop"}, "has no positive integer 'num_hidden_layers'"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"mlp_bias": True}, "mlp_bias is not supported"),
@@ -345,6 +373,20 @@ def test_experts_that_are_not_supported_are_all_named(tmp_path: Path) -> None:
         ModelFacts.read(tmp_path)
     for expected in ("gives no num_experts", "gives no moe_intermediate_size", "dense layers among the layers"):
         assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 is more than its 128 experts"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob with one expert per token gives the router no gradient"),
+        ({"num_experts": "128"}, "gives no num_experts"),
+    ],
+)
+def test_experts_that_cannot_be_routed(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(A3B | changes))
+    with pytest.raises(ConfigError, match=expected):
+        ModelFacts.read(tmp_path)
 
 
 # --- layout -----------------------------------------------------------------------------------------------------
