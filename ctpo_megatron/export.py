@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctpo_megatron.config import ConfigError, ModelFacts, PolicyConfig, Problem, load_config
+from ctpo_megatron.config import ConfigError, ModelFacts, PolicyConfig, Problem, is_replaceable, load_config
 from ctpo_megatron.policy import Layout, Policy, join, latest_checkpoint, leave
 from ctpo_megatron.verify import Finding, check_exported
 
@@ -57,7 +57,10 @@ def resolve(source: Path, model: Path | None, output: Path | None) -> Request:
         raise ConfigError([Problem("model.path", "not found from here", fix, str(model))])
     dtype = config.policy.dtype if config else ModelFacts.read(model).dtype
     target = output or run / f"model-{checkpoint.name}"
-    if target.exists() and not (target / "config.json").is_file():
+    if model.resolve().is_relative_to(target.resolve()):
+        message = f"would replace the model that was trained, {model}"
+        raise ConfigError([Problem("--output", message, "choose another directory", str(target))])
+    if not is_replaceable(target):
         fix = "choose a directory that does not exist, or an exported model, which is replaced"
         raise ConfigError([Problem("--output", "exists and is no exported model", fix, str(target))])
     return Request(model, checkpoint, target, _policy(dtype))

@@ -6,6 +6,7 @@ warnings = validate(config, world_size=2, cuda=False)                  # ConfigE
 
 from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_train_args, train_args, world_size
 from ctpo_megatron.config.check import check, validate
+from ctpo_megatron.config.check_directories import is_replaceable
 from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.layout import Layout
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
@@ -74,6 +75,7 @@ __all__ = [
     "check_parallel",
     "dump",
     "facts_for",
+    "is_replaceable",
     "layer_activations",
     "load_config",
     "load_with_sources",

@@ -317,7 +317,11 @@ class ExportConfig(Section):
     """Stage (e): the final policy in Hugging Face format under `<run>/<directory>`."""
 
     enabled: bool = Field(True, description="export at the end of the run")
-    directory: str = Field("model", description="folder name inside the run directory")
+    directory: str = Field(
+        "model",
+        pattern=r"^[A-Za-z0-9._-]+$",
+        description="folder name inside the run directory; a model directory of that name is replaced",
+    )
 
 
 class ObserveConfig(Section):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 
-from ctpo_megatron.config import ModelFacts
+from ctpo_megatron.config import ConfigError, ModelFacts, Problem, is_replaceable
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
 from ctpo_megatron.policy.parallel import Layout, gather_objects
@@ -317,15 +317,17 @@ def _relay_stage(
 
 
 def write_directory(
-    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path, *, write: bool, shard_bytes: int = 4 << 30
+    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path, layout: Layout, shard_bytes: int = 4 << 30
 ) -> None:
     """Write a Hugging Face model directory: `tensors` in safetensors shards, everything else copied from `source`.
 
-    Every tensor goes to the disk before the next one is asked for. Ranks with `write=False` only take part in the
-    gathering. Written aside and renamed; an existing directory of that name is replaced. Raises OSError from the file
-    system.
+    Every tensor goes to the disk before the next one is asked for; only rank 0 writes, the others take part in the
+    gathering. Written aside and renamed; an existing model directory of that name is replaced. Raises ConfigError
+    before anything is gathered if something else is there, or `source` itself, and OSError from the file system.
     """
-    if not write:
+    target = target.resolve()
+    layout.first(lambda: _check_target(source.resolve(), target))
+    if layout.rank != 0:
         deque(tensors, maxlen=0)
         return
     aside = target.with_name(f".{target.name}.writing")
@@ -347,6 +349,17 @@ def write_directory(
     _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
+
+
+def _check_target(source: Path, target: Path) -> None:
+    """Nothing that is no export, nor the model that the tensors came from, is lost."""
+    if source.is_relative_to(target):
+        problem = Problem("export", f"would replace the model that was trained, {source}", "", str(target))
+    elif not is_replaceable(target):
+        problem = Problem("export", "exists and is no model directory (no config.json in it)", "", str(target))
+    else:
+        return
+    raise ConfigError([replace(problem, fix="choose another directory")])
 
 
 def _name_shards(directory: Path, names: list[list[str]], total: int) -> None:

@@ -199,7 +199,7 @@ class Policy:
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model."""
-        hf.write_directory(self.weights(), self.source, directory, write=self.layout.rank == 0)
+        hf.write_directory(self.weights(), self.source, directory, self.layout)
 
     def save(
         self,

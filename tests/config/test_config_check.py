@@ -106,6 +106,10 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["eval.every=2"], "eval.every = 2: there is nothing to evaluate on; give data.eval, or set it to 0"),
         (["run.resume=true", "run.overwrite=true"], "run.resume = true: contradicts run.overwrite: true"),
         (["sandbox.request_timeout_s=4"], "sandbox.request_timeout_s = 4.0: must exceed sandbox.run_timeout_s (4)"),
+        (["export.directory=.."], 'export.directory = "..": is not a name; choose another, e.g. model'),
+        (["export.directory=checkpoints"], "is what the run writes something else to"),
+        (["run.name=task"], "in runs/task would be replaced, but holds model.path (runs/task/model)"),
+        (["prepare.directory=runs/first/model/x"], "but holds prepare.directory (runs/first/model/x)"),
         (["data.train=[none.parquet]"], 'data.train = "none.parquet": no such file; give the path of a parquet file'),
         (["data.eval=[runs/task/x.parquet]"], "no such file; `prepare` writes train.parquet, heldout.parquet"),
     ],
@@ -327,6 +331,17 @@ def test_facts_of_a_model_still_to_be_prepared(config_with: Make, base: Path) ->
     assert (facts.num_layers, facts.vocab_size, facts.qk_norm) == (3, 0, True)
     write_model(base.parent / "runs" / "task" / "model")
     assert facts_for(config_with("prepare.model.num_layers=3")).num_layers == 36
+
+
+def test_an_export_replaces_a_model_directory_only(config_with: Make) -> None:
+    target = Path("runs/first/model")
+    write_model(target)
+    assert found(config_with()) == []
+    (target / "config.json").rename(target / "notes.json")
+    (text,) = found(config_with())
+    assert 'export.directory = "model": exists in runs/first, and is no model directory' in text
+    assert found(config_with("export.enabled=false")) == []
+    assert found(config_with("run.overwrite=true")) == []
 
 
 def test_missing_model(config_with: Make) -> None:

@@ -155,6 +155,7 @@ def test_unreadable_override_does_not_hide_the_others(refusal: Refusal) -> None:
         ("xyz=1", "unknown key; the top level has run, model, data"),
         ("run.name=7", "run.name = 7: must be a string; quote it: \"'7'\" on the command line"),
         ("run.name=a/b", 'run.name = "a/b": may hold only letters, digits'),
+        ("export.directory=../../home", 'export.directory = "../../home": may hold only letters, digits'),
         ("run.name.x=3", 'run.name = {"x": 3}: must be a string'),
         ("run.steps='4'", 'run.steps = "4": must be an integer; remove the quotes if it is one'),
         ("run.steps=true", "run.steps = true: must be an integer"),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.config import ConfigError, PolicyConfig
 from ctpo_megatron.policy import Layout, Policy, join, leave
 
 
@@ -88,12 +88,28 @@ def test_weights_without_safetensors_say_how_to_convert(layout: Layout, tmp_path
         Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
 
 
+def test_an_export_replaces_nothing_but_an_export(layout: Layout, tmp_path: Path) -> None:
+    models.build("qwen3-tied", tmp_path / "one")
+    policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    (tmp_path / "link").symlink_to("one")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").touch()
+    for name, message in (("one", "the model that was trained"), ("link", "the model that was"), ("notes", "no model")):
+        with pytest.raises(ConfigError, match=message):
+            policy.export(tmp_path / name)
+    assert (tmp_path / "one" / "model.safetensors").is_file() and (tmp_path / "notes" / "a.txt").is_file()
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):
+        policy.export(tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").is_file()
+
+
 def test_sharded_directories_are_read_and_written(layout: Layout, tmp_path: Path) -> None:
     from ctpo_megatron.policy import hf
 
     model = models.build("qwen3-tied", tmp_path / "one")
     policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
-    hf.write_directory(policy.weights(), tmp_path / "one", tmp_path / "many", write=True, shard_bytes=200_000)
+    hf.write_directory(policy.weights(), tmp_path / "one", tmp_path / "many", layout, shard_bytes=200_000)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in policy.weights())

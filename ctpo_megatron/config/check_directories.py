@@ -1,0 +1,68 @@
+"""Checks of the Hugging Face directories that a run reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ctpo_megatron.config.problems import Problem, error
+from ctpo_megatron.config.schema import Config
+
+_RUN_DIRECTORY = {
+    "config.yaml",
+    "config.previous.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "warmup.jsonl",
+    "stages.json",
+    "report.html",
+    "trajectories",
+    "evaluation",
+    "checkpoints",
+    "tensorboard",
+    "logs",
+    "figures",
+}
+"""What a run writes into its directory besides the export."""
+
+
+def check_export(config: Config) -> Iterator[Problem]:
+    """The export replaces a directory of its name: it must not be anything else that is there, or is needed."""
+    key, name = "export.directory", config.export.directory
+    if not config.export.enabled:
+        return
+    if name in (".", "..", *_RUN_DIRECTORY):
+        what = "is not a name" if name in (".", "..") else "is what the run writes something else to"
+        yield error(config, key, what, "choose another, e.g. model")
+        return
+    target = (config.run.directory / name).resolve()
+    for needed, path in _inputs(config):
+        if Path(path).resolve().is_relative_to(target):
+            message = f"in {config.run.directory} would be replaced, but holds {needed} ({path})"
+            yield error(config, key, message, "choose another name")
+    if not config.run.overwrite and not is_replaceable(target):
+        message = f"exists in {config.run.directory}, and is no model directory: it will not be replaced"
+        yield error(config, key, message, "choose another name, or move it away")
+
+
+def is_replaceable(target: Path) -> bool:
+    """Whether an export may take the place of what is there: nothing, an empty directory, or a model directory."""
+    if target.is_dir():
+        return (target / "config.json").is_file() or not any(target.iterdir())
+    return not target.exists()
+
+
+def _inputs(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and path of everything that the run reads, `prepare.directory` included."""
+    lists = {"data.train": config.data.train, "data.eval": config.data.eval}
+    if config.warmup:
+        lists["warmup.data"] = config.warmup.data
+    for key, paths in lists.items():
+        yield from ((key, path) for path in paths)
+    single = {
+        "model.path": config.model.path,
+        "prepare.directory": config.prepare and config.prepare.directory,
+        "checkpoint.load": config.checkpoint.load,
+        "rollout.replay": config.rollout.replay,
+    }
+    yield from ((key, path) for key, path in single.items() if path is not None)
