@@ -37,6 +37,7 @@ from ctpo_megatron.config.schema import (
     TinyModelConfig,
     WarmupConfig,
 )
+from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
 __all__ = [
     "NEED_TE",
@@ -67,6 +68,7 @@ __all__ = [
     "RunConfig",
     "SandboxConfig",
     "Split",
+    "Stored",
     "TinyModelConfig",
     "TrainArgs",
     "WarmupConfig",
@@ -84,6 +86,8 @@ __all__ = [
     "parse_train_args",
     "sequence_multiple",
     "stage_memory",
+    "stored_tensors",
+    "tokenizer_problems",
     "train_args",
     "validate",
     "world_size",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ctpo_megatron.config.model_facts import ModelFacts
 from ctpo_megatron.config.problems import Problem, error
 from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config.weight_files import stored_tensors, tokenizer_problems
 
 _RUN_DIRECTORY = {
     "config.yaml",
@@ -24,6 +26,14 @@ _RUN_DIRECTORY = {
     "figures",
 }
 """What a run writes into its directory besides the export."""
+
+
+def check_model(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+    """Weights that are whole and fit config.json, and a tokenizer; nothing of a model still to be prepared."""
+    directory = Path(config.model.path)
+    if (directory / "config.json").is_file():
+        yield from stored_tensors(directory, facts)[1]
+        yield from tokenizer_problems(directory)
 
 
 def check_export(config: Config) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 
-from ctpo_megatron.config import ConfigError, ModelFacts, Problem, is_replaceable
+from ctpo_megatron.config import ConfigError, ModelFacts, Problem, Stored, is_replaceable, stored_tensors
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
-from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.tensor_file import TensorFile
 
 Tensors = list[torch.Tensor]
@@ -94,11 +94,14 @@ def _norm(*hf: str) -> Rule:
     return Rule(hf, _replicated, _whole, None)
 
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 1024
+"""Of a vocabulary, compared at once."""
 _QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
 _TOP = {
-    "embedding.word_embeddings.weight": Rule(("model.embed_tokens.weight",), _split_vocab, _whole, 0, padded=True),
+    "embedding.word_embeddings.weight": Rule((_EMBEDDING,), _split_vocab, _whole, 0, padded=True),
     "decoder.final_layernorm.weight": _norm("model.norm.weight"),
-    "output_layer.weight": Rule(("lm_head.weight",), _split_vocab, _whole, 0, padded=True),
+    "output_layer.weight": Rule((_HEAD,), _split_vocab, _whole, 0, padded=True),
 }
 _LAYER = {
     "input_layernorm.weight": _norm("input_layernorm.weight"),
@@ -170,71 +173,51 @@ def _entries(model: BuiltModel) -> list[Entry]:
 
 
 class WeightFiles:
-    """The safetensors files of a Hugging Face model directory, read tensor by tensor."""
+    """The tensors of a Hugging Face model directory, read one by one."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = stored
         self._open: dict[Path, Any] = {}
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            by_name = json.loads(index.read_text())["weight_map"]
-            self._file_of = {name: directory / file for name, file in by_name.items()}
-        else:
-            single = directory / "model.safetensors"
-            if not single.exists():
-                raise FileNotFoundError(
-                    f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
-                    "convert the checkpoint with save_pretrained(..., safe_serialization=True)"
-                )
-            with safe_open(single, "pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), single)
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def read(self, name: str) -> torch.Tensor:
-        """One full tensor on the CPU, in the file's dtype."""
-        path = self._file_of[name]
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """One full tensor, or some of its rows, on the CPU, in the file's dtype."""
+        path = self._stored[name].file
         if path not in self._open:  # a mixture of experts has thousands of tensors in one file
             self._open[path] = safe_open(path, "pt")
-        return self._open[path].get_tensor(name)
+        file = self._open[path]
+        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
 
 
 @torch.no_grad()
 def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
     """Copy the directory's weights into this rank's model (its layers, experts, tensor-parallel shards); collective.
 
-    Raises ValueError listing every tensor that is missing, unused, or of another shape than the model expects.
+    Raises ConfigError, before anything is copied, listing every tensor that is missing, unused, or of another shape
+    than config.json makes it, and every file that is not whole; or when the two ends of a tied model differ.
     """
-    files = WeightFiles(directory)
-    experts_each = model.facts.num_experts // layout.ep_size
-    named = [(entry, entry.rule.names(experts_each, layout.ep_rank)) for entry in _entries(model)]
-    mine = {name for _, names in named for name in names}
-    needed = set().union(*gather_objects(mine))
-    unused = files.names - needed - ({"lm_head.weight"} if model.facts.tie_word_embeddings else set())
-    problems = [f"missing: {name}" for name in sorted(needed - files.names)]
-    problems += [f"not used by this architecture: {name}" for name in sorted(unused)]
-    if not problems:
-        for entry, names in named:
-            problems += _copy(entry, names, files, model.facts)
+    stored, problems = stored_tensors(directory, model.facts)
     if problems:
-        raise ValueError(f"the weights in {directory} do not fit the model:\n  " + "\n  ".join(problems))
+        raise ConfigError(problems)
+    files = WeightFiles(stored)
+    if model.facts.tie_word_embeddings and _HEAD in stored:
+        layout.first(lambda: _check_tied(files, stored[_HEAD].shape[0], directory))
+    experts_each = model.facts.num_experts // layout.ep_size
+    for entry in _entries(model):
+        tensors = [files.read(name) for name in entry.rule.names(experts_each, layout.ep_rank)]
+        group = _tensor_group(entry.rule)
+        entry.parameter.copy_(entry.rule.split(tensors, model.facts, group.size())[group.rank()])
     if model.facts.tie_word_embeddings and layout.pp_size > 1 and layout.is_last_stage:
-        weight = _TOP["embedding.word_embeddings.weight"]
-        shard = weight.split([files.read(weight.hf[0])], model.facts, layout.tp_size)[layout.tp_rank]
+        shard = _split_vocab([files.read(_EMBEDDING)], model.facts, layout.tp_size)[layout.tp_rank]
         model.gpt[-1].output_layer.weight.copy_(shard)
 
 
-def _copy(entry: Entry, names: tuple[str, ...], files: WeightFiles, facts: ModelFacts) -> list[str]:
-    tensors = [files.read(name) for name in names]
-    group = _tensor_group(entry.rule)
-    shard = entry.rule.split(tensors, facts, group.size())[group.rank()]
-    if shard.shape != entry.parameter.shape:
-        found = {name: tuple(t.shape) for name, t in zip(names, tensors, strict=True)}
-        expected = tuple(entry.parameter.shape)
-        return [f"{entry.name} is {expected} on this rank, but {found} gives {tuple(shard.shape)}"]
-    entry.parameter.copy_(shard)
-    return []
+def _check_tied(files: WeightFiles, rows: int, directory: Path) -> None:
+    for start in range(0, rows, _ROWS):
+        piece = slice(start, start + _ROWS)
+        if not (files.read(_HEAD, piece) == files.read(_EMBEDDING, piece)).all():
+            message = f"config.json ties the embeddings, but {_HEAD} differs from {_EMBEDDING}"
+            fix = "set tie_word_embeddings: false there, or remove the tensor that is wrong"
+            raise ConfigError([Problem("model.path", message, fix, str(directory))])
 
 
 def _tensor_group(rule: Rule) -> dist.ProcessGroup:

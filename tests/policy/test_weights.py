@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ctpo_megatron.config import ConfigError, PolicyConfig
+from ctpo_megatron.config import ConfigError, ModelFacts, PolicyConfig
+from ctpo_megatron.config.weight_files import tensor_shapes
 from ctpo_megatron.policy import Layout, Policy, join, leave
 
 
@@ -39,6 +40,8 @@ def test_log_probs_equal_transformers_and_weights_return_unchanged(
     family: tuple[PreTrainedModel, Path], layout: Layout, tmp_path: Path
 ) -> None:
     model, directory = family
+    held = {name: tuple(tensor.shape) for name, tensor in load_file(directory / "model.safetensors").items()}
+    assert tensor_shapes(ModelFacts.read(directory)) == held
     policy = Policy(PolicyConfig(micro_batch_tokens=300), layout, directory, temperature=0.7)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
     policy.anchor([mini_batch])
@@ -66,25 +69,26 @@ def test_misfit_weights_are_all_named(layout: Layout, tmp_path: Path) -> None:
     del weights["model.norm.weight"]
     weights["model.layers.1.mlp.bonus"] = torch.zeros(2)
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError) as caught:
+    # With these two the packed matrices have the right shape: only the tensors themselves tell.
+    weights["model.layers.0.mlp.gate_proj.weight"] = torch.zeros(191, 96)
+    weights["model.layers.0.mlp.up_proj.weight"] = torch.zeros(193, 96)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="4 problems") as caught:
         Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
     assert "missing: model.norm.weight" in str(caught.value)
     assert "not used by this architecture: model.layers.1.mlp.bonus" in str(caught.value)
+    assert "mlp.gate_proj.weight is (191, 96), but config.json makes it (192, 96)" in str(caught.value)
 
 
-def test_a_tensor_of_another_shape_is_named(layout: Layout, tmp_path: Path) -> None:
-    models.build("qwen3-untied", tmp_path)
+def test_a_tied_model_with_another_head_is_refused(layout: Layout, tmp_path: Path) -> None:
+    models.build("qwen3-tied", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    weights["model.layers.2.self_attn.k_proj.weight"] = torch.zeros(128, 96)
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.layers\.2\.self_attn\.k_proj\.weight.*\(128, 96\)"):
-        Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
-
-
-def test_weights_without_safetensors_say_how_to_convert(layout: Layout, tmp_path: Path) -> None:
-    models.build("qwen3-untied", tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="safe_serialization"):
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+    weights["lm_head.weight"][-1, -1] += 1
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="set tie_word_embeddings: false there"):
         Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
 
 

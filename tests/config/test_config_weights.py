@@ -1,0 +1,128 @@
+"""Model directories before anything starts: every file that is missing or not whole, every tensor that does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+
+import pytest
+from test_config_check import write_model
+
+from ctpo_megatron.config import Config, ConfigError, ModelFacts, validate
+from ctpo_megatron.config.weight_files import Shape, stored_tensors, tensor_shapes
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 6,
+    "vocab_size": 10,
+    "max_position_embeddings": 512,
+}
+
+
+def write_tensors(file: Path, shapes: Mapping[str, Shape]) -> None:
+    """A safetensors file of bytes, all zero, as the format's description has it."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "U8", "shape": list(shape), "data_offsets": [end, end + prod(shape)]}
+        end += prod(shape)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A whole directory with two shards."""
+    directory = write_model(tmp_path / "small", **SMALL)
+    (directory / "tokenizer.json").touch()
+    shapes = tensor_shapes(ModelFacts.read(directory))
+    weight_map = {name: f"{'first' if '.0.' in name else 'second'}.safetensors" for name in shapes}
+    for file in set(weight_map.values()):
+        write_tensors(directory / file, {name: shapes[name] for name in shapes if weight_map[name] == file})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+@pytest.fixture
+def problems(model: Path, config_with: Callable[..., Config]) -> Callable[[], list[str]]:
+    """What `ctpo train --dry-run` says of the directory."""
+
+    def check() -> list[str]:
+        config = config_with(f"model.path={model}")
+        try:
+            validate(config, world_size=1, cuda=False)
+        except ConfigError as caught:
+            return [str(problem) for problem in caught.problems]
+        return []
+
+    return check
+
+
+def test_a_whole_directory(model: Path, problems: Callable[[], list[str]]) -> None:
+    assert problems() == []
+    single = model.with_name("single")
+    write_model(single, **SMALL)
+    shapes = tensor_shapes(ModelFacts.read(single))
+    write_tensors(single / "model.safetensors", shapes)
+    stored, wrong = stored_tensors(single, ModelFacts.read(single))
+    assert wrong == [] and {name: tensor.shape for name, tensor in stored.items()} == shapes
+
+
+def test_files_that_are_not_whole_are_all_named(model: Path, problems: Callable[[], list[str]]) -> None:
+    (model / "first.safetensors").unlink()
+    with (model / "second.safetensors").open("ab") as file:
+        file.write(b"x")
+    (model / "tokenizer.json").unlink()
+    write_model(model, **SMALL, hidden_act="gelu")
+    gelu, first, second, tokenizer = problems()
+    assert "activation 'gelu'" in gelu
+    assert "first.safetensors is missing; download or copy it again" in first
+    size = (model / "second.safetensors").stat().st_size
+    assert f"second.safetensors has {size} bytes, but its header asks for {size - 1}" in second
+    assert "has no tokenizer: none of tokenizer.json, " in tokenizer
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\2\0\0\0\0\0\0\0[]", b"\7\0\0\0\0\0\0\0{"]
+)
+def test_files_of_another_kind(model: Path, content: bytes, problems: Callable[[], list[str]]) -> None:
+    (model / "first.safetensors").write_bytes(content)
+    (text,) = problems()
+    assert f"first.safetensors ({len(content)} bytes) is no safetensors file, or is cut short" in text
+
+
+def test_indexes_that_do_not_fit(model: Path, problems: Callable[[], list[str]]) -> None:
+    index = model / "model.safetensors.index.json"
+    names = json.loads(index.read_text())
+    names["weight_map"]["model.norm.weight"] = "first.safetensors"
+    index.write_text(json.dumps(names))
+    (text,) = problems()
+    assert "named in the index, but not in its file: model.norm.weight" in text
+    index.write_text("[]")
+    (text,) = problems()
+    assert "model.safetensors.index.json is no index of tensors" in text
+    index.unlink()
+    (text,) = problems()
+    assert "has neither model.safetensors nor model.safetensors.index.json; download or copy the model" in text
+    (model / "pytorch_model.bin").touch()
+    (text,) = problems()
+    assert "safe_serialization=True" in text
+
+
+@pytest.mark.parametrize("rows", [9, 11])
+def test_tensors_that_do_not_fit_are_all_named(model: Path, rows: int, problems: Callable[[], list[str]]) -> None:
+    write_model(model, **SMALL | {"vocab_size": rows, "num_hidden_layers": 3})
+    found = problems()
+    assert sum("missing: model.layers.2." in text for text in found) == len(found) - 1 == 11
+    assert f"model.embed_tokens.weight is (10, 8), but config.json makes it ({rows}, 8)" in found[-1]
+    write_model(model, **SMALL | {"num_hidden_layers": 8})
+    found = problems()
+    assert len(found) == 21 and "missing: 46 more tensors" in found[-1]
+    write_model(model, **SMALL, tie_word_embeddings=False)
+    (text,) = problems()
+    assert "missing: lm_head.weight" in text
