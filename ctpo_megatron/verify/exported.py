@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
+from ctpo_megatron.config import tokenizer_problems
 from ctpo_megatron.policy import Layout, Policy
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -54,12 +55,10 @@ def check_exported(directory: Path, policy: Policy, layout: Layout, tolerance: f
 def _files(directory: Path) -> Iterator[Finding]:
     """What generation needs besides the weights."""
     fix = f"copy it into {directory} from the model that was trained"
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        yield Finding("tokenizer", False, f"does not load ({_first_line(error)}); {fix}")
-        tokenizer = None
-    if tokenizer is not None:
+    tokenizer, wrong = _tokenizer(directory)
+    if wrong:
+        yield Finding("tokenizer", False, f"{wrong}; {fix}")
+    else:
         yield Finding("tokenizer", True, f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")
         try:
             text = tokenizer.apply_chat_template(_MESSAGES, add_generation_prompt=True, tokenize=False)
@@ -76,6 +75,20 @@ def _files(directory: Path) -> Iterator[Finding]:
     else:
         good = ends is not None
         yield Finding("generation config", good, f"ends at token {ends}" if good else "names no eos_token_id; add one")
+
+
+def _tokenizer(directory: Path) -> tuple[Any, str]:
+    """The tokenizer, and what is wrong with it."""
+    for problem in tokenizer_problems(directory):
+        return None, problem.message
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        return None, f"does not load ({_first_line(error)})"
+    text = _MESSAGES[0]["content"]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return tokenizer, "" if back == text else f"makes {back!r} of {text!r}"
 
 
 def _tensors(directory: Path, policy: Policy, layout: Layout) -> Finding:

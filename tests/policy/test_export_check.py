@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -126,6 +127,23 @@ def test_what_generation_needs_is_missed(file: str, what: str, copy: Path, capsy
     assert main(["export", str(copy), "--check"]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
     assert line.split("FAILED")[0].strip() == what
+
+
+def test_an_empty_tokenizer_is_no_tokenizer(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers 5 makes one of a class's name without a word."""
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings = {name: settings[name] for name in ("eos_token", "pad_token")} | {"tokenizer_class": "Qwen2Tokenizer"}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    (copy / "tokenizer.json").unlink()
+    for files, expected in (
+        ({}, "has no tokenizer: none of tokenizer.json"),
+        ({"vocab.json": '{"W": 0}', "merges.txt": "#version: 0.2\n"}, "makes 'W' of 'What is 6 times 7?'"),
+    ):
+        for name, text in files.items():
+            (copy / name).write_text(text)
+        assert main(["export", str(copy), "--check"]) == 1
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+        assert line.split("FAILED")[0].strip() == "tokenizer" and expected in line
 
 
 def test_requests_that_cannot_be_met_say_why(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
