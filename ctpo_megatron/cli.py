@@ -111,14 +111,16 @@ def _parser(with_sandbox_options: bool = False) -> argparse.ArgumentParser:
         description="Write the weights of a run or a checkpoint in Hugging Face format. Also under torchrun.",
     )
     export.add_argument("source", type=Path, metavar="SOURCE", help="run, checkpoint, or exported directory to check")
-    export.add_argument("--output", type=Path, metavar="DIR", help="default: RUN/model-step_NNNNNN")
+    export.add_argument(
+        "--output", type=Path, metavar="DIR", help="default: RUN/model-step_NNNNNN; needed outside a run"
+    )
     export.add_argument(
         "--model", type=Path, metavar="DIR", help="the model trained; default: as the run's config says"
     )
     export.add_argument("--check", action="store_true", help="compare with the Megatron model; exit 1 if it differs")
     export.add_argument("--tolerance", type=float, help="of a logit, relative to the largest; default: by precision")
-    export.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share every layer")
-    export.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="ranks that share the stack")
+    export.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="ranks sharing every layer")
+    export.add_argument("--pipeline-parallel", type=_positive, default=1, metavar="N", help="ranks sharing the stack")
     export.set_defaults(action=_export)
 
     _add_sandbox(verbs, with_sandbox_options)
@@ -186,14 +188,17 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _positive(text: str) -> int:
+    """Type of an argument; argparse reports the ValueError."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return number
+
+
 def _export(args: argparse.Namespace) -> int:
     from ctpo_megatron.export import export, resolve
 
     request = resolve(args.source, args.model, args.output)
-    ranks, shards = world_size(), args.tensor_parallel * args.pipeline_parallel
-    if ranks % shards:
-        print(f"ctpo export: {shards} does not divide the {ranks} ranks; start torchrun with more", file=sys.stderr)
-        return 2
     if request.checkpoint is None and not args.check:
         print(f"ctpo export: {request.target} is exported already; --check compares it", file=sys.stderr)
         return 2

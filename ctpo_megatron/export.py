@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ctpo_megatron.config import ConfigError, ModelFacts, PolicyConfig, Problem, is_replaceable, load_config
+from ctpo_megatron.config import (
+    ConfigError,
+    ModelFacts,
+    PolicyConfig,
+    Problem,
+    check_parallel,
+    is_replaceable,
+    load_config,
+    world_size,
+)
 from ctpo_megatron.policy import Layout, Policy, join, latest_checkpoint, leave
 from ctpo_megatron.verify import Finding, check_exported
+
+_OPTIONS = {
+    "policy.tensor_model_parallel_size": "--tensor-parallel",
+    "policy.pipeline_model_parallel_size": "--pipeline-parallel",
+}
 
 
 @dataclass(frozen=True)
@@ -33,8 +47,7 @@ def resolve(source: Path, model: Path | None, output: Path | None) -> Request:
     if (source / "config.json").is_file():
         if output is not None:
             raise ConfigError([Problem("--output", f"{source} is in Hugging Face format already", "leave it out")])
-        dtype = "bfloat16" if ModelFacts.read(source).dtype == "bfloat16" else "float32"
-        return Request(source, None, source, _policy(dtype))
+        return Request(source, None, source, _policy(ModelFacts.read(source).dtype))
     is_checkpoint = (source / "COMPLETE.json").is_file()
     run = source.resolve().parent.parent if is_checkpoint else source
     config = load_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
@@ -48,9 +61,14 @@ def resolve(source: Path, model: Path | None, output: Path | None) -> Request:
             fix = "train with checkpoint.every=N, or export.enabled=true"
             raise ConfigError([Problem("export", f"{run} has neither checkpoints nor {exported.name}/", fix)])
         return resolve(exported, model, output)
-    if model is None and config is None:
-        fix = "give the Hugging Face directory that was trained: --model DIR"
-        raise ConfigError([Problem("--model", f"{checkpoint} is not in a run directory with config.yaml", fix)])
+    if config is None:
+        needed = {"--model": (model, "the directory that was trained"), "--output": (output, "the one to write")}
+        message = f"{checkpoint} is not in a run directory with config.yaml"
+        missing = [
+            Problem(key, message, f"give {what}: {key} DIR") for key, (given, what) in needed.items() if not given
+        ]
+        if missing:
+            raise ConfigError(missing)
     model = model or Path(config.model.path)  # type: ignore[union-attr]
     if not (model / "config.json").is_file():
         fix = "export from the folder that the run was started in, or give the directory: --model DIR"
@@ -67,7 +85,24 @@ def resolve(source: Path, model: Path | None, output: Path | None) -> Request:
 
 
 def _policy(dtype: str) -> PolicyConfig:
-    return PolicyConfig(dtype=dtype, head="logits")
+    """float16 weights are computed with in float32, which holds all their values."""
+    return PolicyConfig(dtype="bfloat16" if dtype == "bfloat16" else "float32", head="logits")
+
+
+def layout_of(request: Request, tensor_parallel: int, pipeline_parallel: int) -> PolicyConfig:
+    """The policy under a layout. Raises ConfigError naming the options that ranks or model do not fit."""
+    facts = ModelFacts.read(request.model)
+    policy = request.policy.model_copy(
+        update={
+            "tensor_model_parallel_size": tensor_parallel,
+            "pipeline_model_parallel_size": pipeline_parallel,
+            "sequence_parallel": tensor_parallel > 1 and facts.num_experts > 0,  # experts route each rank's own tokens
+        }
+    )
+    problems = list(check_parallel(policy, world_size(), facts, cuda=False))
+    if problems:
+        raise ConfigError([replace(problem, key=_OPTIONS.get(problem.key, problem.key)) for problem in problems])
+    return policy
 
 
 def export(
@@ -75,14 +110,9 @@ def export(
 ) -> list[Finding] | None:
     """Write `request.target`, and check it; collective over the ranks that torchrun started. None: not checked.
 
-    Findings are on rank 0. Raises ConfigError when the ranks do not fit the layout, CheckpointError, OSError.
+    Findings are on rank 0. Raises ConfigError when ranks or model do not fit the layout, CheckpointError, OSError.
     """
-    config = request.policy.model_copy(
-        update={
-            "tensor_model_parallel_size": tensor_parallel,
-            "pipeline_model_parallel_size": pipeline_parallel,
-        }
-    )
+    config = layout_of(request, tensor_parallel, pipeline_parallel)
     layout: Layout = join(config, seed=0)
     try:
         policy = Policy(config, layout, request.model, temperature=1.0)

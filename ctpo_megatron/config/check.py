@@ -41,7 +41,7 @@ def check(config: Config, world_size: int, model_facts: ModelFacts | None, *, cu
     """All problems, errors and warnings; without model facts, the checks that need them are left out."""
     found = [
         *_run(config),
-        *check_parallel(config, world_size, model_facts, cuda=cuda),
+        *check_parallel(config.policy, world_size, model_facts, cuda=cuda),
         *_batch(config, world_size),
         *check_tokens(config, model_facts),
         *check_engine(config, model_facts, cuda=cuda),

@@ -40,26 +40,25 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32's CPU attention kernels; with another size the engine dies at its first request."""
 
 
-def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+def check_parallel(policy: PolicyConfig, world_size: int, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
     """Ranks, and the model's shape against the parallel layout."""
-    yield from _ranks(config, world_size)
-    yield from _stages(config, facts)
-    yield from _memory(config, facts, cuda=cuda)
-    policy = config.policy
+    yield from _ranks(policy, world_size)
+    yield from _stages(policy, facts)
+    yield from _memory(policy, facts, cuda=cuda)
     tp = policy.tensor_model_parallel_size
     if policy.sequence_parallel and tp == 1:
         fix = "switch it off, or raise policy.tensor_model_parallel_size"
-        yield error(config, "policy.sequence_parallel", "needs tensor parallelism", fix)
+        yield _error(policy, "sequence_parallel", "needs tensor parallelism", fix)
     if policy.overlap_param_gather and not (policy.use_distributed_optimizer and policy.overlap_grad_reduce):
         fix = "set both true, or this false"
         message = "needs policy.use_distributed_optimizer and policy.overlap_grad_reduce"
-        yield error(config, "policy.overlap_param_gather", message, fix)
+        yield _error(policy, "overlap_param_gather", message, fix)
     if policy.layer_spec == "transformer_engine":
         needs = {"CUDA": cuda, "policy.dtype: bfloat16 (packed attention)": policy.dtype == "bfloat16"}
         missing = [name for name, there in needs.items() if not there]
         if missing:
             message = f"Transformer Engine needs {' and '.join(missing)}"
-            yield error(config, "policy.layer_spec", message, "set auto or local")
+            yield _error(policy, "layer_spec", message, "set auto or local")
     if facts is None:
         return
     for name, amount in (
@@ -69,8 +68,8 @@ def check_parallel(config: Config, world_size: int, facts: ModelFacts | None, *,
     ):
         if amount % tp:
             message = f"does not divide the model's {amount} {name}"
-            yield error(config, "policy.tensor_model_parallel_size", message)
-    yield from _experts(config, world_size, facts)
+            yield _error(policy, "tensor_model_parallel_size", message)
+    yield from _experts(policy, world_size, facts)
 
 
 def sequence_multiple(policy: PolicyConfig) -> int:
@@ -80,8 +79,11 @@ def sequence_multiple(policy: PolicyConfig) -> int:
     return math.lcm(pieces, policy.pad_to_multiple)
 
 
-def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
-    policy = config.policy
+def _error(policy: PolicyConfig, name: str, message: str, fix: str = "") -> Problem:
+    return Problem(f"policy.{name}", message, fix, getattr(policy, name))
+
+
+def _ranks(policy: PolicyConfig, world_size: int) -> Iterator[Problem]:
     tp, pp, cp = (
         policy.tensor_model_parallel_size,
         policy.pipeline_model_parallel_size,
@@ -91,79 +93,76 @@ def _ranks(config: Config, world_size: int) -> Iterator[Problem]:
         others = f"pipeline_model_parallel_size {pp}" + (f" x context_parallel_size {cp}" if cp > 1 else "")
         message = f"x {others} = {tp * pp * cp} does not divide the world size {world_size}"
         fix = "start a multiple of that many ranks: torchrun --nproc-per-node N (for a dry run: WORLD_SIZE=N)"
-        yield error(config, "policy.tensor_model_parallel_size", message, fix)
+        yield _error(policy, "tensor_model_parallel_size", message, fix)
     elif policy.data_parallel_size not in (None, world_size // (tp * pp * cp)):
         message = f"but {world_size} ranks make {world_size // (tp * pp * cp)} replicas"
         fix = f"start {policy.data_parallel_size * tp * pp * cp} ranks, or leave it null"
-        yield error(config, "policy.data_parallel_size", message, fix)
+        yield _error(policy, "data_parallel_size", message, fix)
 
 
-def _stages(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+def _stages(policy: PolicyConfig, facts: ModelFacts | None) -> Iterator[Problem]:
     """Pipeline stages, and the chunks of layers on each."""
-    pp, chunks = config.policy.pipeline_model_parallel_size, config.policy.virtual_pipeline_model_parallel_size
+    pp, chunks = policy.pipeline_model_parallel_size, policy.virtual_pipeline_model_parallel_size
     if chunks is not None and (pp == 1 or chunks == 1):
         message = "needs pipeline stages" if pp == 1 else "is one chunk a rank, which is the plain pipeline"
         fix = "leave it null" + (", or raise policy.pipeline_model_parallel_size" if pp == 1 else ", or set 2 or more")
-        yield error(config, "policy.virtual_pipeline_model_parallel_size", message, fix)
+        yield _error(policy, "virtual_pipeline_model_parallel_size", message, fix)
     if facts is None:
         return
     if facts.num_layers % pp:
         message = f"does not divide the model's {facts.num_layers} layers"
-        yield error(config, "policy.pipeline_model_parallel_size", message)
+        yield _error(policy, "pipeline_model_parallel_size", message)
     elif chunks is not None and facts.num_layers % (pp * chunks):
         message = f"x pipeline_model_parallel_size {pp} does not divide the model's {facts.num_layers} layers"
-        yield error(config, "policy.virtual_pipeline_model_parallel_size", message)
+        yield _error(policy, "virtual_pipeline_model_parallel_size", message)
 
 
-def _memory(config: Config, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+def _memory(policy: PolicyConfig, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
     """Recomputation and offloading."""
-    policy = config.policy
     if policy.offload != "none":
         needs = {"CUDA": cuda, "policy.use_distributed_optimizer": policy.use_distributed_optimizer}
         needs["policy.dtype: bfloat16"] = policy.dtype == "bfloat16"
         missing = [name for name, there in needs.items() if not there]
         if missing:
-            yield error(config, "policy.offload", f"needs {' and '.join(missing)}", "or set none")
+            yield _error(policy, "offload", f"needs {' and '.join(missing)}", "or set none")
     default = type(policy).model_fields["recompute_modules"].default
     if policy.recompute != "selective" and policy.recompute_modules != default:
-        yield error(config, "policy.recompute_modules", "has no effect", "set policy.recompute: selective")
+        yield _error(policy, "recompute_modules", "has no effect", "set policy.recompute: selective")
     if policy.recompute == "selective":
-        yield from _recomputed(config, facts, cuda=cuda)
+        yield from _recomputed(policy, facts, cuda=cuda)
 
 
-def _recomputed(config: Config, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+def _recomputed(policy: PolicyConfig, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
     """Modules that the layers have, and that give memory back when they are recomputed."""
-    policy = config.policy
-    asked, key = set(policy.recompute_modules), "policy.recompute_modules"
+    asked, key = set(policy.recompute_modules), "recompute_modules"
     fused = " and ".join(sorted(NEED_TE & asked))
     if fused and (not cuda or policy.layer_spec == "local" or policy.dtype != "bfloat16"):
         message = f"{fused} need Transformer Engine's layers, and they need CUDA and policy.dtype: bfloat16"
-        yield error(config, key, message, "choose among core_attn, mlp, moe")
+        yield _error(policy, key, message, "choose among core_attn, mlp, moe")
     if facts is None:
         return
     kind, others = ("mixture of experts", {"mlp"}) if facts.num_experts else ("dense model", _OF_EXPERTS)
     absent = " and ".join(sorted(asked & others))
     if absent:
-        yield error(config, key, f"{absent}: not in the layers of a {kind}", "remove it from the list")
+        yield _error(policy, key, f"{absent}: not in the layers of a {kind}", "remove it from the list")
 
 
-def _experts(config: Config, world_size: int, facts: ModelFacts) -> Iterator[Problem]:
-    policy = config.policy
+def _experts(policy: PolicyConfig, world_size: int, facts: ModelFacts) -> Iterator[Problem]:
     tp, ep = policy.tensor_model_parallel_size, policy.expert_model_parallel_size
     if not facts.num_experts:
         if ep > 1:
-            yield error(config, "policy.expert_model_parallel_size", "the model has no experts", "set 1")
+            yield _error(policy, "expert_model_parallel_size", "the model has no experts", "set 1")
         return
     if facts.num_experts % ep:
         message = f"does not divide the model's {facts.num_experts} experts"
-        yield error(config, "policy.expert_model_parallel_size", message)
+        yield _error(policy, "expert_model_parallel_size", message)
     replicas, rest = divmod(world_size, tp * policy.pipeline_model_parallel_size)
     if not rest and replicas % ep:
         message = f"does not divide the {replicas} data x context parallel ranks that experts are spread over"
-        yield error(config, "policy.expert_model_parallel_size", message)
+        yield _error(policy, "expert_model_parallel_size", message)
     if tp > 1 and not policy.sequence_parallel:
         message = "is needed by experts under tensor parallelism: each rank routes its own tokens"
-        yield error(config, "policy.sequence_parallel", message, "set true")
+        yield _error(policy, "sequence_parallel", message, "set true")
 
 
 def check_tokens(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:

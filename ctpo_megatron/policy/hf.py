@@ -97,6 +97,8 @@ def _norm(*hf: str) -> Rule:
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS = 1024
 """Of a vocabulary, compared at once."""
+_CONFIG = "config.json"
+_TEMPLATES = "additional_chat_templates"  # transformers' only folder within a model directory
 _QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
 _TOP = {
     "embedding.word_embeddings.weight": Rule((_EMBEDDING,), _split_vocab, _whole, 0, padded=True),
@@ -304,6 +306,7 @@ def write_directory(
 ) -> None:
     """Write a Hugging Face model directory: `tensors` in safetensors shards, everything else copied from `source`.
 
+    config.json gets the precision that the tensors have (all the same).
     Every tensor goes to the disk before the next one is asked for; only rank 0 writes, the others take part in the
     gathering. Written aside and renamed; an existing model directory of that name is replaced. Raises ConfigError
     before anything is gathered if something else is there, or `source` itself, and OSError from the file system.
@@ -317,8 +320,11 @@ def write_directory(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for file in source.iterdir():
-        if file.is_file() and file.suffix not in {".safetensors", ".bin", ".pt"} and ".index." not in file.name:
+        weights = file.suffix in {".safetensors", ".bin", ".pt"} or ".index." in file.name
+        if file.is_file() and not weights and file.name != _CONFIG:
             shutil.copy2(file, aside / file.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, aside / _TEMPLATES)
     shards = [TensorFile(aside / "part-1.safetensors")]
     for name, tensor in tensors:
         size = shards[-1].tensor_bytes
@@ -327,11 +333,22 @@ def write_directory(
             shards[-1].close()
             shards.append(TensorFile(aside / f"part-{len(shards) + 1}.safetensors"))
         shards[-1].add(name, tensor)
+        dtype = tensor.dtype
         del tensor  # or it would stay while the next one is gathered
     shards[-1].close()
     _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
-    shutil.rmtree(target, ignore_errors=True)
+    (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
+    if target.exists():
+        shutil.rmtree(target)
     aside.rename(target)
+
+
+def _config_of(dtype: torch.dtype, config: Path) -> str:
+    """transformers and vLLM load in the precision that config.json says, which may be another than was trained in."""
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    for key in ("dtype", *(key for key in ("torch_dtype",) if key in settings)):
+        settings[key] = str(dtype).removeprefix("torch.")
+    return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
 
 
 def _check_target(source: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from ctpo_megatron.config import Config, ModelFacts, check_parallel
+from ctpo_megatron.config import ModelFacts, PolicyConfig, check_parallel
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.verify import batch
 from ctpo_megatron.verify.layouts import LAYOUTS, VerifyLayout
@@ -61,16 +61,16 @@ def misfits(model: Path | None) -> dict[str, str]:
     if model is None:
         return {}
     facts = ModelFacts.read(model)
-    reasons = {name: _misfit(layout, model, facts) for name, layout in LAYOUTS.items()}
+    reasons = {name: _misfit(layout, facts) for name, layout in LAYOUTS.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _misfit(layout: VerifyLayout, model: Path, facts: ModelFacts) -> str:
+def _misfit(layout: VerifyLayout, facts: ModelFacts) -> str:
     if layout.experts != (facts.num_experts > 0):
         return f"for {'a mixture of experts' if layout.experts else 'a dense model'}"
-    required = {"run": {"name": "verify", "steps": 0}, "model": {"path": str(model)}, "data": {"train": ("none",)}}
-    config = Config.model_validate(required | {"policy": layout.policy})
-    found = check_parallel(config, layout.ranks, facts, cuda=torch.cuda.is_available())
+    found = check_parallel(
+        PolicyConfig.model_validate(layout.policy), layout.ranks, facts, cuda=torch.cuda.is_available()
+    )
     return "; ".join(str(problem) for problem in found if problem.severity == "error")
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import OptimizerConfig, dump, load_config
 from ctpo_megatron.data import prepare
+from ctpo_megatron.export import layout_of, resolve
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, join, leave, policy_gradient
 
@@ -158,6 +159,35 @@ def test_requests_that_cannot_be_met_say_why(run: Path, tmp_path: Path, capsys: 
     assert (model / "model.safetensors").is_file()
     lonely = shutil.copytree(run / "checkpoints" / STEP, tmp_path / "elsewhere" / STEP)
     assert main(["export", str(lonely)]) == 2
-    assert "--model DIR" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert (
+        "give the directory that was trained: --model DIR" in error and "give the one to write: --output DIR" in error
+    )
     assert main(["export", str(run), "--tensor-parallel", "3"]) == 2
-    assert "3 does not divide the 1 ranks" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--tensor-parallel = 3: x pipeline_model_parallel_size 1 = 3 does not divide the world size 1" in error
+    assert "--tensor-parallel = 3: does not divide the model's 4 attention heads" in error
+    for wrong in ("0", "-1"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["export", str(run), "--pipeline-parallel", wrong])
+        assert f"{wrong} is not a positive integer" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_its_run(run: Path, tmp_path: Path) -> None:
+    """The model's float16 is no precision of ours."""
+    lonely = shutil.copytree(run / "checkpoints" / STEP, tmp_path / "elsewhere" / STEP)
+    model = shutil.copytree(run.parent / "data" / "model", tmp_path / "half")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"dtype": "float16"}))
+    output = tmp_path / "new"
+    assert main(["export", str(lonely), "--model", str(model), "--output", str(output), "--check"]) == 0
+    assert json.loads((output / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_experts_are_exported_by_tensor_parallel_ranks_with_sequence_parallelism(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models.build("qwen3-moe", tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert layout_of(resolve(tmp_path, None, None), 2, 1).sequence_parallel
+    assert not layout_of(resolve(tmp_path, None, None), 1, 2).sequence_parallel

@@ -108,6 +108,21 @@ def test_an_export_replaces_nothing_but_an_export(layout: Layout, tmp_path: Path
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_an_export_says_its_precision_and_keeps_templates(key: str, layout: Layout, tmp_path: Path) -> None:
+    models.build("qwen3-tied", tmp_path / "one")
+    settings = json.loads((tmp_path / "one" / "config.json").read_text())
+    settings.pop("dtype")
+    (tmp_path / "one" / "config.json").write_text(json.dumps(settings | {key: "float16"}))
+    (tmp_path / "one" / "additional_chat_templates").mkdir()
+    (tmp_path / "one" / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    Policy(PolicyConfig(dtype="bfloat16"), layout, tmp_path / "one", temperature=1.0).export(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == settings | {"dtype": "bfloat16", key: "bfloat16"}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
+
+
 def test_sharded_directories_are_read_and_written(layout: Layout, tmp_path: Path) -> None:
     from ctpo_megatron.policy import hf
 
