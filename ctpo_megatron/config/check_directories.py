@@ -46,11 +46,11 @@ def check_export(config: Config) -> Iterator[Problem]:
         yield error(config, key, what, "choose another, e.g. model")
         return
     target = (config.run.directory / name).resolve()
-    for needed, path in _inputs(config):
-        if Path(path).resolve().is_relative_to(target):
-            message = f"in {config.run.directory} would be replaced, but holds {needed} ({path})"
-            yield error(config, key, message, "choose another name")
-    if not config.run.overwrite and not is_replaceable(target):
+    needed = [f"{name} ({path})" for name, path in _inputs(config) if Path(path).resolve().is_relative_to(target)]
+    if needed:
+        message = f"in {config.run.directory} would be replaced, but holds {', '.join(needed)}"
+        yield error(config, key, message, "choose another name")
+    elif not config.run.overwrite and not is_replaceable(target):
         message = f"exists in {config.run.directory}, and is no model directory: it will not be replaced"
         yield error(config, key, message, "choose another name, or move it away")
 

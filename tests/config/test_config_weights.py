@@ -11,6 +11,8 @@ import pytest
 from test_config_check import write_model
 
 from ctpo_megatron.config import Config, ConfigError, ModelFacts, validate
+from ctpo_megatron.config.memory import parameters
+from ctpo_megatron.config.sizing import MODELS
 from ctpo_megatron.config.weight_files import Shape, stored_tensors, tensor_shapes
 
 SMALL = {
@@ -71,6 +73,11 @@ def test_a_whole_directory(model: Path, problems: Callable[[], list[str]]) -> No
     write_tensors(single / "model.safetensors", shapes)
     stored, wrong = stored_tensors(single, ModelFacts.read(single))
     assert wrong == [] and {name: tensor.shape for name, tensor in stored.items()} == shapes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_add_up_to_the_parameters_of_the_sizing_table(name: str) -> None:
+    assert sum(map(prod, tensor_shapes(MODELS[name]).values())) == parameters(MODELS[name])[0]
 
 
 def test_files_that_are_not_whole_are_all_named(model: Path, problems: Callable[[], list[str]]) -> None:

@@ -147,6 +147,14 @@ def test_an_empty_tokenizer_is_no_tokenizer(copy: Path, capsys: pytest.CaptureFi
         assert line.split("FAILED")[0].strip() == "tokenizer" and expected in line
 
 
+def test_files_that_are_not_whole_are_a_message(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert main(["export", str(copy), "--check"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ctpo: 1 problem") and "model.safetensors has" in error and "download or copy it" in error
+
+
 def test_requests_that_cannot_be_met_say_why(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path)]) == 2
     assert "give a run directory, a checkpoint" in capsys.readouterr().err
