@@ -163,7 +163,7 @@ def test_requests_that_cannot_be_met_say_why(run: Path, tmp_path: Path, capsys: 
     assert "exists and is no exported model" in capsys.readouterr().err
     model = run.parent / "data" / "model"
     assert main(["export", str(run), "--output", str(model)]) == 2
-    assert "would replace the model that was trained" in capsys.readouterr().err
+    assert f'--output = "{model}": would replace the model that was trained' in capsys.readouterr().err
     assert (model / "model.safetensors").is_file()
     lonely = shutil.copytree(run / "checkpoints" / STEP, tmp_path / "elsewhere" / STEP)
     assert main(["export", str(lonely)]) == 2
