@@ -117,12 +117,18 @@ def _index(directory: Path) -> dict[str, Path] | None:
             raise _Unreadable(f"has neither {SINGLE} nor {INDEX}")
         return None
     try:
-        return {str(name): directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        listed = {str(name): directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Unreadable(f"{INDEX} is no index of tensors ({type(error).__name__}: {error})") from error
+    single = directory / SINGLE
+    if single.is_file() and single not in listed.values():
+        raise _Unreadable(f"has both {SINGLE}, which transformers reads, and {INDEX}: which are the weights?")
+    return listed
 
 
 def _fix(directory: Path) -> str:
+    if (directory / INDEX).is_file():
+        return "remove what is wrong, or download or copy the model again"
     if any(directory.glob("*.bin")):
         return "convert the checkpoint with save_pretrained(..., safe_serialization=True)"
     return "download or copy the model again, with its *.safetensors"

@@ -113,6 +113,13 @@ def test_indexes_that_do_not_fit(model: Path, problems: Callable[[], list[str]])
     index.write_text("[]")
     (text,) = problems()
     assert "model.safetensors.index.json is no index of tensors" in text
+    single = model / "model.safetensors"
+    single.touch()
+    names["weight_map"]["model.norm.weight"] = "second.safetensors"
+    index.write_text(json.dumps(names))
+    (text,) = problems()
+    assert "has both model.safetensors, which transformers reads, and model.safetensors.index.json" in text
+    single.unlink()
     index.unlink()
     (text,) = problems()
     assert "has neither model.safetensors nor model.safetensors.index.json; download or copy the model" in text
