@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -12,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE.json"
 _STEP = re.compile(r"step_(\d{6,})")
@@ -74,12 +77,16 @@ def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> P
         os.fsync(file.fileno())
     _sync_folder(aside)
     final = directory / f"step_{marker.step:06d}"
-    if final.exists():
-        _remove(final)
+    former = _hide(final) if final.exists() else None
     aside.rename(final)
     _sync_folder(directory)
+    if former is not None:
+        _delete(former)
     for old in _superfluous(complete(directory), marker.step, keep_last, keep_best):
-        _remove(old)
+        try:
+            _delete(_hide(old))
+        except OSError as error:
+            log.warning("%s is no longer needed and cannot be hidden: %s", old, error)
     return final
 
 
@@ -166,11 +173,19 @@ def _score(checkpoint: Path) -> float | None:
         return None
 
 
-def _remove(checkpoint: Path) -> None:
-    """Out of sight first: a deletion that is cut short must not leave half a checkpoint under a valid name."""
+def _hide(checkpoint: Path) -> Path:
+    """Before a deletion: one that is cut short must not leave half a checkpoint under a valid name."""
     aside = _aside(checkpoint.parent, step_of(checkpoint), "removing")
     checkpoint.rename(aside)
-    shutil.rmtree(aside)
+    return aside
+
+
+def _delete(hidden: Path) -> None:
+    """A failure costs space, not the run: the next `begin` tries again."""
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        log.warning("%s is no longer needed and cannot be deleted yet: %s", hidden, error)
 
 
 def _aside(directory: Path, step: int, purpose: str) -> Path:

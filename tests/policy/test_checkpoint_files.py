@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,23 @@ def test_a_course_that_was_given_up_is_deleted_once_the_new_one_is_saved(tmp_pat
     assert steps(tmp_path) == [2, 4, 6]
     write(tmp_path, 3, keep_last=3)
     assert steps(tmp_path) == [2, 3]
+
+
+def test_what_cannot_be_deleted_is_hidden_and_deleted_by_a_later_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def still_open(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files.shutil, "rmtree", still_open)
+        for step in (1, 2, 2, 3):
+            write(tmp_path, step, keep_last=1)
+    assert steps(tmp_path) == [3] and len(list(tmp_path.glob(".step_*.removing"))) == 3
+    assert caplog.text.count("cannot be deleted yet") == 3
+    write(tmp_path, 4, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
