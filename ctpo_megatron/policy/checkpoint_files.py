@@ -92,15 +92,17 @@ def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> P
 
 def complete(directory: Path) -> list[Path]:
     """Complete checkpoints in `directory`, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = (path for path in directory.iterdir() if _STEP.fullmatch(path.name) and (path / MARKER).is_file())
-    return sorted(found, key=step_of)
+    return [path for path in _all_named(directory) if (path / MARKER).is_file()]
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint in `directory`; None when there is none."""
-    found = complete(directory)
+    """The newest checkpoint in `directory`; None when there is none.
+
+    Raises CheckpointError when it has no marker: it had one when it was given its name.
+    """
+    found = _all_named(directory)
+    if found and not (found[-1] / MARKER).is_file():
+        raise CheckpointError(f"{found[-1]} is damaged: it has lost its {MARKER}{advice(found[-1])}")
     return found[-1] if found else None
 
 
@@ -152,6 +154,11 @@ def advice(checkpoint: Path) -> str:
         if whole:
             return f". The newest older checkpoint is whole: continue from it with checkpoint.load={path}"
     return ". No older checkpoint is whole: restore the files from a copy, or start anew with run.overwrite=true"
+
+
+def _all_named(directory: Path) -> list[Path]:
+    """Every `step_*` in `directory`, damaged or not, oldest first."""
+    return sorted(filter(_named, directory.iterdir()), key=step_of) if directory.is_dir() else []
 
 
 def _named(path: Path) -> bool:

@@ -115,6 +115,19 @@ def test_without_a_whole_one_that_is_said(tmp_path: Path) -> None:
         checkpoint_files.read_marker(path)
 
 
+def test_a_lost_marker_of_the_newest_is_damage(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep_last=3)
+    (tmp_path / "step_000002" / MARKER).unlink()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_000003"
+    (tmp_path / "step_000003" / MARKER).unlink()
+    with pytest.raises(CheckpointError, match=rf"3 is damaged: it has lost its {MARKER}.*load=\S*step_000001$"):
+        latest_checkpoint(tmp_path)
+    (tmp_path / "step_000001" / MARKER).unlink()
+    with pytest.raises(CheckpointError, match=r"step_000003 is damaged.*run\.overwrite=true"):
+        latest_checkpoint(tmp_path)
+
+
 def test_a_folder_without_marker_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         checkpoint_files.read_marker(tmp_path)
