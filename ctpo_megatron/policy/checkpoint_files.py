@@ -17,6 +17,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE.json"
+GIVEN_UP = "given_up_"
 _STEP = re.compile(r"step_(\d{6,})")
 _CHUNK = 1 << 24
 
@@ -66,10 +67,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> Path:
-    """Give a written folder its marker and its name `step_%06d`, then delete what need not be kept.
-
-    Checkpoints of later steps belong to a course of training that was given up, and go too.
-    """
+    """Give a written folder its marker and its name `step_%06d`, then delete older ones that need not be kept."""
     directory = aside.parent
     with (aside / MARKER).open("w", encoding="utf-8") as file:
         json.dump(asdict(marker), file)
@@ -90,6 +88,26 @@ def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> P
     return final
 
 
+def give_up(directory: Path, after: int) -> list[Path]:
+    """Rename the checkpoints of steps beyond `after` to `given_up_step_%06d`, which nothing finds; their new paths.
+
+    One of the same step that was given up earlier is deleted. The newest goes first: an interruption leaves a shorter
+    run, not one with a gap.
+    """
+    found = [path for path in reversed(_all_named(directory)) if step_of(path) > after]
+    renamed = []
+    for path in found:
+        target = path.with_name(f"{GIVEN_UP}{path.name}")
+        former = _hide(target) if target.exists() else None
+        path.rename(target)
+        if former is not None:
+            _delete(former)
+        renamed.append(target)
+    if renamed:
+        _sync_folder(directory)
+    return renamed
+
+
 def complete(directory: Path) -> list[Path]:
     """Complete checkpoints in `directory`, oldest first."""
     return [path for path in _all_named(directory) if (path / MARKER).is_file()]
@@ -108,7 +126,7 @@ def latest(directory: Path) -> Path | None:
 
 def step_of(checkpoint: Path) -> int:
     """The step in the name of a checkpoint."""
-    return int(checkpoint.name.removeprefix("step_"))
+    return int(checkpoint.name.rpartition("_")[2])
 
 
 def read_marker(checkpoint: Path) -> Marker:
@@ -170,7 +188,7 @@ def _superfluous(found: Sequence[Path], newest: int, keep_last: int, keep_best: 
     scores = {path: score for path in present if keep_best and (score := _score(path)) is not None}
     best = sorted(scores, key=lambda path: (scores[path], step_of(path)), reverse=True)[:keep_best]
     kept = {*present[-keep_last:], *best}
-    return [path for path in found if path not in kept]
+    return [path for path in present if path not in kept]
 
 
 def _score(checkpoint: Path) -> float | None:
