@@ -18,6 +18,7 @@ from ctpo_megatron.observe import (
     MetricsWriter,
     PhaseTimer,
     evaluation_metrics,
+    give_up_dumps,
     open_run_directory,
     phase_peaks,
     print_summary,
@@ -30,7 +31,14 @@ from ctpo_megatron.observe import (
     write_report,
     write_trajectories,
 )
-from ctpo_megatron.policy import CheckpointError, Layout, Policy, latest_checkpoint, peak_flops
+from ctpo_megatron.policy import (
+    CheckpointError,
+    Layout,
+    Policy,
+    give_up_checkpoints,
+    latest_checkpoint,
+    peak_flops,
+)
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import TOOL_SCHEMA, Replay, RolloutFleet, Sampling, rollout_metrics
 from ctpo_sandbox import start_server
@@ -248,25 +256,49 @@ class Session:
     def resume(self, policy: Policy, checkpoint: Path | None) -> tuple[int, int]:
         """Restore policy and run from `checkpoint`; the RL steps done, and the version of the weights.
 
-        What was logged later is forgotten (it comes again). Without a checkpoint the run starts from its beginning.
-        Raises CheckpointError when the checkpoint is damaged, of another model, or of a run on other prompts.
+        What lies beyond is given up: checkpoints, dumps and lines of metrics are kept under names that nothing reads.
+        Without a checkpoint the run starts from its beginning. Raises CheckpointError when the checkpoint is damaged,
+        of another model, or of a run on other prompts.
         """
         if checkpoint is None:
-            if self.is_first:
-                self._metrics.truncate_after(-1)
+            self.layout.first(self._start_over)
             return 0, 1
         state = policy.load(checkpoint)
         policy.place_schedule(state["step"] / self.config.run.steps)
         self.layout.first(lambda: self._rewind(checkpoint, state))
         return state["step"], state["weights_version"]
 
+    def _start_over(self) -> None:
+        lost = self._metrics.latest["step"]
+        if lost > 0:
+            log.warning(
+                "%s has no checkpoint: its %d steps are given up, and it starts from its beginning. If it was begun "
+                "with checkpoint.load, stop it and give that again",
+                self.directory,
+                lost,
+            )
+        self._give_up(after=-1)
+
     def _rewind(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         try:
             self._sampler.load_state_dict(state["sampler"])
         except ValueError as error:
             raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
-        self._metrics.truncate_after(state["step"], state["metrics"])
+        self._give_up(state["step"], state["metrics"])
         self._display.note(f"continuing after step {state['step']}, from {checkpoint}")
+
+    def _give_up(self, after: int, record: Mapping[str, Any] | None = None) -> None:
+        # Checkpoints first: a plain resume after a kill in between then rewinds to the same step again.
+        renamed = give_up_checkpoints(self.directory / "checkpoints", after)
+        if renamed:
+            log.warning(
+                "checkpoint.load=%s gives up later checkpoints of this run, now named %s. Leave checkpoint.load out "
+                "from now on: with it every restart begins there again",
+                self.config.checkpoint.load,
+                ", ".join(path.name for path in reversed(renamed)),
+            )
+        give_up_dumps(self.directory, after)
+        self._metrics.truncate_after(after, record)
 
     def finish(self) -> None:
         """Write the report and print the summary."""

@@ -25,9 +25,15 @@ def check_checkpoints(config: Config) -> Iterator[Problem]:
         if not (path / "COMPLETE.json").is_file():
             fix = "give a folder such as runs/first/checkpoints/step_000010"
             yield error(config, "checkpoint.load", "is no complete checkpoint (no COMPLETE.json in it)", fix)
-        if not config.run.resume and path.absolute().is_relative_to(config.run.directory.absolute()):
+        of_this_run = path.absolute().is_relative_to(config.run.directory.absolute())
+        if of_this_run and not config.run.resume:
             message = "is a checkpoint of this very run, which would begin anew"
             yield error(config, "checkpoint.load", message, "add run.resume=true, or choose another run.name")
+        elif of_this_run and path.name.startswith("given_up_"):
+            message = "was given up by this run, whose files have gone on from elsewhere"
+            yield error(config, "checkpoint.load", message, "choose another run.name, without run.resume=true")
+        elif config.run.resume:
+            yield from _given_up(config, path)
     if settings.keep_best and settings.best_metric.startswith("val/"):
         if not config.data.eval or config.rollout.replay is not None:
             message = "is never computed: nothing is evaluated"
@@ -35,6 +41,20 @@ def check_checkpoints(config: Config) -> Iterator[Problem]:
         elif settings.every and (not config.eval.every or settings.every % config.eval.every):
             message = f"is unknown between evaluations (eval.every: {config.eval.every}): checkpoints there never count"
             yield warning(config, "checkpoint.best_metric", message, "evaluate at every checkpoint")
+
+
+def _given_up(config: Config, load: Path) -> Iterator[Problem]:
+    found = [path.parent for path in config.run.directory.glob("checkpoints/step_*/COMPLETE.json")]
+    newest = max(found, key=_step, default=load)
+    if _step(newest) > _step(load) >= 0:
+        message = f"gives up what this run did after it, up to {newest.name}, now and at every restart that has it"
+        yield warning(config, "checkpoint.load", message, "leave it out to go on from the newest")
+
+
+def _step(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint; -1: the name has none."""
+    number = checkpoint.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def check_replay(config: Config) -> Iterator[Problem]:

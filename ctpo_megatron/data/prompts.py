@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +16,8 @@ from ctpo_megatron.data.tables import DataError, Problems, check_messages, find_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 _REQUIRED = ("data_source", "prompt", "reward_model")
 _OPTIONAL = ("id", "ability", "extra_info")
@@ -136,6 +141,13 @@ def _tokenize(
     return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
+def _digest(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer]).encode())
+    return digest.hexdigest()
+
+
 class PromptSampler:
     """Endless stream over `prompts`: every epoch visits each once, in an order that depends on seed and epoch only."""
 
@@ -146,6 +158,7 @@ class PromptSampler:
         self._prompts = prompts
         self._shuffle = shuffle
         self._seed = seed
+        self._digest = _digest(prompts)
         self._start(epoch=0, cursor=0)
 
     def take(self, count: int) -> list[Prompt]:
@@ -160,14 +173,19 @@ class PromptSampler:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the stream: {epoch, cursor, seed}, and `consumed`, the ids taken from this epoch, in order."""
+        """Position in the stream: {epoch, cursor, seed}, and what it is a position in.
+
+        consumed: the ids taken from this epoch, in order. digest: blake2b-128, in hexadecimal, of all prompts.
+        """
         consumed = [self._prompts[index].id for index in self._order[: self._cursor]]
-        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed, "consumed": consumed}
+        position = {"epoch": self._epoch, "cursor": self._cursor, "seed": self._seed}
+        return position | {"consumed": consumed, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, so that every prompt of the epoch is taken exactly once.
 
-        Raises ValueError when this stream would not have given the prompts that `state` says were taken.
+        Raises ValueError when this stream would not have given the prompts that `state` says were taken, or has other
+        prompts, tokens or answers under their ids; any will do if none was taken yet.
         """
         if state["seed"] != self._seed:
             raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")
@@ -182,6 +200,13 @@ class PromptSampler:
                     f"prompt {place + 1} of epoch {state['epoch']} was {saved!r}, these data give {ours!r}: "
                     "give the run the data.train and data.shuffle that it was begun with"
                 )
+        if "digest" not in state:
+            log.warning("the checkpoint is of an earlier version: whether data.train has changed cannot be told")
+        elif state["digest"] != self._digest and (state["epoch"], state["cursor"]) != (0, 0):
+            raise ValueError(
+                "prompts have other tokens or answers under the same ids, or there are others: give the run the "
+                "data.train, data.tool_in_prompt, tokenizer and chat template that it was begun with"
+            )
 
     def _start(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor

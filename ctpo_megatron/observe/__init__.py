@@ -18,7 +18,7 @@ from .run_dir import RunDirectoryError, open_run_directory
 from .summary import Summary, print_summary, summarize
 from .throughput import phase_peaks, throughput_metrics, warmup_metrics
 from .timing import PhaseTimer
-from .trajectories import read_trajectories, trajectory_files, trajectory_of, write_trajectories
+from .trajectories import give_up_dumps, read_trajectories, trajectory_files, trajectory_of, write_trajectories
 
 __all__ = [
     "Display",
@@ -27,6 +27,7 @@ __all__ = [
     "RunDirectoryError",
     "Summary",
     "evaluation_metrics",
+    "give_up_dumps",
     "open_run_directory",
     "phase_peaks",
     "print_summary",

@@ -70,13 +70,18 @@ class MetricsWriter:
         return {} if self._events is None else {"tensorboard": self._event_folder}
 
     def truncate_after(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Drop the lines beyond `step`, which a run resumed from that step is going to write again.
+        """Move the lines beyond `step`, which a run resumed from that step is going to write again, out of the file.
 
+        They are appended to `given_up_<file>`: nothing else has them if the resumed run is ended before it gets there.
         record: what `latest` was when the state to resume from was saved. It takes the place of the line of its step,
         which a kill may have torn or cut off while something was added to it.
         """
         self._file.close()
-        kept = [line for line in _read(self.path) if line["step"] <= step]
+        found = _read(self.path)
+        if beyond := [_line(line) for line in found if line["step"] > step]:
+            with self.path.with_name(f"given_up_{self.path.name}").open("a", encoding="utf-8") as file:
+                file.writelines(beyond)
+        kept = [line for line in found if line["step"] <= step]
         if record is not None and record["step"] >= 0:
             kept = [line for line in kept if line["step"] < record["step"]] + [dict(record)]
         _write_aside(self.path, kept)

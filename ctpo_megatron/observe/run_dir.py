@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from .owner import OWNER_FILE, claim
+
 if TYPE_CHECKING:
     from ctpo_megatron.config.schema import Config
 
@@ -42,7 +44,8 @@ class RunDirectoryError(Exception):
 def open_run_directory(config: Config) -> Path:
     """Create, replace or reopen `<run.root>/<run.name>`, write config.yaml into it and return its path.
 
-    Call it on one process only. Raises RunDirectoryError when the directory must not be touched as configured.
+    Call it on one process only: the directory belongs to that process until it ends. Raises RunDirectoryError when the
+    directory must not be touched as configured.
     """
     run, directory = config.run, config.run.directory
     if run.name in (".", ".."):
@@ -51,6 +54,7 @@ def open_run_directory(config: Config) -> Path:
         raise RunDirectoryError("run.overwrite=true and run.resume=true contradict each other; give one of them")
     if run.resume:
         _check_resumable(directory)
+        _own(directory)
         _report_changes(directory, config)
     elif (directory / CONFIG_FILE).exists():
         if not run.overwrite:
@@ -60,16 +64,29 @@ def open_run_directory(config: Config) -> Path:
                 f"  run.name=other       keep it and use another name\n"
                 f"  run.resume=true      continue from its last checkpoint"
             )
+        # Given back at once: NFS cannot delete a folder with an open file in it.
+        os.close(_own(directory))
         _delete(directory, config)
     elif _is_occupied(directory, config):
         raise RunDirectoryError(
             f"{directory} exists, has no {CONFIG_FILE} and so is not a run directory: it will not be touched. "
             f"Type run.name=other, or move it away"
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    if not run.resume:
+        directory.mkdir(parents=True, exist_ok=True)
+        _own(directory)
     _write_config(directory, config)
     _write_environment(directory)
     return directory
+
+
+def _own(directory: Path) -> int:
+    try:
+        return claim(directory)
+    except BlockingIOError as error:
+        raise RunDirectoryError(
+            f"{directory} is being written by {error}. Wait until it has ended, end it, or type run.name=other"
+        ) from error
 
 
 def _check_resumable(directory: Path) -> None:
@@ -87,7 +104,9 @@ def _is_occupied(directory: Path, config: Config) -> bool:
     if not directory.is_dir():
         return True
     prepared = Path(config.prepare.directory).resolve() if config.prepare else None
-    return any(prepared is None or not prepared.is_relative_to(entry.resolve()) for entry in directory.iterdir())
+    # A job that was killed before it wrote its configuration leaves the lock.
+    entries = (entry for entry in directory.iterdir() if entry.name != OWNER_FILE)
+    return any(prepared is None or not prepared.is_relative_to(entry.resolve()) for entry in entries)
 
 
 def _delete(directory: Path, config: Config) -> None:

@@ -74,6 +74,17 @@ def trajectory_files(run_dir: Path, folder: str = TRAJECTORIES) -> dict[int, Pat
     return {int(path.stem.removeprefix("step_")): path for path in paths}
 
 
+def give_up_dumps(run_dir: Path, after: int) -> None:
+    """Rename the dumps of steps beyond `after` to `given_up_step_%06d.jsonl`, over those of an earlier time.
+
+    Neither the report nor a replay sees them: a resumed run is going to write those steps again.
+    """
+    for folder in (TRAJECTORIES, EVALUATION):
+        for step, path in trajectory_files(run_dir, folder).items():
+            if step > after:
+                path.replace(path.with_name(f"given_up_{path.name}"))
+
+
 def _segments(trajectory: Trajectory, decode: Decode, decode_one: Callable[[int], str]) -> list[dict[str, Any]]:
     segments = []
     keys = zip(trajectory.turn, trajectory.model_mask, strict=True)

@@ -19,6 +19,7 @@ warnings.filterwarnings("ignore", message="Please use DTensor instead", category
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning)
 
 from ctpo_megatron.policy.checkpoint_files import CheckpointError
+from ctpo_megatron.policy.checkpoint_files import give_up as give_up_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.device import capabilities, most_ranks
 from ctpo_megatron.policy.flops import peak_flops
@@ -36,6 +37,7 @@ __all__ = [
     "Update",
     "capabilities",
     "gather_objects",
+    "give_up_checkpoints",
     "join",
     "latest_checkpoint",
     "leave",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -13,7 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 MARKER = "COMPLETE.json"
+GIVEN_UP = "given_up_"
 _STEP = re.compile(r"step_(\d{6,})")
 _CHUNK = 1 << 24
 
@@ -63,10 +67,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> Path:
-    """Give a written folder its marker and its name `step_%06d`, then delete what need not be kept.
-
-    Checkpoints of later steps belong to a course of training that was given up, and go too.
-    """
+    """Give a written folder its marker and its name `step_%06d`, then delete older ones that need not be kept."""
     directory = aside.parent
     with (aside / MARKER).open("w", encoding="utf-8") as file:
         json.dump(asdict(marker), file)
@@ -74,32 +75,58 @@ def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> P
         os.fsync(file.fileno())
     _sync_folder(aside)
     final = directory / f"step_{marker.step:06d}"
-    if final.exists():
-        _remove(final)
+    former = _hide(final) if final.exists() else None
     aside.rename(final)
     _sync_folder(directory)
+    if former is not None:
+        _delete(former)
     for old in _superfluous(complete(directory), marker.step, keep_last, keep_best):
-        _remove(old)
+        try:
+            _delete(_hide(old))
+        except OSError as error:
+            log.warning("%s is no longer needed and cannot be hidden: %s", old, error)
     return final
+
+
+def give_up(directory: Path, after: int) -> list[Path]:
+    """Rename the checkpoints of steps beyond `after` to `given_up_step_%06d`, which nothing finds; their new paths.
+
+    One of the same step that was given up earlier is deleted. The newest goes first: an interruption leaves a shorter
+    run, not one with a gap.
+    """
+    found = [path for path in reversed(_all_named(directory)) if step_of(path) > after]
+    renamed = []
+    for path in found:
+        target = path.with_name(f"{GIVEN_UP}{path.name}")
+        former = _hide(target) if target.exists() else None
+        path.rename(target)
+        if former is not None:
+            _delete(former)
+        renamed.append(target)
+    if renamed:
+        _sync_folder(directory)
+    return renamed
 
 
 def complete(directory: Path) -> list[Path]:
     """Complete checkpoints in `directory`, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = (path for path in directory.iterdir() if _STEP.fullmatch(path.name) and (path / MARKER).is_file())
-    return sorted(found, key=step_of)
+    return [path for path in _all_named(directory) if (path / MARKER).is_file()]
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint in `directory`; None when there is none."""
-    found = complete(directory)
+    """The newest checkpoint in `directory`; None when there is none.
+
+    Raises CheckpointError when it has no marker: it had one when it was given its name.
+    """
+    found = _all_named(directory)
+    if found and not (found[-1] / MARKER).is_file():
+        raise CheckpointError(f"{found[-1]} is damaged: it has lost its {MARKER}{advice(found[-1])}")
     return found[-1] if found else None
 
 
 def step_of(checkpoint: Path) -> int:
     """The step in the name of a checkpoint."""
-    return int(checkpoint.name.removeprefix("step_"))
+    return int(checkpoint.name.rpartition("_")[2])
 
 
 def read_marker(checkpoint: Path) -> Marker:
@@ -147,6 +174,11 @@ def advice(checkpoint: Path) -> str:
     return ". No older checkpoint is whole: restore the files from a copy, or start anew with run.overwrite=true"
 
 
+def _all_named(directory: Path) -> list[Path]:
+    """Every `step_*` in `directory`, damaged or not, oldest first."""
+    return sorted(filter(_named, directory.iterdir()), key=step_of) if directory.is_dir() else []
+
+
 def _named(path: Path) -> bool:
     return _STEP.fullmatch(path.name) is not None
 
@@ -156,7 +188,7 @@ def _superfluous(found: Sequence[Path], newest: int, keep_last: int, keep_best: 
     scores = {path: score for path in present if keep_best and (score := _score(path)) is not None}
     best = sorted(scores, key=lambda path: (scores[path], step_of(path)), reverse=True)[:keep_best]
     kept = {*present[-keep_last:], *best}
-    return [path for path in found if path not in kept]
+    return [path for path in present if path not in kept]
 
 
 def _score(checkpoint: Path) -> float | None:
@@ -166,11 +198,19 @@ def _score(checkpoint: Path) -> float | None:
         return None
 
 
-def _remove(checkpoint: Path) -> None:
-    """Out of sight first: a deletion that is cut short must not leave half a checkpoint under a valid name."""
+def _hide(checkpoint: Path) -> Path:
+    """Before a deletion: one that is cut short must not leave half a checkpoint under a valid name."""
     aside = _aside(checkpoint.parent, step_of(checkpoint), "removing")
     checkpoint.rename(aside)
-    shutil.rmtree(aside)
+    return aside
+
+
+def _delete(hidden: Path) -> None:
+    """A failure costs space, not the run: the next `begin` tries again."""
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        log.warning("%s is no longer needed and cannot be deleted yet: %s", hidden, error)
 
 
 def _aside(directory: Path, step: int, purpose: str) -> Path:

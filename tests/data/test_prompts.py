@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -206,3 +207,23 @@ def test_sampler_refuses_states_that_cannot_be_its_own():
         PromptSampler(_prompts(10), seed=5, shuffle=False).load_state_dict(original.state_dict())
     with pytest.raises(ValueError, match="at least one prompt"):
         PromptSampler([], seed=0)
+
+
+def test_sampler_refuses_other_prompts_under_the_same_ids(caplog):
+    ours = _prompts(10)
+    original = PromptSampler(ours, seed=5)
+    begun = original.state_dict()
+    original.take(3)
+    state = original.state_dict()
+    # The last one of the epoch: it was not taken yet.
+    untaken = original.take(7)[-1]
+    for change in ({"answer": "2"}, {"token_ids": (7,)}):
+        changed = [replace(prompt, **change) if prompt is untaken else prompt for prompt in ours]
+        with pytest.raises(ValueError, match=r"other tokens or answers under the same ids.*data\.train"):
+            PromptSampler(changed, seed=5).load_state_dict(state)
+        PromptSampler(changed, seed=5).load_state_dict(begun)
+    PromptSampler(_prompts(10), seed=5).load_state_dict(state)
+    assert caplog.text == ""
+    del state["digest"]
+    PromptSampler(changed, seed=5).load_state_dict(state)
+    assert "earlier version: whether data.train has changed cannot be told" in caplog.text

@@ -131,6 +131,23 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued_from(fold
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
 
 
+def test_a_course_that_was_given_up_does_not_come_back(folder: Path, whole: Path) -> None:
+    run = folder / "runs" / "given_up"
+    shutil.copytree(whole, run)
+    load = "checkpoint.load=runs/given_up/checkpoints/step_000002"
+    killed = train(folder, "run.name=given_up", "run.resume=true", load, kill_at=("score", 1))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    assert "gives up later checkpoints of this run, now named given_up_step_000003." in killed.stderr
+    assert [path.name for path in sorted((run / "trajectories").glob("step_*"))] == [
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    ]
+    resumed = train(folder, "run.name=given_up", "run.resume=true")
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert "continuing after step 2" in resumed.stdout
+    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
+
+
 # Every step scores once, updates twice, and saves once; there is one more save, and two log lines, before the first.
 @pytest.mark.parametrize(
     ("point", "count", "overrides"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -11,7 +12,14 @@ import pytest
 from made_up_run import decode, encode, make_groups
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
-from ctpo_megatron.observe import PhaseTimer, read_trajectories, trajectory_files, trajectory_of, write_trajectories
+from ctpo_megatron.observe import (
+    PhaseTimer,
+    give_up_dumps,
+    read_trajectories,
+    trajectory_files,
+    trajectory_of,
+    write_trajectories,
+)
 from ctpo_megatron.observe.timing import read_stages
 
 
@@ -31,6 +39,18 @@ def test_dump_restores_trajectories_and_adds_readable_text(tmp_path):
     assert [(s["turn"], s["kind"]) for s in with_call["segments"]] == [
         (0, "prompt"), (1, "model"), (1, "observation"), (2, "model"),
     ]  # fmt: skip
+
+
+def test_dumps_of_a_course_that_is_given_up_are_kept_out_of_sight(tmp_path):
+    for share in (0.0, 1.0):
+        groups = make_groups(random.Random(0), prompts=1, samples=1, share_right=share)
+        for folder, step in itertools.product(("trajectories", "evaluation"), (2, 3)):
+            last = write_trajectories(tmp_path, step, groups, decode, folder=folder)
+        content = last.read_text()
+        give_up_dumps(tmp_path, after=2)
+    for folder in ("trajectories", "evaluation"):
+        assert list(trajectory_files(tmp_path, folder)) == [2]
+        assert (tmp_path / folder / "given_up_step_000003.jsonl").read_text() == content
 
 
 def one_turn(ids: list[int]) -> Group:

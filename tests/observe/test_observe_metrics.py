@@ -84,9 +84,20 @@ def test_resume_drops_what_will_be_written_again(tmp_path):
         writer.truncate_after(2)
         writer.log(3, {"a/x": 30})
     assert [record["a/x"] for record in read_metrics(tmp_path)] == [0, 1, 2, 30]
+    assert [record["a/x"] for record in read_metrics(tmp_path, "given_up_metrics.jsonl")] == [3, 4]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.value for event in events.Scalars("a/x")] == [0, 1, 2, 30]
+
+
+def test_lines_given_up_at_another_time_are_added(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.truncate_after(-1)
+        assert not (tmp_path / "given_up_metrics.jsonl").exists()
+        for value in (1, 2):
+            writer.log(1, {"a/x": value})
+            writer.truncate_after(0)
+    assert [record["a/x"] for record in read_metrics(tmp_path, "given_up_metrics.jsonl")] == [1, 2]
 
 
 def test_resume_restores_the_line_that_a_kill_cut_off(tmp_path):

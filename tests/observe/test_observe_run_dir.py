@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 import yaml
 
 from ctpo_megatron.observe import RunDirectoryError, open_run_directory
+from ctpo_megatron.observe.owner import claim
 
 
 def test_creates_the_directory_with_the_resolved_configuration(config_in):
@@ -92,3 +99,59 @@ def test_resume_needs_a_run_and_names_what_changed(config_in, caplog):
 def test_overwrite_and_resume_contradict(config_in):
     with pytest.raises(RunDirectoryError, match="contradict"):
         open_run_directory(config_in(run={"resume": True, "overwrite": True}))
+
+
+LIVE = """
+import os, sys
+from pathlib import Path
+from ctpo_megatron.observe.owner import claim
+claim(Path(sys.argv[1]))
+if os.fork() == 0:  # like a process that goes on writing a checkpoint
+    sys.stdin.read()
+    os._exit(0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def live(config_in):
+    """A process that lives in the run directory, with a child that outlives it; and its process id."""
+    directory = open_run_directory(config_in())
+    os.close(claim(directory))  # this process is not the owner
+    command = [sys.executable, "-c", LIVE, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+
+
+@pytest.mark.parametrize("switch", ["resume", "overwrite"])
+def test_a_run_that_lives_is_left_to_its_owner(config_in, live, switch):
+    config = config_in(run={switch: True})
+    written = (config.run.directory / "config.yaml").read_text()
+    changed = config_in(run={switch: True, "steps": 77})
+    with pytest.raises(
+        RunDirectoryError, match=rf"being written by process {live.pid} on {socket.gethostname()}, since"
+    ):
+        open_run_directory(changed)
+    assert (config.run.directory / "config.yaml").read_text() == written
+    live.kill()
+    live.wait(timeout=30)
+    open_run_directory(changed)
+    assert f"process {os.getpid()} on" in (config.run.directory / "owner.lock").read_text()
+
+
+def test_a_job_killed_before_it_began_leaves_nothing_in_the_way(config_in):
+    config = config_in()
+    config.run.directory.mkdir(parents=True)
+    (config.run.directory / "owner.lock").touch()
+    assert (open_run_directory(config) / "config.yaml").exists()
+
+
+def test_a_file_system_without_locks_is_no_obstacle(config_in, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    open_run_directory(config_in())
+    assert "cannot be locked ([Errno" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,65 @@ def test_the_newer_of_two_equals_is_the_better(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 3]
 
 
-def test_a_course_that_was_given_up_is_deleted_once_the_new_one_is_saved(tmp_path: Path) -> None:
+def test_a_course_that_is_given_up_is_kept_out_of_sight(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write(tmp_path, step, keep_last=3)
-    checkpoint_files.begin(tmp_path, 3)
-    assert steps(tmp_path) == [2, 4, 6]
-    write(tmp_path, 3, keep_last=3)
-    assert steps(tmp_path) == [2, 3]
+    (tmp_path / "step_000006" / MARKER).unlink()
+    renamed = checkpoint_files.give_up(tmp_path, after=2)
+    assert [path.name for path in renamed] == ["given_up_step_000006", "given_up_step_000004"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_000002"
+    assert checkpoint_files.give_up(tmp_path, after=2) == []
+    for step in (3, 4):
+        write(tmp_path, step, score=0.5, keep_last=1)
+    assert steps(tmp_path) == [4] and problems(renamed[1]) == []
+    assert checkpoint_files.read_marker(renamed[1]).score is None
+
+
+def test_of_each_step_the_last_to_be_given_up_is_kept(tmp_path: Path) -> None:
+    for score in (0.1, 0.2):
+        write(tmp_path, 4, score)
+        (renamed,) = checkpoint_files.give_up(tmp_path, after=-1)
+    assert [path.name for path in tmp_path.iterdir()] == ["given_up_step_000004"]
+    assert checkpoint_files.read_marker(renamed).score == 0.2
+
+
+def test_an_interruption_of_giving_up_leaves_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (2, 4, 6):
+        write(tmp_path, step, keep_last=3)
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if path.name == "step_000004":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", interrupted)
+        checkpoint_files.give_up(tmp_path, after=0)
+    assert steps(tmp_path) == [2, 4]
+
+
+def test_a_later_checkpoint_is_neither_counted_nor_deleted_by_a_save(tmp_path: Path) -> None:
+    write(tmp_path, 6)
+    write(tmp_path, 3, keep_last=1)
+    assert steps(tmp_path) == [3, 6]
+
+
+def test_what_cannot_be_deleted_is_hidden_and_deleted_by_a_later_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def still_open(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files.shutil, "rmtree", still_open)
+        for step in (1, 2, 2, 3):
+            write(tmp_path, step, keep_last=1)
+    assert steps(tmp_path) == [3] and len(list(tmp_path.glob(".step_*.removing"))) == 3
+    assert caplog.text.count("cannot be deleted yet") == 3
+    write(tmp_path, 4, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -95,6 +148,19 @@ def test_without_a_whole_one_that_is_said(tmp_path: Path) -> None:
     (path / MARKER).write_text("{}")
     with pytest.raises(CheckpointError, match=r"No older checkpoint is whole.*run\.overwrite=true"):
         checkpoint_files.read_marker(path)
+
+
+def test_a_lost_marker_of_the_newest_is_damage(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep_last=3)
+    (tmp_path / "step_000002" / MARKER).unlink()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_000003"
+    (tmp_path / "step_000003" / MARKER).unlink()
+    with pytest.raises(CheckpointError, match=rf"3 is damaged: it has lost its {MARKER}.*load=\S*step_000001$"):
+        latest_checkpoint(tmp_path)
+    (tmp_path / "step_000001" / MARKER).unlink()
+    with pytest.raises(CheckpointError, match=r"step_000003 is damaged.*run\.overwrite=true"):
+        latest_checkpoint(tmp_path)
 
 
 def test_a_folder_without_marker_is_no_checkpoint(tmp_path: Path) -> None:
