@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
@@ -35,6 +36,7 @@ from ctpo_megatron.policy import random_state
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
 from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
 from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.signals import children_spared_sigterm
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class Writer:
         CheckpointError when a file could not be written, now or by an earlier save in the background.
         """
         self.finish()
+        _start_results_queue()
         aside: Path = self._layout.first(lambda: files.begin(directory, step))
         # What is neither model nor optimizer is written at once, by torch's own archive writer.
         with _named_failure(directory, RuntimeError):
@@ -134,6 +137,12 @@ class Writer:
         manifest = {name: entry for share in shares for name, entry in share.items()}
         marker = Marker(step, score, run_state, dict(sorted(manifest.items())))
         self._layout.first(lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best))
+
+
+def _start_results_queue() -> None:
+    """Have megatron's queue of results, a process that serves all saves, live through a SIGTERM to the whole job."""
+    with children_spared_sigterm():
+        filesystem_async._get_write_results_queue()
 
 
 @contextmanager

@@ -8,12 +8,15 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
-from pebble import ProcessPool
+from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.rewards.math import last_boxed, score_math, warm_up
+from ctpo_megatron.signals import children_spared_sigterm
 
 if TYPE_CHECKING:
     from ctpo_megatron.config.schema import RewardConfig
@@ -33,7 +36,7 @@ class ScoreReport:
     """What happened in one call of `RewardPool.score`, in trajectories.
 
     scored: a verdict was reached (those without a box included). no_box: had no complete \\boxed{...}.
-    timeouts: the scorer was killed. failures: the scorer raised or its process died.
+    timeouts: the scorer was killed. failures: the scorer raised or its process died twice.
     scored + timeouts + failures is the number of items; timeouts and failures have reward 0.0.
     """
 
@@ -48,6 +51,7 @@ class RewardPool:
 
     One process scores one trajectory at a time, so a hang or crash costs the guilty trajectory only; its process
     is replaced. Workers come from a fork server: they share no threads, devices or signal handlers with the caller.
+    A SIGTERM to the whole job passes them by, since the step at hand still needs its rewards.
     """
 
     def __init__(self, config: RewardConfig, scorer: Scorer | None = None) -> None:
@@ -60,6 +64,9 @@ class RewardPool:
         context = multiprocessing.get_context("forkserver")
         # Imported once by the fork server, so that replacing a killed worker costs milliseconds.
         context.set_forkserver_preload(["__main__", "math_verify", __name__])
+        with children_spared_sigterm():
+            forkserver.ensure_running()
+        CONSTS.term_timeout = 0.0  # how long pebble waits for SIGTERM to act before it kills
         self._pool = ProcessPool(max_workers=config.workers, initializer=_start_worker, context=context)
         try:
             for future in [self._pool.schedule(_ready, timeout=_START_TIMEOUT_S) for _ in range(config.workers)]:
@@ -72,29 +79,38 @@ class RewardPool:
         """Set `reward` of every (trajectory, ground truth) and count what happened.
 
         Only `final_text` is scored: tool output and earlier turns never count. Timeouts, exceptions and crashes
-        give 0.0 and are logged with prompt and sample. Raises ValueError when a scorer returns a number that is
-        not finite.
+        give 0.0 and are logged with prompt and sample; a crash is tried again once, as something else may have killed
+        the process. Raises ValueError when a scorer returns a number that is not finite, RuntimeError when the
+        workers as a whole are gone.
         """
-        futures = [
-            self._pool.schedule(self._scorer, args=(trajectory.final_text, answer), timeout=self._timeout_s)
-            for trajectory, answer in items
-        ]
+        futures = [self._schedule(*item) for item in items]
         timeouts = failures = 0
-        for (trajectory, _), future in zip(items, futures, strict=True):
+        for (trajectory, answer), future in zip(items, futures, strict=True):
             trajectory.reward = 0.0
             try:
-                trajectory.reward = _finite(future.result(), trajectory)
+                try:
+                    reward = future.result()
+                except ProcessExpired:
+                    reward = self._schedule(trajectory, answer).result()
+                trajectory.reward = _finite(reward, trajectory)
             except FutureTimeoutError:
                 timeouts += 1
                 log.warning("%s: the scorer was killed after %g s, reward 0", _name(trajectory), self._timeout_s)
             except _NotFinite as error:
                 raise ValueError(str(error)) from None
+            except BrokenProcessPool as error:
+                raise RuntimeError(
+                    f"{_name(trajectory)}: no verdict, the reward workers are gone ({error}); was something killed?"
+                ) from error
             except Exception as error:
                 # A scorer may raise anything, and its process may die: neither may end the run or pass unseen.
                 failures += 1
                 log.warning("%s: the scorer failed (%r), reward 0", _name(trajectory), error)
         no_box = sum(last_boxed(trajectory.final_text) is None for trajectory, _ in items)
         return ScoreReport(len(items) - timeouts - failures, no_box, timeouts, failures)
+
+    def _schedule(self, trajectory: Trajectory, answer: str) -> ProcessFuture[float]:
+        return self._pool.schedule(self._scorer, args=(trajectory.final_text, answer), timeout=self._timeout_s)
 
     def close(self) -> None:
         """Stop the workers at once; calling it again does nothing."""
@@ -124,8 +140,8 @@ def _name(trajectory: Trajectory) -> str:
 
 
 def _start_worker() -> None:
-    # The default action kills even inside a C loop; a Python handler would wait for the loop to return.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Also where the fork server was there before and did not hand down that the signal is blocked.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warm_up()
 
 

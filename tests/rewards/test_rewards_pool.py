@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from naughty_scorer import naughty
 
@@ -89,3 +93,34 @@ def test_closing_twice_is_harmless():
     pool = RewardPool(RewardConfig())
     pool.close()
     pool.close()
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    return [child for child in process.children(recursive=True) if "resource_tracker" not in str(child.cmdline())]
+
+
+def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path):
+    items = [item(f"after {tmp_path / 'go'}")] + [item("2")] * 3
+    others = descendants(psutil.Process())
+    with RewardPool(RewardConfig(workers=2, timeout_s=30), scorer=naughty) as pool:
+        everything = descendants(psutil.Process())
+        # The fork server's are the workers.
+        workers = [process for process in everything if process not in others and process.ppid() != os.getpid()]
+        assert len(workers) == 2
+        with ThreadPoolExecutor(1) as thread:
+            scoring = thread.submit(pool.score, items)
+            for process in everything:
+                process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            (tmp_path / "go").touch()
+            assert scoring.result(timeout=30) == ScoreReport(scored=4, no_box=4, timeouts=0, failures=0)
+        assert rewards(items) == [1.0] * 4
+        assert descendants(psutil.Process()) == everything
+    assert not any(worker.is_running() for worker in workers)
+
+
+def test_a_worker_killed_by_somebody_else_costs_no_verdict(tmp_path):
+    items = [item(f"die unless {tmp_path / 'died before'}"), item("2")]
+    with RewardPool(RewardConfig(timeout_s=30), scorer=naughty) as pool:
+        assert pool.score(items) == ScoreReport(scored=2, no_box=2, timeouts=0, failures=0)
+    assert rewards(items) == [1.0, 1.0]
