@@ -39,8 +39,9 @@ from ctpo_megatron.policy import (
     latest_checkpoint,
     peak_flops,
 )
+from ctpo_megatron.preemption import Preemption
 from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollout import TOOL_SCHEMA, Replay, RolloutFleet, Sampling, rollout_metrics
+from ctpo_megatron.rollout import TOOL_SCHEMA, Cancelled, Replay, RolloutFleet, Sampling, rollout_metrics
 from ctpo_sandbox import start_server
 
 log = logging.getLogger(__name__)
@@ -49,9 +50,11 @@ log = logging.getLogger(__name__)
 class Session:
     """One run as seen from every rank: rank 0 acts, the others receive the result or the news that it failed."""
 
-    def __init__(self, config: Config, layout: Layout) -> None:
+    def __init__(self, config: Config, layout: Layout, preemption: Preemption) -> None:
         self.config = config
         self.layout = layout
+        self._preemption = preemption
+        self._saved: int | None = None
         self._exit = ExitStack()
         self.is_first = layout.rank == 0
         self.directory: Path = layout.first(lambda: open_run_directory(config))
@@ -133,28 +136,54 @@ class Session:
         )
         return self._exit.enter_context(server).url
 
-    def collect(self, step: int) -> tuple[list[Group], dict[str, float]]:
-        """The scored groups of RL step `step`, sampled with the weights of the last `sync`, and their metrics."""
+    def collect(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
+        """The scored groups of RL step `step`, sampled with the weights of the last `sync`, and their metrics.
+
+        None when rank 0 was asked to end while they were sampled: no prompt counts as consumed then.
+        """
+        return self.layout.first(lambda: self._collect(step))
+
+    def _collect(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
         rollout = self.config.rollout
         sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
-        return self.layout.first(
-            lambda: self._play(
-                self._sampler.take(rollout.prompts_per_step), step, rollout.samples_per_prompt, sampling, self.timer
-            )
-        )
+        before = self._sampler.state_dict()
+        prompts = self._sampler.take(rollout.prompts_per_step)
+        try:
+            return self._play(prompts, step, rollout.samples_per_prompt, sampling, self.timer)
+        except Cancelled:
+            self._sampler.load_state_dict(before)
+            return None
 
     def _play(
         self, prompts: list[Prompt], step: int, samples: int, sampling: Sampling, timer: PhaseTimer
     ) -> tuple[list[Group], dict[str, float]]:
         with timer.phase("rollout"):
-            groups = self._fleet.generate(prompts, step=step, samples=samples, sampling=sampling)
+            groups = self._fleet.generate(
+                prompts, step=step, samples=samples, sampling=sampling, cancelled=self._preemption.asked
+            )
         with timer.phase("reward"):
             report = self._scorers.score([(t, group.prompt.answer) for group in groups for t in group.trajectories])
         fleet = {f"rollout/{name}": value for name, value in self._fleet.stats().items()}
         return groups, rollout_metrics(groups) | reward_metrics(groups, report) | fleet
 
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the configuration asks for an evaluation after RL step `step`."""
+        every = self.config.eval.every
+        return step in (0, self.config.run.steps) or bool(every and step % every == 0)
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether the evaluation after `step`, the latest that was logged, was left out because the job had to end."""
+        return self.layout.first(
+            lambda: bool(
+                self._held_out
+                and self.is_evaluated(step)
+                and not any(name.startswith("val/") for name in self._metrics.latest)
+            )
+        )
+
     def evaluate(self, step: int) -> dict[str, float]:
-        """Score the held-out prompts with the weights of the last `sync`; empty without `data.eval`."""
+        """Score the held-out prompts with the weights of the last `sync`; empty without `data.eval`, or when rank 0 was
+        asked to end meanwhile."""
         return self.layout.first(lambda: self._evaluate(step))
 
     def _evaluate(self, step: int) -> dict[str, float]:
@@ -163,7 +192,10 @@ class Session:
         settings = self.config.eval
         sampling = Sampling(settings.temperature, 1.0, 0)
         with self.timer.phase("eval"):
-            groups, _ = self._play(self._held_out, step, settings.samples, sampling, PhaseTimer())
+            try:
+                groups, _ = self._play(self._held_out, step, settings.samples, sampling, PhaseTimer())
+            except Cancelled:
+                return {}
             self._dump(step, groups, "evaluation")
         return evaluation_metrics(groups)
 
@@ -227,7 +259,16 @@ class Session:
             score = self._score(step) if self.is_first else None
             policy.save(self.directory / "checkpoints", step, state, settings, score)
             policy.release()
+        self._saved = step
         self.log(step, {})
+
+    def secure(self, policy: Policy, step: int, version: int) -> None:
+        """Save the state after `step`, unless it is saved, and wait until the checkpoint is complete."""
+        self.timer.metrics()  # of a step that was cut short, they belong to no line
+        policy.finish_save()
+        if self._saved != step:
+            self.save(policy, step, version)
+            policy.finish_save()
 
     def _score(self, step: int) -> float | None:
         settings = self.config.checkpoint
@@ -265,6 +306,8 @@ class Session:
             return 0, 1
         state = policy.load(checkpoint)
         policy.place_schedule(state["step"] / self.config.run.steps)
+        if checkpoint.resolve().parent == (self.directory / "checkpoints").resolve():
+            self._saved = state["step"]
         self.layout.first(lambda: self._rewind(checkpoint, state))
         return state["step"], state["weights_version"]
 

@@ -33,7 +33,7 @@ def main(config: Config) -> int:
     preemption = Preemption(config.checkpoint.grace_s)
     layout = join(config.policy, config.run.seed)
     try:
-        with Session(config, layout) as session:
+        with Session(config, layout, preemption) as session:
             log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
             session.prepare()
             with session.stage("start"):
@@ -77,7 +77,7 @@ def reinforce(
 ) -> bool:
     """CTPO: sample groups with the present weights, score, update against the anchor, hand the weights back.
 
-    Returns False when a scheduler wants the machine back: the state is saved then.
+    Returns False when a scheduler wants the machine back: the state after the last whole step is saved then.
     """
     objective = objective_from_config(config.objective)
     loss = policy_gradient(objective, config.objective.anchor)
@@ -86,13 +86,17 @@ def reinforce(
     policy.use_optimizer(config.policy.optimizer, config.run.steps * updates_per_step)
     done, version = session.resume(policy, checkpoint)
     session.sync(policy, version)
-    if checkpoint is None:
-        session.log(0, session.evaluate(0))
-        if config.checkpoint.every:
-            session.save(policy, 0, version)
+    if checkpoint is None or session.lacks_evaluation(done):
+        session.log(done, session.evaluate(done))
+    if checkpoint is None and config.checkpoint.every:
+        session.save(policy, 0, version)
     for step in range(done + 1, config.run.steps + 1):
         with session.timer.phase("step"):
-            groups, metrics = session.collect(step)
+            collected = session.collect(step)
+            if collected is None:
+                session.secure(policy, step - 1, version)
+                return False
+            groups, metrics = collected
             trajectories = [trajectory for group in groups for trajectory in group.trajectories]
             with session.timer.phase("anchor"):
                 mini_batches = policy.mini_batches(
@@ -105,16 +109,17 @@ def reinforce(
             with session.timer.phase("trace"):
                 traces = policy.trace(mini_batches[-1], objective) if config.observe.trajectories else {}
             version += 1
-            session.sync(policy, version)
+            if not (preempted := preemption.requested()):
+                session.sync(policy, version)
         session.log(step, metrics | {"weights/version": float(version)}, groups, traces)
-        if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
+        if not preempted and session.is_evaluated(step):
             session.log(step, session.evaluate(step))
-        preempted = preemption.requested() and step < config.run.steps
-        if preempted or (config.checkpoint.every and step % config.checkpoint.every == 0):
-            session.save(policy, step, version)
-        policy.finish_save(wait=preempted)
-        if preempted:
+        if preempted or preemption.requested():
+            session.secure(policy, step, version)
             return False
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            session.save(policy, step, version)
+        policy.finish_save(wait=False)
     policy.finish_save()
     return True
 

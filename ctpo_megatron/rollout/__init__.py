@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.replay import Replay, ReplayError
-from ctpo_megatron.rollout.tasks import Sampling
+from ctpo_megatron.rollout.tasks import Cancelled, Sampling
 from ctpo_megatron.rollout.tools import TOOL_SCHEMA
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _LAZY = {
 
 __all__ = [
     "TOOL_SCHEMA",
+    "Cancelled",
     "FleetError",
     "GroupFailed",
     "Replay",

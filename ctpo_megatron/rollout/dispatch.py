@@ -14,9 +14,11 @@ from ray.exceptions import RayError, RayTaskError
 from ctpo_megatron.config.schema import RolloutConfig
 from ctpo_megatron.data.records import Trajectory
 from ctpo_megatron.rollout.slot import EngineSlot, FleetError, engine_died
-from ctpo_megatron.rollout.tasks import GroupOutcome, GroupTask
+from ctpo_megatron.rollout.tasks import Cancelled, GroupOutcome, GroupTask
 
 _MAX_BACKOFF_S = 10.0
+_TURN_S = 1.0
+"""Longest wait before it is looked whether the call was cancelled."""
 
 
 class GroupFailed(FleetError):
@@ -52,18 +54,24 @@ class Dispatcher:
         counts: Counter[str],
         restart: Callable[[EngineSlot], None],
         revive: Callable[[], None],
+        cancelled: Callable[[], bool],
     ) -> None:
         self._rollout, self._slots, self._counts = rollout, slots, counts
-        self._restart, self._revive = restart, revive
+        self._restart, self._revive, self._cancelled = restart, revive, cancelled
         self._waiting: deque[_Job] = deque()
         self._flights: dict[Any, _Flight] = {}
         self._done: dict[int, list[Trajectory]] = {}
 
     def run(self, tasks: Sequence[GroupTask]) -> list[list[Trajectory]]:
-        """The trajectories of every task, in the order of `tasks`. Raises GroupFailed, or FleetError from `revive`."""
+        """The trajectories of every task, in the order of `tasks`.
+
+        Raises GroupFailed, FleetError from `revive`, and Cancelled within a second or so of `cancelled()` being true.
+        """
         self._waiting.extend(_Job(index, task) for index, task in enumerate(tasks))
         try:
             while len(self._done) < len(tasks):
+                if self._cancelled():
+                    raise Cancelled(f"{len(tasks) - len(self._done)} of {len(tasks)} groups were not sampled")
                 self._dispatch()
                 for reference in self._wait():
                     self._land(reference)
@@ -95,10 +103,10 @@ class Dispatcher:
         wake = [flight.deadline for flight in self._flights.values()]
         wake += [job.not_before for job in self._waiting if job.not_before > 0]
         wake += [slot.deadline for slot in self._slots if not slot.live]
-        timeout = max(0.01, min(wake) - time.monotonic()) if wake else 1.0
+        timeout = min(_TURN_S, max(0.01, min(wake) - time.monotonic())) if wake else _TURN_S
         watched = [*self._flights, *starting]
         if not watched:
-            time.sleep(min(timeout, 1.0))
+            time.sleep(timeout)
             return []
         ready, _ = ray.wait(watched, timeout=timeout)
         if ready:  # whatever else finished meanwhile comes along

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,17 +97,26 @@ class RolloutFleet:
             if not slot.live:
                 self._await_start(slot)
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, samples: int, sampling: Sampling) -> list[Group]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        samples: int,
+        sampling: Sampling,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
         """Play `samples` episodes for every prompt; the groups come back in the order of `prompts`.
 
         Raises ValueError before anything is sampled when a prompt leaves no room to answer, GroupFailed when a group
-        fails more than `rollout.max_group_retries` times, FleetError when an engine cannot be restarted.
+        fails more than `rollout.max_group_retries` times, FleetError when an engine cannot be restarted, Cancelled once
+        `cancelled()` is true.
         """
         self._check_prompts(prompts)
         self.wait_ready()
         started = time.monotonic()
         tasks = [GroupTask(prompt.id, prompt.token_ids, step, samples, sampling) for prompt in prompts]
-        dispatcher = Dispatcher(self._config.rollout, self._slots, self._counts, self._restart, self._revive)
+        dispatcher = Dispatcher(self._config.rollout, self._slots, self._counts, self._restart, self._revive, cancelled)
         results = dispatcher.run(tasks)
         self._counts["generate_s"] += time.monotonic() - started
         return [Group(prompt, trajectories) for prompt, trajectories in zip(prompts, results, strict=True)]

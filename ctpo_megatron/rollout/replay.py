@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.rollout.metrics import fleet_stats
-from ctpo_megatron.rollout.tasks import Sampling
+from ctpo_megatron.rollout.tasks import Cancelled, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +36,22 @@ class Replay:
     def start(self) -> None:
         """Nothing has to be brought up."""
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, samples: int, sampling: Sampling) -> list[Group]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        samples: int,
+        sampling: Sampling,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
         """The recorded groups of `step`, which must be of these prompts in this order.
 
-        The distribution to sample from is that of the recording, whatever `sampling` says. Raises ReplayError.
+        The distribution to sample from is that of the recording, whatever `sampling` says. Raises ReplayError, and
+        Cancelled when `cancelled()` is true.
         """
+        if cancelled():
+            raise Cancelled(f"step {step} was not replayed")
         trajectories = self._recorded(step)
         if len(trajectories) != len(prompts) * samples:
             raise ReplayError(

@@ -46,6 +46,10 @@ class GroupOutcome:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
+class Cancelled(Exception):
+    """The caller no longer wants what it asked to be sampled."""
+
+
 class EngineDied(RuntimeError):
     """The engine core behind a living actor is gone; the actor is of no further use."""
 

@@ -1,6 +1,7 @@
 """`ctpo train ...` that kills itself, with all its processes, at a chosen point.
 
-python killed_train.py POINT N CONFIG [a.b=c ...]: at the Nth time that POINT is reached, over the whole run.
+python killed_train.py SIGNAL POINT N CONFIG [a.b=c ...]: at the Nth time that POINT is reached, over the whole run.
+After SIGTERM the run goes on as it will.
 """
 
 from __future__ import annotations
@@ -13,10 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctpo_megatron.observe import MetricsWriter
-
-
-def kill_job() -> None:
-    os.killpg(0, signal.SIGKILL)
 
 
 def half_a_line(writer: MetricsWriter, *_: Any) -> None:
@@ -32,15 +29,17 @@ def half_a_file(_transforms: Any, _process: int, bucket: tuple[str, Any, Any], *
 
 
 def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
-    """Point -> owner, function, and what to do just before the kill. The kill comes instead of the function."""
+    """Point -> owner, function, and what to do just before the kill, which comes before the function."""
     # Imported here: processes that the job spawns import this file, and need none of it.
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     from ctpo_megatron.observe import MetricsWriter
     from ctpo_megatron.policy import Policy, checkpoint_files
     from ctpo_megatron.rewards import RewardPool
+    from ctpo_megatron.rollout import Replay
 
     return {
+        "sample": (Replay, "generate", None),
         "score": (RewardPool, "score", None),
         "update": (Policy, "update", None),
         "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
@@ -49,7 +48,7 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     }
 
 
-def arm(point: str, count: int) -> None:
+def arm(number: signal.Signals, point: str, count: int) -> None:
     owner, name, before = points()[point]
     original = getattr(owner, name)
     # A file, not a variable: some points are reached in forked processes.
@@ -57,11 +56,11 @@ def arm(point: str, count: int) -> None:
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         os.write(reached, b".")
-        if os.fstat(reached).st_size < count:
-            return original(*args, **kwargs)
-        if before is not None:
-            before(*args, *kwargs.values())
-        kill_job()
+        if os.fstat(reached).st_size == count:
+            if before is not None:
+                before(*args, *kwargs.values())
+            os.killpg(0, number)
+        return original(*args, **kwargs)
 
     setattr(owner, name, replacement)
 
@@ -69,5 +68,5 @@ def arm(point: str, count: int) -> None:
 if __name__ == "__main__":
     from ctpo_megatron.cli import main
 
-    arm(sys.argv[1], int(sys.argv[2]))
-    sys.exit(main(["train", *sys.argv[3:]]))
+    arm(signal.Signals[sys.argv[1]], sys.argv[2], int(sys.argv[3]))
+    sys.exit(main(["train", *sys.argv[4:]]))

@@ -1,4 +1,4 @@
-"""`kill -9` of the whole job at points inside a step, then `run.resume=true`: the metrics of the uninterrupted run."""
+"""`kill -9` or SIGTERM at points inside a step, then `run.resume=true`: the metrics of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -78,8 +78,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def train(folder: Path, *overrides: str, kill_at: tuple[str, int] | None = None) -> subprocess.CompletedProcess[str]:
-    itself, killed = ["-m", "ctpo_megatron.cli", "train"], [str(HERE / "killed_train.py"), *map(str, kill_at or ())]
+def train(
+    folder: Path, *overrides: str, kill_at: tuple[str, int] | None = None, by: str = "SIGKILL"
+) -> subprocess.CompletedProcess[str]:
+    itself, killed = ["-m", "ctpo_megatron.cli", "train"], [str(HERE / "killed_train.py"), by, *map(str, kill_at or ())]
     program = itself if kill_at is None else killed
     return subprocess.run(
         [sys.executable, *program, str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS, *REPLAY, *overrides],
@@ -173,3 +175,29 @@ def test_a_killed_run_goes_on_bit_for_bit(
     run = folder / "runs" / name.removeprefix("run.name=")
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize(
+    ("point", "count", "done"),
+    [
+        ("sample", 3, 2),  # the step at hand is given up
+        ("score", 3, 3),  # it is finished, and was the last
+        pytest.param("update", 3, 2, marks=pytest.mark.slow),
+        pytest.param("sample", 1, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_sigterm_to_the_whole_job_saves_what_is_done(
+    folder: Path, whole: Path, point: str, count: int, done: int
+) -> None:
+    settings = (f"run.name=term-{point}-{count}", "checkpoint.every=0", "export.enabled=true")
+    ended = train(folder, *settings, kill_at=(point, count), by="SIGTERM")
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr[-4000:]
+    assert "SIGTERM: a checkpoint follows, within" in ended.stderr
+    run = folder / "runs" / f"term-{point}-{count}"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{done:06d}"]
+    assert not (run / "model").exists()
+    resumed = train(folder, *settings, "run.resume=true")
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert f"continuing after step {done}" in resumed.stdout
+    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
+    assert (run / "model" / "config.json").exists()

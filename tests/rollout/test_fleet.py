@@ -18,7 +18,7 @@ from tiny_model import CALL, build_tiny_model
 from transformers import Qwen3ForCausalLM
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
-from ctpo_megatron.rollout import GroupFailed, RolloutFleet, Sampling, WeightSyncError, rollout_metrics
+from ctpo_megatron.rollout import Cancelled, GroupFailed, RolloutFleet, Sampling, WeightSyncError, rollout_metrics
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -155,6 +155,15 @@ def test_sync_refuses_an_incomplete_state_dict(stage: Stage) -> None:
 def test_prompt_without_room_is_named(stage: Stage) -> None:
     with pytest.raises(ValueError, match="'p0' has 320 tokens"):
         stage.generate(stage.prompts(1, length=320))
+
+
+def test_sampling_can_be_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctpo_megatron.rollout.dispatch._TURN_S", 0.001)  # sooner than the first token
+    prompts = stage.prompts(2)
+    asked = iter([False, False, True])
+    with pytest.raises(Cancelled, match="2 of 2 groups were not sampled"):
+        stage.fleet.generate(prompts, step=10, samples=2, sampling=Sampling(), cancelled=lambda: next(asked))
+    assert [len(group.trajectories) for group in stage.generate(prompts, step=10)] == [4, 4]
 
 
 def test_unavailable_tool_means_retry_not_reward(stage: Stage) -> None:
