@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.data",
     ),
     "ctpo_megatron.rollout": (
+        "ctpo_megatron.signals",
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
         "ctpo_megatron.tensor_file",

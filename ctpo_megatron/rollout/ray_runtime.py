@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ctpo_megatron.signals import children_spared_sigterm
+
 _OBJECT_STORE_BYTES = 256 << 20
 _JOIN_TIMEOUT_S = 30.0
 _ENVIRONMENT = {
@@ -78,15 +80,16 @@ class RayRuntime:
             return
         # Unix socket paths are limited to about 100 characters, so TMPDIR is not used.
         self._temp = Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))
-        ray.init(
-            address="local",
-            num_cpus=self._cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(self._temp),
-        )
+        with children_spared_sigterm():  # without Ray's head the trainer is ended before it has saved its state
+            ray.init(
+                address="local",
+                num_cpus=self._cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(self._temp),
+            )
 
     def _disconnect(self) -> None:
         import ray
