@@ -155,7 +155,7 @@ def test_a_course_that_was_given_up_does_not_come_back(folder: Path, whole: Path
     ("point", "count", "overrides"),
     [
         ("score", 2, ()),
-        ("update", 4, ()),
+        pytest.param("update", 4, (), marks=pytest.mark.slow),
         ("write", 5, ("checkpoint.asynchronous=true",)),
         pytest.param("update", 1, (), marks=pytest.mark.slow),
         pytest.param("publish", 3, (), marks=pytest.mark.slow),

@@ -99,6 +99,7 @@ def kill_sandbox(run: int) -> None:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_killed_sandbox_is_started_again_and_the_run_goes_on(ctpo: Ctpo) -> None:
     longer = ("warmup.steps=500", "run.steps=6")  # so that the model has learnt to call the tool
     status, output = ctpo.train_disturbed("[rl] step 1/6", kill_sandbox, "run.name=disturbed", *longer)
@@ -171,7 +172,10 @@ def test_an_existing_run_is_never_overwritten_by_accident(ctpo: Ctpo, finished: 
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("layout", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+@pytest.mark.parametrize(
+    "layout",
+    ["tensor_model_parallel_size", pytest.param("pipeline_model_parallel_size", marks=pytest.mark.slow)],
+)
 def test_two_ranks_run_the_same_driver(ctpo: Ctpo, finished: Path, layout: str) -> None:
     name = layout.split("_")[0]
     done = ctpo.train(f"run.name={name}", f"policy.{layout}=2", "run.steps=1", "checkpoint.every=0", ranks=2)
