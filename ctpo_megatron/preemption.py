@@ -13,6 +13,7 @@ from types import FrameType
 from ctpo_megatron.policy import gather_objects
 
 EXIT_STATUS = 128 + signal.SIGTERM
+_STDERR = 2
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +65,7 @@ class Preemption:
 
 def _say(line: str) -> None:
     # Within a signal handler: a logger's stream may be in the middle of a write.
-    os.write(sys.stderr.fileno(), f"{line}\n".encode())
+    os.write(_STDERR, f"{line}\n".encode())
 
 
 def _warn_of_launcher(grace_s: float) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ctpo_megatron.config.check_directories import check_export, check_model
+from ctpo_megatron.config.check_directories import check_export, check_model_directory
 from ctpo_megatron.config.check_model import check_engine, check_parallel, check_tokens
 from ctpo_megatron.config.check_state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_facts import PREPARED, ModelFacts, facts_for, will_be_prepared
@@ -51,7 +51,7 @@ def check(config: Config, world_size: int, model_facts: ModelFacts | None, *, cu
         *_evaluation(config),
         *_deadlines(config),
         *_files(config),
-        *check_model(config, model_facts),
+        *check_model_directory(config, model_facts),
         *check_export(config),
         *check_checkpoints(config),
         *check_replay(config),

@@ -28,7 +28,7 @@ _RUN_DIRECTORY = {
 """What a run writes into its directory besides the export."""
 
 
-def check_model(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+def check_model_directory(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
     """Weights that are whole and fit config.json, and a tokenizer; nothing of a model still to be prepared."""
     directory = Path(config.model.path)
     if (directory / "config.json").is_file():
