@@ -32,7 +32,7 @@ from benchmarks.kernels import report
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.objective import objective_from_config
-from ctpo_megatron.policy import MiniBatch, Policy, join, leave, policy_gradient
+from ctpo_megatron.policy import MiniBatch, Policy, destroy_distributed, init_distributed, policy_gradient
 
 HERE = Path(__file__).parent
 LENGTHS = HERE / "packing_lengths.json"
@@ -96,7 +96,7 @@ class Bench:
                 **settings,
             )
         ).save_pretrained(directory)
-        layout = join(config.policy, seed=0)
+        layout = init_distributed(config.policy, seed=0)
         self.policy = Policy(config.policy, layout, directory, temperature=config.rollout.temperature)
         self.policy.use_optimizer(config.policy.optimizer, 10**6)
         self.loss = policy_gradient(objective_from_config(config.objective), config.objective.anchor)
@@ -139,7 +139,7 @@ class Bench:
         """Gradient of the first optimizer step."""
         with self.layout_of(side):
             first, *_ = self.lay_out(side, trajectories)
-            self.policy.anchor([first])
+            self.policy.compute_old_log_probs([first])
             _, found = self.policy.gradients(first, self.loss)
             return {name: tensor.clone() for name, tensor in found}
 
@@ -147,7 +147,7 @@ class Bench:
         """CPU and wall seconds of anchor pass and optimizer steps of one RL step; packing apart."""
         with self.layout_of(side):
             packing, mini_batches = _timed(lambda: self.lay_out(side, trajectories))
-            anchor, _ = _timed(lambda: self.policy.anchor(mini_batches))
+            anchor, _ = _timed(lambda: self.policy.compute_old_log_probs(mini_batches))
             update, _ = _timed(lambda: [self.policy.update(mini, self.loss) for mini in mini_batches])
         found = {
             f"{name}_{clock}": value
@@ -235,7 +235,7 @@ def run(rounds: int, threads: int, quick: bool = False) -> dict[str, Any]:
                     for side in sides if number % 2 else reversed(sides):
                         samples[side.name].append(bench.measure(side, batch))
         finally:
-            leave()
+            destroy_distributed()
     rows = [_row(name, found, samples["packed"]) for name, found in samples.items()]
     return {
         "environment": environment,

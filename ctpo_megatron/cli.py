@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ctpo_megatron.config import (
     Config,
-    Layout,
+    Plan,
     Problem,
     Split,
     TrainArgs,
@@ -36,12 +36,12 @@ from ctpo_megatron.config import (
 _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
-    "ctpo_megatron.observe": ("RunDirectoryError",),
+    "ctpo_megatron.run.directory": ("RunDirectoryError",),
     "ctpo_megatron.policy": ("CheckpointError",),
     "ctpo_megatron.rollout": ("ReplayError",),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
-_FAILED_ELSEWHERE = {"ctpo_megatron.policy": ("FirstRankFailed",)}  # the rank that failed has the traceback
+_FAILED_ELSEWHERE = {"ctpo_megatron.policy": ("RankZeroError",)}  # the rank that failed has the traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,14 +65,14 @@ def run_train(args: TrainArgs) -> int:
     config, sources = load_with_sources(args.config_path, args.overrides)
     cuda = args.assume_cuda if args.dry_run and args.assume_cuda else _cuda_available()
     warnings = validate(config, world_size=world_size(), cuda=cuda, sources=sources)
-    if _is_first_rank():
+    if _is_rank_zero():
         _print_warnings(warnings)
     if args.dry_run:
-        if _is_first_rank():
+        if _is_rank_zero():
             _print_plan(config)
         return 0
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("ctpo_megatron").setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
+    logging.getLogger("ctpo_megatron").setLevel(logging.INFO if _is_rank_zero() else logging.WARNING)
     from ctpo_megatron.train import main as train
 
     return train(config)
@@ -153,20 +153,20 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from ctpo_megatron.objective import PRESETS
-    from ctpo_megatron.policy import most_ranks
-    from ctpo_megatron.verify import LAYOUTS, misfits, verify
+    from ctpo_megatron.policy import max_ranks
+    from ctpo_megatron.verify import LAYOUTS, unsupported_layouts, verify
 
     objectives = list(PRESETS) if args.objective == ["all"] else args.objective
     for kind, names, known in (("layout", args.layouts or [], LAYOUTS), ("preset", objectives, PRESETS)):
         if unknown := sorted(set(names) - known.keys()):
             print(f"ctpo verify: unknown {kind} {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr)
             return 2
-    unfit = misfits(args.model)
+    unfit = unsupported_layouts(args.model)
     if wrong := [name for name in args.layouts or [] if name in unfit]:
         for name in wrong:
             print(f"ctpo verify: {name} cannot run {args.model}: {unfit[name]}", file=sys.stderr)
         return 2
-    limit = most_ranks() if args.max_ranks is None else args.max_ranks
+    limit = max_ranks() if args.max_ranks is None else args.max_ranks
     large = {name: f"more than {limit} ranks" for name, layout in LAYOUTS.items() if layout.ranks > limit}
     skipped = {} if args.layouts else large | unfit
     layouts = args.layouts or [name for name in LAYOUTS if name not in skipped]
@@ -175,12 +175,14 @@ def _verify(args: argparse.Namespace) -> int:
         return 2
     for reason in dict.fromkeys(skipped.values()):
         print(f"skipped: {', '.join(name for name in skipped if skipped[name] == reason)}: {reason}")
-    print(f"{'layout':<25}{'objective':<14}{'ranks':>5}{'loss':>10}{'logp':>10}{'gradient':>10}  worst tensor")
+    print(f"{'layout':<25}{'objective':<14}{'ranks':>5}{'loss':>10}{'log_probs':>10}{'gradient':>10}  worst tensor")
     failed = total = 0
     for check in verify(args.model, layouts, objectives):
         good = check.passed(args.tolerance)
         failed, total = failed + (not good), total + 1
-        figures = f"{check.loss:>10.1e}{check.logp:>10.1e}{check.gradient:>10.1e}  {check.worst:.1e} {check.worst_name}"
+        figures = (
+            f"{check.loss:>10.1e}{check.log_probs:>10.1e}{check.gradient:>10.1e}  {check.worst:.1e} {check.worst_name}"
+        )
         verdict = "" if good else "  FAILED"
         row = f"{check.layout:<25}{check.objective:<14}{check.ranks:>5}{'' if check.problem else figures}{verdict}"
         print(row, *check.problem.splitlines(), sep="\n    ", flush=True)
@@ -209,7 +211,7 @@ def _export(args: argparse.Namespace) -> int:
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
     )
-    if not _is_first_rank():
+    if not _is_rank_zero():
         return 0
     if request.checkpoint is not None:
         print(f"wrote {request.target} from {request.checkpoint}")
@@ -233,7 +235,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from ctpo_megatron.observe import print_summary, write_report
+    from ctpo_megatron.tracking import print_summary, write_report
 
     run = Path(args.run)
     if not (run / "config.yaml").is_file():
@@ -277,7 +279,7 @@ def _sandbox_rows() -> list[tuple[str, str, str]]:
 
 def _print_plan(config: Config) -> None:
     print(dump(config), end="", flush=True)
-    for title, rows in Layout.of(config, world_size()).tables().items():
+    for title, rows in Plan.of(config, world_size()).tables().items():
         _print_table(title, ("", "value", "from"), rows)
     memory = memory_table(facts_for(config), Split.of(config.policy, world_size()))
     _print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
@@ -311,7 +313,7 @@ def _report_error(error: Exception) -> int:
     if not _is_one_of(error, _USER_ERRORS):
         traceback.print_exception(error)
         return 1
-    if _is_first_rank():  # one message per cause, not one per rank
+    if _is_rank_zero():  # one message per cause, not one per rank
         print(f"ctpo: {error}", file=sys.stderr)
     return 2
 
@@ -326,7 +328,7 @@ def _is_one_of(error: Exception, kinds_of: Mapping[str, tuple[str, ...]]) -> boo
     return False
 
 
-def _is_first_rank() -> bool:
+def _is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -15,7 +15,7 @@ from ctpo_megatron.config import (
     load_config,
     world_size,
 )
-from ctpo_megatron.policy import Layout, Policy, join, latest_checkpoint, leave
+from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed, latest_checkpoint
 from ctpo_megatron.verify import Finding, check_exported
 
 _OPTIONS = {
@@ -113,7 +113,7 @@ def export(
     Findings are on rank 0. Raises ConfigError when ranks or model do not fit the layout, CheckpointError, OSError.
     """
     config = layout_of(request, tensor_parallel, pipeline_parallel)
-    layout: Layout = join(config, seed=0)
+    layout: Layout = init_distributed(config, seed=0)
     try:
         policy = Policy(config, layout, request.model, temperature=1.0)
         if request.checkpoint is not None:
@@ -123,4 +123,4 @@ def export(
             return None
         return check_exported(request.target, policy, layout, tolerance)
     finally:
-        leave()
+        destroy_distributed()

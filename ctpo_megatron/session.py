@@ -13,35 +13,35 @@ from transformers import AutoTokenizer
 
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Group, Prompt, PromptSampler, load_prompts, prepare
-from ctpo_megatron.observe import (
-    Display,
-    MetricsWriter,
-    PhaseTimer,
-    evaluation_metrics,
-    give_up_dumps,
-    open_run_directory,
-    phase_peaks,
-    print_summary,
-    read_trajectories,
-    reward_metrics,
-    throughput_metrics,
-    trajectory_files,
-    trajectory_of,
-    warmup_metrics,
-    write_report,
-    write_trajectories,
-)
 from ctpo_megatron.policy import (
     CheckpointError,
     Layout,
     Policy,
-    give_up_checkpoints,
+    discard_checkpoints,
     latest_checkpoint,
     peak_flops,
 )
-from ctpo_megatron.preemption import Preemption
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import TOOL_SCHEMA, Cancelled, Replay, RolloutFleet, Sampling, rollout_metrics
+from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.run.preemption import Preemption
+from ctpo_megatron.tracking import (
+    Display,
+    MetricsWriter,
+    PhaseTimer,
+    discard_dumps,
+    evaluation_metrics,
+    phase_peaks,
+    print_summary,
+    read_trajectories,
+    reward_metrics,
+    sft_metrics,
+    throughput_metrics,
+    trajectory_files,
+    trajectory_of,
+    write_report,
+    write_trajectories,
+)
 from ctpo_sandbox import start_server
 
 log = logging.getLogger(__name__)
@@ -56,19 +56,19 @@ class Session:
         self._preemption = preemption
         self._saved: int | None = None
         self._exit = ExitStack()
-        self.is_first = layout.rank == 0
-        self.directory: Path = layout.first(lambda: open_run_directory(config))
-        self.timer = PhaseTimer(self.directory if self.is_first else None)
+        self.is_rank_zero = layout.rank == 0
+        self.directory: Path = layout.on_rank_zero(lambda: open_run_directory(config))
+        self.timer = PhaseTimer(self.directory if self.is_rank_zero else None)
         engines = config.rollout.engines * config.rollout.engine.tensor_parallel_size
         self._peaks = phase_peaks(
-            config.observe.peak_flops or peak_flops(config.policy),
+            config.tracking.peak_flops or peak_flops(config.policy),
             trainers=layout.world_size,
             engines=engines if config.rollout.replay is None else 0,  # reading a file is no sampling
         )
-        if self.is_first:
-            self._metrics = self._exit.enter_context(MetricsWriter(self.directory, config.observe.tensorboard))
+        if self.is_rank_zero:
+            self._metrics = self._exit.enter_context(MetricsWriter(self.directory, config.tracking.tensorboard))
             title = f"{config.run.name}, {config.objective.preset}"
-            self._display = self._exit.enter_context(Display(config.observe.live, config.run.steps, title=title))
+            self._display = self._exit.enter_context(Display(config.tracking.live, config.run.steps, title=title))
             self._display.note(f"writing to {self.directory}")
 
     def __enter__(self) -> Session:
@@ -80,7 +80,7 @@ class Session:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Show and time one stage of the run."""
-        if self.is_first:
+        if self.is_rank_zero:
             self._display.stage(name)
         with self.timer.stage(name):
             yield
@@ -89,11 +89,11 @@ class Session:
         """Stage (a): build the synthetic task and the tiny model when the configuration asks for them."""
         if self.config.prepare is not None:
             with self.stage("prepare"):
-                self.layout.first(lambda: prepare(self.config.prepare))
+                self.layout.on_rank_zero(lambda: prepare(self.config.prepare))
 
     def open_world(self) -> None:
         """Read the prompts and start sandbox, engines and scorers; the engines load in the background."""
-        self.layout.first(self._open_world)
+        self.layout.on_rank_zero(self._open_world)
 
     def _open_world(self) -> None:
         config = self.config
@@ -141,7 +141,7 @@ class Session:
 
         None when rank 0 was asked to end while they were sampled: no prompt counts as consumed then.
         """
-        return self.layout.first(lambda: self._collect(step))
+        return self.layout.on_rank_zero(lambda: self._collect(step))
 
     def _collect(self, step: int) -> tuple[list[Group], dict[str, float]] | None:
         rollout = self.config.rollout
@@ -173,7 +173,7 @@ class Session:
 
     def lacks_evaluation(self, step: int) -> bool:
         """Whether the evaluation after `step`, the latest that was logged, was left out because the job had to end."""
-        return self.layout.first(
+        return self.layout.on_rank_zero(
             lambda: bool(
                 self._held_out
                 and self.is_evaluated(step)
@@ -184,7 +184,7 @@ class Session:
     def evaluate(self, step: int) -> dict[str, float]:
         """Score the held-out prompts with the weights of the last `sync`; empty without `data.eval`, or when rank 0 was
         asked to end meanwhile."""
-        return self.layout.first(lambda: self._evaluate(step))
+        return self.layout.on_rank_zero(lambda: self._evaluate(step))
 
     def _evaluate(self, step: int) -> dict[str, float]:
         if not self._held_out:
@@ -202,7 +202,7 @@ class Session:
     def sync(self, policy: Policy, version: int) -> None:
         """Give the policy's present weights to all engines as `version`, and them the device's memory; collective."""
         with self.timer.phase("sync"):
-            if self.is_first:
+            if self.is_rank_zero:
                 self._fleet.sync(policy.weights(), version)
             else:
                 deque(policy.weights(), maxlen=0)  # a loop would keep each tensor while the next one is gathered
@@ -213,13 +213,13 @@ class Session:
         step: int,
         metrics: Mapping[str, float],
         groups: list[Group] | None = None,
-        traces: Mapping[tuple[str, int], Mapping[str, Any]] | None = None,
+        diagnostics: Mapping[tuple[str, int], Mapping[str, Any]] | None = None,
     ) -> None:
         """Write and show the metrics of a step and the time since the last call; more calls for one step add up.
 
-        groups: the trajectories of an RL step, dumped with what `traces` adds by (prompt id, sample index).
+        groups: the trajectories of an RL step, dumped with what `diagnostics` adds by (prompt id, sample index).
         """
-        if not self.is_first:
+        if not self.is_rank_zero:
             return
         metrics = {**metrics, **self.timer.metrics()}
         if "time/step" in metrics and "tokens/total" in metrics:
@@ -228,26 +228,26 @@ class Session:
         self._metrics.log(step, metrics)
         if groups is not None:
             self._display.step(step, metrics)
-            if self.config.observe.trajectories:
-                self._dump(step, groups, "trajectories", traces)
+            if self.config.tracking.trajectories:
+                self._dump(step, groups, "trajectories", diagnostics)
 
     def _dump(
-        self, step: int, groups: list[Group], folder: str, traces: Mapping[tuple[str, int], Any] | None = None
+        self, step: int, groups: list[Group], folder: str, diagnostics: Mapping[tuple[str, int], Any] | None = None
     ) -> None:
-        write_trajectories(self.directory, step, groups, self._decode, folder=folder, extra=traces)
+        write_trajectories(self.directory, step, groups, self._decode, folder=folder, extra=diagnostics)
 
-    def warmup_progress(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+    def sft_progress(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Write and show one supervised step from the metrics of its update and the time since the last."""
-        if not self.is_first:
+        if not self.is_rank_zero:
             return
         if step == 1:
-            writer = MetricsWriter(self.directory, self.config.observe.tensorboard, "warmup.jsonl")
+            writer = MetricsWriter(self.directory, self.config.tracking.tensorboard, "sft.jsonl")
             writer.truncate_after(0)  # lines of an interrupted attempt
-            self._warmup = self._exit.enter_context(writer)
+            self._sft = self._exit.enter_context(writer)
         metrics = {**metrics, **self.timer.metrics()}
-        found = warmup_metrics(metrics | throughput_metrics(metrics, self._peaks))
-        self._warmup.log(step, found)
-        shown = ("warmup/loss", "warmup/grad_norm", "warmup/lr", "warmup/tokens_per_s")
+        found = sft_metrics(metrics | throughput_metrics(metrics, self._peaks))
+        self._sft.log(step, found)
+        shown = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")
         self._display.progress(step, total, {name: found[name] for name in shown})
 
     def save(self, policy: Policy, step: int, version: int) -> None:
@@ -255,8 +255,8 @@ class Session:
         settings = self.config.checkpoint
         with self.timer.phase("checkpoint"):
             # Only rank 0's state is kept. No group of trajectories is in it: none waits between two steps.
-            state = self._state(step, version) if self.is_first else {}
-            score = self._score(step) if self.is_first else None
+            state = self._state(step, version) if self.is_rank_zero else {}
+            score = self._score(step) if self.is_rank_zero else None
             policy.save(self.directory / "checkpoints", step, state, settings, score)
             policy.release()
         self._saved = step
@@ -292,7 +292,7 @@ class Session:
             return Path(self.config.checkpoint.load)
         if not self.config.run.resume:
             return None
-        return self.layout.first(lambda: latest_checkpoint(self.directory / "checkpoints"))
+        return self.layout.on_rank_zero(lambda: latest_checkpoint(self.directory / "checkpoints"))
 
     def resume(self, policy: Policy, checkpoint: Path | None) -> tuple[int, int]:
         """Restore policy and run from `checkpoint`; the RL steps done, and the version of the weights.
@@ -302,13 +302,13 @@ class Session:
         of another model, or of a run on other prompts.
         """
         if checkpoint is None:
-            self.layout.first(self._start_over)
+            self.layout.on_rank_zero(self._start_over)
             return 0, 1
         state = policy.load(checkpoint)
-        policy.place_schedule(state["step"] / self.config.run.steps)
+        policy.set_scheduler_step(state["step"] / self.config.run.steps)
         if checkpoint.resolve().parent == (self.directory / "checkpoints").resolve():
             self._saved = state["step"]
-        self.layout.first(lambda: self._rewind(checkpoint, state))
+        self.layout.on_rank_zero(lambda: self._rewind(checkpoint, state))
         return state["step"], state["weights_version"]
 
     def _start_over(self) -> None:
@@ -320,19 +320,19 @@ class Session:
                 self.directory,
                 lost,
             )
-        self._give_up(after=-1)
+        self._discard(after=-1)
 
     def _rewind(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         try:
             self._sampler.load_state_dict(state["sampler"])
         except ValueError as error:
             raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
-        self._give_up(state["step"], state["metrics"])
+        self._discard(state["step"], state["metrics"])
         self._display.note(f"continuing after step {state['step']}, from {checkpoint}")
 
-    def _give_up(self, after: int, record: Mapping[str, Any] | None = None) -> None:
+    def _discard(self, after: int, record: Mapping[str, Any] | None = None) -> None:
         # Checkpoints first: a plain resume after a kill in between then rewinds to the same step again.
-        renamed = give_up_checkpoints(self.directory / "checkpoints", after)
+        renamed = discard_checkpoints(self.directory / "checkpoints", after)
         if renamed:
             log.warning(
                 "checkpoint.load=%s gives up later checkpoints of this run, now named %s. Leave checkpoint.load out "
@@ -340,15 +340,15 @@ class Session:
                 self.config.checkpoint.load,
                 ", ".join(path.name for path in reversed(renamed)),
             )
-        give_up_dumps(self.directory, after)
+        discard_dumps(self.directory, after)
         self._metrics.truncate_after(after, record)
 
     def finish(self) -> None:
         """Write the report and print the summary."""
-        if not self.is_first:
+        if not self.is_rank_zero:
             return
         with self.stage("report"):
-            if self.config.observe.report:
+            if self.config.tracking.report:
                 write_report(self.directory)
         self._display.stop()
         print_summary(self.directory)
@@ -356,7 +356,7 @@ class Session:
 
 def check_mismatch(config: Config, metrics: Mapping[str, float]) -> None:
     """Stop when sampler and trainer disagree beyond the limit: the weights in the engines are not the policy's."""
-    limit, found = config.rollout.mismatch_limit, metrics["mismatch/logp_abs_max"]
+    limit, found = config.rollout.mismatch_limit, metrics["mismatch/log_prob_abs_max"]
     if limit is not None and not found <= limit:  # a NaN is beyond every limit
         raise RuntimeError(
             f"sampler and trainer log-probs differ by up to {found:.3g}, more than rollout.mismatch_limit={limit}: "

@@ -16,13 +16,13 @@ from ctpo_megatron.objective import group_advantages, objective_from_config
 from ctpo_megatron.policy import (
     Policy,
     capabilities,
-    join,
-    leave,
+    destroy_distributed,
+    init_distributed,
     policy_gradient,
     summarize_updates,
     supervised,
 )
-from ctpo_megatron.preemption import EXIT_STATUS, Preemption
+from ctpo_megatron.run.preemption import EXIT_STATUS, Preemption
 from ctpo_megatron.session import Session, check_mismatch
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def main(config: Config) -> int:
     """Run all stages of a configuration; returns the exit status. Every rank of the job calls this."""
     preemption = Preemption(config.checkpoint.grace_s)
-    layout = join(config.policy, config.run.seed)
+    layout = init_distributed(config.policy, config.run.seed)
     try:
         with Session(config, layout, preemption) as session:
             log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
@@ -40,9 +40,9 @@ def main(config: Config) -> int:
                 session.open_world()
                 policy = Policy(config.policy, layout, Path(config.model.path), temperature=config.rollout.temperature)
             checkpoint = session.find_checkpoint()
-            if checkpoint is None and config.warmup is not None:
-                with session.stage("warm-up"):
-                    warm_up(config, policy, session)
+            if checkpoint is None and config.sft is not None:
+                with session.stage("sft"):
+                    supervised_stage(config, policy, session)
             with session.stage("rl"), preemption.deferred():
                 if not reinforce(config, policy, session, checkpoint, preemption):
                     return EXIT_STATUS
@@ -51,25 +51,25 @@ def main(config: Config) -> int:
                     policy.export(session.directory / config.export.directory)
             session.finish()
     finally:
-        leave()
+        destroy_distributed()
     return 0
 
 
-def warm_up(config: Config, policy: Policy, session: Session) -> None:
+def supervised_stage(config: Config, policy: Policy, session: Session) -> None:
     """Supervised learning on conversations, through the same policy step as RL."""
-    settings = config.warmup
-    traces = load_conversations(
+    settings = config.sft
+    conversations = load_conversations(
         settings.data,
         AutoTokenizer.from_pretrained(config.model.path),
         chat_template_kwargs=config.model.chat_template_kwargs,
     )
     policy.use_optimizer(settings.optimizer, settings.steps)
-    stream = batches(traces, settings.traces_per_step, config.run.seed)
+    stream = batches(conversations, settings.conversations_per_step, config.run.seed)
     for step, batch in enumerate(islice(stream, settings.steps), start=1):
-        with session.timer.phase("warmup"):
-            (mini_batch,) = policy.mini_batches(batch, None, settings.traces_per_step)
+        with session.timer.phase("sft"):
+            (mini_batch,) = policy.mini_batches(batch, None, settings.conversations_per_step)
             metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
-        session.warmup_progress(step, settings.steps, metrics)
+        session.sft_progress(step, settings.steps, metrics)
 
 
 def reinforce(
@@ -98,20 +98,22 @@ def reinforce(
                 return False
             groups, metrics = collected
             trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-            with session.timer.phase("anchor"):
+            with session.timer.phase("old_log_probs"):
                 mini_batches = policy.mini_batches(
                     trajectories, advantages(config, groups), groups_per_update * config.rollout.samples_per_prompt
                 )
-                metrics |= policy.anchor(mini_batches)
+                metrics |= policy.compute_old_log_probs(mini_batches)
             check_mismatch(config, metrics)
             with session.timer.phase("update"):
                 metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
-            with session.timer.phase("trace"):
-                traces = policy.trace(mini_batches[-1], objective) if config.observe.trajectories else {}
+            with session.timer.phase("token_diagnostics"):
+                diagnostics = (
+                    policy.token_diagnostics(mini_batches[-1], objective) if config.tracking.trajectories else {}
+                )
             version += 1
             if not (preempted := preemption.requested()):
                 session.sync(policy, version)
-        session.log(step, metrics | {"weights/version": float(version)}, groups, traces)
+        session.log(step, metrics | {"weights/version": float(version)}, groups, diagnostics)
         if not preempted and session.is_evaluated(step):
             session.log(step, session.evaluate(step))
         if preempted or preemption.requested():

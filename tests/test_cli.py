@@ -134,9 +134,9 @@ def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str], monkeypa
 def test_user_errors_of_other_rooms_are_messages(
     driver: types.ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = types.ModuleType("ctpo_megatron.observe")
+    room = types.ModuleType("ctpo_megatron.run.directory")
     room.RunDirectoryError = type("RunDirectoryError", (Exception,), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ctpo_megatron.observe", room)
+    monkeypatch.setitem(sys.modules, "ctpo_megatron.run.directory", room)
 
     def refuse(_: Config) -> int:
         raise room.RunDirectoryError("runs/first exists")
@@ -150,12 +150,12 @@ def test_a_rank_that_stops_with_the_first_says_so_in_one_line(
     driver: types.ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = types.ModuleType("ctpo_megatron.policy")
-    room.FirstRankFailed = type("FirstRankFailed", (RuntimeError,), {})  # type: ignore[attr-defined]
+    room.RankZeroError = type("RankZeroError", (RuntimeError,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ctpo_megatron.policy", room)
     monkeypatch.setenv("RANK", "1")
 
     def stop(_: Config) -> int:
-        raise room.FirstRankFailed("rank 1 stops, rank 0 failed: X: y")
+        raise room.RankZeroError("rank 1 stops, rank 0 failed: X: y")
 
     driver.main = stop  # type: ignore[attr-defined]
     assert cli.main(["train", "first.yaml"]) == 1

@@ -41,12 +41,12 @@ def inputs(shape: dict[str, int], masked: float) -> dict[str, Tensor]:
     hidden, weight = torch.randn(n, h), torch.randn(v, h) / h**0.5
     labels = torch.randint(0, v, (n,))
     with torch.no_grad(), ck.use_backend("torch"):
-        log_prob = ck.linear_log_probs(hidden, weight, labels)
+        log_probs = ck.linear_log_probs(hidden, weight, labels)
     return {
         "hidden": hidden.requires_grad_(),
         "weight": weight.requires_grad_(),
         "labels": labels,
-        "old": log_prob + 1e-4 * torch.randn(n),
+        "old": log_probs + 1e-4 * torch.randn(n),
         "mask": torch.rand(n) >= masked,
         "advantages": torch.randn(b),
         "cu": torch.linspace(0, n, b + 1).to(torch.int64),
@@ -64,8 +64,8 @@ def run(head: str, batch: dict[str, Tensor], rows: slice = slice(None), cu: Tens
         elif head == "recompute":
             loss = ck.ctpo_loss(ck.linear_log_probs(hidden, weight, labels, mask=rest[1]), *rest)[0]
         else:
-            log_prob = torch.log_softmax(hidden @ weight.t(), dim=-1).gather(1, labels[:, None]).squeeze(1)
-            loss = ck.ctpo_loss(log_prob, *rest)[0]
+            log_probs = torch.log_softmax(hidden @ weight.t(), dim=-1).gather(1, labels[:, None]).squeeze(1)
+            loss = ck.ctpo_loss(log_probs, *rest)[0]
         loss.backward()
     return float(loss.detach())
 

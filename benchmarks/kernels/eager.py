@@ -12,14 +12,14 @@ LOW, HIGH, DUAL = 0.025, 0.05, 0.05
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
-def loss(log_prob: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log_prob, old: `[B, L]`; mask: bool `[B, L]`; advantages: `[B]`.
+def loss(log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log_probs, old: `[B, L]`; mask: bool `[B, L]`; advantages: `[B]`.
 
     Returns the sequence-mean loss, log r_t and sqrt(t), `[B, L]` each.
     """
-    d = torch.where(mask, (log_prob - old).clamp(-20.0, 20.0), 0.0)
-    position = mask.cumsum(dim=1).clamp(min=1).to(log_prob.dtype)
-    log_ratio = d.detach().cumsum(dim=1) + log_prob - log_prob.detach()
+    d = torch.where(mask, (log_probs - old).clamp(-20.0, 20.0), 0.0)
+    position = mask.cumsum(dim=1).clamp(min=1).to(log_probs.dtype)
+    log_ratio = d.detach().cumsum(dim=1) + log_probs - log_probs.detach()
     log_ratio = torch.where(mask, log_ratio, 0.0)
     capped = log_ratio.clamp(max=10.0)
     scale = position.sqrt()
@@ -33,9 +33,9 @@ def loss(log_prob: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> tup
     return (token.sum(dim=1) / lengths).sum() / mask.shape[0], log_ratio.detach(), scale
 
 
-def loss_with_diagnostics(log_prob: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> tuple[Tensor, dict]:
+def loss_with_diagnostics(log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> tuple[Tensor, dict]:
     """The same with metrics read back to the host at once: quantiles, extrema, clip fractions, KL."""
-    value, log_ratio, scale = loss(log_prob, old, mask, advantages)
+    value, log_ratio, scale = loss(log_probs, old, mask, advantages)
     ratio = log_ratio.clamp(max=10.0).exp()[mask]
     metrics = {f"ratio_p{100 * q:g}": torch.quantile(ratio, q).item() for q in QUANTILES}
     positive = (advantages > 0)[:, None]
@@ -45,7 +45,7 @@ def loss_with_diagnostics(log_prob: Tensor, old: Tensor, mask: Tensor, advantage
     tokens = mask.sum()
     for name, flags in (("high", high), ("low", low), ("dual", dual)):
         metrics[f"clip_{name}"] = (flags.sum() / tokens).item()
-    metrics["kl"] = ((old - log_prob)[mask].mean()).item()
+    metrics["kl"] = ((old - log_probs)[mask].mean()).item()
     for name in ("mean", "std", "min", "max"):
         metrics[f"ratio_{name}"] = getattr(ratio, name)().item()
     return value, metrics

@@ -38,19 +38,19 @@ class HeadCase:
         """`[N]` -> `[B, L]`."""
         return values.view(self.advantages.numel(), -1)
 
-    def eager_loss(self, log_prob: Tensor) -> Tensor:
+    def eager_loss(self, log_probs: Tensor) -> Tensor:
         """The loss of the paper in eager torch."""
-        return eager.loss(*map(self.padded, (log_prob.float(), self.old, self.mask)), self.advantages)[0]
+        return eager.loss(*map(self.padded, (log_probs.float(), self.old, self.mask)), self.advantages)[0]
 
-    def compiled_loss(self, log_prob: Tensor) -> Tensor:
+    def compiled_loss(self, log_probs: Tensor) -> Tensor:
         """The same through torch.compile."""
-        return _compiled_loss(log_prob.device.type)(
-            *map(self.padded, (log_prob.float(), self.old, self.mask)), self.advantages
+        return _compiled_loss(log_probs.device.type)(
+            *map(self.padded, (log_probs.float(), self.old, self.mask)), self.advantages
         )
 
-    def kernel_loss(self, log_prob: Tensor) -> Tensor:
+    def kernel_loss(self, log_probs: Tensor) -> Tensor:
         """The same by `ctpo_loss`."""
-        return ck.ctpo_loss(log_prob.float(), self.old, self.mask, self.advantages, self.cu)[0]
+        return ck.ctpo_loss(log_probs.float(), self.old, self.mask, self.advantages, self.cu)[0]
 
 
 @functools.cache

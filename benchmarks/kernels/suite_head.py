@@ -111,8 +111,8 @@ def make(session: Session, tokens: int, hidden: int, vocabulary: int, seed: int 
 def old_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Those of the same weights, moved a little."""
     with torch.no_grad():
-        log_prob = ck.linear_log_probs(hidden, weight, labels)
-    return log_prob + 1e-4 * torch.randn_like(log_prob)
+        log_probs = ck.linear_log_probs(hidden, weight, labels)
+    return log_probs + 1e-4 * torch.randn_like(log_probs)
 
 
 def with_mask(case: HeadCase, masked: float) -> HeadCase:
@@ -189,12 +189,12 @@ def plain_gradients(case: HeadCase, compute: torch.dtype, rounded: torch.dtype) 
     """d_hidden and d_weight by autograd through full logits; d logits and results pass through the dtype `rounded`."""
     x, w = (t.detach().to(compute) for t in (case.hidden, case.weight))
     z = (x @ w.t()).requires_grad_()
-    log_prob = z.log_softmax(-1).gather(1, case.labels[:, None]).squeeze(1)
-    dz = torch.autograd.grad(case_loss(case, log_prob), z)[0].to(rounded).to(compute)
+    log_probs = z.log_softmax(-1).gather(1, case.labels[:, None]).squeeze(1)
+    dz = torch.autograd.grad(case_loss(case, log_probs), z)[0].to(rounded).to(compute)
     return (dz @ w).to(rounded), (dz.t() @ x).to(rounded)
 
 
-def case_loss(case: HeadCase, log_prob: Tensor) -> Tensor:
+def case_loss(case: HeadCase, log_probs: Tensor) -> Tensor:
     """The eager loss in the dtype of the log-probs."""
-    parts = (case.padded(t) for t in (log_prob, case.old.to(log_prob.dtype), case.mask))
-    return eager.loss(*parts, case.advantages.to(log_prob.dtype))[0]
+    parts = (case.padded(t) for t in (log_probs, case.old.to(log_probs.dtype), case.mask))
+    return eager.loss(*parts, case.advantages.to(log_probs.dtype))[0]

@@ -74,8 +74,8 @@ def backward_only(logits: Tensor, labels: Tensor, upstream: Tensor) -> Callable[
     """
     if not logits.is_cuda:
         return step(ours, logits, labels, upstream)
-    log_prob = ours(logits, labels)
-    return lambda: torch.autograd.grad(log_prob, logits, upstream, retain_graph=True)
+    log_probs = ours(logits, labels)
+    return lambda: torch.autograd.grad(log_probs, logits, upstream, retain_graph=True)
 
 
 def step(
@@ -98,12 +98,12 @@ def gate(session: Session, columns: int) -> None:
     logits = (4 * torch.randn(rows, columns, device=session.device, dtype=session.dtype)).requires_grad_()
     labels = torch.randint(0, columns, (rows,), device=session.device)
     upstream = torch.randn(rows, device=session.device)
-    log_prob = ck.vocab_parallel_log_probs(logits, labels)
-    found = torch.autograd.grad(log_prob, logits, upstream)[0].double()
+    log_probs = ck.vocab_parallel_log_probs(logits, labels)
+    found = torch.autograd.grad(log_probs, logits, upstream)[0].double()
     exact = logits.detach().double().requires_grad_()
     wanted_log_prob = exact.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
     wanted = torch.autograd.grad(wanted_log_prob, exact, upstream.double())[0]
-    error = float((log_prob.double() - wanted_log_prob).abs().max())
+    error = float((log_probs.double() - wanted_log_prob).abs().max())
     # The gradient is rounded once to the dtype of the logits.
     allowed = 1e-5 + torch.finfo(session.dtype).eps
     relative = float((found - wanted).norm() / wanted.norm())

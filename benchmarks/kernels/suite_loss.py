@@ -58,33 +58,33 @@ def run(session: Session) -> None:
 
 
 def inputs(session: Session, sequences: int, length: int, masked: float, seed: int) -> Inputs:
-    """log_prob, old, mask, advantages of padded sequences without padding, so that packed is a view."""
+    """log_probs, old, mask, advantages of padded sequences without padding, so that packed is a view."""
     generator = torch.Generator(session.device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=session.device)
 
     old = -normal(sequences, length).abs()
-    log_prob = (old + 0.02 * normal(sequences, length)).requires_grad_()
+    log_probs = (old + 0.02 * normal(sequences, length)).requires_grad_()
     uniform = torch.rand(sequences, length, generator=generator, device=session.device)
-    return log_prob, old, uniform >= masked, normal(sequences)
+    return log_probs, old, uniform >= masked, normal(sequences)
 
 
 def kernel(batch: Inputs) -> Tensor:
     """Loss, statistics and gradient (kept for the backward) by `ctpo_loss`."""
-    log_prob, old, mask, advantages = batch
-    return ck.ctpo_loss(log_prob.view(-1), old.view(-1), mask.view(-1), advantages, boundaries(log_prob))[0]
+    log_probs, old, mask, advantages = batch
+    return ck.ctpo_loss(log_probs.view(-1), old.view(-1), mask.view(-1), advantages, boundaries(log_probs))[0]
 
 
 _BOUNDARIES: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
-def boundaries(log_prob: Tensor) -> Tensor:
+def boundaries(log_probs: Tensor) -> Tensor:
     """cu_seqlens of padded sequences, made once: a trainer has them on the device already."""
-    sequences, length = log_prob.shape
-    key = (sequences, length, log_prob.device)
+    sequences, length = log_probs.shape
+    key = (sequences, length, log_probs.device)
     if key not in _BOUNDARIES:
-        _BOUNDARIES[key] = torch.arange(sequences + 1, device=log_prob.device, dtype=torch.int64) * length
+        _BOUNDARIES[key] = torch.arange(sequences + 1, device=log_probs.device, dtype=torch.int64) * length
     return _BOUNDARIES[key]
 
 
@@ -119,8 +119,8 @@ def gate(batch: Inputs) -> None:
 
     Tokens whose ratio lies at a clip bound to within rounding are left out: either decision is right there.
     """
-    log_prob, old, mask, advantages = batch
-    exact = log_prob.detach().double().requires_grad_()
+    log_probs, old, mask, advantages = batch
+    exact = log_probs.detach().double().requires_grad_()
     value, log_ratio, scale = eager.loss(exact, old.double(), mask, advantages.double())
     wanted = torch.autograd.grad(value, exact)[0]
     found_value = kernel(batch)

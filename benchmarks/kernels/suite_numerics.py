@@ -88,9 +88,9 @@ def repeatability(session: Session, case: HeadCase) -> None:
 
 def prefix_drift(session: Session, tokens: int) -> None:
     """Largest |S_t - float64| over one long sequence: fixed point, and a float32 cumulative sum beside it."""
-    log_prob, old, batch = one_sequence(session, tokens)
+    log_probs, old, batch = one_sequence(session, tokens)
     per_token = ck.ctpo_loss(*batch, return_per_token=True)[2]
-    d = log_prob - old
+    d = log_probs - old
     exact = d.double().cumsum(0)
     found = per_token.prefix.double() * 2.0**-FRACTION_BITS
     case = f"largest prefix error, {tokens} tokens"
@@ -100,7 +100,7 @@ def prefix_drift(session: Session, tokens: int) -> None:
 
 def windows(session: Session, tokens: int) -> None:
     """Whether gradient and final prefix have the same bits however the sweep is cut, and in one pass."""
-    log_prob, _, given = one_sequence(session, tokens)
+    log_probs, _, given = one_sequence(session, tokens)
     batch = PackedTokens.of(*given, None, None)
     spec = LossSpec.of(
         clip_low=0.025,
@@ -112,13 +112,13 @@ def windows(session: Session, tokens: int) -> None:
         loss_agg_mode="token-mean",
         loss_scale_factor=1.0,
     )
-    implementation = loss_implementation(log_prob)
+    implementation = loss_implementation(log_probs)
     whole = implementation.loss_pass(batch, spec, 1.0).gradient
     for size in (tokens, 4096, 1000, 129):
         state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=session.device)
         stream = implementation.LossStream(batch, spec, 1.0, totals=None, state=state)
         parts = [
-            stream.step(start, min(start + size, tokens), log_prob[start : start + size])
+            stream.step(start, min(start + size, tokens), log_probs[start : start + size])
             for start in range(0, tokens, size)
         ]
         equal = torch.equal(torch.cat(parts), whole)
@@ -128,10 +128,10 @@ def windows(session: Session, tokens: int) -> None:
 
 
 def one_sequence(session: Session, tokens: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """log_prob, old, and the positional arguments of `ctpo_loss`; every row is a response token."""
+    """log_probs, old, and the positional arguments of `ctpo_loss`; every row is a response token."""
     torch.manual_seed(11)
     old = -torch.randn(tokens, device=session.device).abs()
-    log_prob = old + 0.05 * torch.randn(tokens, device=session.device)
+    log_probs = old + 0.05 * torch.randn(tokens, device=session.device)
     mask = torch.ones(tokens, dtype=torch.bool, device=session.device)
     advantages = torch.full((1,), -0.5, device=session.device)
-    return log_prob, old, (log_prob, old, mask, advantages, torch.tensor([0, tokens], device=session.device))
+    return log_probs, old, (log_probs, old, mask, advantages, torch.tensor([0, tokens], device=session.device))

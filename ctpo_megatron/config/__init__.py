@@ -1,4 +1,4 @@
-"""Config room: schema, YAML files with dotted overrides, and the checks done before anything starts. No torch.
+"""Config: schema, YAML files with dotted overrides, and the checks done before anything starts. No torch.
 
 config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigError names every mistake at once
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
@@ -8,12 +8,12 @@ from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_trai
 from ctpo_megatron.config.check import check, validate
 from ctpo_megatron.config.check_directories import is_replaceable
 from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
-from ctpo_megatron.config.layout import Layout
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
 from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_facts import ModelFacts, facts_for
 from ctpo_megatron.config.objective import PRESETS, PolicyObjective, RatioKind, objective_from_config
+from ctpo_megatron.config.plan import Plan
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import (
     AdvantageConfig,
@@ -26,7 +26,6 @@ from ctpo_megatron.config.schema import (
     ExportConfig,
     ModelConfig,
     ObjectiveConfig,
-    ObserveConfig,
     OptimizerConfig,
     PolicyConfig,
     PrepareConfig,
@@ -34,8 +33,9 @@ from ctpo_megatron.config.schema import (
     RolloutConfig,
     RunConfig,
     SandboxConfig,
+    SftConfig,
     TinyModelConfig,
-    WarmupConfig,
+    TrackingConfig,
 )
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
@@ -51,13 +51,12 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "ExportConfig",
-    "Layout",
     "Memory",
     "ModelConfig",
     "ModelFacts",
     "ObjectiveConfig",
-    "ObserveConfig",
     "OptimizerConfig",
+    "Plan",
     "PolicyConfig",
     "PolicyObjective",
     "PrepareConfig",
@@ -67,11 +66,12 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SandboxConfig",
+    "SftConfig",
     "Split",
     "Stored",
     "TinyModelConfig",
+    "TrackingConfig",
     "TrainArgs",
-    "WarmupConfig",
     "add_train_arguments",
     "check",
     "check_parallel",

@@ -85,9 +85,9 @@ def _batch(config: Config, world_size: int) -> Iterator[Problem]:
             message = f"x {rollout.samples_per_prompt} samples = {sequences} sequences cannot be shared evenly"
             fix = f"make it divisible by the {data_parallel} data-parallel ranks"
             yield error(config, "policy.mini_batch_prompts", message, fix)
-        if config.warmup and config.warmup.traces_per_step % data_parallel:
+        if config.sft and config.sft.conversations_per_step % data_parallel:
             fix = f"make it a multiple of the {data_parallel} data-parallel ranks"
-            yield error(config, "warmup.traces_per_step", "cannot be shared evenly", fix)
+            yield error(config, "sft.conversations_per_step", "cannot be shared evenly", fix)
     if rollout.prompts_per_step == mini and config.objective.anchor == "proximal":
         message = "makes exactly one update per batch: the ratio is identically 1 and the clip never acts"
         fix = f"use a smaller divisor of rollout.prompts_per_step ({rollout.prompts_per_step}), or anchor: behaviour"
@@ -122,8 +122,8 @@ def _sampling(config: Config) -> Iterator[Problem]:
 def _schedules(config: Config) -> Iterator[Problem]:
     updates = config.run.steps * max(1, config.rollout.prompts_per_step // config.policy.mini_batch_prompts)
     yield from _schedule(config, "policy.optimizer", config.policy.optimizer, updates)
-    if config.warmup:
-        yield from _schedule(config, "warmup.optimizer", config.warmup.optimizer, config.warmup.steps)
+    if config.sft:
+        yield from _schedule(config, "sft.optimizer", config.sft.optimizer, config.sft.steps)
 
 
 def _schedule(config: Config, key: str, optimizer: OptimizerConfig, steps: int) -> Iterator[Problem]:
@@ -161,8 +161,8 @@ def _deadlines(config: Config) -> Iterator[Problem]:
 def _files(config: Config) -> Iterator[Problem]:
     """Prompt files that are neither there nor going to be written by `prepare`."""
     wanted: list[tuple[str, Iterable[str]]] = [("data.train", config.data.train), ("data.eval", config.data.eval)]
-    if config.warmup:
-        wanted.append(("warmup.data", config.warmup.data))
+    if config.sft:
+        wanted.append(("sft.data", config.sft.data))
     for key, files in wanted:
         for file in files:
             if not will_be_prepared(config, Path(file)) and not Path(file).is_file():

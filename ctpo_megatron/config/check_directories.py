@@ -15,7 +15,7 @@ _RUN_DIRECTORY = {
     "config.previous.yaml",
     "environment.json",
     "metrics.jsonl",
-    "warmup.jsonl",
+    "sft.jsonl",
     "stages.json",
     "report.html",
     "trajectories",
@@ -65,8 +65,8 @@ def is_replaceable(target: Path) -> bool:
 def _inputs(config: Config) -> Iterator[tuple[str, str]]:
     """Key and path of everything that the run reads, `prepare.directory` included."""
     lists = {"data.train": config.data.train, "data.eval": config.data.eval}
-    if config.warmup:
-        lists["warmup.data"] = config.warmup.data
+    if config.sft:
+        lists["sft.data"] = config.sft.data
     for key, paths in lists.items():
         yield from ((key, path) for path in paths)
     single = {

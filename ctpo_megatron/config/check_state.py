@@ -29,7 +29,7 @@ def check_checkpoints(config: Config) -> Iterator[Problem]:
         if of_this_run and not config.run.resume:
             message = "is a checkpoint of this very run, which would begin anew"
             yield error(config, "checkpoint.load", message, "add run.resume=true, or choose another run.name")
-        elif of_this_run and path.name.startswith("given_up_"):
+        elif of_this_run and path.name.startswith("discarded_"):
             message = "was given up by this run, whose files have gone on from elsewhere"
             yield error(config, "checkpoint.load", message, "choose another run.name, without run.resume=true")
         elif config.run.resume:
@@ -72,7 +72,7 @@ def check_replay(config: Config) -> Iterator[Problem]:
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         message = f"lacks {len(missing)} of {len(names)} steps: trajectories/{{{shown}}}"
-        yield error(config, "rollout.replay", message, "lower run.steps, or record with observe.trajectories: true")
+        yield error(config, "rollout.replay", message, "lower run.steps, or record with tracking.trajectories: true")
     recorded = yaml.safe_load((recording / "config.yaml").read_text(encoding="utf-8"))
     for key in _DRAW:
         found = _at(recorded, key)

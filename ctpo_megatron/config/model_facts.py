@@ -141,7 +141,7 @@ def will_be_prepared(config: Config, path: Path) -> bool:
     return path.absolute() in {(root / n).absolute() for n in PREPARED}
 
 
-PREPARED = ("model", "train.parquet", "heldout.parquet", "warmup.parquet")
+PREPARED = ("model", "train.parquet", "heldout.parquet", "sft.parquet")
 """What `prepare` puts into its directory."""
 
 

@@ -20,11 +20,11 @@ class RunConfig(Section):
     name: str = Field(
         pattern=r"^[A-Za-z0-9._-]+$", description="directory name of the run: letters, digits, `.`, `_`, `-`"
     )
-    root: str = Field("runs", description="parent folder of all runs")
-    seed: NonNegativeInt = Field(0, description="seeds prompt order, sampling and initialization")
+    root: str = Field(default="runs", description="parent folder of all runs")
+    seed: NonNegativeInt = Field(default=0, description="seeds prompt order, sampling and initialization")
     steps: NonNegativeInt = Field(description="CTPO batches (rollout + update) to run in all, resumed ones included")
-    overwrite: bool = Field(False, description="delete an existing run directory of this name and start anew")
-    resume: bool = Field(False, description="continue from the last complete checkpoint of this run")
+    overwrite: bool = Field(default=False, description="delete an existing run directory of this name and start anew")
+    resume: bool = Field(default=False, description="continue from the last complete checkpoint of this run")
 
     @property
     def directory(self) -> Path:
@@ -34,39 +34,41 @@ class RunConfig(Section):
 class TinyModelConfig(Section):
     """Shape of the model that `prepare` builds (Qwen3, randomly initialized)."""
 
-    hidden_size: PositiveInt = Field(96, description="width of the residual stream")
-    num_layers: PositiveInt = Field(2, description="transformer layers")
-    num_attention_heads: PositiveInt = Field(4, description="query heads")
-    num_key_value_heads: PositiveInt = Field(4, description="key/value heads (grouped-query attention)")
-    head_dim: PositiveInt = Field(32, description="width of one head; need not be hidden_size / heads")
-    intermediate_size: PositiveInt = Field(256, description="width of the gated MLP")
-    max_position_embeddings: PositiveInt = Field(512, description="longest sequence in tokens")
-    tie_word_embeddings: bool = Field(True, description="output layer shares the embedding matrix")
-    rope_theta: PositiveFloat = Field(100.0, description="base of the rotary embedding")
-    initializer_range: PositiveFloat = Field(0.1, description="standard deviation of the random weights")
-    vocab_padding_multiple: PositiveInt = Field(128, description="vocabulary is padded to a multiple of this")
+    hidden_size: PositiveInt = Field(default=96, description="width of the residual stream")
+    num_layers: PositiveInt = Field(default=2, description="transformer layers")
+    num_attention_heads: PositiveInt = Field(default=4, description="query heads")
+    num_key_value_heads: PositiveInt = Field(default=4, description="key/value heads (grouped-query attention)")
+    head_dim: PositiveInt = Field(default=32, description="width of one head; need not be hidden_size / heads")
+    intermediate_size: PositiveInt = Field(default=256, description="width of the gated MLP")
+    max_position_embeddings: PositiveInt = Field(default=512, description="longest sequence in tokens")
+    tie_word_embeddings: bool = Field(default=True, description="output layer shares the embedding matrix")
+    rope_theta: PositiveFloat = Field(default=100.0, description="base of the rotary embedding")
+    initializer_range: PositiveFloat = Field(default=0.1, description="standard deviation of the random weights")
+    vocab_padding_multiple: PositiveInt = Field(default=128, description="vocabulary is padded to a multiple of this")
 
 
 class CorruptionConfig(Section):
-    """How often a warm-up trace is spoiled; each spoiling is drawn independently."""
+    """How often an SFT conversation is spoiled; each spoiling is drawn independently."""
 
-    guess: float = Field(0.15, ge=0, le=1, description="answers at once with a random number, no tool call")
-    wrong_common: float = Field(0.50, ge=0, le=1, description="calls the tool with the family's usual wrong program")
-    wrong_rare: float = Field(0.08, ge=0, le=1, description="calls the tool with a rarer wrong program")
-    no_print: float = Field(0.06, ge=0, le=1, description="forgets print(), so the observation is empty")
-    no_box: float = Field(0.12, ge=0, le=1, description="answers without \\boxed{}")
+    guess: float = Field(default=0.15, ge=0, le=1, description="answers at once with a random number, no tool call")
+    wrong_common: float = Field(
+        default=0.50, ge=0, le=1, description="calls the tool with the family's usual wrong program"
+    )
+    wrong_rare: float = Field(default=0.08, ge=0, le=1, description="calls the tool with a rarer wrong program")
+    no_print: float = Field(default=0.06, ge=0, le=1, description="forgets print(), so the observation is empty")
+    no_box: float = Field(default=0.12, ge=0, le=1, description="answers without \\boxed{}")
 
 
 class PrepareConfig(Section):
     """Stage (a): build the synthetic tool-arithmetic task, its tokenizer and a tiny model. Absent for real models."""
 
-    kind: Literal["toolmath"] = Field("toolmath", description="which synthetic task")
-    directory: str = Field(description="receives model/, train.parquet, heldout.parquet, warmup.parquet")
-    seed: NonNegativeInt = Field(0, description="seeds the task, the traces and the weights")
-    train_prompts: PositiveInt = Field(4096, description="prompts in train.parquet")
-    heldout_prompts: PositiveInt = Field(256, description="prompts in heldout.parquet")
-    warmup_traces: PositiveInt = Field(16384, description="conversations in warmup.parquet")
-    tokenizer_traces: PositiveInt = Field(4000, description="conversations the tokenizer is trained on")
+    kind: Literal["toolmath"] = Field(default="toolmath", description="which synthetic task")
+    directory: str = Field(description="receives model/, train.parquet, heldout.parquet, sft.parquet")
+    seed: NonNegativeInt = Field(default=0, description="seeds the task, the conversations and the weights")
+    train_prompts: PositiveInt = Field(default=4096, description="prompts in train.parquet")
+    heldout_prompts: PositiveInt = Field(default=256, description="prompts in heldout.parquet")
+    sft_conversations: PositiveInt = Field(default=16384, description="conversations in sft.parquet")
+    tokenizer_conversations: PositiveInt = Field(default=4000, description="conversations the tokenizer is trained on")
     corruption: CorruptionConfig = CorruptionConfig()
     model: TinyModelConfig = TinyModelConfig()
 
@@ -84,36 +86,41 @@ class DataConfig(Section):
     """Prompt files: parquet in the schema of docs/data.md (`data_source`, `prompt`, `reward_model`, ...)."""
 
     train: tuple[str, ...] = Field(min_length=1, description="training prompts, one or more parquet files")
-    eval: tuple[str, ...] = Field((), description="held-out prompts; empty: no evaluation")
-    max_prompt_tokens: PositiveInt = Field(1024, description="longest rendered prompt in tokens")
-    shuffle: bool = Field(True, description="new order of the training prompts every epoch (seeded)")
+    eval: tuple[str, ...] = Field(default=(), description="held-out prompts; empty: no evaluation")
+    max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
+    shuffle: bool = Field(default=True, description="new order of the training prompts every epoch (seeded)")
     tool_in_prompt: bool = Field(
-        True, description="offer the code_interpreter schema to the chat template (false: the prompt alone)"
+        default=True, description="offer the code_interpreter schema to the chat template (false: the prompt alone)"
     )
 
 
 class OptimizerConfig(Section):
     """AdamW (megatron-core) and its learning-rate schedule, counted in optimizer steps."""
 
-    lr: PositiveFloat = Field(1e-6, description="peak learning rate")
-    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of a linear, cosine or wsd schedule")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "constant", description="wsd: constant, then linear down to min_lr over the last `decay_fraction` of the steps"
+    lr: PositiveFloat = Field(default=1e-6, description="peak learning rate")
+    min_lr: NonNegativeFloat = Field(
+        default=0.0, description="learning rate at the end of a linear, cosine or wsd schedule"
     )
-    decay_fraction: float = Field(0.4, gt=0, le=1, description="share of the steps that decay (wsd only)")
-    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear increase from 0")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW moments")
-    eps: PositiveFloat = Field(1e-8, description="AdamW denominator floor")
-    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
-    clip_grad: NonNegativeFloat = Field(1.0, description="global gradient-norm limit; 0 switches clipping off")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="constant",
+        description="wsd: constant, then linear down to min_lr over the last `decay_fraction` of the steps",
+    )
+    decay_fraction: float = Field(default=0.4, gt=0, le=1, description="share of the steps that decay (wsd only)")
+    warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear increase from 0")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW moments")
+    eps: PositiveFloat = Field(default=1e-8, description="AdamW denominator floor")
+    weight_decay: NonNegativeFloat = Field(default=0.01, description="decoupled weight decay")
+    clip_grad: NonNegativeFloat = Field(default=1.0, description="global gradient-norm limit; 0 switches clipping off")
 
 
-class WarmupConfig(Section):
-    """Stage (b): supervised warm-up on conversations (parquet column `messages`), through the same policy step."""
+class SftConfig(Section):
+    """Stage (b): supervised stage on conversations (parquet column `messages`), through the same policy step."""
 
     data: tuple[str, ...] = Field(min_length=1, description="parquet files with a column `messages`")
     steps: PositiveInt = Field(description="optimizer steps")
-    traces_per_step: PositiveInt = Field(32, description="conversations per optimizer step, over all ranks")
+    conversations_per_step: PositiveInt = Field(
+        default=32, description="conversations per optimizer step, over all ranks"
+    )
     optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
 
 
@@ -121,137 +128,156 @@ class AdvantageConfig(Section):
     """Outcome reward -> advantage, over the samples of one prompt (algorithm section 5)."""
 
     kind: Literal["group", "rloo", "mean_baseline"] = Field(
-        "group", description="baseline: group mean, leave-one-out mean, or mean of the whole batch"
+        default="group", description="baseline: group mean, leave-one-out mean, or mean of the whole batch"
     )
-    normalize_std: bool = Field(True, description="divide by the group's unbiased standard deviation (group only)")
+    normalize_std: bool = Field(
+        default=True, description="divide by the group's unbiased standard deviation (group only)"
+    )
 
 
 class ObjectiveConfig(Section):
     """The policy loss: a preset, and any field of it overridden (null keeps the preset's value)."""
 
     preset: Literal["ctpo", "ctpo-fixed", "ctpo-geomean", "grpo", "dapo", "gspo", "sequence"] = Field(
-        "ctpo", description="named objective whose fields the keys below override"
+        default="ctpo", description="named objective whose fields the keys below override"
     )
     anchor: Literal["proximal", "behaviour"] = Field(
-        "proximal", description="ratio against log-probs recomputed by the trainer, or as the sampler reported them"
+        default="proximal",
+        description="ratio against log-probs recomputed by the trainer, or as the sampler reported them",
     )
     advantage: AdvantageConfig = AdvantageConfig()
     ratio: Literal["cumulative", "geomean", "token", "sequence", "sequence_geomean"] | None = Field(
-        None, description="importance ratio of a token"
+        default=None, description="importance ratio of a token"
     )
     clip: Literal["log_power", "ratio"] | None = Field(
-        None, description="clip window: position-dependent in log space, or fixed on the ratio"
+        default=None, description="clip window: position-dependent in log space, or fixed on the ratio"
     )
-    clip_low: NonNegativeFloat | None = Field(None, description="lower clip width")
-    clip_high: NonNegativeFloat | None = Field(None, description="upper clip width")
-    clip_dual: float | None = Field(None, description="dual-clip bound; a negative number switches it off")
-    clip_power: float | None = Field(None, description="window grows as position ** power (log_power only)")
+    clip_low: NonNegativeFloat | None = Field(default=None, description="lower clip width")
+    clip_high: NonNegativeFloat | None = Field(default=None, description="upper clip width")
+    clip_dual: float | None = Field(default=None, description="dual-clip bound; a negative number switches it off")
+    clip_power: float | None = Field(default=None, description="window grows as position ** power (log_power only)")
     aggregation: Literal["sequence_mean", "token_mean", "sequence_sum"] | None = Field(
-        None, description="how token losses become one loss"
+        default=None, description="how token losses become one loss"
     )
-    count_masked_sequences: bool | None = Field(None, description="fully masked sequences count in the denominator")
+    count_masked_sequences: bool | None = Field(
+        default=None, description="fully masked sequences count in the denominator"
+    )
 
 
 class PolicyConfig(Section):
     """Megatron-Core policy: parallel layout, precision, optimizer. World size comes from torchrun."""
 
-    tensor_model_parallel_size: PositiveInt = Field(1, description="ranks that share every layer")
-    pipeline_model_parallel_size: PositiveInt = Field(1, description="ranks that share the stack of layers")
+    tensor_model_parallel_size: PositiveInt = Field(default=1, description="ranks that share every layer")
+    pipeline_model_parallel_size: PositiveInt = Field(default=1, description="ranks that share the stack of layers")
     virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
-        None, description="groups of layers on each pipeline rank, which interleave (smaller bubble); null: one"
+        default=None, description="groups of layers on each pipeline rank, which interleave (smaller bubble); null: one"
     )
-    context_parallel_size: PositiveInt = Field(1, description="ranks that share every sequence")
+    context_parallel_size: PositiveInt = Field(default=1, description="ranks that share every sequence")
     expert_model_parallel_size: PositiveInt = Field(
-        1, description="ranks that share the experts of a layer; taken from the data and context parallel ranks"
+        default=1, description="ranks that share the experts of a layer; taken from the data and context parallel ranks"
     )
     data_parallel_size: PositiveInt | None = Field(
-        None, description="replicas; null: world size / (tensor x pipeline x context)"
+        default=None, description="replicas; null: world size / (tensor x pipeline x context)"
     )
-    sequence_parallel: bool = Field(False, description="split norms and residuals over the tensor-parallel ranks")
+    sequence_parallel: bool = Field(
+        default=False, description="split norms and residuals over the tensor-parallel ranks"
+    )
     use_distributed_optimizer: bool = Field(
-        False, description="split optimizer state over the data and context parallel ranks"
+        default=False, description="split optimizer state over the data and context parallel ranks"
     )
-    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass still runs")
+    overlap_grad_reduce: bool = Field(default=False, description="reduce gradients while the backward pass still runs")
     overlap_param_gather: bool = Field(
-        False, description="gather updated parameters while the next forward pass runs (distributed optimizer only)"
+        default=False,
+        description="gather updated parameters while the next forward pass runs (distributed optimizer only)",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="precision of the parameters; gradients are always reduced in float32"
+        default="float32", description="precision of the parameters; gradients are always reduced in float32"
     )
     layer_spec: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto", description="layer implementation; auto: Transformer Engine where it can train packed bfloat16"
+        default="auto", description="layer implementation; auto: Transformer Engine where it can train packed bfloat16"
     )
     head: Literal["streaming", "logits"] = Field(
-        "streaming",
+        default="streaming",
         description="output layer and loss in one sweep over chunks of tokens, or logits of a whole micro-batch first",
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="recompute in backward to save memory: every layer, or `recompute_modules`"
+        default="none", description="recompute in backward to save memory: every layer, or `recompute_modules`"
     )
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "layernorm", "moe_act"], ...] = Field(
-        ("core_attn",), min_length=1, description="parts of a layer that `recompute: selective` computes again"
+        default=("core_attn",), min_length=1, description="parts of a layer that `recompute: selective` computes again"
     )
     offload: Literal["none", "optimizer", "all"] = Field(
-        "none", description="what leaves the GPU while trajectories are sampled; all: the parameters too (CUDA only)"
+        default="none",
+        description="what leaves the GPU while trajectories are sampled; all: the parameters too (CUDA only)",
     )
     pad_to_multiple: PositiveInt = Field(
-        1, description="fill every sequence up to a multiple of so many tokens (FP8 layers want 16)"
+        default=1, description="fill every sequence up to a multiple of so many tokens (FP8 layers want 16)"
     )
-    mini_batch_prompts: PositiveInt = Field(4, description="prompts (groups) per optimizer step, over all ranks")
+    mini_batch_prompts: PositiveInt = Field(
+        default=4, description="prompts (groups) per optimizer step, over all ranks"
+    )
     micro_batch_tokens: PositiveInt = Field(
-        8192, description="most tokens packed into one forward pass, on one context-parallel rank"
+        default=8192, description="most tokens packed into one forward pass, on one context-parallel rank"
     )
-    threads: PositiveInt = Field(1, description="CPU threads of each trainer rank")
-    timeout_minutes: PositiveFloat = Field(30.0, description="deadline of every collective operation")
+    threads: PositiveInt = Field(default=1, description="CPU threads of each trainer rank")
+    timeout_minutes: PositiveFloat = Field(default=30.0, description="deadline of every collective operation")
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class EngineConfig(Section):
     """One vLLM engine. Memory and token limits are per engine."""
 
-    max_model_len: PositiveInt = Field(2048, description="longest sequence in tokens, prompt included")
-    max_num_seqs: PositiveInt = Field(128, description="sequences decoded at once")
+    max_model_len: PositiveInt = Field(default=2048, description="longest sequence in tokens, prompt included")
+    max_num_seqs: PositiveInt = Field(default=128, description="sequences decoded at once")
     dtype: Literal["float32", "bfloat16", "auto"] = Field(
-        "auto", description="precision; auto: as the model's config.json says"
+        default="auto", description="precision; auto: as the model's config.json says"
     )
-    tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one engine")
-    kv_cache_mb: PositiveInt | None = Field(None, description="KV cache size in MiB; required on CPU")
-    gpu_memory_utilization: float = Field(0.6, gt=0, le=1, description="CUDA only")
-    block_size: PositiveInt | None = Field(None, description="tokens of one KV block; null: vLLM's choice")
-    enforce_eager: bool = Field(False, description="no compilation, no CUDA graphs: faster start, slower decode")
-    threads: PositiveInt = Field(1, description="CPU threads of the engine (CPU only)")
+    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs of one engine")
+    kv_cache_mb: PositiveInt | None = Field(default=None, description="KV cache size in MiB; required on CPU")
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1, description="CUDA only")
+    block_size: PositiveInt | None = Field(default=None, description="tokens of one KV block; null: vLLM's choice")
+    enforce_eager: bool = Field(
+        default=False, description="no compilation, no CUDA graphs: faster start, slower decode"
+    )
+    threads: PositiveInt = Field(default=1, description="CPU threads of the engine (CPU only)")
     extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, passed as they are")
 
 
 class RolloutConfig(Section):
     """Sampling of trajectories: batch, sampling distribution, token and turn budgets, fleet, deadlines."""
 
-    prompts_per_step: PositiveInt = Field(32, description="prompts of one batch")
-    samples_per_prompt: PositiveInt = Field(8, description="trajectories per prompt (one group)")
-    temperature: PositiveFloat = Field(1.0, description="sampling temperature of training rollouts")
+    prompts_per_step: PositiveInt = Field(default=32, description="prompts of one batch")
+    samples_per_prompt: PositiveInt = Field(default=8, description="trajectories per prompt (one group)")
+    temperature: PositiveFloat = Field(default=1.0, description="sampling temperature of training rollouts")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="nucleus filter; below 1 the trainer's log-probs are of another distribution"
+        default=1.0,
+        gt=0,
+        le=1,
+        description="nucleus filter; below 1 the trainer's log-probs are of another distribution",
     )
-    top_k: int = Field(0, ge=0, description="0: no limit")
-    max_turns: PositiveInt = Field(5, description="model turns; the last one may not call the tool any more")
-    max_turn_tokens: PositiveInt | None = Field(None, description="model tokens per turn; null: only the budget below")
-    max_response_tokens: PositiveInt = Field(8000, description="tokens after the prompt, tool output included")
+    top_k: int = Field(default=0, ge=0, description="0: no limit")
+    max_turns: PositiveInt = Field(default=5, description="model turns; the last one may not call the tool any more")
+    max_turn_tokens: PositiveInt | None = Field(
+        default=None, description="model tokens per turn; null: only the budget below"
+    )
+    max_response_tokens: PositiveInt = Field(default=8000, description="tokens after the prompt, tool output included")
     max_observation_chars: PositiveInt = Field(
-        4096, description="longest tool output shown to the model; head and tail are kept"
+        default=4096, description="longest tool output shown to the model; head and tail are kept"
     )
-    engines: PositiveInt = Field(1, description="vLLM engines")
+    engines: PositiveInt = Field(default=1, description="vLLM engines")
     engine: EngineConfig = EngineConfig()
-    start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all engines to be ready")
-    group_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one group of trajectories")
+    start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
+    group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
     max_group_retries: NonNegativeInt = Field(
-        3, description="times a failed group is sampled again before another prompt takes its place"
+        default=3, description="times a failed group is sampled again before another prompt takes its place"
     )
     replay: str | None = Field(
-        None,
+        default=None,
         description="run directory whose recorded trajectories are trained on; no engine, no sandbox, no evaluation",
     )
     mismatch_limit: PositiveFloat | None = Field(
-        None, description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it"
+        default=None,
+        description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it",
     )
 
 
@@ -259,80 +285,89 @@ class SandboxConfig(Section):
     """The code_interpreter tool: our own server is started unless `url` names one."""
 
     url: str | None = Field(
-        None, description="address of a running server, or several separated by commas; null: start our own"
+        default=None, description="address of a running server, or several separated by commas; null: start our own"
     )
     require: Literal["namespaces", "landlock", "seccomp", "none"] = Field(
-        "landlock", description="least isolation of our own server; it refuses to start with less"
+        default="landlock", description="least isolation of our own server; it refuses to start with less"
     )
-    slots: PositiveInt = Field(2, description="executions at once")
-    run_timeout_s: PositiveFloat = Field(4.0, description="limit of one execution, counted from its start")
-    memory_mb: PositiveInt = Field(512, description="address-space limit of one execution in MiB")
-    request_timeout_s: PositiveFloat = Field(60.0, description="deadline of one tool call as the rollout sees it")
-    max_concurrency: PositiveInt = Field(64, description="tool requests in flight, over the whole run")
-    start_timeout_s: PositiveFloat = Field(60.0, description="deadline for the server to answer")
+    slots: PositiveInt = Field(default=2, description="executions at once")
+    run_timeout_s: PositiveFloat = Field(default=4.0, description="limit of one execution, counted from its start")
+    memory_mb: PositiveInt = Field(default=512, description="address-space limit of one execution in MiB")
+    request_timeout_s: PositiveFloat = Field(
+        default=60.0, description="deadline of one tool call as the rollout sees it"
+    )
+    max_concurrency: PositiveInt = Field(default=64, description="tool requests in flight, over the whole run")
+    start_timeout_s: PositiveFloat = Field(default=60.0, description="deadline for the server to answer")
 
 
 class RewardConfig(Section):
     """Answer scoring in worker processes."""
 
-    kind: Literal["math_verify"] = Field("math_verify", description="scorer")
-    workers: PositiveInt = Field(1, description="scorer processes")
-    timeout_s: PositiveFloat = Field(5.0, description="hard limit per trajectory; a scorer that exceeds it is killed")
+    kind: Literal["math_verify"] = Field(default="math_verify", description="scorer")
+    workers: PositiveInt = Field(default=1, description="scorer processes")
+    timeout_s: PositiveFloat = Field(
+        default=5.0, description="hard limit per trajectory; a scorer that exceeds it is killed"
+    )
 
 
 class EvalConfig(Section):
     """Evaluation on `data.eval` before the first step, every `every` steps (0: never between), and at the end."""
 
     every: NonNegativeInt = Field(
-        0, description="steps between evaluations; 0: only before the first and after the last"
+        default=0, description="steps between evaluations; 0: only before the first and after the last"
     )
-    prompts: PositiveInt | None = Field(None, description="use only the first so many; null: all")
-    samples: PositiveInt = Field(1, description="trajectories per prompt")
-    temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
+    prompts: PositiveInt | None = Field(default=None, description="use only the first so many; null: all")
+    samples: PositiveInt = Field(default=1, description="trajectories per prompt")
+    temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
 
 
 class CheckpointConfig(Section):
     """Megatron distributed checkpoints under `<run>/checkpoints/step_%06d`."""
 
-    every: NonNegativeInt = Field(0, description="RL steps between checkpoints; 0: none")
-    keep_last: PositiveInt = Field(2, description="newest checkpoints that are kept")
-    keep_best: NonNegativeInt = Field(0, description="checkpoints with the best `best_metric` that are kept besides")
+    every: NonNegativeInt = Field(default=0, description="RL steps between checkpoints; 0: none")
+    keep_last: PositiveInt = Field(default=2, description="newest checkpoints that are kept")
+    keep_best: NonNegativeInt = Field(
+        default=0, description="checkpoints with the best `best_metric` that are kept besides"
+    )
     best_metric: str = Field(
-        "reward/mean",
+        default="reward/mean",
         description="metric of that step, larger is better, e.g. val/<data_source>/acc/mean@1",
     )
     asynchronous: bool = Field(
-        False, description="write in a forked process while training goes on; complete at a later step"
+        default=False, description="write in a forked process while training goes on; complete at a later step"
     )
     load: str | None = Field(
-        None,
+        default=None,
         description="checkpoint directory to continue from (with run.resume: instead of the newest); null: none",
     )
     grace_s: PositiveFloat = Field(
-        120.0, description="seconds after SIGTERM to finish the step at hand and write a checkpoint"
+        default=120.0, description="seconds after SIGTERM to finish the step at hand and write a checkpoint"
     )
 
 
 class ExportConfig(Section):
     """Stage (e): the final policy in Hugging Face format under `<run>/<directory>`."""
 
-    enabled: bool = Field(True, description="export at the end of the run")
+    enabled: bool = Field(default=True, description="export at the end of the run")
     directory: str = Field(
-        "model",
+        default="model",
         pattern=r"^[A-Za-z0-9._-]+$",
         description="folder name inside the run directory; a model directory of that name is replaced",
     )
 
 
-class ObserveConfig(Section):
+class TrackingConfig(Section):
     """What is written beside `metrics.jsonl`."""
 
-    live: Literal["auto", "plain", "off"] = Field("auto", description="auto: live display on a terminal, else plain")
-    tensorboard: bool = Field(True, description="write TensorBoard event files")
-    trajectories: bool = Field(True, description="write every trajectory of every step")
-    report: bool = Field(True, description="write report.html and figures at the end")
+    live: Literal["auto", "plain", "off"] = Field(
+        default="auto", description="auto: live display on a terminal, else plain"
+    )
+    tensorboard: bool = Field(default=True, description="write TensorBoard event files")
+    trajectories: bool = Field(default=True, description="write every trajectory of every step")
+    report: bool = Field(default=True, description="write report.html and figures at the end")
     peak_flops: PositiveFloat | None = Field(
-        None, description="peak FLOP/s of one device that MFU refers to; null: by the GPU's name, no MFU if unknown"
+        default=None,
+        description="peak FLOP/s of one device that MFU refers to; null: by the GPU's name, no MFU if unknown",
     )
 
 
@@ -343,7 +378,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     prepare: PrepareConfig | None = None
-    warmup: WarmupConfig | None = None
+    sft: SftConfig | None = None
     objective: ObjectiveConfig = ObjectiveConfig()
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -352,4 +387,4 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
-    observe: ObserveConfig = ObserveConfig()
+    tracking: TrackingConfig = TrackingConfig()

@@ -1,4 +1,4 @@
-"""Data room: prompt files, conversations, the records of the ring, packing into training batches, the toolmath task.
+"""Data: prompt files, conversations, the records of the ring, packing into training batches, the toolmath task.
 
 Names are imported when they are first used: reward workers and tools that need the records only do not load torch.
 """

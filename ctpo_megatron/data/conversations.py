@@ -30,7 +30,7 @@ def load_conversations(
     """Read parquet files (column `messages`) and tokenize every conversation the way a rollout would produce it.
 
     The text is cut where the assistant starts and after its end-of-turn token, and each piece is encoded alone.
-    Assistant pieces have model_mask = loss_mask = 1, log-probability 0.0 and weight version 0; the rest is context.
+    Assistant pieces have response_mask = loss_mask = 1, log-probability 0.0 and weight version 0; the rest is context.
     Raises DataError for bad rows, all at once, and for a template that does not render the start of a
     conversation as the start of its text.
     """
@@ -55,30 +55,32 @@ def load_conversations(
     return _encode(cut, places, tokenizer)
 
 
-def batches(traces: Sequence[Trajectory], per_step: int, seed: int) -> Iterator[list[Trajectory]]:
-    """Endless batches of `per_step` traces of similar length, reproducible from `seed`.
+def batches(conversations: Sequence[Trajectory], per_step: int, seed: int) -> Iterator[list[Trajectory]]:
+    """Endless batches of `per_step` conversations of similar length, reproducible from `seed`.
 
-    Every epoch is shuffled anew; within windows of a few batches traces are sorted by length, so that a batch
+    Every epoch is shuffled anew; within windows of a few batches conversations are sorted by length, so that a batch
     needs little padding, and the batches of an epoch come in random order. An epoch drops its incomplete batch.
-    Raises ValueError when there are fewer traces than one batch takes.
+    Raises ValueError when there are fewer conversations than one batch takes.
     """
-    if len(traces) < per_step:
-        raise ValueError(f"{len(traces)} traces cannot fill a batch of {per_step}: lower warmup.traces_per_step")
-    return _endless_batches(traces, per_step, Random(f"{seed}/batches"))
+    if len(conversations) < per_step:
+        raise ValueError(
+            f"{len(conversations)} conversations cannot fill a batch of {per_step}: lower sft.conversations_per_step"
+        )
+    return _endless_batches(conversations, per_step, Random(f"{seed}/batches"))
 
 
-def _endless_batches(traces: Sequence[Trajectory], per_step: int, rng: Random) -> Iterator[list[Trajectory]]:
-    order = list(range(len(traces)))
+def _endless_batches(conversations: Sequence[Trajectory], per_step: int, rng: Random) -> Iterator[list[Trajectory]]:
+    order = list(range(len(conversations)))
     while True:
         rng.shuffle(order)
         window = per_step * _BUCKET_BATCHES
         ranked: list[int] = []
         for start in range(0, len(order) - len(order) % per_step, window):
-            ranked += sorted(order[start : start + window], key=lambda index: len(traces[index]))
+            ranked += sorted(order[start : start + window], key=lambda index: len(conversations[index]))
         starts = list(range(0, len(ranked) - per_step + 1, per_step))
         rng.shuffle(starts)
         for start in starts:
-            yield [traces[index] for index in ranked[start : start + per_step]]
+            yield [conversations[index] for index in ranked[start : start + per_step]]
 
 
 def _segments(
@@ -133,16 +135,16 @@ def _encode(
 ) -> list[Trajectory]:
     pieces = [text for segments in cut for text, _ in segments]
     token_ids = iter(tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)["input_ids"])
-    traces: list[Trajectory] = []
+    conversations: list[Trajectory] = []
     for (file, row), segments in zip(places, cut, strict=True):
-        trace = Trajectory(prompt_id=f"{file.stem}/{row}", sample_index=0, seed=0)
+        record = Trajectory(prompt_id=f"{file.stem}/{row}", sample_index=0, seed=0)
         turn = 0
         for _, is_model in segments:
             ids = next(token_ids)
             if is_model:
                 turn += 1
-                trace.append_model(ids, [0.0] * len(ids), [0] * len(ids), turn)
+                record.append_model(ids, [0.0] * len(ids), [0] * len(ids), turn)
             else:
-                trace.append_context(ids, turn)
-        traces.append(trace)
-    return traces
+                record.append_context(ids, turn)
+        conversations.append(record)
+    return conversations

@@ -16,8 +16,8 @@ class PackedBatch:
     """One micro-batch: sequences laid end to end.
 
     token_ids, position_ids: [N] int64; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
-    model_mask, loss_mask: [N] bool, aligned with the token that is predicted (the first token of a sequence is 0).
-    behaviour_logp, advantages, anchor_logp: [N] fp32 (nats; anchor_logp is filled by the policy's anchor pass).
+    response_mask, loss_mask: [N] bool, aligned with the token that is predicted (the first token of a sequence is 0).
+    rollout_log_probs, advantages, old_log_probs: [N] fp32 (nats; old_log_probs is filled by the policy's anchor pass).
     sequences, lengths: (prompt id, sample index) and tokens of each sequence. Alignment may put masked tokens behind
     them, inside its boundaries, and one masked sequence, not listed, at the end of the micro-batch.
     """
@@ -25,13 +25,13 @@ class PackedBatch:
     token_ids: torch.Tensor
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
-    model_mask: torch.Tensor
+    response_mask: torch.Tensor
     loss_mask: torch.Tensor
-    behaviour_logp: torch.Tensor
+    rollout_log_probs: torch.Tensor
     advantages: torch.Tensor
     sequences: tuple[tuple[str, int], ...]
     lengths: tuple[int, ...]
-    anchor_logp: torch.Tensor | None = None
+    old_log_probs: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +133,7 @@ def _bins(trajectories: Sequence[Trajectory], rules: PackingRules, at_least: int
                 f"{rules.max_tokens} (policy.micro_batch_tokens x policy.context_parallel_size); raise it, or lower "
                 "rollout.max_response_tokens"
             )
-        if t.model_mask[0]:
+        if t.response_mask[0]:
             raise ValueError(f"trajectory {t.prompt_id}#{t.sample_index} starts with a model token; it needs a prompt")
     bins: list[list[int]] = []
     used: list[int] = []
@@ -183,9 +183,9 @@ def _concatenate(chosen: list[Trajectory], advantages: list[float], rules: Packi
         token_ids=flat("token_ids", torch.int64),
         position_ids=torch.arange(int(in_order.sum())) - cu_seqlens[:-1].long().repeat_interleave(in_order),
         cu_seqlens=cu_seqlens,
-        model_mask=flat("model_mask", torch.bool),
+        response_mask=flat("response_mask", torch.bool),
         loss_mask=flat("loss_mask", torch.bool),
-        behaviour_logp=flat("behaviour_logp", torch.float32),
+        rollout_log_probs=flat("rollout_log_probs", torch.float32),
         advantages=torch.tensor([*advantages, *[0.0] * bool(filler)]).repeat_interleave(in_order),
         sequences=tuple((t.prompt_id, t.sample_index) for t in chosen),
         lengths=tuple(lengths),

@@ -43,10 +43,10 @@ class Trajectory:
     engine sampled is what is trained on.
 
     token_ids: vocabulary ids.
-    model_mask: 1 where the policy sampled the token, else 0 (prompt, observation, template).
-    loss_mask: 1 where the token contributes to the loss; never 1 where model_mask is 0.
-    behaviour_logp: log-probability (nats) under the distribution sampled from; 0.0 where model_mask is 0.
-    weight_version: version of the weights that sampled the token; -1 where model_mask is 0.
+    response_mask: 1 where the policy sampled the token, else 0 (prompt, observation, template).
+    loss_mask: 1 where the token contributes to the loss; never 1 where response_mask is 0.
+    rollout_log_probs: log-probability (nats) under the distribution sampled from; 0.0 where response_mask is 0.
+    weight_version: version of the weights that sampled the token; -1 where response_mask is 0.
     turn: 0 for the prompt, then 1, 2, ... ; an observation carries the number of the turn that caused it.
     """
 
@@ -54,9 +54,9 @@ class Trajectory:
     sample_index: int
     seed: int
     token_ids: list[int] = field(default_factory=list)
-    model_mask: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
-    behaviour_logp: list[float] = field(default_factory=list)
+    rollout_log_probs: list[float] = field(default_factory=list)
     weight_version: list[int] = field(default_factory=list)
     turn: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -66,11 +66,11 @@ class Trajectory:
     reward: float | None = None
 
     def append_model(
-        self, token_ids: Sequence[int], behaviour_logp: Sequence[float], weight_version: Sequence[int], turn: int
+        self, token_ids: Sequence[int], rollout_log_probs: Sequence[float], weight_version: Sequence[int], turn: int
     ) -> None:
         """Append tokens the policy sampled, with one log-probability and one weight version each."""
         n = len(token_ids)
-        self._extend(token_ids, [1] * n, behaviour_logp, weight_version, turn)
+        self._extend(token_ids, [1] * n, rollout_log_probs, weight_version, turn)
 
     def append_context(self, token_ids: Sequence[int], turn: int) -> None:
         """Append tokens the policy did not sample (prompt, tool observation, template)."""
@@ -81,20 +81,20 @@ class Trajectory:
         self,
         token_ids: Sequence[int],
         mask: Sequence[int],
-        behaviour_logp: Sequence[float],
+        rollout_log_probs: Sequence[float],
         weight_version: Sequence[int],
         turn: int,
     ) -> None:
         n = len(token_ids)
-        if not len(mask) == len(behaviour_logp) == len(weight_version) == n:
+        if not len(mask) == len(rollout_log_probs) == len(weight_version) == n:
             raise ValueError(
                 f"trajectory {self.prompt_id}#{self.sample_index} turn {turn}: {n} tokens with "
-                f"{len(behaviour_logp)} log-probs and {len(weight_version)} weight versions"
+                f"{len(rollout_log_probs)} log-probs and {len(weight_version)} weight versions"
             )
         self.token_ids += token_ids
-        self.model_mask += mask
+        self.response_mask += mask
         self.loss_mask += mask
-        self.behaviour_logp += behaviour_logp
+        self.rollout_log_probs += rollout_log_probs
         self.weight_version += weight_version
         self.turn += [turn] * n
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ctpo_megatron.config import PolicyObjective
-from ctpo_megatron.objective.layout import SequenceLayout
+from ctpo_megatron.objective.sequences import SequenceBounds
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Denominators:
         `loss_mask` must not exceed the model mask that the loss will get. Padding rows count as sequences: leave them
         out.
         """
-        layout = SequenceLayout.of(loss_mask, cu_seqlens)
+        layout = SequenceBounds.of(loss_mask, cu_seqlens)
         return cls(*counts(layout.mask(loss_mask, "loss_mask"), layout).tolist())
 
     @classmethod
@@ -54,7 +54,7 @@ class Denominators:
         return [self.sequences, self.trained_sequences, self.tokens]
 
 
-def counts(loss_mask: Tensor, layout: SequenceLayout) -> Tensor:
+def counts(loss_mask: Tensor, layout: SequenceBounds) -> Tensor:
     """int64 `[3]` on the device: sequences, sequences with a loss token, loss tokens; `loss_mask` is bool `[N]`."""
     lengths = layout.total(loss_mask.to(torch.int64))
     sequences = torch.full_like(lengths.sum(), layout.sequences)
@@ -62,7 +62,7 @@ def counts(loss_mask: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def token_scale(
-    loss_mask: Tensor, layout: SequenceLayout, objective: PolicyObjective, denominators: Denominators | None
+    loss_mask: Tensor, layout: SequenceBounds, objective: PolicyObjective, denominators: Denominators | None
 ) -> Tensor:
     """Factor of each token's loss, float64 `[N]`, so that loss = sum_t scale_t l_t. With N sequences in the step:
 

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ctpo_megatron.objective.layout import SequenceLayout
 from ctpo_megatron.objective.ratios import prefix_sum, sequence_sum, token_log_ratio
+from ctpo_megatron.objective.sequences import SequenceBounds
 
 CorrectionKind = Literal["token", "sequence", "prefix"]
 
@@ -17,9 +17,9 @@ CorrectionKind = Literal["token", "sequence", "prefix"]
 @torch.no_grad()
 def correction_weights(
     kind: CorrectionKind,
-    proximal_logp: Tensor,
-    behaviour_logp: Tensor,
-    model_mask: Tensor,
+    proximal_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
     *,
     cap: float = 5.0,
     cu_seqlens: Tensor | None = None,
@@ -32,16 +32,16 @@ def correction_weights(
         sequence   min(cap, exp sum_t d_t)      one weight for the whole sequence
         prefix     min(cap, exp sum_{k<=t} d_k) what happened up to t only: the causal form that fits CTPO
 
-    1 where model_mask is 0. Feed the result to `policy_loss(weights=...)`.
+    1 where response_mask is 0. Feed the result to `policy_loss(weights=...)`.
     Raises ValueError for an unknown kind, a cap that is not a positive number, or shapes that do not fit.
     """
     if not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"cap must be a positive number; got {cap}")
-    layout = SequenceLayout.of(proximal_logp, cu_seqlens)
-    dtype = proximal_logp.dtype if proximal_logp.dtype == torch.float64 else torch.float32
-    model = layout.mask(model_mask, "model_mask")
-    proximal = layout.values(proximal_logp, "proximal_logp", dtype)
-    d = token_log_ratio(proximal, layout.values(behaviour_logp, "behaviour_logp", dtype), model)
+    layout = SequenceBounds.of(proximal_log_probs, cu_seqlens)
+    dtype = proximal_log_probs.dtype if proximal_log_probs.dtype == torch.float64 else torch.float32
+    model = layout.mask(response_mask, "response_mask")
+    proximal = layout.values(proximal_log_probs, "proximal_log_probs", dtype)
+    d = token_log_ratio(proximal, layout.values(rollout_log_probs, "rollout_log_probs", dtype), model)
     match kind:
         case "token":
             log_weight = d

@@ -11,7 +11,7 @@ from torch import Tensor
 import ctpo_kernels
 from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, counts
-from ctpo_megatron.objective.layout import SequenceLayout
+from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.stats import LossStats
 
 RATIO_MODES = {
@@ -30,23 +30,23 @@ AGG_MODES = {
 
 @dataclass(frozen=True)
 class LinearPolicyLoss:
-    """loss: scalar, differentiable in hidden and weight. logp: `[N]` nats, 0 where masked, detached as stats are."""
+    """loss: scalar, differentiable in hidden and weight. log_probs: `[N]` nats, 0 where masked; detached, as stats."""
 
     loss: Tensor
     stats: LossStats
-    logp: Tensor
+    log_probs: Tensor
 
 
 def fused_policy_loss(
-    logp: Tensor,
-    anchor_logp: Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
     advantages: Tensor,
-    model_mask: Tensor,
+    response_mask: Tensor,
     objective: PolicyObjective,
     *,
     loss_mask: Tensor | None,
     weights: Tensor | None,
-    layout: SequenceLayout,
+    layout: SequenceBounds,
     denominators: Denominators | None,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, LossStats]:
@@ -59,16 +59,16 @@ def fused_policy_loss(
         return values.reshape(-1) if values is not None and values.shape == layout.shape else values
 
     loss, stats, per_token = ctpo_kernels.ctpo_loss(
-        logp.reshape(-1),
-        flat(anchor_logp),
-        flat(model_mask),
+        log_probs.reshape(-1),
+        flat(old_log_probs),
+        flat(response_mask),
         flat(advantages),
         layout.cu_seqlens,
         loss_mask=flat(loss_mask),
         weights=flat(weights),
         cp_group=cp_group,
         return_per_token=True,
-        **_keywords(objective, denominators, model_mask, loss_mask, layout),
+        **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
     return loss, per_token.loss.reshape(layout.shape), LossStats(stats.sums, stats.maxima)
 
@@ -77,9 +77,9 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    anchor_logp: Tensor,
+    old_log_probs: Tensor,
     advantages: Tensor,
-    model_mask: Tensor,
+    response_mask: Tensor,
     objective: PolicyObjective,
     *,
     cu_seqlens: Tensor,
@@ -99,13 +99,13 @@ def linear_policy_loss(
     are aligned with the labels. weight: `[V / tp, H]`. The rest as for `policy_loss` and
     `ctpo_kernels.fused_linear_ctpo`.
     """
-    layout = SequenceLayout.of(labels, cu_seqlens)
-    loss, stats, logp = ctpo_kernels.fused_linear_ctpo(
+    layout = SequenceBounds.of(labels, cu_seqlens)
+    loss, stats, log_probs = ctpo_kernels.fused_linear_ctpo(
         hidden,
         weight,
         labels,
-        anchor_logp,
-        model_mask,
+        old_log_probs,
+        response_mask,
         advantages,
         cu_seqlens,
         loss_mask=loss_mask,
@@ -116,24 +116,24 @@ def linear_policy_loss(
         cp_group=cp_group,
         sequence_parallel=sequence_parallel,
         accumulate_into_main_grad=accumulate_into_main_grad,
-        **_keywords(objective, denominators, model_mask, loss_mask, layout),
+        **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
-    return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), logp)
+    return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), log_probs)
 
 
 def _keywords(
     objective: PolicyObjective,
     denominators: Denominators | None,
-    model_mask: Tensor,
+    response_mask: Tensor,
     loss_mask: Tensor | None,
-    layout: SequenceLayout,
+    layout: SequenceBounds,
 ) -> dict[str, Any]:
     """The objective in the kernels' keywords."""
     sequences: int | Tensor
     trained: int | Tensor
     tokens: int | Tensor
     if denominators is None:
-        model = layout.mask(model_mask, "model_mask")
+        model = layout.mask(response_mask, "response_mask")
         loss = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
         sequences, trained, tokens = counts(loss, layout).unbind()  # stays on the device
     else:

@@ -12,14 +12,14 @@ from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
 from ctpo_megatron.objective.clips import Surrogate, surrogate
 from ctpo_megatron.objective.fused import fused_policy_loss
-from ctpo_megatron.objective.layout import SequenceLayout
 from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, TokenRatios, token_ratios
+from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.stats import LossStats, stats_of
 
 
 @dataclass(frozen=True)
 class PolicyLossOutput:
-    """loss: scalar, differentiable. per_token: l_t w_t in the shape of logp, before aggregation, 0 where the
+    """loss: scalar, differentiable. per_token: l_t w_t in the shape of log_probs, before aggregation, 0 where the
     loss mask is 0; on the graph on the CPU (detach it before keeping it), detached where the kernels compute it, None
     where none are kept (`linear_policy_loss`). stats: detached."""
 
@@ -29,10 +29,10 @@ class PolicyLossOutput:
 
 
 def policy_loss(
-    logp: Tensor,
-    anchor_logp: Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
     advantages: Tensor,
-    model_mask: Tensor,
+    response_mask: Tensor,
     objective: PolicyObjective,
     *,
     loss_mask: Tensor | None = None,
@@ -43,37 +43,37 @@ def policy_loss(
 ) -> PolicyLossOutput:
     """Loss of a padded `[B, T]` or packed `[N]` batch (tokens of one sequence adjacent and in order).
 
-    logp: log-probabilities (nats) of the sampled tokens under the policy in training; the only differentiable input.
-        float32, or float64, kept; lower precisions are computed in float32.
-    anchor_logp: log-probabilities that the ratio is taken against: recomputed by the trainer with the weights that the
-        rollout batch started from ("proximal"), or as the sampler reported them ("behaviour").
+    log_probs: log-probabilities (nats) of the sampled tokens under the policy in training; the only differentiable
+        input. float32, or float64, kept; lower precisions are computed in float32.
+    old_log_probs: log-probabilities that the ratio is taken against: recomputed by the trainer with the weights that
+        the rollout batch started from ("proximal"), or as the sampler reported them ("behaviour").
     advantages: A_t per token, or one per sequence `[B]`.
-    model_mask: 1 where the policy sampled the token. Only these enter the prefix sum and advance the position t.
-    loss_mask: 1 where the token contributes to the loss (default: model_mask); it acts on the loss alone, so dropping
-        a token here leaves every other token's ratio and bound as they were. Cut to model_mask.
+    response_mask: 1 where the policy sampled the token. Only these enter the prefix sum and advance the position t.
+    loss_mask: 1 where the token contributes to the loss (default: response_mask); it acts on the loss alone, so
+        dropping a token here leaves the ratio and bound of every other as they were. Cut to response_mask.
     weights: detached correction factors w_t, per token or `[B]` (default 1).
     cu_seqlens: int `[B + 1]`, boundaries of a packed batch.
     denominators: counts of the whole optimizer step; None takes this batch for the whole step.
     cp_group: context-parallel ranks that each hold two pieces of every sequence, as `ctpo_kernels.ctpo_loss` takes them
         (packed only, `denominators` required); loss and statistics are this rank's share. Collective.
 
-    The gradient of token t's loss reaches logp_t only: -A_t r_t w_t inside the bounds, 0 beyond them. Values at masked
-    positions, NaN included, never enter; a NaN at a model token shows in its own sequence from there on (cumulative
-    ratios), at that token (token ratio), or over its whole sequence (sequence ratios).
+    The gradient of token t's loss reaches its own log-prob only: -A_t r_t w_t inside the bounds, 0 beyond them. Values
+    at masked positions, NaN included, never enter; a NaN at a model token shows in its own sequence from there on
+    (cumulative ratios), at that token (token ratio), or over its whole sequence (sequence ratios).
     No host synchronisation on CUDA tensors. Raises ValueError for shapes that do not fit.
     """
-    layout = SequenceLayout.of(logp, cu_seqlens)
-    dtype = logp.dtype if logp.dtype == torch.float64 else torch.float32
+    layout = SequenceBounds.of(log_probs, cu_seqlens)
+    dtype = log_probs.dtype if log_probs.dtype == torch.float64 else torch.float32
     split = cp_group is not None and cp_group.size() > 1
     if split and denominators is None:
         raise ValueError("denominators: a context-parallel rank sees a share of the sequences; give the step's counts")
-    if logp.is_cuda or split:
+    if log_probs.is_cuda or split:
         return PolicyLossOutput(
             *fused_policy_loss(
-                logp.to(dtype),
-                anchor_logp,
+                log_probs.to(dtype),
+                old_log_probs,
                 advantages,
-                model_mask,
+                response_mask,
                 objective,
                 loss_mask=loss_mask,
                 weights=weights,
@@ -82,15 +82,15 @@ def policy_loss(
                 cp_group=cp_group,
             )
         )
-    model = layout.mask(model_mask, "model_mask")
+    model = layout.mask(response_mask, "response_mask")
     trained = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
 
     # Select before any arithmetic: 0 * NaN is NaN, in the forward pass and in the gradient.
-    flat_logp = torch.where(model, layout.values(logp, "logp", dtype), 0.0)
-    flat_anchor = layout.values(anchor_logp, "anchor_logp", dtype)
+    flat_log_probs = torch.where(model, layout.values(log_probs, "log_probs", dtype), 0.0)
+    flat_old_log_probs = layout.values(old_log_probs, "old_log_probs", dtype)
     advantage = torch.where(trained, layout.values(advantages.detach(), "advantages", dtype, per_sequence=True), 0.0)
 
-    ratios = token_ratios(objective.ratio, flat_logp, flat_anchor, model, layout)
+    ratios = token_ratios(objective.ratio, flat_log_probs, flat_old_log_probs, model, layout)
     token = surrogate(torch.where(trained, ratios.log_ratio, 0.0), ratios.position, advantage, objective)
     per_token = token.loss
     if weights is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ctpo_megatron.config import RatioKind
-from ctpo_megatron.objective.layout import SequenceLayout
+from ctpo_megatron.objective.sequences import SequenceBounds
 
 TOKEN_LOG_RATIO_LIMIT = 20.0
 """|d_t| above this (nats) is cut before it enters a sum; the value is detached, so no gradient is lost to the cut."""
@@ -22,10 +22,10 @@ FRACTION_BITS = 40
 
 @dataclass(frozen=True)
 class TokenRatios:
-    """Log-ratios of a flat batch; every field is `[N]` and meaningful where model_mask is 1.
+    """Log-ratios of a flat batch; every field is `[N]` and meaningful where response_mask is 1.
 
-    log_ratio: log r_t before the upper cap, nats; d log_ratio_t / d logp_t = 1 and 0 for every other token.
-    d: detached token log-ratio logp_t - anchor_t within +-20 nats; 0 where model_mask is 0.
+    log_ratio: log r_t before the upper cap, nats; d log_ratio_t / d log_probs_t = 1 and 0 for every other token.
+    d: detached token log-ratio log_probs_t - anchor_t within +-20 nats; 0 where response_mask is 0.
     position: int64, model tokens of the sequence up to and including this one (t, from 1).
     """
 
@@ -34,13 +34,13 @@ class TokenRatios:
     position: Tensor
 
 
-def token_log_ratio(logp: Tensor, anchor_logp: Tensor, model_mask: Tensor) -> Tensor:
-    """d_t = clamp(logp_t - anchor_t, -20, 20), detached, and exactly 0 where model_mask is 0 (whatever stands there).
+def token_log_ratio(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """d_t = clamp(log p_t - log p_old_t, -20, 20), detached, and exactly 0 where response_mask is 0, NaN included.
 
     All `[N]`; NaN in a model token stays NaN, an infinite difference becomes +-20.
     """
-    d = (logp.detach() - anchor_logp.detach()).clamp(-TOKEN_LOG_RATIO_LIMIT, TOKEN_LOG_RATIO_LIMIT)
-    return torch.where(model_mask, d, 0.0)
+    d = (log_probs.detach() - old_log_probs.detach()).clamp(-TOKEN_LOG_RATIO_LIMIT, TOKEN_LOG_RATIO_LIMIT)
+    return torch.where(response_mask, d, 0.0)
 
 
 def _fixed_point(d: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def _nats(units: Tensor, bad: Tensor) -> Tensor:
     return torch.where(bad > 0, torch.nan, units.double() * 2.0**-FRACTION_BITS)
 
 
-def prefix_sum(d: Tensor, layout: SequenceLayout) -> Tensor:
+def prefix_sum(d: Tensor, layout: SequenceBounds) -> Tensor:
     """S_t = sum_{k <= t} d_k within each sequence, float64 `[N]`, from `d` `[N]` that is 0 at masked tokens.
 
     Summed in 64-bit fixed point: integer addition is associative, so S_t has the same bits in whatever order, padding
@@ -69,16 +69,16 @@ def prefix_sum(d: Tensor, layout: SequenceLayout) -> Tensor:
     return _nats(layout.cumulative_sum(units), layout.cumulative_sum(bad))
 
 
-def sequence_sum(d: Tensor, layout: SequenceLayout) -> Tensor:
+def sequence_sum(d: Tensor, layout: SequenceBounds) -> Tensor:
     """S_T, the sum over each whole sequence broadcast to its tokens, float64 `[N]`; exact as `prefix_sum` is."""
     units, bad = _fixed_point(d)
     return layout.to_tokens(_nats(layout.total(units), layout.total(bad)))
 
 
 def token_ratios(
-    kind: RatioKind, logp: Tensor, anchor_logp: Tensor, model_mask: Tensor, layout: SequenceLayout
+    kind: RatioKind, log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, layout: SequenceBounds
 ) -> TokenRatios:
-    """The log-ratio of every token: log r_t = sg[x_t] + logp_t - sg[logp_t], with x_t by `kind` (sg = stop-gradient)
+    """The log-ratio of every token: log r_t = sg[x_t] + log p_t - sg[log p_t], with x_t by `kind` (sg = stop-gradient)
 
         cumulative         S_t            prefix product of token ratios (CTPO)
         geomean            S_t / t        its geometric mean
@@ -86,11 +86,11 @@ def token_ratios(
         sequence           S_T            product over the whole sequence
         sequence_geomean   S_T / T        its geometric mean (GSPO, in the token form of its authors)
 
-    where T counts the model tokens of the sequence. All inputs are `[N]`; `logp` must be finite at masked tokens
+    where T counts the model tokens of the sequence. All inputs are `[N]`; `log_probs` must be finite at masked tokens
     (the caller has put 0 there), other masked values never enter.
     """
-    d = token_log_ratio(logp, anchor_logp, model_mask)
-    counts = model_mask.to(torch.int64)
+    d = token_log_ratio(log_probs, old_log_probs, response_mask)
+    counts = response_mask.to(torch.int64)
     position = layout.cumulative_sum(counts)
     match kind:
         case "cumulative":
@@ -105,5 +105,5 @@ def token_ratios(
             x = sequence_sum(d, layout) / layout.to_tokens(layout.total(counts)).clamp(min=1)
         case _:
             raise ValueError(f"unknown ratio {kind!r}")
-    # logp - sg[logp] is exactly 0 in value and 1 in gradient: no other token's log-probability is reached.
-    return TokenRatios(log_ratio=x.to(logp.dtype) + (logp - logp.detach()), d=d, position=position)
+    # log_probs - sg[log_probs] is exactly 0 in value and 1 in gradient: no other token's log-probability is reached.
+    return TokenRatios(log_ratio=x.to(log_probs.dtype) + (log_probs - log_probs.detach()), d=d, position=position)

@@ -1,10 +1,10 @@
-"""Policy room: the Megatron-Core model under training, its parallel layout, optimizer steps, weights and checkpoints.
+"""Policy: the Megatron-Core model under training, its parallel layout, optimizer steps, weights and checkpoints.
 
-layout = join(config.policy, seed)                      process groups of this rank
+layout = init_distributed(config.policy, seed)                      process groups of this rank
 policy = Policy(config.policy, layout, model_path, temperature=1.0)
 policy.use_optimizer(optimizer_config, total_steps)
 steps = policy.mini_batches(trajectories, advantages, size)
-policy.anchor(steps)
+policy.compute_old_log_probs(steps)
 updates = [policy.update(step, policy_gradient(objective, "proximal")) for step in steps]
 policy.weights()                                        Hugging Face names and tensors, for sync and export
 """
@@ -19,29 +19,29 @@ warnings.filterwarnings("ignore", message="Please use DTensor instead", category
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning)
 
 from ctpo_megatron.policy.checkpoint_files import CheckpointError
-from ctpo_megatron.policy.checkpoint_files import give_up as give_up_checkpoints
+from ctpo_megatron.policy.checkpoint_files import give_up as discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
-from ctpo_megatron.policy.device import capabilities, most_ranks
+from ctpo_megatron.policy.device import capabilities, max_ranks
 from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.policy.parallel import FirstRankFailed, Layout, gather_objects, join, leave
+from ctpo_megatron.policy.parallel import Layout, RankZeroError, destroy_distributed, gather_objects, init_distributed
 from ctpo_megatron.policy.policy import Policy, Update, summarize_updates
 
 __all__ = [
     "CheckpointError",
-    "FirstRankFailed",
     "Layout",
     "MiniBatch",
     "Policy",
+    "RankZeroError",
     "Update",
     "capabilities",
+    "destroy_distributed",
+    "discard_checkpoints",
     "gather_objects",
-    "give_up_checkpoints",
-    "join",
+    "init_distributed",
     "latest_checkpoint",
-    "leave",
-    "most_ranks",
+    "max_ranks",
     "peak_flops",
     "policy_gradient",
     "summarize_updates",

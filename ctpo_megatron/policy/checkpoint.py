@@ -209,8 +209,8 @@ def verify(checkpoint: Path, layout: Layout) -> Marker:
 
     Raises CheckpointError on every rank, naming all broken files and an older checkpoint that is whole.
     """
-    marker: Marker = layout.first(lambda: files.read_marker(checkpoint))
-    problems: list[str] = layout.first(lambda: files.size_problems(checkpoint, marker.files))
+    marker: Marker = layout.on_rank_zero(lambda: files.read_marker(checkpoint))
+    problems: list[str] = layout.on_rank_zero(lambda: files.size_problems(checkpoint, marker.files))
     if not problems:
         mine = sorted(marker.files)[layout.rank :: layout.world_size]
         found = gather_objects(files.content_problems(checkpoint, marker.files, mine))

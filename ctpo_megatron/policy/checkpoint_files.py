@@ -17,7 +17,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE.json"
-GIVEN_UP = "given_up_"
+GIVEN_UP = "discarded_"
 _STEP = re.compile(r"step_(\d{6,})")
 _CHUNK = 1 << 24
 
@@ -89,7 +89,7 @@ def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> P
 
 
 def give_up(directory: Path, after: int) -> list[Path]:
-    """Rename the checkpoints of steps beyond `after` to `given_up_step_%06d`, which nothing finds; their new paths.
+    """Rename the checkpoints of steps beyond `after` to `discarded_step_%06d`, which nothing finds; their new paths.
 
     One of the same step that was given up earlier is deleted. The newest goes first: an interruption leaves a shorter
     run, not one with a gap.

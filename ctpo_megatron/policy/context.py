@@ -67,16 +67,16 @@ class ContextSplit:
 class Targets:
     """What the rows of this rank predict; row t of a sequence predicts its token t + 1.
 
-    labels: int64; model_mask, loss_mask: bool; behaviour_logp, advantages, anchor_logp (None before the anchor pass):
-    float32; all `[n]`, n = N / context-parallel size. cu_seqlens: `[B + 1]`, boundaries among these rows.
+    labels: int64; response_mask, loss_mask: bool; rollout_log_probs, advantages, old_log_probs (None before they
+    are computed): float32; all `[n]`, n = N / context-parallel size. cu_seqlens: `[B + 1]`, boundaries among them.
     """
 
     labels: Tensor
-    model_mask: Tensor
+    response_mask: Tensor
     loss_mask: Tensor
-    behaviour_logp: Tensor
+    rollout_log_probs: Tensor
     advantages: Tensor
-    anchor_logp: Tensor | None
+    old_log_probs: Tensor | None
     split: ContextSplit
 
     @classmethod
@@ -89,11 +89,11 @@ class Targets:
 
         return cls(
             labels=next_of(batch.token_ids),
-            model_mask=next_of(batch.model_mask),
+            response_mask=next_of(batch.response_mask),
             loss_mask=next_of(batch.loss_mask),
-            behaviour_logp=next_of(batch.behaviour_logp),
+            rollout_log_probs=next_of(batch.rollout_log_probs),
             advantages=next_of(batch.advantages),
-            anchor_logp=None if batch.anchor_logp is None else next_of(batch.anchor_logp),
+            old_log_probs=None if batch.old_log_probs is None else next_of(batch.old_log_probs),
             split=split,
         )
 

@@ -102,7 +102,7 @@ def capabilities() -> Capabilities:
     )
 
 
-def most_ranks() -> int:
+def max_ranks() -> int:
     """How many ranks this machine runs at once: one a GPU; on CPUs one a core, and four of small models anywhere."""
     return torch.cuda.device_count() if CUDA else max(4, os.cpu_count() or 1)
 

@@ -59,7 +59,7 @@ def forward_flops(facts: ModelFacts, tokens: int, predicted: int) -> float:
 
 def trajectory_flops(facts: ModelFacts, trajectories: Iterable[Trajectory]) -> list[float]:
     """`forward_flops` of each trajectory: the estimate of its cost that ranks are balanced by."""
-    return [forward_flops(facts, len(t), sum(t.model_mask)) for t in trajectories]
+    return [forward_flops(facts, len(t), sum(t.response_mask)) for t in trajectories]
 
 
 def peak_flops(policy: PolicyConfig) -> float | None:

@@ -21,7 +21,7 @@ from ctpo_megatron.config import ConfigError, ModelFacts, Problem, Stored, is_re
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
 from ctpo_megatron.policy.parallel import Layout
-from ctpo_megatron.tensor_file import TensorFile
+from ctpo_megatron.weights.tensor_file import TensorFile
 
 Tensors = list[torch.Tensor]
 
@@ -202,7 +202,7 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
         raise ConfigError(problems)
     files = WeightFiles(stored)
     if model.facts.tie_word_embeddings and _HEAD in stored:
-        layout.first(lambda: _check_tied(files, stored[_HEAD].shape[0], directory))
+        layout.on_rank_zero(lambda: _check_tied(files, stored[_HEAD].shape[0], directory))
     experts_each = model.facts.num_experts // layout.ep_size
     for entry in _entries(model):
         tensors = [files.read(name) for name in entry.rule.names(experts_each, layout.ep_rank)]
@@ -312,7 +312,7 @@ def write_directory(
     before anything is gathered if something else is there, or `source` itself, and OSError from the file system.
     """
     target = target.resolve()
-    layout.first(lambda: _check_target(source.resolve(), target))
+    layout.on_rank_zero(lambda: _check_target(source.resolve(), target))
     if layout.rank != 0:
         deque(tensors, maxlen=0)
         return

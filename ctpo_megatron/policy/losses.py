@@ -17,16 +17,16 @@ def policy_gradient(objective: PolicyObjective, anchor: Literal["proximal", "beh
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
         targets = predictions.targets
-        reference = targets.anchor_logp if anchor == "proximal" else targets.behaviour_logp
+        reference = targets.old_log_probs if anchor == "proximal" else targets.rollout_log_probs
         if reference is None:
-            raise ValueError("the proximal anchor needs Policy.anchor() before Policy.update()")
+            raise ValueError("the proximal anchor needs Policy.compute_old_log_probs() before Policy.update()")
         return predictions.policy_loss(reference, objective, denominators)
 
     return loss
 
 
 def supervised() -> LossFunction:
-    """Negative log-likelihood of the warm-up's assistant tokens."""
+    """Negative log-likelihood of SFT's assistant tokens."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
         return supervised_loss(predictions.log_probs(), predictions.targets.loss_mask, denominators)

@@ -24,7 +24,7 @@ _PATIENCE = timedelta(days=7)
 closes its connections, which ends the wait at once."""
 
 
-class FirstRankFailed(RuntimeError):
+class RankZeroError(RuntimeError):
     """Rank 0 failed and says why itself; this rank stops with it. The message is one line."""
 
 
@@ -66,10 +66,10 @@ class Layout:
         """One rank of each data-parallel replica, which knows the log-probs of all its tokens."""
         return self.has_loss and self.cp_rank == 0
 
-    def first(self, action: Callable[[], T]) -> T:
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only; every rank returns its (pickled) result.
 
-        When it raises, so does rank 0; the others raise FirstRankFailed. They wait up to a week: deadlines are those
+        When it raises, so does rank 0; the others raise RankZeroError. They wait up to a week: deadlines are those
         of the action.
         """
         if self.world_size == 1:
@@ -83,11 +83,11 @@ class Layout:
                 raise
         result, problem = broadcast_object((result, problem), group=self.waiting)
         if problem is not None:
-            raise FirstRankFailed(f"rank {self.rank} stops, rank 0 failed: {problem.splitlines()[0]}")
+            raise RankZeroError(f"rank {self.rank} stops, rank 0 failed: {problem.splitlines()[0]}")
         return result
 
 
-def join(config: PolicyConfig, seed: int) -> Layout:
+def init_distributed(config: PolicyConfig, seed: int) -> Layout:
     """Join the job that torchrun describes in the environment (alone without it) and cut it into parallel groups.
 
     Every collective has the deadline `policy.timeout_minutes`, what waits for rank 0 alone a longer one. Raises
@@ -150,7 +150,7 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def leave() -> None:
+def destroy_distributed() -> None:
     """Leave the groups; safe to call when nothing was initialized."""
     if dist.is_initialized():
         mpu.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""The policy: weights in, anchor log-probs, optimizer updates, weights out, checkpoints."""
+"""The policy: weights in, old log-probs, optimizer updates, weights out, checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import PackedBatch, Trajectory
-from ctpo_megatron.objective import LossStats, PolicyObjective, merge, ratio_trace, summarize
+from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.losses import LossFunction
 from ctpo_megatron.policy.minibatch import MiniBatch, make_mini_batches
@@ -31,7 +31,7 @@ from ctpo_megatron.policy.workload import Cost, RankReport, cost_metrics
 
 log = logging.getLogger(__name__)
 
-Traces = dict[tuple[str, int], dict[str, Any]]
+Diagnostics = dict[tuple[str, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -95,44 +95,44 @@ class Policy:
             padded_attention=resolve_layer_spec(self.config) == "local",
         )
 
-    def anchor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-        """Fill `anchor_logp` with the log-probs of the present weights, in the layout that training will use.
+    def compute_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Fill `old_log_probs` with the log-probs of the present weights, in the layout that training will use.
 
         Returns `mismatch/*` (|sampler - trainer| in nats over model tokens) and `actor/entropy` (nats).
         """
         micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
         kept = self._forward(micro_batches)
         for micro, found in zip(micro_batches, kept, strict=False):  # nothing is kept before the last stage
-            micro.anchor_logp = found["logp"]
-        mine = _anchor_totals(micro_batches, kept) if self.layout.reports else None
+            micro.old_log_probs = found["log_probs"]
+        mine = _old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
         found = [totals for totals in gather_objects(mine) if totals is not None]
         tokens = sum(totals["tokens"] for totals in found)
         return {
-            "mismatch/logp_abs_max": max(totals["max"] for totals in found),
-            "mismatch/logp_abs_mean": sum(totals["sum"] for totals in found) / tokens,
+            "mismatch/log_prob_abs_max": max(totals["max"] for totals in found),
+            "mismatch/log_prob_abs_mean": sum(totals["sum"] for totals in found) / tokens,
             "actor/entropy": sum(totals["entropy"] for totals in found) / tokens,
         }
 
     def _forward(self, micro_batches: Sequence[PackedBatch]) -> list[Collected]:
-        """`logp` `[N]` and the sum of the entropy of each micro-batch (on the last pipeline stage)."""
+        """`log_probs` `[N]` and the sum of the entropy of each micro-batch (on the last pipeline stage)."""
         zero = torch.zeros((), device=self.layout.device)
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
-            logp, entropy = (predictions.targets.per_token(rows) for rows in predictions.log_probs_and_entropy())
-            return zero, {"logp": logp, "entropy_sum": float(entropy.sum(dtype=torch.float64))}
+            log_probs, entropy = (predictions.targets.per_token(rows) for rows in predictions.log_probs_and_entropy())
+            return zero, {"log_probs": log_probs, "entropy_sum": float(entropy.sum(dtype=torch.float64))}
 
         with self._at_work(), torch.no_grad():
             return run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)
 
-    def trace(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Traces:
-        """How far the present weights have moved from the anchor on each trajectory of a mini-batch (see `anchor`).
+    def token_diagnostics(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Diagnostics:
+        """How far the present weights have moved from the old log-probs on each trajectory of a mini-batch (see `compute_old_log_probs`).
 
         (prompt id, sample index) -> `advantage`, and `log_ratio`, `clip_low`, `clip_high` (nats) per token.
         """
         kept = self._forward(mini_batch.micro_batches)
-        mine: Traces = {}
+        mine: Diagnostics = {}
         for micro, found in zip(mini_batch.micro_batches if self.layout.reports else [], kept, strict=False):
-            mine |= _traces(micro, found["logp"], objective)
+            mine |= _diagnostics(micro, found["log_probs"], objective)
         return {key: fields for part in gather_objects(mine) for key, fields in part.items()}
 
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
@@ -225,7 +225,7 @@ class Policy:
         with self._at_work():
             return checkpoint.load(path, self.layout, self._train_state())
 
-    def place_schedule(self, fraction: float) -> None:
+    def set_scheduler_step(self, fraction: float) -> None:
         """Put the schedule of the learning rate where `fraction` of its optimizer steps are done.
 
         After `load` it stands at as many as the checkpoint's run had made, of which this run may make more or fewer.
@@ -304,8 +304,8 @@ class _Clock:
         return seconds, seconds - self._busy
 
 
-def _anchor_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    difference = torch.cat([(m.anchor_logp - m.behaviour_logp)[m.model_mask].abs() for m in micro_batches])
+def _old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
+    difference = torch.cat([(m.old_log_probs - m.rollout_log_probs)[m.response_mask].abs() for m in micro_batches])
     return {
         "max": float(difference.max()),
         "sum": float(difference.sum()),
@@ -314,9 +314,11 @@ def _anchor_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> d
     }
 
 
-def _traces(micro: PackedBatch, logp: torch.Tensor, objective: PolicyObjective) -> Traces:
-    trace = ratio_trace(logp, micro.anchor_logp, micro.model_mask, objective, cu_seqlens=micro.cu_seqlens)
-    columns = {"log_ratio": trace.log_ratio, "clip_low": trace.low, "clip_high": trace.high}
+def _diagnostics(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyObjective) -> Diagnostics:
+    curves = token_diagnostics(
+        log_probs, micro.old_log_probs, micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
+    )
+    columns = {"log_ratio": curves.log_ratio, "clip_low": curves.low, "clip_high": curves.high}
     return {
         key: {"advantage": float(micro.advantages[place.start])}
         | {name: [round(x, 6) for x in column[place].tolist()] for name, column in columns.items()}
@@ -327,7 +329,7 @@ def _traces(micro: PackedBatch, logp: torch.Tensor, objective: PolicyObjective) 
 def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     """Metrics of all optimizer steps of one batch: exact over tokens, mean loss, mean and largest gradient norm, cost.
 
-    `pg_update/first_log_ratio_abs_max` belongs to the first step, where it shows whether the anchor pass and the
+    `pg_update/first_log_ratio_abs_max` belongs to the first step, where it shows whether the pass for old log-probs and the
     training pass agree; `pg_update/is_ratio/*` to the last, where the ratio has moved furthest.
     """
     metrics = summarize(merge([update.stats for update in updates]))

@@ -31,7 +31,7 @@ class Predictions(Protocol):
         """`[n]` each, without gradients; entropy in nats. The same bits as the log-probs that a loss is taken of."""
 
     def policy_loss(
-        self, anchor_logp: torch.Tensor, objective: PolicyObjective, denominators: Denominators
+        self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
         """`objective.policy_loss` of the rows, differentiable in the model's output and in the output layer."""
 
@@ -71,14 +71,14 @@ class LogitsPredictions:
         return self._at(rows, values), self._at(rows, entropy)
 
     def policy_loss(
-        self, anchor_logp: torch.Tensor, objective: PolicyObjective, denominators: Denominators
+        self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
         targets = self.targets
         return policy_loss(
             self.log_probs(),
-            anchor_logp,
+            old_log_probs,
             targets.advantages,
-            targets.model_mask,
+            targets.response_mask,
             objective,
             loss_mask=targets.loss_mask,
             cu_seqlens=targets.cu_seqlens,
@@ -87,7 +87,7 @@ class LogitsPredictions:
         )
 
     def _rows(self) -> torch.Tensor:
-        return self.targets.model_mask.nonzero().squeeze(1)
+        return self.targets.response_mask.nonzero().squeeze(1)
 
     def _at(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.targets.labels.numel()).index_put((rows,), values)
@@ -112,16 +112,16 @@ class StreamingPredictions:
             return self._linear_log_probs(return_entropy=True)
 
     def policy_loss(
-        self, anchor_logp: torch.Tensor, objective: PolicyObjective, denominators: Denominators
+        self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
         targets = self.targets
         found = linear_policy_loss(
             self.hidden,
             self.weight,
             targets.labels,
-            anchor_logp,
+            old_log_probs,
             targets.advantages,
-            targets.model_mask,
+            targets.response_mask,
             objective,
             loss_mask=targets.loss_mask,
             cu_seqlens=targets.cu_seqlens,
@@ -144,6 +144,6 @@ class StreamingPredictions:
             self.sequence_parallel,
             self.temperature,
             vocab_size=self.vocab_size,
-            mask=self.targets.model_mask,
+            mask=self.targets.response_mask,
             **options,
         )

@@ -1,4 +1,4 @@
-"""Rollout room: prompts in, groups of multi-turn trajectories out.
+"""Rollout: prompts in, groups of multi-turn trajectories out.
 
 `RolloutFleet` runs the engines, `Replay` answers from a recording; `Sampling` is the distribution to sample from;
 `rollout_metrics` summarizes groups.
@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.environments.tools import TOOL_SCHEMA
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.replay import Replay, ReplayError
 from ctpo_megatron.rollout.tasks import Cancelled, Sampling
-from ctpo_megatron.rollout.tools import TOOL_SCHEMA
 
 if TYPE_CHECKING:
     from ctpo_megatron.rollout.dispatch import GroupFailed
     from ctpo_megatron.rollout.fleet import RolloutFleet
-    from ctpo_megatron.rollout.slot import FleetError, WeightSyncError
+    from ctpo_megatron.rollout.handle import FleetError, WeightSyncError
 
 _LAZY = {
     "RolloutFleet": "ctpo_megatron.rollout.fleet",
     "GroupFailed": "ctpo_megatron.rollout.dispatch",
-    "FleetError": "ctpo_megatron.rollout.slot",
-    "WeightSyncError": "ctpo_megatron.rollout.slot",
+    "FleetError": "ctpo_megatron.rollout.handle",
+    "WeightSyncError": "ctpo_megatron.rollout.handle",
 }
 
 __all__ = [

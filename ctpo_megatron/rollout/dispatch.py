@@ -13,7 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from ctpo_megatron.config.schema import RolloutConfig
 from ctpo_megatron.data.records import Trajectory
-from ctpo_megatron.rollout.slot import EngineSlot, FleetError, engine_died
+from ctpo_megatron.rollout.handle import EngineHandle, FleetError, engine_died
 from ctpo_megatron.rollout.tasks import Cancelled, GroupOutcome, GroupTask
 
 _MAX_BACKOFF_S = 10.0
@@ -38,7 +38,7 @@ class _Job:
 @dataclass(slots=True)
 class _Flight:
     job: _Job
-    slot: EngineSlot
+    slot: EngineHandle
     deadline: float
 
 
@@ -50,9 +50,9 @@ class Dispatcher:
     def __init__(
         self,
         rollout: RolloutConfig,
-        slots: Sequence[EngineSlot],
+        slots: Sequence[EngineHandle],
         counts: Counter[str],
-        restart: Callable[[EngineSlot], None],
+        restart: Callable[[EngineHandle], None],
         revive: Callable[[], None],
         cancelled: Callable[[], bool],
     ) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import Trajectory
-from ctpo_megatron.rollout.episode import EpisodeFailed, Limits, ModelTurn, run_episode
-from ctpo_megatron.rollout.seeds import trajectory_seed
+from ctpo_megatron.environments.episode import EpisodeFailed, Limits, ModelTurn, run_episode
+from ctpo_megatron.environments.seeds import trajectory_seed
+from ctpo_megatron.environments.tools import ExecutionResultLike, ToolUnavailable
 from ctpo_megatron.rollout.tasks import (
     INITIAL_VERSION,
     Device,
@@ -26,7 +27,6 @@ from ctpo_megatron.rollout.tasks import (
     engine_arguments,
     engine_environment,
 )
-from ctpo_megatron.rollout.tools import ExecutionResultLike, ToolUnavailable
 
 _REQUESTS_PER_SLOT = 4
 
@@ -67,8 +67,8 @@ class RolloutEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from ctpo_megatron.rollout.template import ObservationTemplate, TokenizerCodec, stop_token_ids
-        from ctpo_megatron.rollout.weights_worker import BACKEND
+        from ctpo_megatron.environments.template import ObservationTemplate, TokenizerCodec, stop_token_ids
+        from ctpo_megatron.weights.vllm_worker import BACKEND
 
         arguments = engine_arguments(self._config, self._model_path, self._device)
         self._llm = AsyncLLM.from_engine_args(
@@ -119,7 +119,7 @@ class RolloutEngine:
         except BaseExceptionGroup as errors:
             failures = [error for error in errors.exceptions if isinstance(error, EpisodeFailed)]
             if len(failures) != len(errors.exceptions):
-                raise _lone_error(errors) from None
+                raise _root_error(errors) from None
             calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
             return GroupOutcome(None, str(failures[0]), calls)
         return GroupOutcome(trajectories)
@@ -195,7 +195,7 @@ class RolloutEngine:
         return run_tool
 
 
-def _lone_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error that is no tool failure; vLLM hands one EngineDeadError to all, whose traceback only grows."""
     error = next(error for error in errors.exceptions if not isinstance(error, EpisodeFailed))
     return EngineDied(str(error)) if type(error).__name__ == "EngineDeadError" else error
@@ -203,8 +203,8 @@ def _lone_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _model_turn(output: Any) -> ModelTurn:
     token_ids = list(output.token_ids)
-    logps = list(output.logprobs.logprobs)
+    log_probs = list(output.logprobs.logprobs)
     versions: list[int] = []
     for span in output.weight_versions:
         versions += [int(span.version)] * (span.end - span.start)
-    return ModelTurn(token_ids, logps, versions)
+    return ModelTurn(token_ids, log_probs, versions)

@@ -15,11 +15,11 @@ from ray.exceptions import RayError
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.dispatch import Dispatcher
+from ctpo_megatron.rollout.handle import EngineHandle, FleetError, WeightSyncError, engine_died
 from ctpo_megatron.rollout.metrics import fleet_stats
 from ctpo_megatron.rollout.ray_runtime import RayRuntime
-from ctpo_megatron.rollout.slot import EngineSlot, FleetError, WeightSyncError, engine_died
 from ctpo_megatron.rollout.tasks import Device, GroupTask, Sampling, ToolFactory
-from ctpo_megatron.rollout.weights import WeightSnapshot, checkpoint_names
+from ctpo_megatron.weights.shared_file import WeightSnapshot, checkpoint_names
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class RolloutFleet:
         self._tool_factory = tool_factory
         self._runtime: RayRuntime | None = None
         self._begun = 0.0
-        self._slots: list[EngineSlot] = []
+        self._slots: list[EngineHandle] = []
         self._snapshot: WeightSnapshot | None = None
         self._counts: Counter[str] = Counter()
 
@@ -71,7 +71,7 @@ class RolloutFleet:
     def _launch(self, gpus: float) -> None:
         device: Device = "cuda" if gpus > 0 else "cpu"
         self._slots = [
-            EngineSlot(
+            EngineHandle(
                 index,
                 self._config,
                 self._model_path,
@@ -138,7 +138,7 @@ class RolloutFleet:
         if self._snapshot is not None:
             self._snapshot.close()
         self._snapshot = snapshot
-        dead: list[EngineSlot] = []
+        dead: list[EngineHandle] = []
         with snapshot.published() as path:
             references = [(slot, slot.begin_update(path, version)) for slot in self._slots]
             for slot, reference in references:
@@ -187,7 +187,7 @@ class RolloutFleet:
                     f"rollout.engine.max_model_len = {limit}"
                 )
 
-    def _restart(self, slot: EngineSlot) -> None:
+    def _restart(self, slot: EngineHandle) -> None:
         self._counts["engine_restarts"] += 1
         slot.kill()
         slot.launch()
@@ -198,7 +198,7 @@ class RolloutFleet:
             if not slot.live and (ray.wait([slot.ready_ref], timeout=0)[0] or slot.deadline <= time.monotonic()):
                 self._await_start(slot)
 
-    def _await_start(self, slot: EngineSlot) -> None:
+    def _await_start(self, slot: EngineHandle) -> None:
         remaining = max(0.0, slot.deadline - time.monotonic())
         ready, _ = ray.wait([slot.ready_ref], timeout=remaining)
         if not ready:

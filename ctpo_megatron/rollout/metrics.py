@@ -26,7 +26,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
     statuses = Counter(call.status for call in calls)
     reasons = Counter(trajectory.finish_reason for trajectory in trajectories)
-    model = sum(sum(trajectory.model_mask) for trajectory in trajectories)
+    model = sum(sum(trajectory.response_mask) for trajectory in trajectories)
     total = sum(len(trajectory) for trajectory in trajectories)
     response = sum(trajectory.response_tokens for trajectory in trajectories)
     users = sum(any(call.status == "success" for call in trajectory.tool_calls) for trajectory in trajectories)

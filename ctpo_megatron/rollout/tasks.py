@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import ToolCall, Trajectory
-from ctpo_megatron.rollout.tools import ExecutionResultLike
+from ctpo_megatron.environments.tools import ExecutionResultLike
 
 Device = Literal["cpu", "cuda"]
 ToolFactory = Callable[[], Callable[[str], Awaitable[ExecutionResultLike]]]
@@ -96,7 +96,7 @@ def engine_arguments(config: Config, model_path: str, device: Device) -> dict[st
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "generation_config": "vllm",  # sampling parameters come from us alone
-        "worker_extension_cls": "ctpo_megatron.rollout.weights_worker.WorkerExtension",
+        "worker_extension_cls": "ctpo_megatron.weights.vllm_worker.WorkerExtension",
     }
     if engine.kv_cache_mb is not None:
         arguments["kv_cache_memory_bytes"] = engine.kv_cache_mb << 20

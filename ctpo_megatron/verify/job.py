@@ -12,7 +12,7 @@ from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.objective import PolicyObjective, summarize
-from ctpo_megatron.policy import Layout, Policy, gather_objects, join, leave, policy_gradient
+from ctpo_megatron.policy import Layout, Policy, destroy_distributed, gather_objects, init_distributed, policy_gradient
 from ctpo_megatron.verify.layouts import LAYOUTS
 
 
@@ -20,18 +20,18 @@ def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str,
     """Log-probs, losses and gradients of one layout, the same on every rank."""
     policy = Policy(config, layout, Path(work["model"]), temperature=work["temperature"])
     (mini_batch,) = policy.mini_batches(work["trajectories"], work["advantages"], size=len(work["trajectories"]))
-    policy.anchor([mini_batch])
+    policy.compute_old_log_probs([mini_batch])
     mine = {}
     for micro in mini_batch.micro_batches if layout.reports else []:
-        mine |= {key: micro.anchor_logp[place].cpu() for key, place in micro.places()}
-    logp = {key: values for part in gather_objects(mine) for key, values in part.items()}
+        mine |= {key: micro.old_log_probs[place].cpu() for key, place in micro.places()}
+    log_probs = {key: values for part in gather_objects(mine) for key, values in part.items()}
     loss, gradient = {}, {}
     for name in work["objectives"]:
         objective = PolicyObjective.preset(name)
         stats, exported = policy.gradients(mini_batch, policy_gradient(objective, "behaviour"))
         loss[name] = summarize(stats)["actor/pg_loss"]
         gradient[name] = {tensor_name: tensor.cpu().clone() for tensor_name, tensor in exported}
-    return {"logp": logp, "loss": loss, "gradient": gradient}
+    return {"log_probs": log_probs, "loss": loss, "gradient": gradient}
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -40,7 +40,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names:
         fields = {"micro_batch_tokens": work["micro_batch_tokens"]} | LAYOUTS[name].policy
         config = PolicyConfig(timeout_minutes=5.0, **fields)
-        layout = join(config, seed=0)
+        layout = init_distributed(config, seed=0)
         found = run(layout, config, work)
         gather_objects(None)  # the file says that every rank is through
         if layout.rank == 0:
@@ -48,7 +48,7 @@ def main(folder: Path, names: list[str]) -> None:
             torch.save(found, aside)
             aside.replace(folder / f"{name}.pt")
         mpu.destroy_model_parallel()
-    leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":

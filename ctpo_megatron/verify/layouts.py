@@ -22,7 +22,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @dataclass(frozen=True)
-class VerifyLayout:
+class LayoutCase:
     """policy: fields of `PolicyConfig`. replicas: data-parallel size. experts: for a mixture of experts, not for a
     dense model."""
 
@@ -38,49 +38,49 @@ class VerifyLayout:
         return self.replicas * math.prod(self.policy.get(size, 1) for size in sizes)
 
 
-LAYOUTS: dict[str, VerifyLayout] = {
+LAYOUTS: dict[str, LayoutCase] = {
     layout.name: layout
     for layout in (
-        VerifyLayout("one", {}),
-        VerifyLayout("one-micro", {"micro_batch_tokens": 96}),
-        VerifyLayout("one-logits", {"head": "logits"}),
-        VerifyLayout("one-recompute", {"recompute": "full"}),
-        VerifyLayout("one-selective", {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")}),
-        VerifyLayout("one-padded", PADDED),
-        VerifyLayout("tp2", TP2),
-        VerifyLayout("tp2-sp", TP2 | SP),
-        VerifyLayout("tp2-sp-micro", TP2 | SP | {"micro_batch_tokens": 96}),
-        VerifyLayout("pp2", PP2),
-        VerifyLayout("pp2-micro", PP2 | {"micro_batch_tokens": 96}),
-        VerifyLayout("vpp2", VPP2),
-        VerifyLayout("vpp2-micro", VPP2 | {"micro_batch_tokens": 96}),
-        VerifyLayout("cp2", CP2),
-        VerifyLayout("cp2-micro", CP2 | {"micro_batch_tokens": 48}),
-        VerifyLayout("cp2-padded", CP2 | PADDED),
-        VerifyLayout("cp2-logits", CP2 | {"head": "logits"}),
-        VerifyLayout("dp2", {}, replicas=2),
-        VerifyLayout("dp2-distopt", DISTOPT, replicas=2),
-        VerifyLayout("dp2-distopt-overlap", DISTOPT | OVERLAP, replicas=2),
-        VerifyLayout("tp2-pp2", TP2 | PP2),
-        VerifyLayout("tp2-sp-cp2", TP2 | SP | CP2),
-        VerifyLayout("vpp2-dp2-distopt-overlap", VPP2 | DISTOPT | OVERLAP, replicas=2),
-        VerifyLayout("cp2-vpp2", CP2 | VPP2),
-        VerifyLayout("cp2-dp2-distopt", CP2 | DISTOPT, replicas=2),
-        VerifyLayout("cp4", {"context_parallel_size": 4}),
-        VerifyLayout("tp2-sp-dp2", TP2 | SP, replicas=2),
-        VerifyLayout("pp2-dp2-distopt", PP2 | DISTOPT, replicas=2),
-        VerifyLayout("moe", {}, experts=True),
-        VerifyLayout("moe-ep2", EP2, replicas=2, experts=True),
-        VerifyLayout("moe-ep2-micro", EP2 | {"micro_batch_tokens": 96}, replicas=2, experts=True),
-        VerifyLayout("moe-ep2-distopt", EP2 | DISTOPT, replicas=2, experts=True),
-        VerifyLayout("moe-tp2-sp", TP2 | SP, experts=True),
-        VerifyLayout(
+        LayoutCase("one", {}),
+        LayoutCase("one-micro", {"micro_batch_tokens": 96}),
+        LayoutCase("one-logits", {"head": "logits"}),
+        LayoutCase("one-recompute", {"recompute": "full"}),
+        LayoutCase("one-selective", {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")}),
+        LayoutCase("one-padded", PADDED),
+        LayoutCase("tp2", TP2),
+        LayoutCase("tp2-sp", TP2 | SP),
+        LayoutCase("tp2-sp-micro", TP2 | SP | {"micro_batch_tokens": 96}),
+        LayoutCase("pp2", PP2),
+        LayoutCase("pp2-micro", PP2 | {"micro_batch_tokens": 96}),
+        LayoutCase("vpp2", VPP2),
+        LayoutCase("vpp2-micro", VPP2 | {"micro_batch_tokens": 96}),
+        LayoutCase("cp2", CP2),
+        LayoutCase("cp2-micro", CP2 | {"micro_batch_tokens": 48}),
+        LayoutCase("cp2-padded", CP2 | PADDED),
+        LayoutCase("cp2-logits", CP2 | {"head": "logits"}),
+        LayoutCase("dp2", {}, replicas=2),
+        LayoutCase("dp2-distopt", DISTOPT, replicas=2),
+        LayoutCase("dp2-distopt-overlap", DISTOPT | OVERLAP, replicas=2),
+        LayoutCase("tp2-pp2", TP2 | PP2),
+        LayoutCase("tp2-sp-cp2", TP2 | SP | CP2),
+        LayoutCase("vpp2-dp2-distopt-overlap", VPP2 | DISTOPT | OVERLAP, replicas=2),
+        LayoutCase("cp2-vpp2", CP2 | VPP2),
+        LayoutCase("cp2-dp2-distopt", CP2 | DISTOPT, replicas=2),
+        LayoutCase("cp4", {"context_parallel_size": 4}),
+        LayoutCase("tp2-sp-dp2", TP2 | SP, replicas=2),
+        LayoutCase("pp2-dp2-distopt", PP2 | DISTOPT, replicas=2),
+        LayoutCase("moe", {}, experts=True),
+        LayoutCase("moe-ep2", EP2, replicas=2, experts=True),
+        LayoutCase("moe-ep2-micro", EP2 | {"micro_batch_tokens": 96}, replicas=2, experts=True),
+        LayoutCase("moe-ep2-distopt", EP2 | DISTOPT, replicas=2, experts=True),
+        LayoutCase("moe-tp2-sp", TP2 | SP, experts=True),
+        LayoutCase(
             "moe-recompute", {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}, experts=True
         ),
-        VerifyLayout("moe-pp2", PP2, experts=True),
-        VerifyLayout("moe-cp2-ep2", CP2 | EP2, experts=True),
-        VerifyLayout("moe-tp2-sp-ep2", TP2 | SP | EP2, replicas=2, experts=True),
-        VerifyLayout("moe-vpp2-ep2", VPP2 | EP2, replicas=2, experts=True),
+        LayoutCase("moe-pp2", PP2, experts=True),
+        LayoutCase("moe-cp2-ep2", CP2 | EP2, experts=True),
+        LayoutCase("moe-tp2-sp-ep2", TP2 | SP | EP2, replicas=2, experts=True),
+        LayoutCase("moe-vpp2-ep2", VPP2 | EP2, replicas=2, experts=True),
     )
 }
 """All offered layouts by name. "micro": many small micro-batches instead of few large ones. "padded": every sequence

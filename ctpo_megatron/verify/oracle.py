@@ -19,12 +19,12 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class Oracle:
-    """loss by objective; logp: float64 `[T]` by (prompt id, sample index), 0 where the policy did not sample.
+    """loss by objective; log_probs: float64 `[T]` by (prompt id, sample index), 0 where the policy did not sample.
 
     gradient: float64 by objective and Hugging Face name.
     """
 
-    logp: dict[Key, Tensor]
+    log_probs: dict[Key, Tensor]
     loss: dict[str, float]
     gradient: dict[str, dict[str, Tensor]]
 
@@ -44,13 +44,13 @@ class Reference:
         """`[T]`, differentiable; 0 where the policy did not sample."""
         ids = torch.tensor(trajectory.token_ids)
         logits = self._model(ids[None]).logits[0, :-1] / self._temperature
-        logp = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
-        return torch.cat([logp.new_zeros(1), logp]) * torch.tensor(trajectory.model_mask)
+        log_probs = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+        return torch.cat([log_probs.new_zeros(1), log_probs]) * torch.tensor(trajectory.response_mask)
 
     def evaluate(
         self, batch: Sequence[Trajectory], advantages: Sequence[float], objectives: dict[str, PolicyObjective]
     ) -> Oracle:
-        """Loss and gradient of the batch as one optimizer step, with `behaviour_logp` as the anchor."""
+        """Loss and gradient of the batch as one optimizer step, with `rollout_log_probs` as the anchor."""
         rows = [self.log_probs(trajectory) for trajectory in batch]
         lengths = torch.tensor([len(row) for row in rows])
         flat = torch.cat(rows)
@@ -63,9 +63,9 @@ class Reference:
         for name, objective in objectives.items():
             out = policy_loss(
                 flat,
-                column("behaviour_logp").float().double(),  # as batches hold it
+                column("rollout_log_probs").float().double(),  # as batches hold it
                 torch.tensor(advantages).repeat_interleave(lengths).double(),
-                column("model_mask"),
+                column("response_mask"),
                 objective,
                 loss_mask=column("loss_mask"),
                 cu_seqlens=cu_seqlens,

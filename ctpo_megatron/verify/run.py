@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from ctpo_megatron.config import ModelFacts, PolicyConfig, check_parallel
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.verify import batch
-from ctpo_megatron.verify.layouts import LAYOUTS, VerifyLayout
+from ctpo_megatron.verify.layouts import LAYOUTS, LayoutCase
 from ctpo_megatron.verify.oracle import Oracle, Reference
 
 TEMPERATURE = 0.9
@@ -34,7 +34,7 @@ _LOG_CHARACTERS = 3000
 class Check:
     """One layout under one objective, against the oracle; `problem` says why there are no figures.
 
-    loss: relative. logp: largest absolute difference, nats. gradient: |difference| / |gradient| over all tensors
+    loss: relative. log_probs: largest absolute difference, nats. gradient: |difference| / |gradient| over all tensors
     together; worst: the largest such ratio of a single tensor, and its name.
     """
 
@@ -42,7 +42,7 @@ class Check:
     objective: str
     ranks: int
     loss: float = float("nan")
-    logp: float = float("nan")
+    log_probs: float = float("nan")
     gradient: float = float("nan")
     worst: float = float("nan")
     worst_name: str = ""
@@ -50,10 +50,10 @@ class Check:
 
     def passed(self, tolerance: float) -> bool:
         """Loss, log-probs and the gradient as a whole within `tolerance`."""
-        return not self.problem and all(value <= tolerance for value in (self.loss, self.logp, self.gradient))
+        return not self.problem and all(value <= tolerance for value in (self.loss, self.log_probs, self.gradient))
 
 
-def misfits(model: Path | None) -> dict[str, str]:
+def unsupported_layouts(model: Path | None) -> dict[str, str]:
     """Why layouts (by name) cannot run a model; those that can are not in it. Raises ConfigError for what is no model.
 
     model: a Hugging Face directory; None, the two models made here, which every layout can run.
@@ -65,7 +65,7 @@ def misfits(model: Path | None) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _misfit(layout: VerifyLayout, facts: ModelFacts) -> str:
+def _misfit(layout: LayoutCase, facts: ModelFacts) -> str:
     if layout.experts != (facts.num_experts > 0):
         return f"for {'a mixture of experts' if layout.experts else 'a dense model'}"
     found = check_parallel(
@@ -123,10 +123,10 @@ def _prepare(folder: Path, model: Path, objectives: Sequence[str]) -> Oracle:
     reference = Reference(model, TEMPERATURE)
     with torch.no_grad():
         for index, trajectory in enumerate(trajectories):
-            logp = reference.log_probs(trajectory).tolist()
-            trajectory.behaviour_logp[:] = [
+            log_probs = reference.log_probs(trajectory).tolist()
+            trajectory.rollout_log_probs[:] = [
                 value + batch.shift(index, t) if sampled else 0.0
-                for t, (value, sampled) in enumerate(zip(logp, trajectory.model_mask, strict=True))
+                for t, (value, sampled) in enumerate(zip(log_probs, trajectory.response_mask, strict=True))
             ]
     work: dict[str, Any] = {
         "model": str(model),
@@ -169,7 +169,7 @@ def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle
     if problem:
         return Check(layout, objective, ranks, problem=problem)
     found = torch.load(folder / f"{layout}.pt", weights_only=False)
-    if found["logp"].keys() != oracle.logp.keys():
+    if found["log_probs"].keys() != oracle.log_probs.keys():
         return Check(layout, objective, ranks, problem="the job did not evaluate every sequence")
     expected = oracle.gradient[objective]
     gradient = found["gradient"][objective]
@@ -186,7 +186,9 @@ def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle
         objective,
         ranks,
         loss=abs(found["loss"][objective] - loss) / abs(loss),
-        logp=max(float((found["logp"][key].double() - row).abs().max()) for key, row in oracle.logp.items()),
+        log_probs=max(
+            float((found["log_probs"][key].double() - row).abs().max()) for key, row in oracle.log_probs.items()
+        ),
         gradient=_together(errors) / _together(sizes),
         worst=ratios[worst],
         worst_name=worst,

@@ -18,8 +18,8 @@ from ctpo_kernels.stats import CTPOStats, PerToken
 
 
 def ctpo_loss(
-    log_prob: Tensor,
-    old_log_prob: Tensor | None,
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
     response_mask: Tensor,
     advantages: Tensor,
     cu_seqlens: Tensor,
@@ -41,8 +41,8 @@ def ctpo_loss(
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
     """Policy-gradient loss of packed sequences (arXiv 2605.07331, and its relatives on the same machinery).
 
-    log_prob: float32 `[N]` nats, the only differentiable input (float64 too, in the torch backend).
-    old_log_prob: `[N]`, log-probs the ratio is taken against; None: on-policy (every ratio 1).
+    log_probs: float32 `[N]` nats, the only differentiable input (float64 too, in the torch backend).
+    old_log_probs: `[N]`, log-probs the ratio is taken against; None: on-policy (every ratio 1).
     response_mask: `[N]`, 1 where the policy sampled the token (the model mask): only these enter the prefix sum and
         advance the position.
     advantages: `[N]` or `[B]`. weights: `[N]` or `[B]`, detached factors of the token loss (default 1).
@@ -74,13 +74,13 @@ def ctpo_loss(
         loss_agg_mode=loss_agg_mode,
         loss_scale_factor=loss_scale_factor,
     )
-    batch = PackedTokens.of(log_prob, old_log_prob, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    batch = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
     cp_group = effective(cp_group)
     spec.require_global_counts(cp_group, batch_num_tokens)
     inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch)
     if cp_group is not None:
         batch = context_parallel.pieces(batch)
-    loss, out = _Loss.apply(log_prob, lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token))
+    loss, out = _Loss.apply(log_probs, lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token))
     stats = CTPOStats.from_vector(out.vector)
     return (loss, stats, out.per_token) if return_per_token else (loss, stats)
 
@@ -97,7 +97,7 @@ def whole_pass(
 
     With `cp_group` the segments are `context_parallel.pieces`.
     """
-    implementation = loss_implementation(batch.log_prob)
+    implementation = loss_implementation(batch.log_probs)
     if cp_group is None:
         return implementation.loss_pass(batch, spec, inverse, per_token=per_token)
     state, totals = context_parallel.zigzag(implementation.segment_totals(batch), cp_group)
@@ -117,7 +117,7 @@ class _Loss(torch.autograd.Function):
     """A loss whose gradient comes with it: backward only multiplies it by the upstream scalar."""
 
     @staticmethod
-    def forward(ctx: Any, log_prob: Tensor, compute: Callable[[], LossPass]) -> tuple[Tensor, LossPass]:
+    def forward(ctx: Any, log_probs: Tensor, compute: Callable[[], LossPass]) -> tuple[Tensor, LossPass]:
         out = compute()
         ctx.save_for_backward(out.gradient)
         return out.loss, out

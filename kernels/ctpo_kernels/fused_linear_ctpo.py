@@ -36,7 +36,7 @@ def fused_linear_ctpo(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    old_log_prob: Tensor | None,
+    old_log_probs: Tensor | None,
     response_mask: Tensor,
     advantages: Tensor,
     cu_seqlens: Tensor,
@@ -66,7 +66,7 @@ def fused_linear_ctpo(
 
     hidden, weight, labels, temperature, vocab_size, tp_group, sequence_parallel, chunk_size: as `linear_log_probs`.
     Row i of hidden predicts labels[i]; everything per token is aligned with labels. All others: as `ctpo_loss`;
-    old_log_prob None means on-policy. Rows whose response_mask is 0 are dropped before the first matrix product.
+    old_log_probs None means on-policy. Rows whose response_mask is 0 are dropped before the first matrix product.
     accumulate_into_main_grad: add the weight gradient (float32) to `weight.main_grad` in the forward pass, as
         megatron-core's fused layers do in the backward: sets `weight.grad_added_to_main_grad` and hands autograd a
         placeholder. The upstream scalar must then be 1 (checked in the backward, on CUDA by a device-side assertion).
@@ -93,18 +93,18 @@ def fused_linear_ctpo(
         raise ValueError("accumulate_into_main_grad: weight has no main_grad (megatron's DDP makes it)")
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     # The loss fills in the log-probs as they come.
-    log_prob = torch.zeros(n, dtype=dtype, device=hidden.device)
-    full = PackedTokens.of(log_prob, old_log_prob, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    log_probs = torch.zeros(n, dtype=dtype, device=hidden.device)
+    full = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
     cp_group = arguments.effective(cp_group)
     spec.require_global_counts(cp_group, batch_num_tokens)
     inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, full)
     if cp_group is not None:
         full = context_parallel.pieces(full)
-    rows = active_rows(full.model_mask)
+    rows = active_rows(full.sampled)
     if rows is None:
         batch = full
     else:
-        kept_before = torch.nn.functional.pad(full.model_mask.long().cumsum(0), (1, 0))
+        kept_before = torch.nn.functional.pad(full.sampled.long().cumsum(0), (1, 0))
         batch = full.select(rows, kept_before[full.cu])
     plan = _Plan(
         batch=batch,
@@ -121,8 +121,8 @@ def fused_linear_ctpo(
         head={"group": group, "temperature": temperature, "vocab_size": vocab_size, "chunk_size": chunk_size},
     )
     arguments.check_range(plan.labels, vocab_size or weight.shape[0] * (group.size() if group else 1))
-    loss, vector, log_prob = _Sweep.apply(hidden, weight, plan)
-    return loss, CTPOStats.from_vector(vector), log_prob
+    loss, vector, log_probs = _Sweep.apply(hidden, weight, plan)
+    return loss, CTPOStats.from_vector(vector), log_probs
 
 
 @dataclass(frozen=True)
@@ -161,15 +161,15 @@ class _Sweep(torch.autograd.Function):
 
         two_phases = plan.spec.whole_sequence or plan.cp_group is not None
         sweep = _twice if two_phases else _once
-        log_prob, vector = sweep(head, plan, accumulate if want_hidden or want_weight else None)
+        log_probs, vector = sweep(head, plan, accumulate if want_hidden or want_weight else None)
 
         if want_hidden:
             d_hidden = reduce_d_hidden(scatter(d_hidden, plan.rows, plan.tokens), group, plan.sequence_parallel)
         ctx.gradients = (d_hidden, d_weight)
         ctx.weight, ctx.into_main_grad = weight, plan.into_main_grad
-        log_prob = scatter(log_prob, plan.rows, plan.tokens)
-        ctx.mark_non_differentiable(vector, log_prob)
-        return vector[0].to(head.dtype), vector, log_prob
+        log_probs = scatter(log_probs, plan.rows, plan.tokens)
+        ctx.mark_non_differentiable(vector, log_probs)
+        return vector[0].to(head.dtype), vector, log_probs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -192,31 +192,31 @@ Accumulate = Callable[[Tensor, int, Tensor], None] | None
 
 def _once(head: LinearHead, plan: _Plan, accumulate: Accumulate) -> tuple[Tensor, Tensor]:
     """Log-probs `[M]` and the statistics vector; logits of every chunk are computed once."""
-    implementation = loss_implementation(plan.batch.log_prob)
+    implementation = loss_implementation(plan.batch.log_probs)
     totals = implementation.segment_totals(plan.batch) if plan.spec.per_sequence else None
     state = torch.zeros(plan.batch.segments, 3, dtype=torch.int64, device=plan.batch.cu.device)
     stream = implementation.LossStream(plan.batch, plan.spec, plan.inverse, totals=totals, state=state)
     for start, end in head.chunks():
         merged = head.log_probs(start, end)
-        g = stream.step(start, end, merged.log_prob)
-        plan.batch.log_prob[start:end] = merged.log_prob
+        g = stream.step(start, end, merged.log_probs)
+        plan.batch.log_probs[start:end] = merged.log_probs
         if accumulate is not None:
             accumulate(head.gradient_rows(start, end, merged, g), start, g)
-    return plan.batch.log_prob, stream.finish()
+    return plan.batch.log_probs, stream.finish()
 
 
 def _twice(head: LinearHead, plan: _Plan, accumulate: Accumulate) -> tuple[Tensor, Tensor]:
     """The same when the ratio needs all log-probs first."""
-    lse = torch.empty_like(plan.batch.log_prob)
+    lse = torch.empty_like(plan.batch.log_probs)
     for start, end in head.chunks():
         merged = head.log_probs(start, end)
-        plan.batch.log_prob[start:end], lse[start:end] = merged.log_prob, merged.lse
+        plan.batch.log_probs[start:end], lse[start:end] = merged.log_probs, merged.lse
     out = whole_pass(plan.batch, plan.spec, plan.inverse, plan.cp_group)
     if accumulate is not None:
         for start, end in head.chunks():
             g = out.gradient[start:end]
             accumulate(head.recomputed_gradient_rows(start, end, lse[start:end], g), start, g)
-    return plan.batch.log_prob, out.vector
+    return plan.batch.log_probs, out.vector
 
 
 def _require_one(upstream: Tensor) -> None:

@@ -72,7 +72,7 @@ class LinearHead:
         return merge(arguments.gather_parts(parts, self.group), labels, self.temperature)
 
     def gradient_rows(self, start: int, end: int, merged: Merged, g: Tensor) -> Tensor:
-        """d (sum g logp) / d logits of the rows that `log_probs` saw last, for `accumulate`."""
+        """d (sum g log_probs) / d logits of the rows that `log_probs` saw last, for `accumulate`."""
         if self.triton:
             return self._triton_gradient(start, end, merged.lse, g)
         logits, labels = self._buffer[: end - start], self.labels[start:end]
@@ -228,8 +228,8 @@ def linear_log_probs(
     head = {"group": group, "temperature": temperature, "vocab_size": vocab_size, "chunk_size": chunk_size}
     chosen = pick(labels, rows)
     arguments.check_range(chosen, vocab_size or weight.shape[0] * (group.size() if group else 1))
-    log_prob, entropy = _LinearLogProbs.apply(hidden, weight, chosen, rows, n, sequence_parallel, return_entropy, head)
-    return (log_prob, entropy) if return_entropy else log_prob
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, chosen, rows, n, sequence_parallel, return_entropy, head)
+    return (log_probs, entropy) if return_entropy else log_probs
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -249,14 +249,14 @@ class _LinearLogProbs(torch.autograd.Function):
         head = LinearHead(x, weight, labels, **settings)
         found = [head.log_probs(start, end, entropy=entropy) for start, end in head.chunks()]
         none = x.new_empty(0, dtype=head.dtype)
-        lse, log_prob, entropies = (
-            torch.cat([none, *(getattr(merged, name) for merged in found)]) for name in ("lse", "log_prob", "entropy")
+        lse, log_probs, entropies = (
+            torch.cat([none, *(getattr(merged, name) for merged in found)]) for name in ("lse", "log_probs", "entropy")
         )
         ctx.save_for_backward(hidden, weight, labels, rows, lse)
         ctx.settings, ctx.n, ctx.sequence_parallel = settings, n, sequence_parallel
         entropies = scatter(entropies, rows, n)
         ctx.mark_non_differentiable(entropies)
-        return scatter(log_prob, rows, n), entropies
+        return scatter(log_probs, rows, n), entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable

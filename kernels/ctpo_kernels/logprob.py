@@ -42,8 +42,8 @@ def vocab_parallel_log_probs(
     group = arguments.effective(tp_group)
     shard = arguments.shard_of(logits.shape[1], vocab_size, group)
     arguments.check_range(labels, vocab_size or logits.shape[1] * (group.size() if group else 1))
-    log_prob, entropy = _LogProbs.apply(logits, labels, group, shard, temperature, return_entropy, inplace_backward)
-    return (log_prob, entropy) if return_entropy else log_prob
+    log_probs, entropy = _LogProbs.apply(logits, labels, group, shard, temperature, return_entropy, inplace_backward)
+    return (log_probs, entropy) if return_entropy else log_probs
 
 
 class _LogProbs(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, merged.lse)
         ctx.shard, ctx.temperature, ctx.inplace = shard, temperature, inplace
         ctx.mark_non_differentiable(merged.entropy)
-        return merged.log_prob, merged.entropy
+        return merged.log_probs, merged.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable

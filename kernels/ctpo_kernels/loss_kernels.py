@@ -35,9 +35,9 @@ def _segment_of_slot(slot, cu, segments, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_totals_kernel(
-    logp,
+    log_probs,
     old,
-    model_mask,
+    response_mask,
     loss_mask,
     cu,
     totals,
@@ -53,7 +53,7 @@ def tile_totals_kernel(
     first = tl.load(cu + segment).to(tl.int64)
     index = first + (slot - (first // BLOCK + segment)) * BLOCK + tl.arange(0, BLOCK)
     live = index < tl.load(cu + segment + 1)
-    _, units, bad, model, trained = token(logp, old, model_mask, loss_mask, index, live, HAS_OLD, HAS_LOSS_MASK)
+    _, units, bad, model, trained = token(log_probs, old, response_mask, loss_mask, index, live, HAS_OLD, HAS_LOSS_MASK)
     tl.store(totals + slot, tl.sum(units, 0))
     tl.store(totals + slots + slot, tl.sum(model.to(tl.int32), 0).to(tl.int64))
     tl.store(totals + 2 * slots + slot, tl.sum(bad.to(tl.int32), 0).to(tl.int64))
@@ -62,9 +62,9 @@ def tile_totals_kernel(
 
 @triton.jit
 def tile_kernel(
-    logp,
+    log_probs,
     old,
-    model_mask,
+    response_mask,
     loss_mask,
     advantages,
     weights,
@@ -155,9 +155,9 @@ def tile_kernel(
     index = first + tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = index < end
     units, tokens, bad, counts, loss, excess, squares, largest, smallest, farthest = tile_loss(
-        logp,
+        log_probs,
         old,
-        model_mask,
+        response_mask,
         loss_mask,
         advantages,
         weights,
@@ -215,9 +215,9 @@ def tile_kernel(
 
 @triton.jit
 def segment_kernel(
-    logp,
+    log_probs,
     old,
-    model_mask,
+    response_mask,
     loss_mask,
     advantages,
     weights,
@@ -277,7 +277,7 @@ def segment_kernel(
                 index = start + tl.arange(0, BLOCK)
                 live = index < end
                 _, units, bad, model, trained = token(
-                    logp, old, model_mask, loss_mask, index, live, HAS_OLD, HAS_LOSS_MASK
+                    log_probs, old, response_mask, loss_mask, index, live, HAS_OLD, HAS_LOSS_MASK
                 )
                 units_total += tl.sum(units, 0)
                 tokens_total += tl.sum(model.to(tl.int32), 0).to(tl.int64)
@@ -286,7 +286,7 @@ def segment_kernel(
         elif PER_SEQUENCE:
             for start in range(first, end, BLOCK):
                 index = start + tl.arange(0, BLOCK)
-                _, trained = masks(model_mask, loss_mask, index, index < end, HAS_LOSS_MASK)
+                _, trained = masks(response_mask, loss_mask, index, index < end, HAS_LOSS_MASK)
                 trained_total += tl.sum(trained.to(tl.int32), 0).to(tl.int64)
         scale = _inverse(inverse, INVERSE_POINTER)
         if PER_SEQUENCE:
@@ -316,9 +316,9 @@ def segment_kernel(
         for start in range(first, last, BLOCK):
             index = start + tl.arange(0, BLOCK)
             units, tokens, bad, counts, loss, excess, squares, largest, smallest, farthest = tile_loss(
-                logp,
+                log_probs,
                 old,
-                model_mask,
+                response_mask,
                 loss_mask,
                 advantages,
                 weights,

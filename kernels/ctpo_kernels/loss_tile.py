@@ -15,17 +15,17 @@ POWER_ZERO, POWER_HALF, POWER_MINUS_HALF, POWER_TABLE = (tl.constexpr(i) for i i
 
 
 @triton.jit
-def masks(model_mask, loss_mask, index, live, HAS_LOSS_MASK: tl.constexpr):
+def masks(response_mask, loss_mask, index, live, HAS_LOSS_MASK: tl.constexpr):
     """Response and loss flags; `live`: tokens of the segment."""
-    model = tl.load(model_mask + index, mask=live, other=0) != 0
+    model = tl.load(response_mask + index, mask=live, other=0) != 0
     return model, model & (tl.load(loss_mask + index, mask=live, other=0) != 0) if HAS_LOSS_MASK else model
 
 
 @triton.jit
-def token(logp, old, model_mask, loss_mask, index, live, HAS_OLD: tl.constexpr, HAS_LOSS_MASK: tl.constexpr):
+def token(log_probs, old, response_mask, loss_mask, index, live, HAS_OLD: tl.constexpr, HAS_LOSS_MASK: tl.constexpr):
     """d_t (0 where masked, NaN kept), its int64 units (half to even, NaN as 0), NaN, response and loss flags."""
-    model, trained = masks(model_mask, loss_mask, index, live, HAS_LOSS_MASK)
-    new = tl.load(logp + index, mask=live, other=0.0)
+    model, trained = masks(response_mask, loss_mask, index, live, HAS_LOSS_MASK)
+    new = tl.load(log_probs + index, mask=live, other=0.0)
     d = new - (tl.load(old + index, mask=live, other=0.0) if HAS_OLD else new)
     # Comparisons instead of min and max: those may drop a NaN.
     d = tl.where(d > 20.0, 20.0, d)
@@ -70,9 +70,9 @@ def _position_scale(position, table, live, POWER: tl.constexpr):
 
 @triton.jit
 def tile_loss(
-    logp,
+    log_probs,
     old,
-    model_mask,
+    response_mask,
     loss_mask,
     advantages,
     weights,
@@ -107,7 +107,7 @@ def tile_loss(
     PER_TOKEN: tl.constexpr,
 ):
     """Loss and gradient of one tile: writes the gradient, returns the tile's integer totals and statistics."""
-    d, units, bad, model, trained = token(logp, old, model_mask, loss_mask, index, live, HAS_OLD, HAS_LOSS_MASK)
+    d, units, bad, model, trained = token(log_probs, old, response_mask, loss_mask, index, live, HAS_OLD, HAS_LOSS_MASK)
     units_scan = tl.cumsum(units, 0) + units_before
     # Both counts fit into one int32 scan: a tile holds at most 2^15 tokens.
     both = tl.cumsum(model.to(tl.int32) + (bad.to(tl.int32) << 16), 0)

@@ -22,7 +22,7 @@ UNIT = 2.0**-FRACTION_BITS
 
 @dataclass(frozen=True)
 class LossPass:
-    """loss: scalar. gradient: d loss / d logp_t, `[N]`, 0 at masked tokens; both in the dtype of the log-probs.
+    """loss: scalar. gradient: d loss / d log_probs_t, `[N]`, 0 at masked tokens; both in the dtype of the log-probs.
 
     vector: float64 `[len(SUMS) + len(MAXIMA)]`.
     """
@@ -47,11 +47,11 @@ def position_scale(position: Tensor, power: float, dtype: torch.dtype) -> Tensor
 
 def token_units(batch: PackedTokens) -> tuple[Tensor, Tensor, Tensor]:
     """d_t `[N]` (0 at masked tokens, NaN kept), the same in int64 units (half to even; NaN as 0), int64 NaN flags."""
-    if batch.old_log_prob is None:
-        d = batch.log_prob - batch.log_prob  # 0, and NaN where the log-prob is not finite
+    if batch.old_log_probs is None:
+        d = batch.log_probs - batch.log_probs  # 0, and NaN where the log-prob is not finite
     else:
-        d = (batch.log_prob - batch.old_log_prob).clamp(-D_LIMIT, D_LIMIT)
-    d = torch.where(batch.model_mask, d, 0.0)
+        d = (batch.log_probs - batch.old_log_probs).clamp(-D_LIMIT, D_LIMIT)
+    d = torch.where(batch.sampled, d, 0.0)
     bad = d.isnan()
     units = torch.round(torch.where(bad, 0.0, d).double() * 2.0**FRACTION_BITS).to(torch.int64)
     return d, units, bad.to(torch.int64)
@@ -60,7 +60,7 @@ def token_units(batch: PackedTokens) -> tuple[Tensor, Tensor, Tensor]:
 def segment_totals(batch: PackedTokens) -> Tensor:
     """int64 `[S, 4]`: units, response tokens, NaN among them, loss tokens of each segment."""
     _, units, bad = token_units(batch)
-    columns = (units, batch.model_mask.to(torch.int64), bad, batch.trained.to(torch.int64))
+    columns = (units, batch.sampled.to(torch.int64), bad, batch.trained.to(torch.int64))
     before = [_before(column) for column in columns]
     return torch.stack([b[batch.cu[1:]] - b[batch.cu[:-1]] for b in before], dim=1)
 
@@ -79,9 +79,9 @@ def loss_pass(
     inverse: `LossSpec.inverse_denominator`. state: None starts every segment at zero. totals: None takes each segment
     for a whole sequence.
     """
-    dtype = batch.log_prob.dtype
+    dtype = batch.log_probs.dtype
     segment = torch.searchsorted(batch.cu[1:].contiguous(), _indices(batch), right=True)
-    model, trained = batch.model_mask, batch.trained
+    model, trained = batch.sampled, batch.trained
     if totals is None and (spec.whole_sequence or spec.per_sequence):
         totals = segment_totals(batch)
 
@@ -143,9 +143,9 @@ class LossStream:
         self._batch, self._spec, self._inverse, self._totals, self._state = batch, spec, inverse, totals, state
         self._vector: Tensor | None = None
 
-    def step(self, start: int, end: int, log_prob: Tensor) -> Tensor:
+    def step(self, start: int, end: int, log_probs: Tensor) -> Tensor:
         """Gradient `[end - start]` of the window's tokens, given their log-probs; windows must follow each other."""
-        window = self._batch.window(start, end).with_log_prob(log_prob)
+        window = self._batch.window(start, end).with_log_prob(log_probs)
         out = loss_pass(window, self._spec, self._inverse, state=self._state, totals=self._totals)
         self._state += segment_totals(window)[:, :3]
         self._vector = out.vector if self._vector is None else merge_vectors(self._vector, out.vector)
@@ -183,7 +183,7 @@ def _prefixes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Inclusive sums within each segment, int64 `[N]` each: units, response tokens, NaN flags."""
     result = []
-    for column, values in enumerate((units, batch.model_mask.to(torch.int64), bad)):
+    for column, values in enumerate((units, batch.sampled.to(torch.int64), bad)):
         before = _before(values)
         start = before[batch.cu[:-1]]
         if state is not None:

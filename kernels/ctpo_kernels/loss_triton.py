@@ -54,14 +54,14 @@ def loss_pass(
     block: int | None = None,
 ) -> LossPass:
     """As `loss_torch.loss_pass`. form, block (a power of two up to 2048): the launch; None chooses."""
-    device, n = batch.log_prob.device, batch.tokens
+    device, n = batch.log_probs.device, batch.tokens
     if n == 0 or batch.segments == 0:
         details = _details(n, device) if per_token else None
-        nothing = batch.log_prob.new_zeros(())
-        return LossPass(nothing, torch.zeros_like(batch.log_prob), empty_vector(device), details)
+        nothing = batch.log_probs.new_zeros(())
+        return LossPass(nothing, torch.zeros_like(batch.log_probs), empty_vector(device), details)
     form = form or choose_form(n, batch.segments)
     tokens = _Arguments(batch, spec, inverse, state, totals, positions=None if state is not None else n)
-    gradient = torch.empty_like(batch.log_prob)
+    gradient = torch.empty_like(batch.log_probs)
     details = _details(n, device) if per_token else None
     if form == "segment":
         partials = _launch_segments(tokens, gradient, details, 0, n, block=block)
@@ -79,11 +79,11 @@ class LossStream:
     ) -> None:
         self._batch = batch
         self._arguments = _Arguments(batch, spec, inverse, state, totals, positions=batch.tokens)
-        self._partials = empty_vector(batch.log_prob.device)[:, None].repeat(1, batch.segments)
+        self._partials = empty_vector(batch.log_probs.device)[:, None].repeat(1, batch.segments)
 
-    def step(self, start: int, end: int, log_prob: Tensor) -> Tensor:
-        self._batch.log_prob[start:end] = log_prob
-        gradient = torch.empty_like(log_prob)
+    def step(self, start: int, end: int, log_probs: Tensor) -> Tensor:
+        self._batch.log_probs[start:end] = log_probs
+        gradient = torch.empty_like(log_probs)
         _launch_segments(self._arguments, gradient, None, start, end, partials=self._partials)
         return gradient
 
@@ -103,14 +103,14 @@ class _Arguments:
         totals: Tensor | None,
         positions: int | None,
     ) -> None:
-        none = batch.log_prob  # stands in for pointers that a kernel does not read
+        none = batch.log_probs  # stands in for pointers that a kernel does not read
         self.batch = batch
         power, table = _power(spec.power, batch, positions, totals)
         if isinstance(inverse, Tensor):
             inverse = inverse.to(torch.float32).reshape(1)
         self.tensors = (
-            batch.log_prob,
-            none if batch.old_log_prob is None else batch.old_log_prob,
+            batch.log_probs,
+            none if batch.old_log_probs is None else batch.old_log_probs,
             _readable(batch.response_mask),
             none if batch.loss_mask is None else _readable(batch.loss_mask),
             batch.advantages,
@@ -122,7 +122,7 @@ class _Arguments:
         self.totals = none if totals is None else totals.contiguous()
         self.numbers = (inverse, spec.low, spec.high, spec.dual)
         self.constants: dict[str, Any] = {
-            "HAS_OLD": batch.old_log_prob is not None,
+            "HAS_OLD": batch.old_log_probs is not None,
             "HAS_LOSS_MASK": batch.loss_mask is not None,
             "RATIO": RATIO_MODES.index(spec.ratio),
             "POWER": power,
@@ -180,9 +180,9 @@ def _launch_tiles(
     slots = n // size + segments
     totals = torch.empty(4, slots, dtype=torch.int64, device=gradient.device)
     partials = gradient.new_empty(STATS, slots, dtype=torch.float64)
-    logp, old, model, trained, *_, cu = arguments.tensors
+    log_probs, old, model, trained, *_, cu = arguments.tensors
     kernels.tile_totals_kernel[(slots,)](
-        logp,
+        log_probs,
         old,
         model,
         trained,
@@ -249,7 +249,7 @@ def _power(
         # Context parallelism: pieces on other ranks come before; their tokens are in the totals (one read-back).
         positions = int(totals[:, 1].max()) if totals is not None else batch.tokens
     size = 1 << max(0, math.ceil(math.log2(max(1, positions))))
-    return loss_tile.POWER_TABLE.value, _table(power, size, batch.log_prob.device)
+    return loss_tile.POWER_TABLE.value, _table(power, size, batch.log_probs.device)
 
 
 @functools.lru_cache(maxsize=8)

@@ -14,17 +14,17 @@ from torch import Tensor
 class PackedTokens:
     """Tokens laid end to end, on one device.
 
-    log_prob, old_log_prob: float `[N]` nats (float32, or float64 in the torch backend); old may be None: d_t = 0.
+    log_probs, old_log_probs: float `[N]` nats (float32, or float64 in the torch backend); old may be None: d_t = 0.
     response_mask, loss_mask: numbers or bool `[N]`, as given; loss_mask may be None: the response mask.
     advantages, weights: float `[N]`, or `[S, 1]` for one value a segment; weights may be None: 1.
     cu_seqlens: integers `[S + 1]`, segment s is `cu[s] : cu[s + 1]`; what lies behind cu[S] is padding.
 
-    Kernels read masks and boundaries as they are, so that a call needs no launches to prepare them; `model_mask`,
+    Kernels read masks and boundaries as they are, so that a call needs no launches to prepare them; `sampled`,
     `trained` and `cu` are the same brought into one form.
     """
 
-    log_prob: Tensor
-    old_log_prob: Tensor | None
+    log_probs: Tensor
+    old_log_probs: Tensor | None
     response_mask: Tensor
     loss_mask: Tensor | None
     advantages: Tensor
@@ -33,7 +33,7 @@ class PackedTokens:
 
     @property
     def tokens(self) -> int:
-        return self.log_prob.numel()
+        return self.log_probs.numel()
 
     @property
     def segments(self) -> int:
@@ -45,7 +45,7 @@ class PackedTokens:
         return self.cu_seqlens.to(torch.int64)
 
     @cached_property
-    def model_mask(self) -> Tensor:
+    def sampled(self) -> Tensor:
         """bool `[N]`: response tokens, no padding."""
         mask, cu, n = self.response_mask != 0, self.cu, self.tokens
         if cu.device.type == "cpu" and int(cu[-1]) == n:
@@ -54,12 +54,12 @@ class PackedTokens:
 
     @cached_property
     def trained(self) -> Tensor:
-        """bool `[N]`: tokens whose loss counts, a subset of `model_mask`."""
-        return self.model_mask if self.loss_mask is None else self.model_mask & (self.loss_mask != 0)
+        """bool `[N]`: tokens whose loss counts, a subset of `sampled`."""
+        return self.sampled if self.loss_mask is None else self.sampled & (self.loss_mask != 0)
 
-    def with_log_prob(self, log_prob: Tensor) -> PackedTokens:
+    def with_log_prob(self, log_probs: Tensor) -> PackedTokens:
         """The same batch with other log-probs."""
-        return replace(self, log_prob=log_prob)
+        return replace(self, log_probs=log_probs)
 
     def select(self, rows: Tensor, cu: Tensor) -> PackedTokens:
         """The batch of the tokens `rows` (int64 `[M]`, ascending) with their boundaries `cu`; all of them in order."""
@@ -92,8 +92,8 @@ class PackedTokens:
     @classmethod
     def of(
         cls,
-        log_prob: Tensor,
-        old_log_prob: Tensor | None,
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
         response_mask: Tensor,
         advantages: Tensor,
         cu_seqlens: Tensor,
@@ -105,13 +105,13 @@ class PackedTokens:
         The values of `cu_seqlens` are checked where that needs no device synchronisation: when it lies on the CPU.
         Raises TypeError for dtypes, ValueError for shapes, devices and boundaries; each names the argument.
         """
-        device, n = log_prob.device, log_prob.numel()
-        if log_prob.dtype not in (torch.float32, torch.float64):
+        device, n = log_probs.device, log_probs.numel()
+        if log_probs.dtype not in (torch.float32, torch.float64):
             raise TypeError(
-                f"log_prob must be float32 (or float64): the cumulative ratio adds up the rounding of {log_prob.dtype}"
+                f"log_probs must be float32 or float64: the cumulative ratio adds up the rounding of {log_probs.dtype}"
             )
-        if log_prob.dim() != 1:
-            raise ValueError(f"log_prob must be packed [N]; got shape {list(log_prob.shape)}")
+        if log_probs.dim() != 1:
+            raise ValueError(f"log_probs must be packed [N]; got shape {list(log_probs.shape)}")
         if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
             raise TypeError(f"cu_seqlens must be integers; got {cu_seqlens.dtype}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
@@ -122,7 +122,7 @@ class PackedTokens:
                 raise ValueError(f"cu_seqlens must rise from 0 to at most {n}; got {cu_seqlens.tolist()}")
         b = cu_seqlens.numel() - 1
         given = {
-            "old_log_prob": (old_log_prob, False),
+            "old_log_probs": (old_log_probs, False),
             "response_mask": (response_mask, False),
             "advantages": (advantages, True),
             "loss_mask": (loss_mask, False),
@@ -135,8 +135,8 @@ class PackedTokens:
                 also = f" or [{b}]" if per_sequence else ""
                 raise ValueError(f"{name} has shape {list(value.shape)}; expected [{n}]{also}")
             if value.device != device:
-                raise ValueError(f"{name} is on {value.device}, log_prob on {device}: move it")
-        dtype = log_prob.dtype
+                raise ValueError(f"{name} is on {value.device}, log_probs on {device}: move it")
+        dtype = log_probs.dtype
 
         def column(values: Tensor) -> Tensor:
             # With N == B a flat tensor is per token, as in the objective room.
@@ -144,8 +144,8 @@ class PackedTokens:
             return flat if flat.shape == (n,) else flat[:, None]
 
         return cls(
-            log_prob.detach().contiguous(),
-            None if old_log_prob is None else old_log_prob.detach().to(dtype).contiguous(),
+            log_probs.detach().contiguous(),
+            None if old_log_probs is None else old_log_probs.detach().to(dtype).contiguous(),
             response_mask.contiguous(),
             None if loss_mask is None else loss_mask.contiguous(),
             column(advantages),

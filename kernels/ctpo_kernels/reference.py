@@ -25,7 +25,7 @@ Row = list[float]
 class LossReference:
     """loss: aggregated. All lists `[N]`, 0 where they do not apply.
 
-    gradient: d loss / d logp_t. token_loss: l_t w_t before aggregation. log_ratio: log r_t before the cap, nats, at
+    gradient: d loss / d log p_t. token_loss: l_t w_t before aggregation. log_ratio: log r_t before the cap, nats, at
     response tokens. prefix: S_t, nats, at response tokens. clip: 0 inside the window, 1 above it (A > 0), 2 below it
     (A < 0), 3 beyond the dual bound (A < 0), 4 inside but above the cap. stats: by the names in SUMS and MAXIMA.
     """
@@ -41,26 +41,26 @@ class LossReference:
 
 @dataclass(frozen=True)
 class LogProbsReference:
-    """log_prob, entropy: `[N]`, nats. d_logits: `[N][V]`, derivative of sum_i g_i log_prob_i, 0 in padding columns."""
+    """log_probs, entropy: `[N]`, nats. d_logits: `[N][V]`, derivative of sum_i g_i log_prob_i, 0 in padding columns."""
 
-    log_prob: Row
+    log_probs: Row
     entropy: Row
     d_logits: list[Row]
 
 
 @dataclass(frozen=True)
 class LinearReference:
-    """loss: of `log_prob` `[N]` (0 where masked). d_hidden `[N][H]`, d_weight `[V][H]`: its gradients."""
+    """loss: of `log_probs` `[N]` (0 where masked). d_hidden `[N][H]`, d_weight `[V][H]`: its gradients."""
 
     loss: LossReference
-    log_prob: Row
+    log_probs: Row
     d_hidden: list[Row]
     d_weight: list[Row]
 
 
 def ctpo_loss_reference(
-    log_prob: Numbers,
-    old_log_prob: Numbers | None,
+    log_probs: Numbers,
+    old_log_probs: Numbers | None,
     response_mask: Numbers,
     advantages: Numbers,
     cu_seqlens: Numbers,
@@ -79,10 +79,10 @@ def ctpo_loss_reference(
     global_batch_size: float | None = None,
 ) -> LossReference:
     """What `ctpo_loss` computes, with its arguments, tensors or lists. Raises KeyError for an unknown mode."""
-    new = _list(log_prob)
+    new = _list(log_probs)
     n = len(new)
     bounds = [int(x) for x in _list(cu_seqlens)]
-    old = new if old_log_prob is None else _list(old_log_prob)
+    old = new if old_log_probs is None else _list(old_log_probs)
     response = [x != 0 for x in _list(response_mask)]
     counted = response if loss_mask is None else [m and x != 0 for m, x in zip(response, _list(loss_mask), strict=True)]
     sequence_of = _sequence_of(bounds, n)
@@ -174,7 +174,7 @@ def log_probs_reference(
     vocab_size: int | None = None,
     g: Numbers | None = None,
 ) -> LogProbsReference:
-    """log softmax(logits / temperature)[label] of each row, its entropy, and d (sum g log_prob) / d logits.
+    """log softmax(logits / temperature)[label] of each row, its entropy, and d (sum g log_probs) / d logits.
 
     logits: `[N][V]`; columns from `vocab_size` on are padding. labels: `[N]`; IGNORED_LABEL gives 0 and no gradient, a
     label outside the vocabulary NaN. g: `[N]`, default 1.
@@ -192,12 +192,12 @@ def log_probs_reference(
             log_total = top + math.log(total)
             probabilities = [math.exp(x - top) / total for x in z]
         known = 0 <= label < len(z)
-        log_prob = 0.0 if label == IGNORED_LABEL else z[label] - log_total if known else math.nan
+        log_probs = 0.0 if label == IGNORED_LABEL else z[label] - log_total if known else math.nan
         entropy = log_total - math.fsum(p * x for p, x in zip(probabilities, z, strict=True) if p != 0)
         slope = 0.0 if label == IGNORED_LABEL else factor / temperature
         onehot = [float(column == label) for column in range(len(z))]
         gradient = [slope * (hot - p) if slope != 0 else 0.0 for hot, p in zip(onehot, probabilities, strict=True)]
-        out.log_prob.append(log_prob)
+        out.log_probs.append(log_probs)
         out.entropy.append(entropy)
         out.d_logits.append(gradient + [0.0] * (len(row) - len(z)))
     return out
@@ -207,7 +207,7 @@ def linear_ctpo_reference(
     hidden: Tensor | Sequence[Row],
     weight: Tensor | Sequence[Row],
     labels: Numbers,
-    old_log_prob: Numbers | None,
+    old_log_probs: Numbers | None,
     response_mask: Numbers,
     advantages: Numbers,
     cu_seqlens: Numbers,
@@ -225,12 +225,12 @@ def linear_ctpo_reference(
     logits = [[math.fsum(a * b for a, b in zip(x[i], column, strict=True)) for column in w] for i in rows]
     own_labels = [all_labels[i] for i in rows]
     found = log_probs_reference(logits, own_labels, temperature, vocab_size)
-    log_prob = [0.0] * len(x)
-    for i, value in zip(rows, found.log_prob, strict=True):
-        log_prob[i] = value
+    log_probs = [0.0] * len(x)
+    for i, value in zip(rows, found.log_probs, strict=True):
+        log_probs[i] = value
     loss = ctpo_loss_reference(
-        log_prob, old_log_prob, response_mask, advantages, cu_seqlens, **loss_keywords
-    )  # d logp / d logits is taken once more below, with the loss's gradient as the upstream one
+        log_probs, old_log_probs, response_mask, advantages, cu_seqlens, **loss_keywords
+    )  # d log_probs / d logits is taken once more below, with the loss's gradient as the upstream one
     upstream = [loss.gradient[i] for i in rows]
     d_logits = log_probs_reference(logits, own_labels, temperature, vocab_size, upstream).d_logits
     d_hidden = [[0.0] * width for _ in x]
@@ -240,7 +240,7 @@ def linear_ctpo_reference(
         [math.fsum(dz[v] * x[i][h] for i, dz in zip(rows, d_logits, strict=True)) for h in range(width)]
         for v in range(len(w))
     ]
-    return LinearReference(loss, log_prob, d_hidden, d_weight)
+    return LinearReference(loss, log_probs, d_hidden, d_weight)
 
 
 def _list(values: Numbers) -> Row:

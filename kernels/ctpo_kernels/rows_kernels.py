@@ -55,7 +55,7 @@ def row_stats_kernel(
 
 @triton.jit
 def merge_kernel(
-    parts, labels, log_prob, lse, entropy, rows, inverse_temperature, SHARDS: tl.constexpr, BLOCK: tl.constexpr
+    parts, labels, log_probs, lse, entropy, rows, inverse_temperature, SHARDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Grid: blocks of rows. parts `[SHARDS, C, 4]` -> log-prob, lse, entropy, adding the shards in rank order."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -84,7 +84,7 @@ def merge_kernel(
     log_total = tl.log(total)
     label = tl.load(labels + row, mask=live, other=0)
     found = target - log_total
-    tl.store(log_prob + row, tl.where(label == IGNORED_LABEL, 0.0, found), mask=live)
+    tl.store(log_probs + row, tl.where(label == IGNORED_LABEL, 0.0, found), mask=live)
     tl.store(lse + row, shift * inverse_temperature + log_total, mask=live)
     tl.store(entropy + row, log_total - weighted / total, mask=live)
 

@@ -39,9 +39,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Merged:
-    """log_prob, lse, entropy: float `[C]`, nats; lse is log sum exp of logits / T over the whole vocabulary."""
+    """log_probs, lse, entropy: float `[C]`, nats; lse is log sum exp of logits / T over the whole vocabulary."""
 
-    log_prob: Tensor
+    log_probs: Tensor
     lse: Tensor
     entropy: Tensor
 
@@ -80,17 +80,17 @@ def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
     log_total = total.log()
     absent = targets.isnan()
     target = torch.where(absent.all(dim=0), torch.nan, torch.where(absent, float("-inf"), targets + away).amax(dim=0))
-    log_prob = torch.where(labels == IGNORED_LABEL, 0.0, target - log_total)
+    log_probs = torch.where(labels == IGNORED_LABEL, 0.0, target - log_total)
     # Each shard's sum of e^(z - m)(z - m) is around its own maximum m; an empty shard has m = -inf and adds nothing.
     apart = torch.where(factor == 0, 0.0, away)
     entropy = log_total - (factor * (weighted + apart * sums)).sum(dim=0) / total
-    return Merged(log_prob, shift * (1.0 / temperature) + log_total, entropy)
+    return Merged(log_probs, shift * (1.0 / temperature) + log_total, entropy)
 
 
 def gradient_after_stats(
     exponentials: Tensor, parts: Tensor, merged: Merged, labels: Tensor, g: Tensor, shard: Shard, temperature: float
 ) -> Tensor:
-    """d (sum_i g_i logp_i) / d logits `[C, V]`, in place of what `row_stats` left; parts: this shard's statistics."""
+    """d (sum_i g_i log p_i) / d logits `[C, V]`, in place of what `row_stats` left; parts: this shard's statistics."""
     largest = parts[:, 0]
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     g = g / temperature

@@ -43,13 +43,13 @@ def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, 
 def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
     """As `rows_torch.merge_stats`, in one launch."""
     shards, rows, _ = parts.shape
-    log_prob, lse, entropy = torch.empty(3, rows, dtype=torch.float32, device=parts.device).unbind()
+    log_probs, lse, entropy = torch.empty(3, rows, dtype=torch.float32, device=parts.device).unbind()
     if rows:
         grid = (triton.cdiv(rows, MERGE[0]),)
         kernels.merge_kernel[grid](
             parts.contiguous(),
             labels,
-            log_prob,
+            log_probs,
             lse,
             entropy,
             rows,
@@ -58,7 +58,7 @@ def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
             BLOCK=MERGE[0],
             num_warps=MERGE[1],
         )
-    return Merged(log_prob, lse, entropy)
+    return Merged(log_probs, lse, entropy)
 
 
 def gradient_into(

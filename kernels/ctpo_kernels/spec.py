@@ -12,7 +12,7 @@ import torch
 from ctpo_kernels.packed import PackedTokens
 
 D_LIMIT = 20.0
-"""|logp_t - old_t| above this (nats) is cut before it enters a sum."""
+"""|log_probs_t - old_t| above this (nats) is cut before it enters a sum."""
 
 LOG_RATIO_CAP = 10.0
 """log r_t above this (nats) is cut, and its gradient is zero."""

@@ -10,7 +10,7 @@ SUMS = (
     "loss",  # share of the aggregated loss
     "loss_tokens",
     "model_tokens",
-    "minus_d",  # sum over response tokens of old_t - logp_t, nats
+    "minus_d",  # sum over response tokens of old_t - log_probs_t, nats
     "ratio_excess",  # sum over loss tokens of r_t - 1; around 1 because r stays there, and the variance would cancel
     "ratio_excess_squared",
     "clip_high",

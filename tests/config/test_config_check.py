@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import Config, ConfigError, Layout, ModelFacts, check, facts_for, load_with_sources, validate
+from ctpo_megatron.config import Config, ConfigError, ModelFacts, Plan, check, facts_for, load_with_sources, validate
 from ctpo_megatron.config.keys import known_paths
 
 Make = Callable[..., Config]
@@ -80,7 +80,7 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
             ["policy.mini_batch_prompts=4"],
             "= 32 sequences cannot be shared evenly; make it divisible by the 3",
         ),
-        (["warmup.data=[base.yaml]", "warmup.steps=1"], "warmup.traces_per_step = 32: cannot be shared evenly"),
+        (["sft.data=[base.yaml]", "sft.steps=1"], "sft.conversations_per_step = 32: cannot be shared evenly"),
         (
             ["rollout.max_response_tokens=200"],
             "max_model_len = 256: is less than data.max_prompt_tokens (64)",
@@ -408,7 +408,7 @@ def test_experts_that_cannot_be_routed(tmp_path: Path, changes: dict[str, Any], 
 
 
 def test_layout_arithmetic(config_with: Make) -> None:
-    layout = Layout.of(config_with("policy.tensor_model_parallel_size=2", "data.eval=[x]", "eval.every=3"), 8)
+    layout = Plan.of(config_with("policy.tensor_model_parallel_size=2", "data.eval=[x]", "eval.every=3"), 8)
     assert (layout.data_parallel, layout.sequences_per_batch, layout.mini_batches) == (4, 256, 8)
     assert (layout.sequences_per_mini_batch, layout.sequences_per_rank, layout.optimizer_steps) == (32, 8, 32)
     assert (layout.max_sequence_tokens, layout.max_batch_tokens) == (240, 61440)
@@ -418,4 +418,4 @@ def test_layout_arithmetic(config_with: Make) -> None:
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 2), (1, 5), (2, 3), (4, 2), (9, 2)])
 def test_evaluations(config_with: Make, every: int, expected: int) -> None:
-    assert Layout.of(config_with("data.eval=[x]", f"eval.every={every}"), 1).evaluations == expected
+    assert Plan.of(config_with("data.eval=[x]", f"eval.every={every}"), 1).evaluations == expected

@@ -36,10 +36,10 @@ def test_interpolation_sees_schema_defaults(config_with: Callable[..., Config]) 
 
 
 def test_partly_given_section_keeps_the_defaults_of_its_place(config_with: Callable[..., Config]) -> None:
-    warmup = config_with("warmup.data=[a]", "warmup.steps=5", "warmup.optimizer.weight_decay=0.5").warmup
-    assert warmup is not None
-    assert warmup.optimizer.lr == 3e-3
-    assert warmup.optimizer.weight_decay == 0.5
+    sft = config_with("sft.data=[a]", "sft.steps=5", "sft.optimizer.weight_decay=0.5").sft
+    assert sft is not None
+    assert sft.optimizer.lr == 3e-3
+    assert sft.optimizer.weight_decay == 0.5
 
 
 def test_config_is_frozen(config_with: Callable[..., Config]) -> None:
@@ -48,7 +48,7 @@ def test_config_is_frozen(config_with: Callable[..., Config]) -> None:
 
 
 def test_dump_round_trips(config_with: Callable[..., Config], tmp_path: Path) -> None:
-    config = config_with("run.name='1e5'", "warmup.data=[a]", "warmup.steps=5", "rollout.engine.extra={a_b: [1, x]}")
+    config = config_with("run.name='1e5'", "sft.data=[a]", "sft.steps=5", "rollout.engine.extra={a_b: [1, x]}")
     (tmp_path / "resolved.yaml").write_text(dump(config))
     assert load_config(tmp_path / "resolved.yaml") == config
 
@@ -58,9 +58,9 @@ def test_last_override_wins(config_with: Callable[..., Config]) -> None:
 
 
 def test_optional_section_can_be_switched_off(base: Path) -> None:
-    (base.parent / "child.yaml").write_text("defaults: base.yaml\nwarmup: {data: [a], steps: 3}\n")
-    assert load_config("child.yaml").warmup is not None
-    assert load_config("child.yaml", ["warmup=null"]).warmup is None
+    (base.parent / "child.yaml").write_text("defaults: base.yaml\nsft: {data: [a], steps: 3}\n")
+    assert load_config("child.yaml").sft is not None
+    assert load_config("child.yaml", ["sft=null"]).sft is None
 
 
 def test_defaults_are_read_first_and_recursively(base: Path) -> None:
@@ -122,8 +122,8 @@ def test_message_says_how_many(base: Path) -> None:
     [
         ("+policy.threads=3", '+policy.threads = "3": no `+` here; every known key can be set: policy.threads=3'),
         ("++policy.threads=3", "every known key can be set: policy.threads=3"),
-        ("~warmup", "~warmup: no `~` here; an optional section or value is switched off with warmup=null"),
-        ("~warmup.data=1", "is switched off with warmup.data=null"),
+        ("~sft", "~sft: no `~` here; an optional section or value is switched off with sft=null"),
+        ("~sft.data=1", "is switched off with sft.data=null"),
         ("--policy.threads=3", "no dashes here; write policy.threads=3"),
         ("data.train.0=x", "an item of a list cannot be set alone; give the whole list: data.train=[first,second]"),
         ("data.train[0]=x", "give the whole list: data.train=[first,second]"),
@@ -147,7 +147,7 @@ def test_unreadable_override_does_not_hide_the_others(refusal: Refusal) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("policy.lr=1", "unknown key; did you mean policy.optimizer.lr or warmup.optimizer.lr?"),
+        ("policy.lr=1", "unknown key; did you mean policy.optimizer.lr or sft.optimizer.lr?"),
         ("rollout.samples=4", "did you mean"),
         ("rolout.engines=4", 'rolout = {"engines": 4}: unknown key; did you mean rollout?'),
         ("policy.micro_batch_token=4", "did you mean policy.micro_batch_tokens?"),
@@ -166,7 +166,7 @@ def test_unreadable_override_does_not_hide_the_others(refusal: Refusal) -> None:
         ("data.train=[]", "data.train = []: wrong number of items; give at least 1"),
         ("eval=null", "eval = null: a section must be a mapping"),
         ("policy=3", "policy = 3: a section must be a mapping"),
-        ("warmup.steps=3", "warmup.data: required, but not given; add it: parquet files with a column `messages`"),
+        ("sft.steps=3", "sft.data: required, but not given; add it: parquet files with a column `messages`"),
         ("run.root=${run.rot}", "Interpolation key 'run.rot' not found; did you mean run.root?"),
         ("run.root=${oc.env:CTPO_NO_SUCH_VARIABLE}", "Environment variable 'CTPO_NO_SUCH_VARIABLE' not found"),
         ("run.root=${run.root}", "Recursive interpolation detected"),

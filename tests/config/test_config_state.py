@@ -74,16 +74,16 @@ def test_a_checkpoint_to_load_must_be_complete_and_of_another_or_a_resumed_run(c
 
 def test_going_back_to_an_older_checkpoint_of_the_run_is_said(config_with: Make) -> None:
     checkpoints = config_with().run.directory / "checkpoints"
-    for name in ("step_000002", "step_000006", "given_up_step_000009"):
+    for name in ("step_000002", "step_000006", "discarded_step_000009"):
         (checkpoints / name).mkdir(parents=True)
         (checkpoints / name / "COMPLETE.json").touch()
     resumed = ("run.resume=true", "checkpoint.every=1")
     assert found(config_with(f"checkpoint.load={checkpoints}/step_000006", *resumed)) == []
     (text,) = found(config_with(f"checkpoint.load={checkpoints}/step_000002", *resumed))
     assert text.startswith("warning: checkpoint.load") and "up to step_000006, now and at every restart" in text
-    (text,) = found(config_with(f"checkpoint.load={checkpoints}/given_up_step_000009", *resumed))
+    (text,) = found(config_with(f"checkpoint.load={checkpoints}/discarded_step_000009", *resumed))
     assert text.startswith("error: checkpoint.load") and "was given up by this run" in text
-    assert found(config_with(f"checkpoint.load={checkpoints}/given_up_step_000009", "run.name=other")) == []
+    assert found(config_with(f"checkpoint.load={checkpoints}/discarded_step_000009", "run.name=other")) == []
 
 
 def test_the_best_need_a_metric_that_is_computed(config_with: Make) -> None:

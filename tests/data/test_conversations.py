@@ -20,29 +20,29 @@ def write(path, conversations) -> str:
 
 
 @pytest.fixture(scope="module")
-def traces(toolmath, tokenizer) -> list[Trajectory]:
-    return load_conversations([str(toolmath / "warmup.parquet")], tokenizer)
+def records(toolmath, tokenizer) -> list[Trajectory]:
+    return load_conversations([str(toolmath / "sft.parquet")], tokenizer)
 
 
-def test_segments_equal_the_whole_text(toolmath, tokenizer, traces):
-    conversations = pq.read_table(toolmath / "warmup.parquet")["messages"].to_pylist()
-    assert len(traces) == len(conversations)
-    for messages, trace in zip(conversations, traces, strict=True):
+def test_segments_equal_the_whole_text(toolmath, tokenizer, records):
+    conversations = pq.read_table(toolmath / "sft.parquet")["messages"].to_pylist()
+    assert len(records) == len(conversations)
+    for messages, record in zip(conversations, records, strict=True):
         text = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
-        assert trace.token_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert record.token_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_the_model_is_taught_its_turns_with_their_end_and_nothing_else(toolmath, tokenizer, traces):
-    conversations = pq.read_table(toolmath / "warmup.parquet")["messages"].to_pylist()
-    for messages, trace in zip(conversations, traces, strict=True):
-        assert trace.model_mask == trace.loss_mask
-        said = [token for token, mask in zip(trace.token_ids, trace.loss_mask, strict=True) if mask]
+def test_the_model_is_taught_its_turns_with_their_end_and_nothing_else(toolmath, tokenizer, records):
+    conversations = pq.read_table(toolmath / "sft.parquet")["messages"].to_pylist()
+    for messages, record in zip(conversations, records, strict=True):
+        assert record.response_mask == record.loss_mask
+        said = [token for token, mask in zip(record.token_ids, record.loss_mask, strict=True) if mask]
         wanted = "".join(message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant")
         assert tokenizer.decode(said) == wanted
-        assert max(trace.turn) == sum(message["role"] == "assistant" for message in messages)
-        assert trace.turn == sorted(trace.turn)
-        assert trace.loss_mask[0] == 0 and trace.loss_mask[-1] == 1
-    assert traces[7].prompt_id == "warmup/7"
+        assert max(record.turn) == sum(message["role"] == "assistant" for message in messages)
+        assert record.turn == sorted(record.turn)
+        assert record.loss_mask[0] == 0 and record.loss_mask[-1] == 1
+    assert records[7].prompt_id == "sft/7"
 
 
 def test_a_template_that_rewrites_history_is_refused(tmp_path, tokenizer):
@@ -77,28 +77,28 @@ def test_missing_column(tmp_path, tokenizer):
         load_conversations([str(tmp_path / "a.parquet")], tokenizer)
 
 
-def test_batches_are_full_reproducible_and_use_every_trace_once_an_epoch(traces):
-    per_epoch = len(traces) // 32
-    first = list(itertools.islice(batches(traces, 32, seed=0), per_epoch))
-    again = list(itertools.islice(batches(traces, 32, seed=0), per_epoch))
-    other = list(itertools.islice(batches(traces, 32, seed=1), per_epoch))
-    names = [[trace.prompt_id for trace in batch] for batch in first]
-    assert names == [[trace.prompt_id for trace in batch] for batch in again]
-    assert names != [[trace.prompt_id for trace in batch] for batch in other]
+def test_batches_are_full_reproducible_and_use_every_conversation_once_an_epoch(records):
+    per_epoch = len(records) // 32
+    first = list(itertools.islice(batches(records, 32, seed=0), per_epoch))
+    again = list(itertools.islice(batches(records, 32, seed=0), per_epoch))
+    other = list(itertools.islice(batches(records, 32, seed=1), per_epoch))
+    names = [[record.prompt_id for record in batch] for batch in first]
+    assert names == [[record.prompt_id for record in batch] for batch in again]
+    assert names != [[record.prompt_id for record in batch] for batch in other]
     assert all(len(batch) == 32 for batch in first)
     used = list(itertools.chain(*names))
     assert len(used) == len(set(used)) == per_epoch * 32
 
 
-def test_batches_hold_traces_of_similar_length(traces):
+def test_batches_hold_conversations_of_similar_length(records):
     def padding(groups: list[list[Trajectory]]) -> int:
         return sum(max(map(len, group)) * len(group) - sum(map(len, group)) for group in groups)
 
-    bucketed = list(itertools.islice(batches(traces, 32, seed=0), len(traces) // 32))
-    plain = [traces[start : start + 32] for start in range(0, len(traces) - 31, 32)]
+    bucketed = list(itertools.islice(batches(records, 32, seed=0), len(records) // 32))
+    plain = [records[start : start + 32] for start in range(0, len(records) - 31, 32)]
     assert padding(bucketed) < padding(plain) / 3
 
 
-def test_too_few_traces(traces):
-    with pytest.raises(ValueError, match=r"3 traces cannot fill a batch of 4: lower warmup\.traces_per_step"):
-        batches(traces[:3], 4, seed=0)
+def test_too_few_conversations(records):
+    with pytest.raises(ValueError, match=r"3 conversations cannot fill a batch of 4: lower sft\."):
+        batches(records[:3], 4, seed=0)

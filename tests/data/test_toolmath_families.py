@@ -11,8 +11,8 @@ from random import Random
 import pytest
 
 from ctpo_megatron.config.schema import CorruptionConfig
+from ctpo_megatron.data.toolmath.conversations import conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, draw_problem, run
-from ctpo_megatron.data.toolmath.traces import trace
 
 CLEAN = CorruptionConfig(guess=0, wrong_common=0, wrong_rare=0, no_print=0, no_box=0)
 PER_FAMILY = 12
@@ -49,7 +49,7 @@ def _calls(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
 def test_observations_are_what_the_interpreter_prints(corruption):
     rng = Random(3)
     problems = [draw_problem(family, rng) for family in FAMILIES for _ in range(PER_FAMILY)]
-    calls = [call for problem in problems for call in _calls(trace(problem, corruption, rng))]
+    calls = [call for problem in problems for call in _calls(conversation(problem, corruption, rng))]
     assert len(calls) > len(problems) / 2
     assert _executed([code for code, _ in calls]) == [observation for _, observation in calls]
 
@@ -58,7 +58,7 @@ def test_a_clean_trace_ends_with_the_boxed_answer():
     rng = Random(1)
     for family in FAMILIES:
         problem = draw_problem(family, rng)
-        messages = trace(problem, CLEAN, rng)
+        messages = conversation(problem, CLEAN, rng)
         assert messages[0] == {"role": "user", "content": problem.question}
         assert messages[-1]["content"] == f"The answer is \\boxed{{{problem.answer}}}."
         assert _calls(messages)[-1][1] == str(problem.answer)
@@ -88,7 +88,7 @@ def test_the_mixture_has_the_configured_rates():
     total = 6000
     for index in range(total):
         problem = draw_problem(FAMILIES[index % len(FAMILIES)], rng)
-        messages = trace(problem, corruption, rng)
+        messages = conversation(problem, corruption, rng)
         counts["guess"] += len(messages) == 2
         counts["no_print"] += len(messages) > 2 and messages[-2]["content"] == ""
         counts["no_box"] += "boxed" not in messages[-1]["content"]

@@ -23,11 +23,11 @@ def _questions(path) -> list[str]:
 
 def test_splits_do_not_overlap(toolmath):
     train, heldout = _questions(toolmath / "train.parquet"), _questions(toolmath / "heldout.parquet")
-    warmup = [row[0]["content"] for row in pq.read_table(toolmath / "warmup.parquet")["messages"].to_pylist()]
+    sft = [row[0]["content"] for row in pq.read_table(toolmath / "sft.parquet")["messages"].to_pylist()]
     assert len(train) == len(set(train)) == 70
     assert len(heldout) == len(set(heldout)) == 28
-    assert len(warmup) == 400
-    assert not set(heldout) & (set(train) | set(warmup))
+    assert len(sft) == 400
+    assert not set(heldout) & (set(train) | set(sft))
 
 
 def test_rows_follow_the_schema(toolmath):
@@ -44,7 +44,7 @@ def test_same_seed_same_files_other_seed_other_files(toolmath, tmp_path):
 
     prepare(small_config(tmp_path / "same"))
     prepare(small_config(tmp_path / "other", seed=1))
-    for name in ("train", "heldout", "warmup"):
+    for name in ("train", "heldout", "sft"):
         table = pq.read_table(toolmath / f"{name}.parquet")
         assert table.equals(pq.read_table(tmp_path / "same" / f"{name}.parquet"))
         assert not table.equals(pq.read_table(tmp_path / "other" / f"{name}.parquet"))

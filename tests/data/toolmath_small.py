@@ -8,5 +8,5 @@ from ctpo_megatron.config.schema import PrepareConfig
 
 
 def small_config(directory: Path, **changes: object) -> PrepareConfig:
-    sizes = {"train_prompts": 70, "heldout_prompts": 28, "warmup_traces": 400, "tokenizer_traces": 400}
+    sizes = {"train_prompts": 70, "heldout_prompts": 28, "sft_conversations": 400, "tokenizer_conversations": 400}
     return PrepareConfig(directory=str(directory), **{**sizes, **changes})

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctpo_megatron.observe import MetricsWriter
+    from ctpo_megatron.tracking import MetricsWriter
 
 
 def half_a_line(writer: MetricsWriter, *_: Any) -> None:
@@ -33,10 +33,10 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     # Imported here: processes that the job spawns import this file, and need none of it.
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from ctpo_megatron.observe import MetricsWriter
     from ctpo_megatron.policy import Policy, checkpoint_files
     from ctpo_megatron.rewards import RewardPool
     from ctpo_megatron.rollout import Replay
+    from ctpo_megatron.tracking import MetricsWriter
 
     return {
         "sample": (Replay, "generate", None),

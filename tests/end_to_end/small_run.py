@@ -16,17 +16,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "warmup.steps=40",
+    "sft.steps=40",
     "run.steps=3",
     "prepare.train_prompts=64",
     "prepare.heldout_prompts=16",
-    "prepare.warmup_traces=640",
-    "prepare.tokenizer_traces=400",
+    "prepare.sft_conversations=640",
+    "prepare.tokenizer_conversations=400",
     "rollout.prompts_per_step=4",
     "policy.mini_batch_prompts=2",
     "rollout.samples_per_prompt=4",
     "checkpoint.every=1",
-    "observe.live=plain",
+    "tracking.live=plain",
 )
 
 NOT_REPEATED = (

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory, load_prompts, prepare
-from ctpo_megatron.observe import open_run_directory, write_trajectories
+from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.tracking import write_trajectories
 
 HERE = Path(__file__).parent
 STEPS = 3
@@ -24,9 +25,9 @@ SETTINGS = (
     "prepare.directory=task",
     "prepare.train_prompts=70",
     "prepare.heldout_prompts=28",
-    "prepare.warmup_traces=400",
-    "prepare.tokenizer_traces=400",
-    "warmup=null",
+    "prepare.sft_conversations=400",
+    "prepare.tokenizer_conversations=400",
+    "sft=null",
     "data.eval=[]",
     "eval.every=0",
     "rollout.prompts_per_step=4",
@@ -34,9 +35,9 @@ SETTINGS = (
     "rollout.samples_per_prompt=4",
     "rollout.mismatch_limit=null",
     "checkpoint.every=1",
-    "observe.live=plain",
-    "observe.tensorboard=false",
-    "observe.report=false",
+    "tracking.live=plain",
+    "tracking.tensorboard=false",
+    "tracking.report=false",
     "export.enabled=false",
 )
 REPLAY = ("rollout.replay=runs/recorded",)
@@ -107,9 +108,9 @@ def test_a_replay_trains_on_the_recording(folder: Path, whole: Path) -> None:
     assert all(line["actor/grad_norm"] > 0 and 0 < line["reward/mean"] < 1 for line in metrics[1:])
     for step in range(1, STEPS + 1):
         name = f"trajectories/step_{step:06d}.jsonl"
-        replayed = [(t["prompt_id"], t["token_ids"], t["behaviour_logp"]) for t in records(whole, name)]
+        replayed = [(t["prompt_id"], t["token_ids"], t["rollout_log_probs"]) for t in records(whole, name)]
         assert replayed == [
-            (t["prompt_id"], t["token_ids"], t["behaviour_logp"])
+            (t["prompt_id"], t["token_ids"], t["rollout_log_probs"])
             for t in records(folder / "runs" / "recorded", name)
         ]  # fmt: skip
     assert all("throughput/update_tokens_per_s" in line for line in metrics[1:])
@@ -133,13 +134,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued_from(fold
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
 
 
-def test_a_course_that_was_given_up_does_not_come_back(folder: Path, whole: Path) -> None:
+def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Path) -> None:
     run = folder / "runs" / "given_up"
     shutil.copytree(whole, run)
     load = "checkpoint.load=runs/given_up/checkpoints/step_000002"
     killed = train(folder, "run.name=given_up", "run.resume=true", load, kill_at=("score", 1))
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
-    assert "gives up later checkpoints of this run, now named given_up_step_000003." in killed.stderr
+    assert "gives up later checkpoints of this run, now named discarded_step_000003." in killed.stderr
     assert [path.name for path in sorted((run / "trajectories").glob("step_*"))] == [
         "step_000001.jsonl",
         "step_000002.jsonl",

@@ -17,7 +17,7 @@ from small_run import ROOT, Ctpo, records
 def test_quickstart_learns(tmp_path: Path, seed: int) -> None:
     command = [sys.executable, "-m", "ctpo_megatron.train", str(ROOT / "configs" / "quickstart.yaml")]
     done = subprocess.run(
-        [*command, f"run.seed={seed}", "observe.live=plain"],
+        [*command, f"run.seed={seed}", "tracking.live=plain"],
         cwd=tmp_path,
         env=Ctpo(tmp_path).environment,
         capture_output=True,
@@ -31,5 +31,5 @@ def test_quickstart_learns(tmp_path: Path, seed: int) -> None:
     assert rewards[0] <= 0.45
     assert statistics.fmean(rewards[-5:]) >= rewards[0] + 0.30
     assert accuracy[1] > accuracy[0]
-    assert max(record["mismatch/logp_abs_max"] for record in metrics[1:]) <= 1e-3
+    assert max(record["mismatch/log_prob_abs_max"] for record in metrics[1:]) <= 1e-3
     assert max(record["pg_update/first_log_ratio_abs_max"] for record in metrics[1:]) <= 1e-5

@@ -21,7 +21,7 @@ def test_a_run_writes_what_it_promises(finished: Path) -> None:
     metrics = records(finished)
     assert [record["step"] for record in metrics] == [0, 1, 2, 3]
     assert "val/toolmath/acc/mean@1" in metrics[0] and "val/toolmath/acc/mean@1" in metrics[-1]
-    assert len(records(finished, "warmup.jsonl")) == 40
+    assert len(records(finished, "sft.jsonl")) == 40
     for path in ("config.yaml", "report.html", "figures/reward.png", "model/config.json", "model/tokenizer.json"):
         assert (finished / path).stat().st_size > 0, path
     assert list((finished / "tensorboard").glob("events.*"))
@@ -33,10 +33,8 @@ def test_every_metric_of_a_run_is_documented(finished: Path) -> None:
     table = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     rows = [re.escape(name) for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)]
     known = re.compile("|".join(re.sub(r"<\w+>", "[^/]+?", row) for row in rows))
-    written = {
-        name for file in ("metrics.jsonl", "warmup.jsonl") for record in records(finished, file) for name in record
-    }
-    assert {"throughput/update_tokens_per_s", "memory/rank_0_peak_mib", "warmup/tokens_per_s"} <= written
+    written = {name for file in ("metrics.jsonl", "sft.jsonl") for record in records(finished, file) for name in record}
+    assert {"throughput/update_tokens_per_s", "memory/rank_0_peak_mib", "sft/tokens_per_s"} <= written
     # `time/<phase>_cpu` is said once for all phases.
     names = {name.removesuffix("_cpu") for name in written - {"step"}}
     assert sorted(name for name in names if not known.fullmatch(name)) == []
@@ -51,7 +49,7 @@ def test_packing_wastes_little(finished: Path) -> None:
 def test_anchor_and_training_pass_agree_and_sampler_agrees_with_trainer(finished: Path) -> None:
     for record in records(finished)[1:]:
         assert record["pg_update/first_log_ratio_abs_max"] <= 1e-5
-        assert record["mismatch/logp_abs_max"] <= 1e-3
+        assert record["mismatch/log_prob_abs_max"] <= 1e-3
         assert record["weights/version"] == record["step"] + 1
 
 
@@ -61,9 +59,9 @@ def test_trajectories_are_whole_and_dumped_with_masks_and_ratios(finished: Path)
     traced = 0
     for line in lines:
         length = len(line["token_ids"])
-        for name in ("model_mask", "loss_mask", "behaviour_logp", "weight_version", "turn"):
+        for name in ("response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn"):
             assert len(line[name]) == length
-        versions = {v for v, m in zip(line["weight_version"], line["model_mask"], strict=True) if m}
+        versions = {v for v, m in zip(line["weight_version"], line["response_mask"], strict=True) if m}
         assert versions == {2}
         if "log_ratio" in line:
             traced += 1
@@ -75,7 +73,7 @@ def test_exported_model_gives_the_same_greedy_answers(finished: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(finished / "model")
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32).eval()
     for line in records(finished, "evaluation/step_000003.jsonl"):
-        ids, mask = line["token_ids"], line["model_mask"]
+        ids, mask = line["token_ids"], line["response_mask"]
         start, end = mask.index(1), next((i for i in range(mask.index(1), len(mask)) if not mask[i]), len(mask))
         prompt = torch.tensor([ids[:start]])
         with torch.no_grad():
@@ -101,7 +99,7 @@ def kill_sandbox(run: int) -> None:
 
 @pytest.mark.slow
 def test_a_killed_sandbox_is_started_again_and_the_run_goes_on(ctpo: Ctpo) -> None:
-    longer = ("warmup.steps=500", "run.steps=6")  # so that the model has learnt to call the tool
+    longer = ("sft.steps=500", "run.steps=6")  # so that the model has learnt to call the tool
     status, output = ctpo.train_disturbed("[rl] step 1/6", kill_sandbox, "run.name=disturbed", *longer)
     assert status == 0, output[-4000:]
     assert "the sandbox server ended with status -9; starting it again" in output
@@ -182,10 +180,10 @@ def test_two_ranks_run_the_same_driver(ctpo: Ctpo, finished: Path, layout: str) 
     assert done.returncode == 0, done.stderr[-4000:]
     ours, theirs = records(ctpo.directory / "runs" / name), records(finished)
     assert [record["step"] for record in ours] == [0, 1]
-    # The warm-up runs under the other layout too, so the weights differ by rounding when RL begins.
-    warmup = [records(ctpo.directory / "runs" / run, "warmup.jsonl")[-1]["warmup/loss"] for run in (name, "whole")]
-    assert warmup[0] == pytest.approx(warmup[1], rel=1e-2)
-    assert ours[1]["mismatch/logp_abs_max"] <= 1e-3
+    # The sft runs under the other layout too, so the weights differ by rounding when RL begins.
+    sft = [records(ctpo.directory / "runs" / run, "sft.jsonl")[-1]["sft/loss"] for run in (name, "whole")]
+    assert sft[0] == pytest.approx(sft[1], rel=1e-2)
+    assert ours[1]["mismatch/log_prob_abs_max"] <= 1e-3
     assert ours[1]["pg_update/first_log_ratio_abs_max"] <= 1e-5
     assert theirs[1]["weights/version"] == ours[1]["weights/version"]
 
@@ -194,7 +192,7 @@ def test_a_tool_that_never_answers_stops_the_run_with_a_reason(ctpo: Ctpo) -> No
     done = ctpo.train(
         "run.name=deaf",
         "run.steps=1",
-        "warmup.steps=120",  # long enough for the model to call the tool
+        "sft.steps=120",  # long enough for the model to call the tool
         "sandbox.url=http://127.0.0.1:9",  # the discard port: nobody listens
         "sandbox.request_timeout_s=3",
         "rollout.max_group_retries=1",

@@ -85,8 +85,8 @@ def packed(device: str, *, per: str = "sequence", spread: float = 0.05, padding:
     old = -torch.rand(n, generator=g)
     mask = torch.rand(n, generator=g) < 0.8
     batch = {
-        "log_prob": old + spread * torch.randn(n, generator=g),
-        "old_log_prob": old,
+        "log_probs": old + spread * torch.randn(n, generator=g),
+        "old_log_probs": old,
         "response_mask": mask,
         "advantages": torch.randn(n if per == "token" else b, generator=g),
         "cu_seqlens": torch.tensor([0, *sizes]).cumsum(0),
@@ -162,11 +162,11 @@ def test_the_sweep_has_the_same_bits_however_it_is_cut(device: str, windows: int
     values = on(device, packed(device, padding=0))
     spec = LossSpec.of(**DEFAULTS | {"loss_agg_mode": "token-mean"})
     whole = loss_triton().loss_pass(tokens_of(values), spec, 1.0)
-    batch = tokens_of(values | {"log_prob": torch.zeros_like(values["log_prob"])})
+    batch = tokens_of(values | {"log_probs": torch.zeros_like(values["log_probs"])})
     state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=device)
     stream = loss_triton().LossStream(batch, spec, 1.0, totals=None, state=state)
     edges = torch.linspace(0, batch.tokens, windows + 1).long().tolist()
-    parts = [stream.step(start, end, values["log_prob"][start:end]) for start, end in itertools.pairwise(edges)]
+    parts = [stream.step(start, end, values["log_probs"][start:end]) for start, end in itertools.pairwise(edges)]
     assert torch.equal(torch.cat(parts), whole.gradient)
     assert torch.equal(state, loss_triton().segment_totals(tokens_of(values))[:, :3])
     torch.testing.assert_close(stream.finish(), whole.vector, rtol=1e-6, atol=1e-6)
@@ -176,10 +176,10 @@ def test_a_repeated_call_gives_the_same_bits(device: str) -> None:
     results = []
     for _ in range(3):
         values = on(device, packed(device))
-        log_prob = values.pop("log_prob").requires_grad_()
-        loss, stats = ck.ctpo_loss(log_prob, **values)
+        log_probs = values.pop("log_probs").requires_grad_()
+        loss, stats = ck.ctpo_loss(log_probs, **values)
         loss.backward()
-        results.append((loss.detach(), log_prob.grad, stats.sums, stats.maxima))
+        results.append((loss.detach(), log_probs.grad, stats.sums, stats.maxima))
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(again, results[0], strict=True))
 
@@ -236,7 +236,7 @@ def test_vocabulary_shards_merge_to_the_same_log_probs(device: str, shards: int)
         for i in range(shards)
     ]
     found = rows_triton.merge_stats(torch.stack(parts), labels.to(device), 1.0)
-    assert float((found.log_prob.cpu() - whole.log_prob).abs().max()) < 5e-6
+    assert float((found.log_probs.cpu() - whole.log_probs).abs().max()) < 5e-6
     assert float((found.lse.cpu() - whole.lse).abs().max()) < 5e-6
     assert float((found.entropy.cpu() - whole.entropy).abs().max()) < 2e-5
 
@@ -246,13 +246,13 @@ def head_batch(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
     hidden_size, vocabulary = (256, 4001) if device == "cuda" else (24, 101)
     values = packed(device, padding=0)
     g = torch.Generator().manual_seed(4)
-    n = values["log_prob"].numel()
+    n = values["log_probs"].numel()
     hidden = torch.randn(n, hidden_size, generator=g).to(dtype)
     weight = (torch.randn(vocabulary, hidden_size, generator=g) / hidden_size**0.5).to(dtype)
     labels = torch.randint(0, vocabulary, (n,), generator=g)
-    log_prob = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-    values["old_log_prob"] = (log_prob - (values["log_prob"] - values["old_log_prob"])).float()
-    del values["log_prob"]
+    log_probs = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    values["old_log_probs"] = (log_probs - (values["log_probs"] - values["old_log_probs"])).float()
+    del values["log_probs"]
     return hidden, weight, labels, values
 
 
@@ -309,11 +309,11 @@ def test_weight_gradients_add_up_in_main_grad(device: str) -> None:
 @on_cuda
 def test_a_graph_replays_the_loss_on_new_inputs(cuda: str) -> None:
     values = on(cuda, packed(cuda))
-    log_prob = values.pop("log_prob").requires_grad_()
+    log_probs = values.pop("log_probs").requires_grad_()
 
     def step() -> tuple[Tensor, Tensor, Tensor]:
-        loss, stats = ck.ctpo_loss(log_prob, **values)
-        return loss, torch.autograd.grad(loss, log_prob)[0], stats.sums
+        loss, stats = ck.ctpo_loss(log_probs, **values)
+        return loss, torch.autograd.grad(loss, log_probs)[0], stats.sums
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -324,7 +324,7 @@ def test_a_graph_replays_the_loss_on_new_inputs(cuda: str) -> None:
     with torch.cuda.graph(graph):
         captured = step()
     with torch.no_grad():
-        log_prob += 0.01 * torch.randn_like(log_prob)
+        log_probs += 0.01 * torch.randn_like(log_probs)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
@@ -336,13 +336,13 @@ def test_a_graph_replays_the_loss_on_new_inputs(cuda: str) -> None:
 def test_the_loss_never_waits_for_the_device(cuda: str, variant: str) -> None:
     options = dict(VARIANTS[variant])
     values = on(cuda, packed(cuda, per=options.pop("per", "sequence")))
-    log_prob = values.pop("log_prob").requires_grad_()
+    log_probs = values.pop("log_probs").requires_grad_()
     # The first call compiles, and makes the table of powers.
-    ck.ctpo_loss(log_prob, **values, **options)[0].backward()
+    ck.ctpo_loss(log_probs, **values, **options)[0].backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss, stats, per_token = ck.ctpo_loss(log_prob, **values, **options, return_per_token=True)
+        loss, stats, per_token = ck.ctpo_loss(log_probs, **values, **options, return_per_token=True)
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -11,7 +11,7 @@ import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, join, leave, policy_gradient
+from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -19,29 +19,29 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-moe"])
 def test_log_probs_and_one_update(family: str, tmp_path: Path) -> None:
     model = models.build(family, tmp_path)
-    layout = join(PolicyConfig(), seed=0)
+    layout = init_distributed(PolicyConfig(), seed=0)
     try:
         policy = Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
         policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=1)
         (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
-        policy.anchor([mini_batch])
+        policy.compute_old_log_probs([mini_batch])
         for micro in mini_batch.micro_batches:
             for _, place in micro.places():
-                ids, mask = micro.token_ids[place].cpu(), micro.model_mask[place][1:].cpu()
+                ids, mask = micro.token_ids[place].cpu(), micro.response_mask[place][1:].cpu()
                 with torch.no_grad():
-                    logp = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)
-                found = micro.anchor_logp[place][1:].cpu()
-                torch.testing.assert_close(found[mask], logp[mask], atol=1e-3, rtol=0)
+                    log_probs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)
+                found = micro.old_log_probs[place][1:].cpu()
+                torch.testing.assert_close(found[mask], log_probs[mask], atol=1e-3, rtol=0)
         update = policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
         assert update.grad_norm > 0
     finally:
-        leave()
+        destroy_distributed()
 
 
 def test_offloading_gives_memory_back_and_changes_no_loss(tmp_path: Path) -> None:
     """Master weights, moments, gradients and parameters leave the device, and the next update is as without."""
     models.build("qwen3-tied", tmp_path)
-    layout = join(PolicyConfig(), seed=0)
+    layout = init_distributed(PolicyConfig(), seed=0)
     try:
         losses, held, reserved = {}, {}, {}
         for offload in ("none", "all"):
@@ -51,7 +51,7 @@ def test_offloading_gives_memory_back_and_changes_no_loss(tmp_path: Path) -> Non
             losses[offload] = []
             for _ in range(3):
                 (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
-                policy.anchor([mini_batch])
+                policy.compute_old_log_probs([mini_batch])
                 update = policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
                 losses[offload].append(update.grad_norm)
                 del mini_batch
@@ -65,4 +65,4 @@ def test_offloading_gives_memory_back_and_changes_no_loss(tmp_path: Path) -> Non
         assert held["all"] < held["none"] / 2
         assert reserved["all"] < reserved["none"]  # other processes can have it
     finally:
-        leave()
+        destroy_distributed()

@@ -43,7 +43,7 @@ class Swept:
     """What a head gave."""
 
     loss: Tensor
-    log_prob: Tensor
+    log_probs: Tensor
     d_hidden: Tensor
     d_weight: Tensor
     stats: CTPOStats
@@ -64,17 +64,17 @@ def random_head(
     """Old log-probs lie `spread` around those that the head itself gives."""
     g = torch.Generator().manual_seed(seed)
     batch = random_batch(seed, lengths, padding=padding)
-    n = batch.pop("log_prob").numel()
+    n = batch.pop("log_probs").numel()
     hidden = torch.randn(n, width, generator=g).to(dtype)
     weight = torch.randn(vocab + padded, width, generator=g)
     weight[vocab:] = 5.0
     weight = weight.to(dtype)
     labels = torch.randint(0, vocab, (n,), generator=g)
     logits = (hidden.double() @ weight[:vocab].double().T) / temperature
-    log_prob = logits.log_softmax(1).gather(1, labels[:, None]).squeeze(1)
-    old = (log_prob + spread * torch.randn(n, generator=g)).float()
+    log_probs = logits.log_softmax(1).gather(1, labels[:, None]).squeeze(1)
+    old = (log_probs + spread * torch.randn(n, generator=g)).float()
     labels[~batch["response_mask"]] = -1  # no label at all
-    batch["old_log_prob"] = torch.where(batch["response_mask"], old, math.nan)
+    batch["old_log_probs"] = torch.where(batch["response_mask"], old, math.nan)
     return Head(hidden, weight, labels, batch, temperature, vocab if padded else None)
 
 
@@ -85,21 +85,21 @@ def eager(head: Head, **keywords: Any) -> Swept:
     logits = hidden.to(dtype) @ weight.to(dtype).T / head.temperature
     response = head.batch["response_mask"] != 0
     table = logits[:, : head.vocab_size].log_softmax(1)
-    log_prob = table.gather(1, head.labels.clamp(min=0)[:, None]).squeeze(1)
+    log_probs = table.gather(1, head.labels.clamp(min=0)[:, None]).squeeze(1)
     with use_backend("torch" if dtype == torch.float64 else None):
-        loss, stats = ctpo_loss(log_prob=log_prob, **head.batch, **keywords)
+        loss, stats = ctpo_loss(log_probs=log_probs, **head.batch, **keywords)
     loss.backward()
-    log_prob = torch.where(response, log_prob, 0.0).detach()
-    return Swept(loss.detach(), log_prob, hidden.grad, weight.grad, stats)
+    log_probs = torch.where(response, log_probs, 0.0).detach()
+    return Swept(loss.detach(), log_probs, hidden.grad, weight.grad, stats)
 
 
 def sweep(head: Head, **keywords: Any) -> Swept:
     """`fused_linear_ctpo` forward and backward."""
     hidden, weight = head.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()
     arguments = {**head.arguments(), "hidden": hidden, "weight": weight}
-    loss, stats, log_prob = fused_linear_ctpo(**arguments, **keywords)
+    loss, stats, log_probs = fused_linear_ctpo(**arguments, **keywords)
     loss.backward()
-    return Swept(loss.detach(), log_prob, hidden.grad, weight.grad, stats)
+    return Swept(loss.detach(), log_probs, hidden.grad, weight.grad, stats)
 
 
 @dataclass

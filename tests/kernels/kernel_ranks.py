@@ -48,7 +48,7 @@ def local(batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 def case_batch(dtype: torch.dtype) -> dict[str, Tensor]:
     batch = random_batch(3, LENGTHS, dtype=dtype)
-    batch["log_prob"] = batch["log_prob"] + (0.01 * torch.sin(torch.arange(28.0))).to(dtype)
+    batch["log_probs"] = batch["log_probs"] + (0.01 * torch.sin(torch.arange(28.0))).to(dtype)
     batch["weights"] = torch.tensor([1.0, 0.5, 2.0, 1.5], dtype=dtype)
     return batch
 
@@ -116,7 +116,7 @@ def tensor_parallel(
     n = head.hidden.shape[0]
     rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if sequence_parallel else slice(None)
     hidden = head.hidden[rows].clone().requires_grad_()
-    loss, stats, log_prob = fused_linear_ctpo(
+    loss, stats, log_probs = fused_linear_ctpo(
         **{**head.arguments(), "hidden": hidden, "weight": weight},
         tp_group=dist.group.WORLD,
         sequence_parallel=sequence_parallel,
@@ -128,7 +128,7 @@ def tensor_parallel(
     return {
         "loss": loss.detach(),
         "stats": torch.cat([stats.sums, stats.maxima]),
-        "log_prob": log_prob,
+        "log_probs": log_probs,
         "d_hidden": hidden.grad,
         "d_weight": d_weight,
     }
@@ -144,11 +144,11 @@ def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict
     settings = {"temperature": head.temperature, "vocab_size": head.vocab_size, "return_entropy": True}
     rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if sequence_parallel else slice(None)
     hidden, weight = head.hidden[rows].clone().requires_grad_(), shard(head.weight, rank)
-    log_prob, entropy = linear_log_probs(
+    log_probs, entropy = linear_log_probs(
         hidden, weight, labels, dist.group.WORLD, sequence_parallel, chunk_size=16, **settings
     )
-    log_prob.backward(g)
-    found = {"log_prob": log_prob.detach(), "entropy": entropy, "d_hidden": hidden.grad, "d_weight": weight.grad}
+    log_probs.backward(g)
+    found = {"log_probs": log_probs.detach(), "entropy": entropy, "d_hidden": hidden.grad, "d_weight": weight.grad}
     if not sequence_parallel:
         logits = (head.hidden @ shard(head.weight, rank).detach().T).requires_grad_()
         given, given_entropy = vocab_parallel_log_probs(logits, labels, dist.group.WORLD, **settings)
@@ -178,7 +178,7 @@ def context_parallel_head(rank: int, head: Head, **keywords: Any) -> dict[str, A
     hidden, weight = head.hidden[rows].clone().requires_grad_(), head.weight.clone().requires_grad_()
     batch = without(head.batch, "cu_seqlens")
     mine = {name: value[rows] for name, value in batch.items()}
-    loss, stats, log_prob = fused_linear_ctpo(
+    loss, stats, log_probs = fused_linear_ctpo(
         hidden,
         weight,
         head.labels[rows],
@@ -194,7 +194,7 @@ def context_parallel_head(rank: int, head: Head, **keywords: Any) -> dict[str, A
     return {
         "loss": loss.detach(),
         "stats": torch.cat([stats.sums, stats.maxima]),
-        "log_prob": log_prob,
+        "log_probs": log_probs,
         "d_hidden": hidden.grad,
         "d_weight": weight.grad,
     }

@@ -60,14 +60,14 @@ def random_batch(
         response[start : start + length] = pattern
         start += length
     old = dyadic(-4 * torch.rand(n, generator=g))
-    log_prob = old + dyadic(spread * torch.randn(n, generator=g))
+    log_probs = old + dyadic(spread * torch.randn(n, generator=g))
     advantages = torch.randn(n, generator=g) * (torch.rand(n, generator=g) < 0.85)
     outside = ~response
-    for values in (old, log_prob, advantages):
+    for values in (old, log_probs, advantages):
         values[outside] = math.nan
     return {
-        "log_prob": log_prob.to(dtype),
-        "old_log_prob": old.to(dtype),
+        "log_probs": log_probs.to(dtype),
+        "old_log_probs": old.to(dtype),
         "response_mask": response,
         "advantages": advantages.to(dtype),
         "cu_seqlens": boundaries(lengths),
@@ -102,10 +102,10 @@ class Found:
 
 def run(batch: dict[str, Tensor], **keywords: Any) -> Found:
     """`ctpo_loss` forward and backward."""
-    log_prob = batch["log_prob"].clone().requires_grad_()
-    loss, stats, per_token = ctpo_loss(**{**batch, "log_prob": log_prob}, return_per_token=True, **keywords)
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    loss, stats, per_token = ctpo_loss(**{**batch, "log_probs": log_probs}, return_per_token=True, **keywords)
     loss.backward()
-    return Found(loss.detach(), log_prob.grad, stats, per_token)
+    return Found(loss.detach(), log_probs.grad, stats, per_token)
 
 
 def same_bits(a: Any, b: Any) -> bool:

@@ -24,7 +24,7 @@ def test_masked_slots_never_enter(backend: str, bad: float) -> None:
     batch = random_batch(1, LENGTHS, padding=3)
     masked = ~batch["response_mask"]
     clean, dirty = dict(batch), dict(batch)
-    for name in ("log_prob", "old_log_prob", "advantages", "weights"):
+    for name in ("log_probs", "old_log_probs", "advantages", "weights"):
         clean[name] = torch.where(masked, 0.0, batch[name])
         dirty[name] = torch.where(masked, bad, batch[name])
     found = run(dirty)
@@ -47,7 +47,7 @@ def test_nan_log_prob_shows_in_its_own_sequence(backend: str, ratio: str) -> Non
     batch = random_batch(3, LENGTHS)
     batch["loss_mask"] = batch["response_mask"].clone()
     clean = run(batch, ratio_mode=ratio)
-    batch["log_prob"][POSITION] = math.nan
+    batch["log_probs"][POSITION] = math.nan
     found = run(batch, ratio_mode=ratio)
     assert_reference(found, ctpo_loss_reference(**batch, ratio_mode=ratio))
     reached = {"cumprod": range(POSITION, 44), "geomean": range(POSITION, 44), "token": [POSITION]}
@@ -76,7 +76,7 @@ def test_nan_factor_shows_at_its_token(backend: str, name: str) -> None:
 @pytest.mark.parametrize("new", BAD)
 def test_infinite_differences_are_cut_and_undefined_ones_stay(backend: str, new: float, old: float) -> None:
     batch = random_batch(5, LENGTHS)
-    batch["log_prob"][POSITION], batch["old_log_prob"][POSITION] = new, old
+    batch["log_probs"][POSITION], batch["old_log_probs"][POSITION] = new, old
     found = run(batch)
     assert_reference(found, ctpo_loss_reference(**batch))
     d = new - old
@@ -89,8 +89,8 @@ def test_infinite_differences_are_cut_and_undefined_ones_stay(backend: str, new:
 
 @pytest.mark.parametrize("bad", BAD)
 def test_on_policy_log_prob_that_is_not_finite(backend: str, bad: float) -> None:
-    batch = random_batch(6, LENGTHS) | {"old_log_prob": None}
-    batch["log_prob"][POSITION] = bad
+    batch = random_batch(6, LENGTHS) | {"old_log_probs": None}
+    batch["log_probs"][POSITION] = bad
     found = run(batch)
     assert_reference(found, ctpo_loss_reference(**batch))
     assert found.per_token.log_ratio[POSITION].isnan()

@@ -33,7 +33,7 @@ LENGTHS = [150, 0, 70, 1, 64, 15]
 def rough(seed: int, lengths: list[int], **options: Any) -> dict[str, Tensor]:
     """A batch whose log-probs use every bit of float32."""
     batch = random_batch(seed, lengths, **options)
-    for name in ("log_prob", "old_log_prob"):
+    for name in ("log_probs", "old_log_probs"):
         batch[name] = batch[name] + 0.01 * torch.randn(batch[name].shape)
     return batch
 
@@ -109,14 +109,14 @@ def test_form_follows_the_shape_of_the_batch(interpreter: None) -> None:
 def test_windows_of_a_stream(backend: str, cuts: list[int]) -> None:
     """The carry between windows: ends inside, at, and just past the end of a sequence."""
     batch, spec = checked(rough(4, LENGTHS))
-    implementation = loss_implementation(batch.log_prob)
+    implementation = loss_implementation(batch.log_probs)
     totals = segment_totals(batch)
     expected = implementation.loss_pass(batch, spec, 0.1, totals=totals)
     state = torch.zeros(batch.segments, 3, dtype=torch.int64)
-    blank = batch.with_log_prob(torch.zeros_like(batch.log_prob))
+    blank = batch.with_log_prob(torch.zeros_like(batch.log_probs))
     stream = implementation.LossStream(blank, spec, 0.1, totals=totals, state=state)
     edges = itertools.pairwise([0, *cuts, batch.tokens])
-    gradient = torch.cat([stream.step(a, b, batch.log_prob[a:b].clone()) for a, b in edges])
+    gradient = torch.cat([stream.step(a, b, batch.log_probs[a:b].clone()) for a, b in edges])
     assert same_bits(gradient, expected.gradient)
     assert torch.equal(state, totals[:, :3])
     torch.testing.assert_close(stream.finish(), expected.vector, rtol=1e-6, atol=1e-6)
@@ -125,7 +125,7 @@ def test_windows_of_a_stream(backend: str, cuts: list[int]) -> None:
 @pytest.mark.parametrize("cut", [1, 40, 149])
 def test_pieces_of_a_sequence_continue_it(backend: str, cut: int) -> None:
     batch, spec = checked(rough(5, [150, 60]), ratio_mode="geomean")
-    implementation = loss_implementation(batch.log_prob)
+    implementation = loss_implementation(batch.log_probs)
     expected = implementation.loss_pass(batch, spec, 0.1, per_token=True)
     pieces, _ = checked({**rough_columns(batch), "cu_seqlens": torch.tensor([0, cut, 150, 210])}, ratio_mode="geomean")
     own, whole = segment_totals(pieces), segment_totals(batch)
@@ -137,7 +137,7 @@ def test_pieces_of_a_sequence_continue_it(backend: str, cut: int) -> None:
 
 
 def rough_columns(batch: PackedTokens) -> dict[str, Tensor | None]:
-    names = ("log_prob", "old_log_prob", "response_mask", "loss_mask", "advantages", "weights")
+    names = ("log_probs", "old_log_probs", "response_mask", "loss_mask", "advantages", "weights")
     return {name: getattr(batch, name) for name in names}
 
 
@@ -213,12 +213,12 @@ def test_micro_batches_with_the_counts_of_the_step_add_up(backend: str, mode: st
 def test_long_sequence_keeps_its_last_digit(backend: str) -> None:
     """S_t against exact integers over 4096 tokens whose float32 running sum would have drifted."""
     n = 4096 if backend == "torch" else 2500
-    log_prob, old = -torch.rand(n), -torch.rand(n)
-    units = torch.round((log_prob - old).double() * 2.0**40).to(torch.int64)
+    log_probs, old = -torch.rand(n), -torch.rand(n)
+    units = torch.round((log_probs - old).double() * 2.0**40).to(torch.int64)
     found = run(
         {
-            "log_prob": log_prob,
-            "old_log_prob": old,
+            "log_probs": log_probs,
+            "old_log_probs": old,
             "response_mask": torch.ones(n),
             "advantages": torch.ones(1),
             "cu_seqlens": boundaries([n]),

@@ -19,8 +19,8 @@ def assert_swept(found: Swept, head: Head, **keywords: Any) -> None:
     """Against the reference: 1e-12 in float64; in float32 5e-6 on log-probs (nats) and gradients (Frobenius)."""
     expected = linear_ctpo_reference(**head.arguments(), **keywords)
     tolerance = 1e-12 if head.hidden.dtype == torch.float64 else 5e-6
-    log_prob = torch.tensor(expected.log_prob, dtype=torch.float64)
-    assert float((found.log_prob.double() - log_prob).abs().max()) <= tolerance
+    log_probs = torch.tensor(expected.log_probs, dtype=torch.float64)
+    assert float((found.log_probs.double() - log_probs).abs().max()) <= tolerance
     assert distance(found.d_hidden, expected.d_hidden) <= tolerance
     assert distance(found.d_weight, expected.d_weight) <= tolerance
     size = max(1.0, sum(abs(x) for x in expected.loss.gradient))
@@ -75,7 +75,7 @@ def test_all_or_no_rows_are_responses(backend: str, response: bool) -> None:
 
 def test_on_policy(backend: str) -> None:
     head = random_head(6)
-    head.batch["old_log_prob"] = None
+    head.batch["old_log_probs"] = None
     found = sweep(head, chunk_size=16)
     assert_swept(found, head)
     assert found.stats.maxima.tolist() == [1.0, -1.0, 0.0]
@@ -106,13 +106,13 @@ def test_log_probs_are_those_of_linear_log_probs_to_the_bit(backend: str) -> Non
         vocab_size=head.vocab_size,
         mask=head.batch["response_mask"],
     )
-    assert same_bits(found.log_prob, same)
+    assert same_bits(found.log_probs, same)
 
 
 def test_agrees_with_autograd_through_all_logits(backend: str) -> None:
     head = random_head(10, padded=4, temperature=0.8)
     found, expected = sweep(head, chunk_size=19), eager(head)
-    assert float((found.log_prob - expected.log_prob).abs().max()) <= 5e-6
+    assert float((found.log_probs - expected.log_probs).abs().max()) <= 5e-6
     assert distance(found.d_hidden, expected.d_hidden.double()) <= 5e-6
     assert distance(found.d_weight, expected.d_weight.double()) <= 5e-6
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
@@ -126,8 +126,8 @@ def test_low_precision_operands(backend: str, dtype: torch.dtype) -> None:
     for chunk in (None, 16):
         found = sweep(head, chunk_size=chunk)
         assert found.d_hidden.dtype == found.d_weight.dtype == dtype
-        assert found.log_prob.dtype == found.loss.dtype == torch.float32
-        assert float((found.log_prob.double() - exact.log_prob).abs().max()) <= 5e-6
+        assert found.log_probs.dtype == found.loss.dtype == torch.float32
+        assert float((found.log_probs.double() - exact.log_probs).abs().max()) <= 5e-6
         for name in ("d_hidden", "d_weight"):
             allowed = 2 * distance(getattr(plain, name), getattr(exact, name))
             assert distance(getattr(found, name), getattr(exact, name)) <= allowed
@@ -141,7 +141,7 @@ def test_chunks_leave_integers_and_decisions(backend: str, chunks: tuple[int | N
     head.weight = torch.round(head.weight * 64) / 64
     head.hidden = torch.round(head.hidden * 4) / 4
     found = [sweep(head, chunk_size=chunk) for chunk in chunks]
-    assert same_bits(found[0].log_prob, found[1].log_prob)
+    assert same_bits(found[0].log_probs, found[1].log_probs)
     assert same_bits(found[0].d_hidden, found[1].d_hidden)
     assert same_bits(found[0].stats.maxima, found[1].stats.maxima)
     counts = [1, 2, 3, 6, 7, 8, 9]
@@ -163,7 +163,7 @@ def test_masked_rows_never_enter(backend: str) -> None:
     found = sweep(head)
     assert same_bits(found, expected)
     assert not found.d_hidden[masked].any()
-    assert not found.log_prob[masked].any()
+    assert not found.log_probs[masked].any()
 
 
 def test_ignored_label_among_the_responses(backend: str) -> None:
@@ -173,7 +173,7 @@ def test_ignored_label_among_the_responses(backend: str) -> None:
     found = sweep(head)
     assert_swept(found, head)
     assert not found.d_hidden[row].any()
-    assert float(found.log_prob[row]) == 0
+    assert float(found.log_probs[row]) == 0
 
 
 def test_micro_batches_with_the_counts_of_the_step_add_up() -> None:

@@ -39,12 +39,12 @@ def test_three_launches_and_nothing_else(
     launches: list[str] = []
     monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launches.append(self.fn.__name__))
     n = 2 * segments
-    log_prob = torch.zeros(n, requires_grad=True)
+    log_probs = torch.zeros(n, requires_grad=True)
     response = torch.ones(n, dtype=mask)
     cu_seqlens = torch.arange(0, n + 1, 2, dtype=boundaries)
-    old_log_prob, advantages = torch.zeros(n), torch.ones(segments)
+    old_log_probs, advantages = torch.zeros(n), torch.ones(segments)
     with _Operations() as operations:
-        ck.ctpo_loss(log_prob, old_log_prob, response, advantages, cu_seqlens, loss_mask=response)
+        ck.ctpo_loss(log_probs, old_log_probs, response, advantages, cu_seqlens, loss_mask=response)
     expected = ["segment_kernel"] if segments >= 256 else ["tile_totals_kernel", "tile_kernel"]
     assert launches == [*expected, "reduce_kernel"]
     extra = [name for name in operations.names if not any(free in name for free in FREE) and name not in CHECKS]

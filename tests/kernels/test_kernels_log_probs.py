@@ -57,11 +57,11 @@ def absolute(found: Tensor, expected: list[float]) -> float:
 def test_given_logits(backend: str, n: int, columns: int, vocab: int, temperature: float) -> None:
     logits, labels, g = made_up(n, columns, vocab, shifted=temperature == 1)
     given = logits.clone().requires_grad_()
-    log_prob, entropy = vocab_parallel_log_probs(given, labels, None, temperature, True, vocab_size=vocab)
-    log_prob.backward(g)
+    log_probs, entropy = vocab_parallel_log_probs(given, labels, None, temperature, True, vocab_size=vocab)
+    log_probs.backward(g)
     expected = log_probs_reference(logits, labels, temperature, vocab, g)
-    assert log_prob.dtype == torch.float32
-    assert absolute(log_prob.detach(), expected.log_prob) <= LOG_PROB
+    assert log_probs.dtype == torch.float32
+    assert absolute(log_probs.detach(), expected.log_probs) <= LOG_PROB
     assert absolute(entropy, expected.entropy) <= LOG_PROB
     assert distance(given.grad, expected.d_logits) <= GRADIENT
     assert not given.grad[:, vocab:].any()
@@ -71,17 +71,17 @@ def test_given_logits(backend: str, n: int, columns: int, vocab: int, temperatur
 
 def test_far_shifted_rows_at_another_temperature(backend: str) -> None:
     logits, labels, _ = made_up(60, 100, 100)
-    log_prob = vocab_parallel_log_probs(logits, labels, None, 0.7)
-    assert absolute(log_prob, log_probs_reference(logits, labels, 0.7).log_prob) <= LOG_PROB
+    log_probs = vocab_parallel_log_probs(logits, labels, None, 0.7)
+    assert absolute(log_probs, log_probs_reference(logits, labels, 0.7).log_probs) <= LOG_PROB
 
 
 def test_float64_logits_in_the_twin() -> None:
     logits, labels, g = made_up(20, 40, 33, torch.float64)
     given = logits.clone().requires_grad_()
-    log_prob, entropy = vocab_parallel_log_probs(given, labels, None, 0.7, True, vocab_size=33)
-    log_prob.backward(g.double())
+    log_probs, entropy = vocab_parallel_log_probs(given, labels, None, 0.7, True, vocab_size=33)
+    log_probs.backward(g.double())
     expected = log_probs_reference(logits, labels, 0.7, 33, g)
-    assert absolute(log_prob.detach(), expected.log_prob) <= 1e-12
+    assert absolute(log_probs.detach(), expected.log_probs) <= 1e-12
     assert absolute(entropy, expected.entropy) <= 1e-12
     assert distance(given.grad, expected.d_logits) <= 1e-12
 
@@ -90,11 +90,11 @@ def test_float64_logits_in_the_twin() -> None:
 def test_low_precision_logits_are_computed_in_float32(backend: str, dtype: torch.dtype) -> None:
     logits, labels, g = made_up(20, 40, 33)
     given = logits.clamp(-60000, 60000).to(dtype).requires_grad_()
-    log_prob = vocab_parallel_log_probs(given, labels, vocab_size=33)
-    log_prob.backward(g)
+    log_probs = vocab_parallel_log_probs(given, labels, vocab_size=33)
+    log_probs.backward(g)
     expected = log_probs_reference(given.detach().double(), labels, 1.0, 33, g)
-    assert log_prob.dtype == torch.float32
-    assert absolute(log_prob.detach(), expected.log_prob) <= LOG_PROB
+    assert log_probs.dtype == torch.float32
+    assert absolute(log_probs.detach(), expected.log_probs) <= LOG_PROB
     exact = torch.tensor(expected.d_logits, dtype=torch.float64)
     assert given.grad.dtype == dtype
     # The interpreter cuts bfloat16 off where a device rounds: one unit in the last place instead of half a one.
@@ -110,9 +110,9 @@ def test_gradient_in_place_of_the_logits(backend: str, dtype: torch.dtype) -> No
     vocab_parallel_log_probs(apart, labels, vocab_size=33).backward(g)
     leaf = logits.clone().requires_grad_()
     inside = leaf * 1.0
-    log_prob = vocab_parallel_log_probs(inside, labels, vocab_size=33, inplace_backward=True)
+    log_probs = vocab_parallel_log_probs(inside, labels, vocab_size=33, inplace_backward=True)
     memory = inside.detach()
-    log_prob.backward(g)
+    log_probs.backward(g)
     assert same_bits(leaf.grad, apart.grad)
     assert same_bits(memory, apart.grad)
 
@@ -132,7 +132,7 @@ def test_shards_merge_to_the_whole(backend: str, shards: int, columns: int, voca
         [code.row_stats(x.clone(), labels, s, temperature, entropy=True) for x, s in zip(cuts, own, strict=True)]
     )
     merged = code.merge_stats(parts, labels, temperature)
-    assert absolute(merged.log_prob, expected.log_prob) <= LOG_PROB
+    assert absolute(merged.log_probs, expected.log_probs) <= LOG_PROB
     assert absolute(merged.entropy, expected.entropy) <= LOG_PROB
     upstream = torch.where(labels == -100, 0.0, g)
     found = []
@@ -161,7 +161,7 @@ def test_shard_of_minus_infinity(backend: str) -> None:
     parts = [code.row_stats(logits[:, s.start : s.start + 20].clone(), labels, s, 1.0, entropy=True) for s in shards]
     merged = code.merge_stats(torch.stack(parts), labels, 1.0)
     expected = log_probs_reference(logits, labels)
-    assert absolute(merged.log_prob, expected.log_prob) <= LOG_PROB
+    assert absolute(merged.log_probs, expected.log_probs) <= LOG_PROB
     assert absolute(merged.entropy, expected.entropy) <= LOG_PROB
 
 
@@ -173,9 +173,9 @@ def test_bad_logit_shows_in_its_row(backend: str, bad: float) -> None:
     logits[4, 7] = bad
     logits[2, 27] = bad  # padding
     given = logits.clone().requires_grad_()
-    log_prob = vocab_parallel_log_probs(given, labels, vocab_size=25)
-    log_prob.backward(g)
-    assert log_prob.isnan().nonzero().tolist() == [[4]]
+    log_probs = vocab_parallel_log_probs(given, labels, vocab_size=25)
+    log_probs.backward(g)
+    assert log_probs.isnan().nonzero().tolist() == [[4]]
     others = [0, 1, 2, 3, 5, 6, 7]
     assert given.grad[4].isnan().any()
     assert torch.equal(given.grad[others], clean.grad[others])
@@ -192,9 +192,9 @@ def test_upstream_of_zero_leaves_zero(backend: str) -> None:
 
 def test_no_rows(backend: str) -> None:
     logits = torch.zeros(0, 8, requires_grad=True)
-    log_prob = vocab_parallel_log_probs(logits, torch.zeros(0, dtype=torch.int64))
-    log_prob.sum().backward()
-    assert log_prob.shape == (0,)
+    log_probs = vocab_parallel_log_probs(logits, torch.zeros(0, dtype=torch.int64))
+    log_probs.sum().backward()
+    assert log_probs.shape == (0,)
     assert logits.grad.shape == (0, 8)
 
 
@@ -218,19 +218,19 @@ def check_hidden_states(dtype: torch.dtype, chunk: int | None, masked: bool) -> 
     labels[5] = -100
     mask = torch.rand(23) < 0.6 if masked else None
     given = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    log_prob, entropy = linear_log_probs(*given, labels, None, False, 0.8, True, chunk, vocab_size=29, mask=mask)
-    log_prob.backward(g.to(log_prob.dtype))
+    log_probs, entropy = linear_log_probs(*given, labels, None, False, 0.8, True, chunk, vocab_size=29, mask=mask)
+    log_probs.backward(g.to(log_probs.dtype))
     logits = hidden.double() @ weight.double().T
     kept = torch.ones(23, dtype=torch.bool) if mask is None else mask
     expected = log_probs_reference(logits, labels, 0.8, 29, torch.where(kept, g, 0.0).double())
     dz = torch.tensor(expected.d_logits, dtype=torch.float64)
     tolerance = 1e-12 if exact else LOG_PROB
-    exact_log_prob = torch.tensor(expected.log_prob, dtype=torch.float64)
-    assert float((log_prob.detach().double() - exact_log_prob)[kept].abs().max()) <= tolerance
+    exact_log_prob = torch.tensor(expected.log_probs, dtype=torch.float64)
+    assert float((log_probs.detach().double() - exact_log_prob)[kept].abs().max()) <= tolerance
     assert (
         float((entropy.double() - torch.tensor(expected.entropy, dtype=torch.float64))[kept].abs().max()) <= tolerance
     )
-    assert not log_prob[~kept].any()
+    assert not log_probs[~kept].any()
     assert distance(given[0].grad, dz @ weight.double()) <= (1e-12 if exact else GRADIENT)
     assert distance(given[1].grad, dz.T @ hidden.double()) <= (1e-12 if exact else GRADIENT)
     assert not given[0].grad[~kept].any()

@@ -46,7 +46,7 @@ def test_every_spread(backend: str, dtype: torch.dtype, spread: float) -> None:
 @precisions
 def test_ratio_that_falls_past_minus_700(backend: str, dtype: torch.dtype) -> None:
     batch = random_batch(3, [60, 60], spread=0.5, dtype=dtype)
-    batch["log_prob"] = batch["log_prob"] - 19.0
+    batch["log_probs"] = batch["log_probs"] - 19.0
     found = check(batch)
     assert found.per_token.log_ratio.min() < -700
 
@@ -77,12 +77,12 @@ def test_every_aggregation(backend: str, dtype: torch.dtype, mode: str, given: d
 
 
 @precisions
-@pytest.mark.parametrize("absent", [["old_log_prob"], ["loss_mask"], ["weights"], ["old_log_prob", "weights"]])
+@pytest.mark.parametrize("absent", [["old_log_probs"], ["loss_mask"], ["weights"], ["old_log_probs", "weights"]])
 def test_optional_arguments(backend: str, dtype: torch.dtype, absent: list[str]) -> None:
     batch = without(random_batch(7, [30, 20, 10], dtype=dtype), *absent)
-    batch.setdefault("old_log_prob", None)
+    batch.setdefault("old_log_probs", None)
     found = check(batch)
-    if "old_log_prob" in absent:
+    if "old_log_probs" in absent:
         assert not found.per_token.prefix.any()
 
 
@@ -105,15 +105,15 @@ def test_masks_of_every_dtype(backend: str, mask: torch.dtype) -> None:
 
 def one_token_at(log_ratio: float, advantage: float, position: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """A sequence whose last token stands at `position` with S = log_ratio; only that token is in the loss."""
-    log_prob = torch.zeros(position, dtype=dtype)
-    log_prob[0] = log_ratio
+    log_probs = torch.zeros(position, dtype=dtype)
+    log_probs[0] = log_ratio
     if abs(log_ratio) > 20:
-        log_prob[:] = log_ratio / position
+        log_probs[:] = log_ratio / position
     loss_mask = torch.zeros(position)
     loss_mask[-1] = 1
     return {
-        "log_prob": log_prob,
-        "old_log_prob": torch.zeros(position, dtype=dtype),
+        "log_probs": log_probs,
+        "old_log_probs": torch.zeros(position, dtype=dtype),
         "response_mask": torch.ones(position),
         "loss_mask": loss_mask,
         "advantages": torch.tensor([advantage], dtype=dtype),
@@ -152,7 +152,7 @@ def test_gradient_table(backend: str, dtype: torch.dtype) -> None:
     """Every row of the table, equality with a bound included, in one packed call."""
     rows = [one_token_at(x, a, t, dtype) for a, t, x, _, _ in TABLE]
     joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0] if name != "cu_seqlens"}
-    joined["cu_seqlens"] = boundaries([row["log_prob"].numel() for row in rows])
+    joined["cu_seqlens"] = boundaries([row["log_probs"].numel() for row in rows])
     found = run(
         joined, clip_low=1 / 32, clip_high=1 / 16, clip_c=1 / 8, loss_agg_mode="seq-mean-token-sum", global_batch_size=1
     )
@@ -180,7 +180,7 @@ def test_gradient_ends_at_the_cap(backend: str, dtype: torch.dtype, advantage: f
 @precisions
 def test_token_log_ratio_is_cut_at_20_and_keeps_its_gradient(backend: str, dtype: torch.dtype) -> None:
     batch = one_token_at(0.0, 1.0, 2, dtype)
-    batch["log_prob"][:] = torch.tensor([-35.0, 28.0])
+    batch["log_probs"][:] = torch.tensor([-35.0, 28.0])
     found = run(batch)
     assert found.per_token.prefix.tolist() == [-20 * 2**40, 0]
     assert float(found.gradient[-1]) == pytest.approx(-1.0)
@@ -193,7 +193,7 @@ def test_gradient_reaches_the_own_token_only(backend: str) -> None:
     batch["loss_mask"][7] = 1
     batch["advantages"] = torch.ones(12)
     batch["response_mask"] = torch.ones(12)
-    batch["log_prob"], batch["old_log_prob"] = torch.zeros(12), torch.zeros(12)
+    batch["log_probs"], batch["old_log_probs"] = torch.zeros(12), torch.zeros(12)
     found = run(batch)
     assert found.gradient.nonzero().tolist() == [[7]]
 
@@ -201,7 +201,7 @@ def test_gradient_reaches_the_own_token_only(backend: str) -> None:
 def test_upstream_gradient_multiplies(backend: str) -> None:
     batch = random_batch(12, [20, 20])
     expected = run(batch).gradient
-    log_prob = batch["log_prob"].clone().requires_grad_()
-    loss, _ = ctpo_loss(**{**batch, "log_prob": log_prob})
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    loss, _ = ctpo_loss(**{**batch, "log_probs": log_probs})
     (loss * -3.0).backward()
-    torch.testing.assert_close(log_prob.grad, -3.0 * expected, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(log_probs.grad, -3.0 * expected, rtol=1e-6, atol=0.0)

@@ -133,10 +133,10 @@ def test_without_grad_mode(backend: str) -> None:
     expected = sweep(head)
     weight = head.weight.clone().requires_grad_()
     with torch.no_grad():
-        loss, stats, log_prob = fused_linear_ctpo(**{**head.arguments(), "weight": weight})
+        loss, stats, log_probs = fused_linear_ctpo(**{**head.arguments(), "weight": weight})
     assert not loss.requires_grad
     assert same_bits(loss, expected.loss)
-    assert same_bits(log_prob, expected.log_prob)
+    assert same_bits(log_probs, expected.log_probs)
     assert same_bits(stats, expected.stats)
 
 
@@ -152,9 +152,9 @@ def test_main_grad_stays_as_it_is_without_grad_mode(backend: str) -> None:
 def test_only_the_loss_carries_gradients(backend: str) -> None:
     head = random_head(11)
     weight = head.weight.clone().requires_grad_()
-    loss, stats, log_prob = fused_linear_ctpo(**{**head.arguments(), "weight": weight})
+    loss, stats, log_probs = fused_linear_ctpo(**{**head.arguments(), "weight": weight})
     assert loss.requires_grad
-    assert not log_prob.requires_grad
+    assert not log_probs.requires_grad
     assert not stats.sums.requires_grad
     assert not stats.maxima.requires_grad
 

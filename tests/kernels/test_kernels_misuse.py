@@ -27,16 +27,16 @@ def loss_with(**changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"log_prob": torch.zeros(N, dtype=torch.bfloat16)}, TypeError, "log_prob must be float32 .*bfloat16"),
-        ({"log_prob": torch.zeros(N, dtype=torch.float16)}, TypeError, "log_prob must be float32 .*float16"),
-        ({"log_prob": torch.zeros(6, 6)}, ValueError, r"log_prob must be packed \[N\]; got shape \[6, 6\]"),
-        ({"old_log_prob": torch.zeros(7)}, ValueError, r"old_log_prob has shape \[7\]; expected \[36\]"),
+        ({"log_probs": torch.zeros(N, dtype=torch.bfloat16)}, TypeError, "log_probs must be float32 .*bfloat16"),
+        ({"log_probs": torch.zeros(N, dtype=torch.float16)}, TypeError, "log_probs must be float32 .*float16"),
+        ({"log_probs": torch.zeros(6, 6)}, ValueError, r"log_probs must be packed \[N\]; got shape \[6, 6\]"),
+        ({"old_log_probs": torch.zeros(7)}, ValueError, r"old_log_probs has shape \[7\]; expected \[36\]"),
         ({"response_mask": torch.ones(2, 18)}, ValueError, r"response_mask has shape \[2, 18\]; expected \[36\]"),
         ({"loss_mask": torch.ones(B)}, ValueError, r"loss_mask has shape \[3\]; expected \[36\]$"),
         ({"advantages": torch.ones(4)}, ValueError, r"advantages has shape \[4\]; expected \[36\] or \[3\]"),
         ({"weights": torch.ones(())}, ValueError, r"weights has shape \[\]; expected \[36\] or \[3\]"),
-        ({"weights": torch.ones(N, device="meta")}, ValueError, "weights is on meta, log_prob on cpu"),
-        ({"old_log_prob": torch.ones(N, device="meta")}, ValueError, "old_log_prob is on meta"),
+        ({"weights": torch.ones(N, device="meta")}, ValueError, "weights is on meta, log_probs on cpu"),
+        ({"old_log_probs": torch.ones(N, device="meta")}, ValueError, "old_log_probs is on meta"),
         ({"cu_seqlens": torch.tensor([0.0, 36.0])}, TypeError, "cu_seqlens must be integers; got torch.float32"),
         ({"cu_seqlens": torch.tensor([False, True])}, TypeError, "cu_seqlens must be integers; got torch.bool"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, ValueError, r"cu_seqlens must be \[B \+ 1\]"),
@@ -106,7 +106,7 @@ def test_head_arguments(case: tuple[dict[str, Any], type[Exception], str]) -> No
         ({"ratio_mode": "x"}, ValueError, "ratio_mode"),
         ({"advantages": torch.ones(5)}, ValueError, "advantages has shape"),
         ({"response_mask": torch.ones(5)}, ValueError, "response_mask has shape"),
-        ({"old_log_prob": torch.ones(N, device="meta")}, ValueError, "old_log_prob is on meta"),
+        ({"old_log_probs": torch.ones(N, device="meta")}, ValueError, "old_log_probs is on meta"),
         ({"cu_seqlens": torch.tensor([0, 99])}, ValueError, "cu_seqlens must rise"),
     ],
 )
@@ -137,32 +137,32 @@ def test_mask_of_the_wrong_shape() -> None:
 
 def test_no_grad_and_detached_log_probs(backend: str) -> None:
     batch = random_batch(2, [20, 10, 6])
-    log_prob = batch["log_prob"].clone().requires_grad_()
+    log_probs = batch["log_probs"].clone().requires_grad_()
     with torch.no_grad():
-        loss, _ = ctpo_loss(**{**batch, "log_prob": log_prob})
+        loss, _ = ctpo_loss(**{**batch, "log_probs": log_probs})
     assert not loss.requires_grad
     assert not ctpo_loss(**batch)[0].requires_grad
-    assert ctpo_loss(**{**batch, "log_prob": log_prob})[0].requires_grad
+    assert ctpo_loss(**{**batch, "log_probs": log_probs})[0].requires_grad
 
 
 def test_only_log_prob_is_differentiable(backend: str) -> None:
     batch = random_batch(3, [20, 10, 6])
-    leaves = {name: batch[name].clone().requires_grad_() for name in ("old_log_prob", "advantages", "weights")}
-    log_prob = batch["log_prob"].clone().requires_grad_()
-    loss, stats, per_token = ctpo_loss(**{**batch, **leaves, "log_prob": log_prob}, return_per_token=True)
+    leaves = {name: batch[name].clone().requires_grad_() for name in ("old_log_probs", "advantages", "weights")}
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    loss, stats, per_token = ctpo_loss(**{**batch, **leaves, "log_probs": log_probs}, return_per_token=True)
     loss.backward()
     assert all(leaf.grad is None for leaf in leaves.values())
-    assert log_prob.grad.any()
+    assert log_probs.grad.any()
     assert not stats.sums.requires_grad
     assert not per_token.loss.requires_grad
 
 
 def test_double_backward_of_the_loss_is_refused(backend: str) -> None:
     batch = random_batch(4, [20, 10, 6])
-    log_prob = batch["log_prob"].clone().requires_grad_()
+    log_probs = batch["log_probs"].clone().requires_grad_()
     scale = torch.ones((), requires_grad=True)
-    loss, _ = ctpo_loss(**{**batch, "log_prob": log_prob})
-    (gradient,) = torch.autograd.grad(loss * scale, log_prob, create_graph=True)
+    loss, _ = ctpo_loss(**{**batch, "log_probs": log_probs})
+    (gradient,) = torch.autograd.grad(loss * scale, log_probs, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.nansum().backward()
 

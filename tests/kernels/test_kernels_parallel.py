@@ -64,10 +64,10 @@ def assert_head(found: list[dict[str, Tensor]], dtype: torch.dtype, name: str) -
     with use_backend("torch"):
         expected = sweep(head_of(name, dtype), chunk_size=16)
     for each in found:
-        assert same_bits(each["log_prob"], found[0]["log_prob"])
+        assert same_bits(each["log_probs"], found[0]["log_probs"])
         assert same_bits(each["loss"], found[0]["loss"])
         assert same_bits(each["stats"], found[0]["stats"])
-    assert float((found[0]["log_prob"] - expected.log_prob).abs().max()) <= tolerance(dtype)
+    assert float((found[0]["log_probs"] - expected.log_probs).abs().max()) <= tolerance(dtype)
     assert distance(joined(found, "d_weight"), expected.d_weight.double()) <= tolerance(dtype)
     torch.testing.assert_close(found[0]["loss"], expected.loss, rtol=1e-5, atol=1e-6)
     vocab, _ = VOCABS[name]
@@ -91,7 +91,7 @@ def test_sequence_parallel_head(ranks: list, backend: str, dtype: torch.dtype) -
     found = of_ranks(ranks, backend, dtype, "sequence parallel")
     assert_head(found, dtype, name)
     plain = of_ranks(ranks, backend, dtype, ("head", name))
-    assert same_bits(found[0]["log_prob"], plain[0]["log_prob"])
+    assert same_bits(found[0]["log_probs"], plain[0]["log_probs"])
     assert same_bits(joined(found, "d_weight"), joined(plain, "d_weight"))
     assert distance(joined(found, "d_hidden"), plain[0]["d_hidden"].double()) <= tolerance(dtype)
 
@@ -114,13 +114,13 @@ def test_log_probs_over_shards(ranks: list, backend: str, dtype: torch.dtype, na
     logits = hidden @ weight.T
     logits.retain_grad()
     table = (logits[:, : head.vocab_size] / head.temperature).log_softmax(1)
-    log_prob = table.gather(1, head.labels.clamp(min=0)[:, None]).squeeze(1)
-    log_prob.backward(torch.sin(torch.arange(hidden.shape[0], dtype=dtype)))
+    log_probs = table.gather(1, head.labels.clamp(min=0)[:, None]).squeeze(1)
+    log_probs.backward(torch.sin(torch.arange(hidden.shape[0], dtype=dtype)))
     entropy = -(table.exp() * table).sum(1).detach()
     for each in found:
-        for field in ("log_prob", "given"):
+        for field in ("log_probs", "given"):
             assert same_bits(each[field], found[0][field])
-            assert float((each[field] - log_prob.detach()).abs().max()) <= tolerance(dtype)
+            assert float((each[field] - log_probs.detach()).abs().max()) <= tolerance(dtype)
         for field in ("entropy", "given_entropy"):
             assert float((each[field] - entropy).abs().max()) <= tolerance(dtype)
         assert distance(each["d_hidden"], hidden.grad.double()) <= tolerance(dtype)
@@ -134,7 +134,7 @@ def test_log_probs_over_shards(ranks: list, backend: str, dtype: torch.dtype, na
 def test_sequence_parallel_log_probs(ranks: list, backend: str, dtype: torch.dtype) -> None:
     found = of_ranks(ranks, backend, dtype, "sequence parallel log probs")
     plain = of_ranks(ranks, backend, dtype, ("log probs", next(iter(VOCABS))))
-    assert same_bits(found[0]["log_prob"], plain[0]["log_prob"])
+    assert same_bits(found[0]["log_probs"], plain[0]["log_probs"])
     assert same_bits(joined(found, "d_weight"), joined(plain, "d_weight"))
     assert distance(joined(found, "d_hidden"), plain[0]["d_hidden"].double()) <= tolerance(dtype)
 
@@ -165,7 +165,7 @@ def test_context_parallel_loss(ranks: list, backend: str, dtype: torch.dtype, ca
 def test_context_parallel_head(ranks: list, backend: str, dtype: torch.dtype, ratio: str) -> None:
     found = of_ranks(ranks, backend, dtype, ("context parallel head", ratio))
     expected = sweep(head_of(next(iter(VOCABS)), dtype), ratio_mode=ratio)
-    assert float((in_order(found, "log_prob") - expected.log_prob).abs().max()) <= tolerance(dtype)
+    assert float((in_order(found, "log_probs") - expected.log_probs).abs().max()) <= tolerance(dtype)
     assert distance(in_order(found, "d_hidden"), expected.d_hidden.double()) <= tolerance(dtype)
     total = found[0]["d_weight"] + found[1]["d_weight"]
     assert distance(total, expected.d_weight.double()) <= tolerance(dtype)

@@ -27,7 +27,7 @@ def tiled(lengths: list[int], advantages: list[float], *, dtype: torch.dtype = t
     g = torch.Generator().manual_seed(2)
     head.labels = torch.randint(0, VOCAB, (n,), generator=g)
     head.batch = {
-        "old_log_prob": None,
+        "old_log_probs": None,
         "response_mask": torch.ones(n),
         "advantages": torch.tensor(advantages),
         "cu_seqlens": boundaries(lengths),
@@ -82,7 +82,7 @@ def test_skipping_changes_nothing(ratio: str, into_main_grad: bool) -> None:
             gradient = _into_main_grad(other, skip, ratio)
         else:
             swept = sweep(other, skip_zero_tiles=skip, ratio_mode=ratio)
-            gradient = (swept.loss, swept.log_prob, swept.d_hidden, swept.d_weight, swept.stats.sums)
+            gradient = (swept.loss, swept.log_probs, swept.d_hidden, swept.d_weight, swept.stats.sums)
         found.append(gradient)
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
@@ -119,9 +119,9 @@ def test_zero_tiles_of_the_weight_gradient_are_bitwise_nothing() -> None:
 def test_clipped_tiles_are_skipped() -> None:
     """The clip is sticky: behind a token far outside, whole tiles have no gradient."""
     head = tiled([4 * TILE], [1.0])
-    old = eager(head).log_prob
+    old = eager(head).log_probs
     old[TILE - 1] -= 15.0
-    head.batch["old_log_prob"] = old
+    head.batch["old_log_probs"] = old
     logits, d_hidden, d_weight = rows_of(head)
     assert (logits, d_hidden, d_weight) == (4 * TILE, TILE, TILE)
 
@@ -146,9 +146,9 @@ def test_active_runs(nonzero: list[int], length: int, expected: list[tuple[int, 
 
 def test_nan_gradient_is_not_skipped() -> None:
     head = tiled([TILE, TILE], [0.0, 0.0])
-    old = eager(head).log_prob
+    old = eager(head).log_probs
     old[TILE + 3] = torch.nan
-    head.batch["old_log_prob"] = old
+    head.batch["old_log_probs"] = old
     found = sweep(head)
     assert found.d_hidden[TILE + 3].isnan().all()
     assert found.d_weight.isnan().any()

@@ -65,7 +65,7 @@ def batches(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Tensor]:
             batch[name] = torch.linspace(-1.0 if name == "advantages" else 0.2, 1.5, len(lengths)).to(dtype)
     absent = [name for name in ("loss_mask", "weights") if draw(st.integers(0, 3)) == 0]
     if draw(st.integers(0, 5)) == 0:
-        batch["old_log_prob"] = None
+        batch["old_log_probs"] = None
     return without(batch, *absent)
 
 
@@ -121,7 +121,7 @@ def test_head_in_float64(
     with use_backend("torch"):
         found, by_autograd = sweep(head, chunk_size=chunk, **chosen), eager(head, **chosen)
     expected = linear_ctpo_reference(**head.arguments(), **chosen)
-    assert distance(found.log_prob, expected.log_prob) <= 1e-12
+    assert distance(found.log_probs, expected.log_probs) <= 1e-12
     # Each d_t is rounded to 2^-40 = 9e-13: that, and not float64, bounds r where log-probs are no multiples of it.
     for name in ("d_hidden", "d_weight"):
         assert distance(getattr(found, name), getattr(expected, name)) <= 1e-11

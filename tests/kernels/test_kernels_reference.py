@@ -73,10 +73,10 @@ def test_equals_the_objective(
         aggregation=aggregation,
         token_normalizer=5.0,
     )
-    log_prob = batch["log_prob"].clone().requires_grad_()
+    log_probs = batch["log_probs"].clone().requires_grad_()
     theirs = policy_loss(
-        log_prob,
-        batch["old_log_prob"],
+        log_probs,
+        batch["old_log_probs"],
         batch["advantages"],
         batch["response_mask"],
         objective,
@@ -95,7 +95,7 @@ def test_equals_the_objective(
         clip_c=dual,
         loss_scale_factor=5.0,
     )
-    assert distance(log_prob.grad, ours.gradient) <= 1e-12
+    assert distance(log_probs.grad, ours.gradient) <= 1e-12
     assert distance(theirs.per_token.detach(), ours.token_loss) <= 1e-12
     assert theirs.loss.item() == pytest.approx(ours.loss, rel=1e-12, abs=1e-12)
     sums = dict(zip(ours.stats, [*theirs.stats.sums.tolist(), *theirs.stats.maxima.tolist()], strict=True))
@@ -107,14 +107,14 @@ def test_gradient_is_the_derivative_of_the_loss() -> None:
     batch = without(random_batch(2, [12], spread=0.01, dtype=torch.float64), "loss_mask")
     batch["response_mask"] = torch.ones(12)
     batch["advantages"], batch["weights"] = torch.linspace(-1, 1, 12), torch.linspace(0.5, 2, 12)
-    batch["log_prob"] = batch["old_log_prob"] = torch.linspace(-2, -1, 12).double()
+    batch["log_probs"] = batch["old_log_probs"] = torch.linspace(-2, -1, 12).double()
     gradient = ctpo_loss_reference(**batch, ratio_mode="token").gradient
     step = 1e-6
     for i in range(12):
-        moved = [batch["log_prob"].clone(), batch["log_prob"].clone()]
+        moved = [batch["log_probs"].clone(), batch["log_probs"].clone()]
         moved[0][i] += step
         moved[1][i] -= step
-        up, down = (ctpo_loss_reference(**{**batch, "log_prob": x}, ratio_mode="token").loss for x in moved)
+        up, down = (ctpo_loss_reference(**{**batch, "log_probs": x}, ratio_mode="token").loss for x in moved)
         assert (up - down) / (2 * step) == pytest.approx(gradient[i], rel=1e-6, abs=1e-9)
 
 
@@ -122,10 +122,10 @@ def test_log_probs_equal_torch() -> None:
     logits = torch.randn(9, 14, dtype=torch.float64, requires_grad=True)
     labels, g = torch.randint(0, 11, (9,)), torch.randn(9, dtype=torch.float64)
     table = (logits[:, :11] / 0.7).log_softmax(1)
-    log_prob = table.gather(1, labels[:, None]).squeeze(1)
-    log_prob.backward(g)
+    log_probs = table.gather(1, labels[:, None]).squeeze(1)
+    log_probs.backward(g)
     found = log_probs_reference(logits.detach(), labels, 0.7, 11, g)
-    assert distance(log_prob.detach(), found.log_prob) <= 1e-12
+    assert distance(log_probs.detach(), found.log_probs) <= 1e-12
     assert distance(-(table.exp() * table).sum(1).detach(), found.entropy) <= 1e-12
     assert distance(logits.grad, found.d_logits) <= 1e-12
 
@@ -135,11 +135,11 @@ def test_log_probs_of_edge_rows() -> None:
     found = log_probs_reference(
         [[0.0, 0.0], [-inf, 1.0], [-inf, -inf], [math.nan, 0.0], [3.0, 1.0]], [0, 1, 0, 1, -100]
     )
-    assert found.log_prob[:2] == pytest.approx([-math.log(2), 0.0])
+    assert found.log_probs[:2] == pytest.approx([-math.log(2), 0.0])
     assert found.entropy[:2] == pytest.approx([math.log(2), 0.0])
-    assert math.isnan(found.log_prob[2])
-    assert math.isnan(found.log_prob[3])
-    assert found.log_prob[4] == 0
+    assert math.isnan(found.log_probs[2])
+    assert math.isnan(found.log_probs[3])
+    assert found.log_probs[4] == 0
     assert found.d_logits[4] == [0.0, 0.0]
 
 
@@ -148,10 +148,10 @@ def test_linear_equals_autograd_through_torch() -> None:
     hidden = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     labels, response = torch.randint(0, 5, (8,)), torch.tensor([1, 1, 0, 1, 1, 1, 0, 1])
-    log_prob = (hidden @ weight[:5].T / 1.5).log_softmax(1).gather(1, labels[:, None]).squeeze(1)
-    old = (log_prob - 0.01).detach()
+    log_probs = (hidden @ weight[:5].T / 1.5).log_softmax(1).gather(1, labels[:, None]).squeeze(1)
+    old = (log_probs - 0.01).detach()
     output = policy_loss(
-        log_prob, old, torch.tensor([1.0, -2.0]), response, PolicyObjective(), cu_seqlens=torch.tensor([0, 5, 8])
+        log_probs, old, torch.tensor([1.0, -2.0]), response, PolicyObjective(), cu_seqlens=torch.tensor([0, 5, 8])
     )
     output.loss.backward()
     found = linear_ctpo_reference(

@@ -16,7 +16,7 @@ from ctpo_megatron.objective import PolicyObjective
 class Sequence:
     """One trajectory; every list has one entry per token."""
 
-    logp: list[float]
+    log_probs: list[float]
     anchor: list[float]
     advantage: list[float]
     model: list[int]
@@ -24,14 +24,14 @@ class Sequence:
     weight: list[float]
 
     def __len__(self) -> int:
-        return len(self.logp)
+        return len(self.log_probs)
 
 
 @dataclass
 class Expected:
     loss: float = 0.0
     per_token: list[list[float]] = field(default_factory=list)
-    gradient: list[list[float]] = field(default_factory=list)  # of the aggregated loss, in logp
+    gradient: list[list[float]] = field(default_factory=list)  # of the aggregated loss, in log_probs
     ratio: list[float] = field(default_factory=list)  # over loss tokens
     high: int = 0
     low: int = 0
@@ -44,7 +44,7 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
     tokens = max(1, sum(sum(s.loss) for s in batch))
     sequences = max(1, sum(1 for s in batch if o.count_masked_sequences or sum(s.loss)))
     for s in batch:
-        d = [max(-20.0, min(20.0, a - b)) if m else 0.0 for a, b, m in zip(s.logp, s.anchor, s.model, strict=True)]
+        d = [max(-20.0, min(20.0, a - b)) if m else 0.0 for a, b, m in zip(s.log_probs, s.anchor, s.model, strict=True)]
         total, length = math.fsum(d), max(1, sum(s.model))
         losses, gradients = [0.0] * len(s), [0.0] * len(s)
         for i in range(len(s)):
@@ -102,9 +102,9 @@ def random_batch(seed: int, lengths: list[int], spread: float) -> list[Sequence]
         model = (uniform(n) < 0.75).int()
         loss = model * (uniform(n) < 0.85).int()
         anchor = -3 * uniform(n)
-        logp = anchor + spread * torch.randn(n, generator=g, dtype=torch.float64)
+        log_probs = anchor + spread * torch.randn(n, generator=g, dtype=torch.float64)
         advantage = torch.randn(n, generator=g, dtype=torch.float64) * (uniform(n) < 0.9)
-        columns = (logp, anchor, advantage, model, loss, 0.5 + uniform(n))
+        columns = (log_probs, anchor, advantage, model, loss, 0.5 + uniform(n))
         batch.append(Sequence(*(column.tolist() for column in columns)))
     return batch
 
@@ -112,10 +112,10 @@ def random_batch(seed: int, lengths: list[int], spread: float) -> list[Sequence]
 def packed(batch: list[Sequence], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Keyword arguments of `policy_loss` for the sequences one after the other."""
     names = {
-        "logp": "logp",
-        "anchor_logp": "anchor",
+        "log_probs": "log_probs",
+        "old_log_probs": "anchor",
         "advantages": "advantage",
-        "model_mask": "model",
+        "response_mask": "model",
         "loss_mask": "loss",
         "weights": "weight",
     }

@@ -12,7 +12,7 @@ from objective_reference import packed, padded, random_batch
 
 from ctpo_megatron.objective import PRESETS, Denominators, PolicyObjective, linear_policy_loss, policy_loss, summarize
 from ctpo_megatron.objective.fused import fused_policy_loss
-from ctpo_megatron.objective.layout import SequenceLayout
+from ctpo_megatron.objective.sequences import SequenceBounds
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -22,14 +22,14 @@ STEP = Denominators(sequences=9, trained_sequences=5, tokens=40)
 
 def fused(arguments: dict[str, Any], objective: PolicyObjective, denominators: Denominators | None) -> tuple:
     """(loss, token losses, stats, gradient) by the path that CUDA tensors take."""
-    rest = {name: value for name, value in arguments.items() if name not in ("logp", "cu_seqlens")}
-    logp = arguments["logp"].clone().requires_grad_()
-    layout = SequenceLayout.of(logp, arguments.get("cu_seqlens"))
+    rest = {name: value for name, value in arguments.items() if name not in ("log_probs", "cu_seqlens")}
+    log_probs = arguments["log_probs"].clone().requires_grad_()
+    layout = SequenceBounds.of(log_probs, arguments.get("cu_seqlens"))
     loss, per_token, stats = fused_policy_loss(
-        logp, objective=objective, layout=layout, denominators=denominators, **{"weights": None, **rest}
+        log_probs, objective=objective, layout=layout, denominators=denominators, **{"weights": None, **rest}
     )
     loss.backward()
-    return loss, per_token, stats, logp.grad
+    return loss, per_token, stats, log_probs.grad
 
 
 @pytest.mark.parametrize("layout", [padded, packed])
@@ -48,13 +48,13 @@ def test_kernels_equal_plain_torch(layout, name, lengths, seed, spread, aggregat
         name, aggregation=aggregation, count_masked_sequences=counted, token_normalizer=7.0
     )
     arguments = layout(random_batch(seed, lengths, spread))
-    logp = arguments["logp"].clone().requires_grad_()
-    expected = policy_loss(**{**arguments, "logp": logp}, objective=objective, denominators=step)
+    log_probs = arguments["log_probs"].clone().requires_grad_()
+    expected = policy_loss(**{**arguments, "log_probs": log_probs}, objective=objective, denominators=step)
     expected.loss.backward()
     loss, per_token, stats, gradient = fused(arguments, objective, step)
     torch.testing.assert_close(loss, expected.loss, **EXACT)
     torch.testing.assert_close(per_token, expected.per_token.detach(), **EXACT)
-    torch.testing.assert_close(gradient, logp.grad, **EXACT)
+    torch.testing.assert_close(gradient, log_probs.grad, **EXACT)
     assert summarize(stats) == pytest.approx(summarize(expected.stats), rel=1e-9, abs=1e-9)
 
 
@@ -63,23 +63,23 @@ def test_linear_policy_loss_equals_the_loss_of_its_log_probs(name: str) -> None:
     torch.manual_seed(0)
     objective = PolicyObjective.preset(name)
     batch = packed(random_batch(5, [6, 0, 17, 1, 9], 0.1))
-    n = batch["logp"].numel()
+    n = batch["log_probs"].numel()
     hidden = torch.randn(n, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 27, (n,))
     logits = hidden @ weight.T / 0.8
-    logp = logits[:, :27].log_softmax(1).gather(1, labels[:, None]).squeeze(1)
-    batch |= {"anchor_logp": logp.detach() - (batch["logp"] - batch["anchor_logp"])}
-    expected = policy_loss(**{**batch, "logp": logp}, objective=objective, denominators=STEP)
+    log_probs = logits[:, :27].log_softmax(1).gather(1, labels[:, None]).squeeze(1)
+    batch |= {"old_log_probs": log_probs.detach() - (batch["log_probs"] - batch["old_log_probs"])}
+    expected = policy_loss(**{**batch, "log_probs": log_probs}, objective=objective, denominators=STEP)
     gradients = torch.autograd.grad(expected.loss, (hidden, weight))
 
-    rest = {name: value for name, value in batch.items() if name != "logp"}
+    rest = {name: value for name, value in batch.items() if name != "log_probs"}
     found = linear_policy_loss(
         hidden, weight, labels, objective=objective, denominators=STEP, temperature=0.8, vocab_size=27, **rest
     )
     torch.testing.assert_close(found.loss, expected.loss, **EXACT)
     for ours, theirs in zip(torch.autograd.grad(found.loss, (hidden, weight)), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
-    model = batch["model_mask"] != 0
-    torch.testing.assert_close(found.logp, torch.where(model, logp, 0.0).detach(), **EXACT)
+    model = batch["response_mask"] != 0
+    torch.testing.assert_close(found.log_probs, torch.where(model, log_probs, 0.0).detach(), **EXACT)
     assert summarize(found.stats) == pytest.approx(summarize(expected.stats), rel=1e-9, abs=1e-9)

@@ -15,25 +15,25 @@ INSIDE, HIGH, BETWEEN, LOW = 0.1, 0.2, -0.05, -0.1  # log r; bounds at t = 9: lo
 
 
 def token_gradient(log_r: float, a: float, *, l: int = 1, spread: bool = True, **overrides) -> tuple[float, float]:  # noqa: E741
-    """d l_t / d logp_t and l_t of token 9 of a sequence with S_9 = `log_r`; asserts that no other token is reached."""
+    """d l_t / d log p_t and l_t of token 9 of a sequence with S_9 = `log_r`; asserts that no other token is reached."""
     d = torch.zeros(1, T, dtype=torch.float64)
     d[0, :] = log_r / T if spread else 0.0
     d[0, -1] = log_r - d[0, :-1].sum()
-    logp = (d - 1).requires_grad_()
+    log_probs = (d - 1).requires_grad_()
     loss_mask = torch.zeros(1, T)
     loss_mask[0, -1] = l
     objective = PolicyObjective.preset("ctpo", **overrides)
     out = policy_loss(
-        logp,
-        torch.full_like(logp, -1),
+        log_probs,
+        torch.full_like(log_probs, -1),
         torch.tensor([a], dtype=torch.float64),
         torch.ones(1, T),
         objective,
         loss_mask=loss_mask,
     )
     out.per_token.sum().backward()
-    assert not logp.grad[0, :-1].any()
-    return logp.grad[0, -1].item(), out.per_token[0, -1].item()
+    assert not log_probs.grad[0, :-1].any()
+    return log_probs.grad[0, -1].item(), out.per_token[0, -1].item()
 
 
 @pytest.mark.parametrize("a", [0.7, 2.0])
@@ -91,12 +91,12 @@ def test_cap_at_ten(a):
 @pytest.mark.parametrize("difference", [-25.0, 25.0])
 def test_limit_of_twenty_changes_the_value_and_not_the_own_gradient(difference):
     """The second token brings the sum back, so that its ratio is inside while a limited d stands before it."""
-    logp = torch.tensor([[difference, -math.copysign(20.0, difference)]], dtype=torch.float64, requires_grad=True)
+    log_probs = torch.tensor([[difference, -math.copysign(20.0, difference)]], dtype=torch.float64, requires_grad=True)
     objective = PolicyObjective.preset("ctpo")
-    out = policy_loss(logp, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2), objective)
+    out = policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2), objective)
     out.per_token.sum().backward()
-    assert logp.grad[0, 1].item() == pytest.approx(-1.0)
-    assert logp.grad[0, 0].item() == pytest.approx(0.0 if difference > 0 else -math.exp(-20.0), rel=1e-9)
+    assert log_probs.grad[0, 1].item() == pytest.approx(-1.0)
+    assert log_probs.grad[0, 0].item() == pytest.approx(0.0 if difference > 0 else -math.exp(-20.0), rel=1e-9)
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, -0.5])
@@ -118,12 +118,12 @@ def test_power_zero_is_a_fixed_window():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_jacobian_is_diagonal(name):
-    """d l_t / d logp_k is exactly 0 for k != t, whole-sequence ratios included."""
+    """d l_t / d log_probs_k is exactly 0 for k != t, whole-sequence ratios included."""
     arguments = packed(random_batch(4, [5, 7], 0.05))
-    logp = arguments.pop("logp")
+    log_probs = arguments.pop("log_probs")
     objective = PolicyObjective.preset(name)
     jacobian = torch.autograd.functional.jacobian(
-        lambda x: policy_loss(x, objective=objective, **arguments).per_token, logp
+        lambda x: policy_loss(x, objective=objective, **arguments).per_token, log_probs
     )
     diagonal = jacobian.diagonal()
     assert diagonal.any() and torch.equal(jacobian, torch.diag(diagonal))
@@ -134,24 +134,24 @@ def test_jacobian_is_diagonal(name):
     (math.log(0.7), -1.0, 0.0), (math.log(1.3), -1.0, 1.3), (math.log(3.1), -1.0, 0.0), (math.log(2.9), -1.0, 2.9),
 ])  # fmt: skip
 def test_ratio_clip_with_dual_three(log_r, a, expected):
-    logp = torch.tensor([[0.0, log_r]], dtype=torch.float64, requires_grad=True)
+    log_probs = torch.tensor([[0.0, log_r]], dtype=torch.float64, requires_grad=True)
     out = policy_loss(
-        logp,
+        log_probs,
         torch.zeros(1, 2),
         torch.tensor([a], dtype=torch.float64),
         torch.ones(1, 2),
         PolicyObjective.preset("grpo"),
     )
     out.per_token.sum().backward()
-    assert logp.grad[0, 1].item() == pytest.approx(expected)
+    assert log_probs.grad[0, 1].item() == pytest.approx(expected)
 
 
 def test_gspo_gives_every_token_the_same_ratio_and_its_own_gradient():
     d = torch.tensor([[1e-4, -2e-4, 2e-4, 2e-4]], dtype=torch.float64)
-    logp = d.clone().requires_grad_()
-    out = policy_loss(logp, torch.zeros_like(d), torch.ones(1), torch.ones(1, 4), PolicyObjective.preset("gspo"))
+    log_probs = d.clone().requires_grad_()
+    out = policy_loss(log_probs, torch.zeros_like(d), torch.ones(1), torch.ones(1, 4), PolicyObjective.preset("gspo"))
     out.per_token.sum().backward()
-    torch.testing.assert_close(logp.grad, torch.full_like(d, -math.exp(0.75e-4)), rtol=1e-10, atol=0)
+    torch.testing.assert_close(log_probs.grad, torch.full_like(d, -math.exp(0.75e-4)), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -160,18 +160,18 @@ def test_masked_values_never_enter(name, bad):
     clean = packed(random_batch(9, [6, 9, 4], 0.1))
     objective = PolicyObjective.preset(name)
     dirty = {k: v.clone() for k, v in clean.items()}
-    off = dirty["model_mask"] == 0
+    off = dirty["response_mask"] == 0
     assert off.any()
-    for key in ("logp", "anchor_logp"):
+    for key in ("log_probs", "old_log_probs"):
         dirty[key][off] = bad
     for key in ("advantages", "weights"):
         dirty[key][dirty["loss_mask"] == 0] = bad
     results = []
     for arguments in (clean, dirty):
-        logp = arguments["logp"].clone().requires_grad_()
-        out = policy_loss(**{**arguments, "logp": logp}, objective=objective)
+        log_probs = arguments["log_probs"].clone().requires_grad_()
+        out = policy_loss(**{**arguments, "log_probs": log_probs}, objective=objective)
         out.loss.backward()
-        results.append((out, logp.grad))
+        results.append((out, log_probs.grad))
     assert torch.equal(results[0][0].loss, results[1][0].loss)
     assert torch.equal(results[0][1], results[1][1])
     assert torch.equal(results[0][0].stats.as_tensor(), results[1][0].stats.as_tensor())
@@ -179,20 +179,20 @@ def test_masked_values_never_enter(name, bad):
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("where", ["logp", "anchor_logp"])
+@pytest.mark.parametrize("where", ["log_probs", "old_log_probs"])
 def test_nan_surfaces_in_its_own_sequence_from_its_position_on(name, trained, where):
     """Loss and gradient alike: the bounds must not turn a NaN into a silent zero gradient."""
     arguments = packed(random_batch(9, [6, 8, 4], 0.0))
-    arguments["model_mask"], arguments["loss_mask"] = torch.ones(18), torch.ones(18)
+    arguments["response_mask"], arguments["loss_mask"] = torch.ones(18), torch.ones(18)
     arguments["loss_mask"][9] = float(trained)
     arguments[where][9] = math.nan
-    logp = arguments.pop("logp").requires_grad_()
+    log_probs = arguments.pop("log_probs").requires_grad_()
     objective = PolicyObjective.preset(name)
-    out = policy_loss(logp, objective=objective, **arguments)
+    out = policy_loss(log_probs, objective=objective, **arguments)
     out.per_token.sum().backward()
     spoiled = {"token": range(9, 10), "sequence": range(6, 14), "sequence_geomean": range(6, 14)}
     expected = torch.zeros(18, dtype=torch.bool)
     expected[list(spoiled.get(objective.ratio, range(9, 14)))] = True
     expected[9] &= trained
     assert torch.equal(out.per_token.isnan(), expected)
-    assert torch.equal(logp.grad.isnan(), expected)
+    assert torch.equal(log_probs.grad.isnan(), expected)

@@ -90,18 +90,18 @@ def test_correction_weights_never_overflow_and_refuse_nonsense():
 
 def test_supervised_loss_is_the_token_mean_whatever_the_cut():
     g = torch.Generator().manual_seed(0)
-    logp = -torch.rand(4, 6, generator=g)
+    log_probs = -torch.rand(4, 6, generator=g)
     mask = (torch.rand(4, 6, generator=g) < 0.6).int()
-    logp[mask == 0] = math.nan
-    logp.requires_grad_()
-    whole = supervised_loss(logp, mask)
-    (gradient,) = torch.autograd.grad(whole.loss, logp)
+    log_probs[mask == 0] = math.nan
+    log_probs.requires_grad_()
+    whole = supervised_loss(log_probs, mask)
+    (gradient,) = torch.autograd.grad(whole.loss, log_probs)
     n = int(mask.sum())
     torch.testing.assert_close(gradient, -mask / n)
-    torch.testing.assert_close(whole.loss, -logp.detach()[mask == 1].mean())
+    torch.testing.assert_close(whole.loss, -log_probs.detach()[mask == 1].mean())
     step = Denominators.of(mask)
-    parts = [supervised_loss(logp[i : i + 1], mask[i : i + 1], step) for i in range(4)]
+    parts = [supervised_loss(log_probs[i : i + 1], mask[i : i + 1], step) for i in range(4)]
     torch.testing.assert_close(sum(p.loss for p in parts), whole.loss)
     assert summarize(whole.stats) == {"supervised/loss": pytest.approx(whole.loss.item())}
     with pytest.raises(ValueError, match="loss_mask has shape"):
-        supervised_loss(logp, mask[0])
+        supervised_loss(log_probs, mask[0])

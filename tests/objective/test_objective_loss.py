@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from objective_reference import packed, padded, random_batch, reference
 
 from ctpo_megatron.objective import PRESETS, Denominators, PolicyObjective, merge, policy_loss, supervised_loss
-from ctpo_megatron.objective.layout import SequenceLayout
 from ctpo_megatron.objective.ratios import prefix_sum, sequence_sum
+from ctpo_megatron.objective.sequences import SequenceBounds
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 BATCHES = {"lengths": LENGTHS, "seed": st.integers(0, 10**6), "spread": st.sampled_from([0.0, 0.03, 0.5, 4.0])}
@@ -22,11 +22,11 @@ few = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def run(arguments: dict, objective: PolicyObjective, **more):
-    """Loss output and gradient in logp."""
-    logp = arguments["logp"].clone().requires_grad_()
-    out = policy_loss(**{**arguments, "logp": logp}, objective=objective, **more)
+    """Loss output and gradient in log_probs."""
+    log_probs = arguments["log_probs"].clone().requires_grad_()
+    out = policy_loss(**{**arguments, "log_probs": log_probs}, objective=objective, **more)
     out.loss.backward()
-    return out, logp.grad
+    return out, log_probs.grad
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -119,11 +119,11 @@ def test_prefix_sum_is_exact_bits_in_any_company():
     g = torch.Generator().manual_seed(0)
     own = 0.05 * torch.randn(4096, generator=g)
     noise = 20 * torch.sign(torch.randn(3000, generator=g))
-    alone = prefix_sum(own, SequenceLayout.of(own, torch.tensor([0, 4096])))
+    alone = prefix_sum(own, SequenceBounds.of(own, torch.tensor([0, 4096])))
     for parts in ([noise, own], [noise, own, noise], [own[:0], own, noise]):
         ends = torch.tensor([0] + [len(p) for p in parts]).cumsum(0)
         flat = torch.cat(parts)
-        layout = SequenceLayout.of(flat, ends)
+        layout = SequenceBounds.of(flat, ends)
         assert torch.equal(prefix_sum(flat, layout)[ends[1] : ends[2]], alone)
         assert torch.equal(sequence_sum(flat, layout)[ends[1] : ends[2]], alone[-1].expand(4096))
     exact = own.double().cumsum(0)
@@ -133,7 +133,7 @@ def test_prefix_sum_is_exact_bits_in_any_company():
 def test_fixed_point_rounds_half_to_even():
     """Part of the contract with other implementations of the prefix sum: each token is rounded once, on entry."""
     d = torch.tensor([1.5, 2.5, -0.5, 0.75, -1.5]) * 2.0**-40
-    units = prefix_sum(d, SequenceLayout.of(d, torch.arange(6))) * 2.0**40
+    units = prefix_sum(d, SequenceBounds.of(d, torch.arange(6))) * 2.0**40
     assert units.tolist() == [2, 2, 0, 1, -2]
 
 
@@ -141,7 +141,7 @@ def test_prefix_sum_survives_wrapping_of_the_batch_total():
     """A batch whose total passes 2^63 units still has exact sums per sequence: differences modulo 2^64 hold."""
     d = torch.full((600_000,), 20.0)
     ends = torch.arange(0, 600_001, 200_000)
-    total = sequence_sum(d, SequenceLayout.of(d, ends))
+    total = sequence_sum(d, SequenceBounds.of(d, ends))
     assert torch.equal(total, torch.full_like(total, 4_000_000.0))
 
 
@@ -157,7 +157,7 @@ def test_prefix_runs_across_turns_and_skips_observations():
 def test_loss_mask_leaves_prefix_and_position_of_other_tokens_alone():
     batch = random_batch(11, [12, 20, 8], 0.2)
     arguments = packed(batch)
-    full = {**arguments, "loss_mask": arguments["model_mask"]}
+    full = {**arguments, "loss_mask": arguments["response_mask"]}
     rejected = arguments["loss_mask"].bool()
     for name in PRESETS:
         objective = PolicyObjective.preset(name)
@@ -192,10 +192,10 @@ def test_empty_and_fully_masked_batches_give_zero():
 
 
 def test_fully_masked_sequences_count_by_choice():
-    logp, mask = torch.zeros(2, 2), torch.tensor([[1, 1], [0, 0]])
+    log_probs, mask = torch.zeros(2, 2), torch.tensor([[1, 1], [0, 0]])
     for counted, expected in ((True, -0.5), (False, -1.0)):
         objective = PolicyObjective.preset("ctpo", count_masked_sequences=counted)
-        out = policy_loss(logp, logp, torch.ones(2), torch.ones(2, 2), objective, loss_mask=mask)
+        out = policy_loss(log_probs, log_probs, torch.ones(2), torch.ones(2, 2), objective, loss_mask=mask)
         assert out.loss.item() == expected
 
 
@@ -215,7 +215,7 @@ def test_misfits_are_refused():
         policy_loss(x, x, x, x, o)
     with pytest.raises(ValueError, match=r"advantages has shape \(2,\)"):
         policy_loss(x, x, torch.zeros(2), x, o, cu_seqlens=ends)
-    with pytest.raises(ValueError, match="model_mask has shape"):
+    with pytest.raises(ValueError, match="response_mask has shape"):
         policy_loss(x, x, x, torch.zeros(3), o, cu_seqlens=ends)
     for bad in ([0, 5], [1, 4], [0, 3, 2]):
         with pytest.raises(ValueError, match="must rise from 0"):

@@ -27,7 +27,7 @@ def test_summary_equals_python(name):
     expected = reference(batch, objective)
     metrics = summarize(policy_loss(**packed(batch), objective=objective).stats)
     n, clipped = len(expected.ratio), expected.high + expected.low + expected.dual
-    d = [b - a for s in batch for a, b, m in zip(s.logp, s.anchor, s.model, strict=True) if m]
+    d = [b - a for s in batch for a, b, m in zip(s.log_probs, s.anchor, s.model, strict=True) if m]
     want = {
         "actor/pg_loss": expected.loss,
         "actor/pg_clipfrac": (expected.high + expected.low) / n,
@@ -69,8 +69,8 @@ def test_first_mini_batch_shows_ratio_one():
 
 
 def test_capped_tokens_are_counted_and_seen():
-    logp = torch.tensor([[8.0, 4.0, 0.0]])
-    out = policy_loss(logp, torch.zeros(1, 3), torch.zeros(1), torch.ones(1, 3), PolicyObjective())
+    log_probs = torch.tensor([[8.0, 4.0, 0.0]])
+    out = policy_loss(log_probs, torch.zeros(1, 3), torch.zeros(1), torch.ones(1, 3), PolicyObjective())
     metrics = summarize(out.stats)
     assert metrics["pg_update/log_ratio_capped/count"] == 2
     assert metrics["pg_update/log_ratio_abs_max"] == 12
@@ -79,9 +79,9 @@ def test_capped_tokens_are_counted_and_seen():
 
 def test_largest_log_ratio_is_over_all_model_tokens():
     """It is there to find faults, and a rejected token may be where the fault shows."""
-    logp = torch.tensor([[0.5, 7.0, 3.0]])
+    log_probs = torch.tensor([[0.5, 7.0, 3.0]])
     out = policy_loss(
-        logp,
+        log_probs,
         torch.zeros(1, 3),
         torch.ones(1),
         torch.tensor([[1, 0, 1]]),

@@ -32,7 +32,7 @@ class Tree:
         self.reward = torch.randn(len(SEQUENCES), generator=g, dtype=torch.float64)
 
     @staticmethod
-    def logp(logits: Tensor) -> Tensor:
+    def log_probs(logits: Tensor) -> Tensor:
         return logits.log_softmax(-1)[NODES, SEQUENCES]
 
     def expected_gradient(self, ratio: str, advantages: Tensor) -> Tensor:
@@ -45,19 +45,19 @@ class Tree:
             "aggregation": "sequence_sum",
         }
         objective = PolicyObjective(ratio=ratio, **free)
-        behaviour = self.logp(self.mu)
+        behaviour = self.log_probs(self.mu)
         probability = behaviour.sum(1).exp()
         out = policy_loss(
-            self.logp(self.pi), behaviour, advantages, torch.ones_like(SEQUENCES), objective,
+            self.log_probs(self.pi), behaviour, advantages, torch.ones_like(SEQUENCES), objective,
             weights=probability, denominators=Denominators(1, 1, 1),
         )  # fmt: skip
         return torch.autograd.grad(out.loss, self.pi)[0]
 
     def true_gradient(self, advantages: Tensor) -> Tensor:
         """-E_pi[sum_t A_t grad log pi(a_t | s_t)], `[nodes, V]`."""
-        logp = self.logp(self.pi)
-        probability = logp.sum(1).exp().detach()
-        return torch.autograd.grad(-(probability[:, None] * advantages * logp).sum(), self.pi)[0]
+        log_probs = self.log_probs(self.pi)
+        probability = log_probs.sum(1).exp().detach()
+        return torch.autograd.grad(-(probability[:, None] * advantages * log_probs).sum(), self.pi)[0]
 
 
 def relative_bias(got: Tensor, true: Tensor) -> float:
@@ -86,9 +86,9 @@ def test_proposition_1_token_ratio_is_biased_from_the_second_token_on():
 @pytest.mark.parametrize("seed", range(3))
 def test_proposition_2_the_whole_sequence_ratio_varies_more_than_any_prefix(seed):
     tree = Tree(seed)
-    behaviour = tree.logp(tree.mu)
+    behaviour = tree.log_probs(tree.mu)
     probability = behaviour.sum(1).exp()
-    ratio = (tree.logp(tree.pi).detach() - behaviour).cumsum(1).exp()  # rho_{1:t}
+    ratio = (tree.log_probs(tree.pi).detach() - behaviour).cumsum(1).exp()  # rho_{1:t}
     torch.testing.assert_close(probability @ ratio, torch.ones(H, dtype=torch.float64))
     variance = probability @ (ratio - 1).square()
     assert (variance.diff() > 0).all()

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import Policy, gather_objects, join, leave
-from ctpo_megatron.rollout.weights import WeightSnapshot
+from ctpo_megatron.policy import Policy, destroy_distributed, gather_objects, init_distributed
+from ctpo_megatron.weights.shared_file import WeightSnapshot
 
 
 def resident(field: str) -> int:
@@ -35,7 +35,7 @@ def peak_of(action: Callable[[], Any]) -> int:
 
 def run(model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = PolicyConfig(timeout_minutes=2.0, **settings.get("policy", {}))
-    layout = join(config, seed=0)
+    layout = init_distributed(config, seed=0)
     policy = Policy(config, layout, model, temperature=1.0)
 
     def sync() -> None:
@@ -59,4 +59,4 @@ def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
         mpu.destroy_model_parallel()
     if dist.get_rank() == 0:
         torch.save(results, output)
-    leave()
+    destroy_distributed()

@@ -16,30 +16,35 @@ from megatron.core import parallel_state as mpu
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective, summarize
-from ctpo_megatron.policy import Policy, join, leave, policy_gradient, supervised
+from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient, supervised
 
 
 def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Metrics, anchor log-probs, traces, and the gradient by Hugging Face name, over all micro-batches and ranks."""
+    """Metrics, old log-probs, token diagnostics and the gradient by Hugging Face name, over all ranks."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, head=head, **settings.get("policy", {}))
-    policy = Policy(config, join(config, seed=0), model, temperature=0.9)
+    policy = Policy(config, init_distributed(config, seed=0), model, temperature=0.9)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
-    anchor = policy.anchor([mini_batch])
-    logp = [micro.anchor_logp for micro in mini_batch.micro_batches]
+    anchor = policy.compute_old_log_probs([mini_batch])
+    log_probs = [micro.old_log_probs for micro in mini_batch.micro_batches]
     for micro in mini_batch.micro_batches:
         move_anchor(micro)
     preset = settings.get("preset", "ctpo")
     loss = supervised() if preset == "supervised" else policy_gradient(PolicyObjective.preset(preset), "proximal")
     stats, gradients = policy.gradients(mini_batch, loss)
     gradient = {name: tensor.clone() for name, tensor in gradients}
-    trace = policy.trace(mini_batch, PolicyObjective.preset("ctpo"))
-    return {"metrics": summarize(stats) | anchor, "logp": logp, "gradient": gradient, "trace": trace}
+    diagnostics = policy.token_diagnostics(mini_batch, PolicyObjective.preset("ctpo"))
+    return {
+        "metrics": summarize(stats) | anchor,
+        "log_probs": log_probs,
+        "gradient": gradient,
+        "diagnostics": diagnostics,
+    }
 
 
 def move_anchor(micro: PackedBatch) -> None:
     """Differences between the policies that depend on the token alone, large enough to meet every bound."""
-    if micro.anchor_logp is not None:  # None before the last pipeline stage
-        micro.anchor_logp = micro.anchor_logp + 0.08 * torch.sin(micro.token_ids * 7.0 + micro.position_ids)
+    if micro.old_log_probs is not None:  # None before the last pipeline stage
+        micro.old_log_probs = micro.old_log_probs + 0.08 * torch.sin(micro.token_ids * 7.0 + micro.position_ids)
 
 
 def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
@@ -51,4 +56,4 @@ def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
             mpu.destroy_model_parallel()
     if dist.get_rank() == 0:
         torch.save(results, output)
-    leave()
+    destroy_distributed()

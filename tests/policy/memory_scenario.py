@@ -16,7 +16,7 @@ from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, Split, layer_activations, stage_memory
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, gather_objects, join, leave, policy_gradient
+from ctpo_megatron.policy import Policy, destroy_distributed, gather_objects, init_distributed, policy_gradient
 
 
 def count(tensors: Any) -> int:
@@ -52,12 +52,12 @@ def saved_bytes(policy: Policy, step: Any) -> int:
 
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=2048, **settings.get("policy", {}))
-    layout = join(config, seed=0)
+    layout = init_distributed(config, seed=0)
     policy = Policy(config, layout, model, temperature=1.0)
     policy.use_optimizer(OptimizerConfig(lr=1e-4), total_steps=2)
     batch = [copy.deepcopy(models.trajectories(1)[0]) for _ in range(8)]  # one length: attention pads nothing
     (step,) = policy.mini_batches(batch, models.advantages(8), size=8)
-    policy.anchor([step])
+    policy.compute_old_log_probs([step])
     saved = saved_bytes(policy, step)
     parameters = [p for chunk in policy._model.gpt for p in chunk.parameters()]
     split = Split.of(config, layout.world_size)
@@ -81,4 +81,4 @@ def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
         mpu.destroy_model_parallel()
     if dist.get_rank() == 0:
         torch.save(results, output)
-    leave()
+    destroy_distributed()

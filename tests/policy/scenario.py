@@ -16,7 +16,7 @@ from megatron.core import parallel_state as mpu
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, join, leave, policy_gradient, summarize_updates
+from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient, summarize_updates
 
 MEASURED = ("time/", "memory/")
 """Metrics that are never the same twice."""
@@ -25,7 +25,7 @@ MEASURED = ("time/", "memory/")
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Train for a few RL steps on recorded trajectories; every rank returns metrics and full weights."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, **settings.get("policy", {}))
-    layout = join(config, seed=0)
+    layout = init_distributed(config, seed=0)
     policy = Policy(config, layout, model, temperature=0.9)
     policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", betas=(0.9, 0.95)), total_steps=20)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
@@ -34,7 +34,7 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     steps, measured = [], []
     for step in range(done, settings.get("steps", 2)):
         mini_batches = policy.mini_batches(models.trajectories(seed=step), models.advantages(), size=8)
-        metrics = policy.anchor(mini_batches)
+        metrics = policy.compute_old_log_probs(mini_batches)
         metrics |= summarize_updates([policy.update(m, loss) for m in mini_batches])
         steps.append({name: value for name, value in metrics.items() if not name.startswith(MEASURED)})
         measured.append({name: value for name, value in metrics.items() if name.startswith(MEASURED)})
@@ -54,4 +54,4 @@ def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -
         mpu.destroy_model_parallel()
     if dist.get_rank() == 0:
         torch.save(results, output)
-    leave()
+    destroy_distributed()

@@ -11,7 +11,7 @@ import pytest
 from jobs import run_job
 
 from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
-from ctpo_megatron.policy import Policy, capabilities, device, join, leave
+from ctpo_megatron.policy import Policy, capabilities, destroy_distributed, device, init_distributed
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 
 TE, APEX, FUSION, FLASH = "transformer_engine", ("apex", "amp_C"), "fused_weight_gradient_mlp_cuda", "flash_attn"
@@ -114,13 +114,13 @@ def test_without_cuda_nothing_counts_as_installed(installed, monkeypatch: pytest
 
 def test_the_logged_adam_is_the_one_that_steps(tmp_path: Path) -> None:
     models.build("qwen3-tied", tmp_path)
-    layout = join(PolicyConfig(), seed=0)
+    layout = init_distributed(PolicyConfig(), seed=0)
     try:
         policy = Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
         policy.use_optimizer(OptimizerConfig(), total_steps=1)
         (inner,) = [optimizer.optimizer for optimizer in policy._optimizer.chained_optimizers]
     finally:
-        leave()
+        destroy_distributed()
     assert f"{type(inner).__module__.split('.')[0]} {type(inner).__name__}" == capabilities().adam
 
 
@@ -137,9 +137,9 @@ def test_the_other_package_called_apex_changes_nothing(tmp_path: Path, monkeypat
 
 
 def test_a_rank_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device.most_ranks() >= 4
+    assert device.max_ranks() >= 4
     monkeypatch.setattr(device, "CUDA", True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert device.most_ranks() == 2
+    assert device.max_ranks() == 2
     with pytest.raises(RuntimeError, match=r"rank 2 of this node has no GPU: 2 are visible; start at most 2"):
         device.local_device(2)

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import CheckpointError, Layout, Policy, join, leave, policy_gradient
+from ctpo_megatron.policy import CheckpointError, Layout, Policy, destroy_distributed, init_distributed, policy_gradient
 
 ASYNCHRONOUS = CheckpointConfig(asynchronous=True)
 LINEAR = OptimizerConfig(lr=1e-3, schedule="linear")
@@ -27,8 +27,8 @@ LINEAR = OptimizerConfig(lr=1e-3, schedule="linear")
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[Layout]:
-    yield join(PolicyConfig(), seed=0)
-    leave()
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def make(
 
 def step(policy: Policy, seed: int) -> float:
     (mini_batch,) = policy.mini_batches(models.trajectories(seed=seed), models.advantages(), size=16)
-    policy.anchor([mini_batch])
+    policy.compute_old_log_probs([mini_batch])
     return policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal")).grad_norm
 
 
@@ -119,7 +119,7 @@ def test_a_resumed_run_follows_the_configuration_it_is_given(
     resumed = make(layout, folder / "qwen3-tied", other, **settings)
     resumed.load(path)
     (mini_batch,) = resumed.mini_batches(models.trajectories(seed=1), models.advantages(), size=16)
-    resumed.anchor([mini_batch])
+    resumed.compute_old_log_probs([mini_batch])
     update = resumed.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
     assert update.learning_rate == 1e-5
     for group in resumed._optimizer.param_groups:
@@ -136,11 +136,11 @@ def test_the_schedule_goes_on_where_the_run_stands(layout: Layout, folder: Path,
     fewer = Policy(PolicyConfig(micro_batch_tokens=256), layout, folder / "qwen3-tied", temperature=0.9)
     fewer.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear"), total_steps=10)  # half as many a step
     fewer.load(path)
-    fewer.place_schedule(5 / 10)
+    fewer.set_scheduler_step(5 / 10)
     assert fewer._optimizer.param_groups[0]["lr"] == pytest.approx(rate) == pytest.approx(5e-4)
     same = make(layout, folder / "qwen3-tied")
     same.load(path)
-    same.place_schedule(5 / 10)
+    same.set_scheduler_step(5 / 10)
     assert same._optimizer.param_groups[0]["lr"] == rate
 
 
@@ -187,7 +187,7 @@ def test_a_writer_that_cannot_write_is_reported(layout: Layout, folder: Path, tm
     assert list(tmp_path.glob("step_*")) == []
 
 
-def test_a_writer_that_hangs_is_given_up_and_does_not_outlive_the_job(
+def test_a_writer_that_hangs_is_discarded_and_does_not_outlive_the_job(
     layout: Layout, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", lambda *_, **__: time.sleep(10))

@@ -44,12 +44,12 @@ def test_the_newer_of_two_equals_is_the_better(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 3]
 
 
-def test_a_course_that_is_given_up_is_kept_out_of_sight(tmp_path: Path) -> None:
+def test_a_course_that_is_discarded_is_kept_out_of_sight(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write(tmp_path, step, keep_last=3)
     (tmp_path / "step_000006" / MARKER).unlink()
     renamed = checkpoint_files.give_up(tmp_path, after=2)
-    assert [path.name for path in renamed] == ["given_up_step_000006", "given_up_step_000004"]
+    assert [path.name for path in renamed] == ["discarded_step_000006", "discarded_step_000004"]
     assert latest_checkpoint(tmp_path) == tmp_path / "step_000002"
     assert checkpoint_files.give_up(tmp_path, after=2) == []
     for step in (3, 4):
@@ -58,11 +58,11 @@ def test_a_course_that_is_given_up_is_kept_out_of_sight(tmp_path: Path) -> None:
     assert checkpoint_files.read_marker(renamed[1]).score is None
 
 
-def test_of_each_step_the_last_to_be_given_up_is_kept(tmp_path: Path) -> None:
+def test_of_each_step_the_last_to_be_discarded_is_kept(tmp_path: Path) -> None:
     for score in (0.1, 0.2):
         write(tmp_path, 4, score)
         (renamed,) = checkpoint_files.give_up(tmp_path, after=-1)
-    assert [path.name for path in tmp_path.iterdir()] == ["given_up_step_000004"]
+    assert [path.name for path in tmp_path.iterdir()] == ["discarded_step_000004"]
     assert checkpoint_files.read_marker(renamed).score == 0.2
 
 

@@ -11,7 +11,7 @@ from jobs import run_job
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import CheckpointError, Policy, join, leave
+from ctpo_megatron.policy import CheckpointError, Policy, destroy_distributed, init_distributed
 
 run = partial(run_job, "scenario.py")
 TP2 = {"tensor_model_parallel_size": 2}
@@ -36,10 +36,10 @@ def test_a_vocabulary_may_be_padded_differently_but_not_be_another_one(tmp_path:
     for resumed in (two["resumed"], found):
         for name in ("actor/pg_loss", "actor/grad_norm"):
             assert resumed["steps"][0][name] == pytest.approx(one["steps"][1][name], rel=1e-4, abs=1e-7)
-    layout = join(PolicyConfig(), seed=0)
+    layout = init_distributed(PolicyConfig(), seed=0)
     try:
         policy = Policy(PolicyConfig(), layout, tmp_path / "larger", temperature=1.0)
         with pytest.raises(CheckpointError, match=r"embedding.*768x96 in the checkpoint and float32 1024x96 here"):
             policy.load_weights(tmp_path / "two" / "step_000001")
     finally:
-        leave()
+        destroy_distributed()

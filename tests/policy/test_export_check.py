@@ -21,7 +21,7 @@ from ctpo_megatron.config import OptimizerConfig, dump, load_config
 from ctpo_megatron.data import prepare
 from ctpo_megatron.export import layout_of, resolve
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, join, leave, policy_gradient
+from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
 
 STEP = "step_000003"
 
@@ -30,7 +30,7 @@ STEP = "step_000003"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with one checkpoint, whose weights have left those of the model it began with."""
     root = tmp_path_factory.mktemp("export")
-    sizes = {"train_prompts": 64, "heldout_prompts": 16, "warmup_traces": 400, "tokenizer_traces": 400}
+    sizes = {"train_prompts": 64, "heldout_prompts": 16, "sft_conversations": 400, "tokenizer_conversations": 400}
     config = load_config(
         ROOT / "configs" / "quickstart.yaml",
         [f"prepare.directory={root / 'data'}", f"run.root={root}", "run.name=run"]
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = root / "run"
     directory.mkdir()
     (directory / "config.yaml").write_text(dump(config))
-    layout = join(config.policy, seed=0)
+    layout = init_distributed(config.policy, seed=0)
     try:
         policy = Policy(config.policy, layout, Path(config.model.path), temperature=1.0)
         policy.use_optimizer(OptimizerConfig(lr=1e-2), total_steps=2)
@@ -48,11 +48,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for trajectory in trajectories:
             trajectory.token_ids[:] = [i % policy.facts.vocab_size for i in trajectory.token_ids]
         (step,) = policy.mini_batches(trajectories, models.advantages(8), size=8)
-        policy.anchor([step])
+        policy.compute_old_log_probs([step])
         policy.update(step, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
         policy.save(directory / "checkpoints", 3, {"step": 3})
     finally:
-        leave()
+        destroy_distributed()
     return directory
 
 
@@ -103,13 +103,13 @@ def test_wrong_weights_are_found_by_their_logits(run: Path, copy: Path, capsys: 
     weights[name] = weights[name] * 1.1
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    layout = join(PolicyConfig(), seed=0)
+    layout = init_distributed(PolicyConfig(), seed=0)
     try:
         policy = Policy(PolicyConfig(head="logits"), layout, run.parent / "data" / "model", temperature=1.0)
         policy.load_weights(run / "checkpoints" / STEP)
         found = {finding.what: finding for finding in check_exported(copy, policy, layout)}
     finally:
-        leave()
+        destroy_distributed()
     assert [name for name, finding in found.items() if not finding.good] == ["weights", "logits"]
     assert "missing: model.layers.0.mlp.up_proj.weight" in found["weights"].detail
     assert f"differs: {name}" in found["weights"].detail

@@ -81,7 +81,7 @@ def test_prompts_and_tool_output_need_no_output_layer(tmp_path: Path) -> None:
     facts = ModelFacts.read(tmp_path)
     (trajectory,) = models.trajectories(1)
     (found,) = trajectory_flops(facts, [trajectory])
-    left_out = len(trajectory) - sum(trajectory.model_mask)
+    left_out = len(trajectory) - sum(trajectory.response_mask)
     assert left_out > 0
     everywhere = forward_flops(facts, len(trajectory), len(trajectory))
     assert found == everywhere - left_out * 2 * facts.hidden_size * facts.vocab_size

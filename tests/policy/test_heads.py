@@ -89,7 +89,7 @@ def test_streaming_does_not_depend_on_the_layout(one: Results, two: Results, cas
 
 @pytest.mark.parametrize("case", ["tp2", "pp2", "dp2", "cp2"])
 def test_traces_do_not_depend_on_the_layout(one: Results, two: Results, case: str) -> None:
-    found, expected = two[case]["streaming"]["trace"], one["tied"]["streaming"]["trace"]
+    found, expected = two[case]["streaming"]["diagnostics"], one["tied"]["streaming"]["diagnostics"]
     assert found.keys() == expected.keys() and len(found) == 16
     for key, fields in expected.items():
         assert found[key]["advantage"] == fields["advantage"]
@@ -106,9 +106,10 @@ def test_clips_are_met(one: Results) -> None:
 
 def test_bfloat16_logits_are_the_coarser_ones(one: Results) -> None:
     """The streaming head keeps float32 sums of bfloat16 products; megatron's output layer rounds logits to bfloat16."""
-    exact = torch.cat(one["tied"]["streaming"]["logp"])
+    exact = torch.cat(one["tied"]["streaming"]["log_probs"])
     errors = {
-        head: (torch.cat(one["bfloat16"][head]["logp"]) - exact).abs().mean().item() for head in ("logits", "streaming")
+        head: (torch.cat(one["bfloat16"][head]["log_probs"]) - exact).abs().mean().item()
+        for head in ("logits", "streaming")
     }
     assert 0 < errors["streaming"] < errors["logits"]
     assert distance(one["bfloat16"]["streaming"]["gradient"], one["tied"]["streaming"]["gradient"]) < 0.1

@@ -88,7 +88,7 @@ def assert_same_training(found: dict[str, Any], expected: dict[str, Any], steps:
     """
     assert len(found["steps"]) == len(expected["steps"][steps])
     for ours, theirs in zip(found["steps"], expected["steps"][steps], strict=True):
-        for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "mismatch/logp_abs_mean"):
+        for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "mismatch/log_prob_abs_mean"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
         assert ours["pg_update/first_log_ratio_abs_max"] <= 1e-5
     for name, tensor in expected["weights"].items():

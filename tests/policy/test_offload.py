@@ -11,13 +11,13 @@ import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Layout, Policy, join, leave, policy_gradient
+from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed, policy_gradient
 
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[Layout]:
-    yield join(PolicyConfig(), seed=0)
-    leave()
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
 
 
 def buffer_bytes(policy: Policy) -> tuple[int, int]:
@@ -48,6 +48,6 @@ def test_buffers_are_gone_until_they_are_needed(
     assert buffer_bytes(policy) == held
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
     policy.release()
-    policy.anchor([mini_batch])
+    policy.compute_old_log_probs([mini_batch])
     policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
     assert any(not torch.equal(tensor, before[name]) for name, tensor in policy.weights())

@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from ctpo_megatron.config import ModelFacts, PolicyConfig
 from ctpo_megatron.data import PackingRules, Trajectory, micro_batch_count, pack, split_evenly
-from ctpo_megatron.policy import Layout, join, leave
+from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
 from ctpo_megatron.policy.flops import trajectory_flops
 from ctpo_megatron.policy.layers import AttentionPlan, PackedCausalAttention
 from ctpo_megatron.policy.minibatch import packing_rules
@@ -24,8 +24,8 @@ from ctpo_megatron.policy.workload import SHORTEST_OF_CLASS, length_classes, pad
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[Layout]:
-    yield join(PolicyConfig(), seed=0)
-    leave()
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
 
 
 def of_lengths(lengths: list[int]) -> list[Trajectory]:
@@ -67,11 +67,11 @@ def test_every_token_is_packed_once_within_the_rules(
             assert place.start == bounds[number] and place.stop <= bounds[number + 1]
             assert batch.token_ids[place].tolist() == original.token_ids
             assert batch.position_ids[place].tolist() == list(range(len(original)))
-            assert batch.model_mask[place].tolist() == [bool(m) for m in original.model_mask]
+            assert batch.response_mask[place].tolist() == [bool(m) for m in original.response_mask]
             assert set(batch.advantages[place].tolist()) == {float(index)}
             real[place] = True
             seen.append(index)
-        for masked in (batch.model_mask, batch.loss_mask, batch.behaviour_logp):
+        for masked in (batch.response_mask, batch.loss_mask, batch.rollout_log_probs):
             assert not masked[~real].any()
         assert sum(rules.padded(length) for length in batch.lengths) <= budget
     assert sorted(seen) == list(range(len(lengths)))

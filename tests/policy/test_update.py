@@ -12,7 +12,7 @@ import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, join, leave, policy_gradient
+from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.session import check_mismatch
 
 LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
@@ -22,8 +22,8 @@ LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     directory = tmp_path_factory.mktemp("update")
     models.build("qwen3-tied", directory)
-    yield Policy(PolicyConfig(), join(PolicyConfig(), seed=0), directory, temperature=1.0)
-    leave()
+    yield Policy(PolicyConfig(), init_distributed(PolicyConfig(), seed=0), directory, temperature=1.0)
+    destroy_distributed()
 
 
 def test_the_gradient_norm_is_reported_without_clipping_too(policy: Policy) -> None:
@@ -31,7 +31,7 @@ def test_the_gradient_norm_is_reported_without_clipping_too(policy: Policy) -> N
     for clip in (1e-3, 0.0):
         policy.use_optimizer(OptimizerConfig(lr=1e-12, clip_grad=clip), total_steps=1)
         (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
-        policy.anchor([mini_batch])
+        policy.compute_old_log_probs([mini_batch])
         norms.append(policy.update(mini_batch, LOSS).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[1] > 0
 
@@ -40,7 +40,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Polic
     policy.use_optimizer(OptimizerConfig(lr=1.0), total_steps=1)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     (mini_batch,) = policy.mini_batches(models.trajectories(), [math.nan] * 16, size=16)
-    policy.anchor([mini_batch])
+    policy.compute_old_log_probs([mini_batch])
     with pytest.raises(FloatingPointError, match="not finite"):
         policy.update(mini_batch, LOSS)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
@@ -50,5 +50,5 @@ def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Polic
 def test_a_mismatch_beyond_the_limit_or_unknown_stops_the_run(found: float) -> None:
     config = SimpleNamespace(rollout=SimpleNamespace(mismatch_limit=1e-3))
     with pytest.raises(RuntimeError, match=r"rollout\.mismatch_limit=0\.001"):
-        check_mismatch(config, {"mismatch/logp_abs_max": found})
-    check_mismatch(config, {"mismatch/logp_abs_max": 1e-4})
+        check_mismatch(config, {"mismatch/log_prob_abs_max": found})
+    check_mismatch(config, {"mismatch/log_prob_abs_max": 1e-4})

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctpo_megatron.config import ConfigError, ModelFacts, PolicyConfig
 from ctpo_megatron.config.weight_files import tensor_shapes
-from ctpo_megatron.policy import Layout, Policy, join, leave
+from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed
 
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[Layout]:
-    yield join(PolicyConfig(), seed=0)
-    leave()
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
 
 
 @pytest.fixture(scope="module", params=list(models.FAMILIES))
@@ -44,15 +44,15 @@ def test_log_probs_equal_transformers_and_weights_return_unchanged(
     assert tensor_shapes(ModelFacts.read(directory)) == held
     policy = Policy(PolicyConfig(micro_batch_tokens=300), layout, directory, temperature=0.7)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
-    policy.anchor([mini_batch])
+    policy.compute_old_log_probs([mini_batch])
     assert len(mini_batch.micro_batches) > 1
     for micro in mini_batch.micro_batches:
         bounds = micro.cu_seqlens.tolist()
         for start, end in itertools.pairwise(bounds):
             expected = reference_log_probs(model, micro.token_ids[start:end], temperature=0.7)
-            mask = micro.model_mask[start + 1 : end]
+            mask = micro.response_mask[start + 1 : end]
             torch.testing.assert_close(
-                micro.anchor_logp[start + 1 : end][mask], expected[mask], atol=1e-5, rtol=0, check_stride=False
+                micro.old_log_probs[start + 1 : end][mask], expected[mask], atol=1e-5, rtol=0, check_stride=False
             )
     policy.export(tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import gather_objects, join, leave
+from ctpo_megatron.policy import destroy_distributed, gather_objects, init_distributed
 
 
 def _work(seconds: float) -> str:
@@ -18,8 +18,8 @@ def _work(seconds: float) -> str:
 
 
 def main(models_dir: Path, output: Path, settings: dict[str, Any]) -> None:
-    layout = join(PolicyConfig(timeout_minutes=settings["timeout_s"] / 60), seed=0)
-    found = gather_objects(layout.first(lambda: _work(settings["work_s"])))
+    layout = init_distributed(PolicyConfig(timeout_minutes=settings["timeout_s"] / 60), seed=0)
+    found = gather_objects(layout.on_rank_zero(lambda: _work(settings["work_s"])))
     if layout.rank == 0:
         torch.save(found, output)
-    leave()
+    destroy_distributed()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from naughty_scorer import naughty
+from misbehaving_scorer import misbehaving
 
 from ctpo_megatron.config.schema import RewardConfig
 from ctpo_megatron.data.records import ToolCall, Trajectory
@@ -27,7 +27,7 @@ def rewards(items: list[tuple[Trajectory, str]]) -> list[float | None]:
 
 @pytest.fixture(scope="module")
 def unruly():
-    with RewardPool(RewardConfig(timeout_s=0.5), scorer=naughty) as pool:
+    with RewardPool(RewardConfig(timeout_s=0.5), scorer=misbehaving) as pool:
         yield pool
 
 
@@ -102,7 +102,7 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path):
     items = [item(f"after {tmp_path / 'go'}")] + [item("2")] * 3
     others = descendants(psutil.Process())
-    with RewardPool(RewardConfig(workers=2, timeout_s=30), scorer=naughty) as pool:
+    with RewardPool(RewardConfig(workers=2, timeout_s=30), scorer=misbehaving) as pool:
         everything = descendants(psutil.Process())
         # The fork server's are the workers.
         workers = [process for process in everything if process not in others and process.ppid() != os.getpid()]
@@ -121,6 +121,6 @@ def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path):
 
 def test_a_worker_killed_by_somebody_else_costs_no_verdict(tmp_path):
     items = [item(f"die unless {tmp_path / 'died before'}"), item("2")]
-    with RewardPool(RewardConfig(timeout_s=30), scorer=naughty) as pool:
+    with RewardPool(RewardConfig(timeout_s=30), scorer=misbehaving) as pool:
         assert pool.score(items) == ScoreReport(scored=2, no_box=2, timeouts=0, failures=0)
     assert rewards(items) == [1.0, 1.0]

@@ -38,7 +38,7 @@ def scripted_tool(flag: Path) -> Callable[[], Any]:
 
     def factory() -> Any:
         async def run(code: str) -> Any:
-            from ctpo_megatron.rollout.tools import ToolUnavailable
+            from ctpo_megatron.environments.tools import ToolUnavailable
 
             left = int(flag.read_text()) if flag.exists() else 0
             if left > 0:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.data.records import Trajectory
-from ctpo_megatron.rollout.episode import EpisodeFailed, Limits, ModelTurn, PromptTooLong, run_episode
-from ctpo_megatron.rollout.seeds import turn_seed
-from ctpo_megatron.rollout.tools import ToolUnavailable
+from ctpo_megatron.environments.episode import EpisodeFailed, Limits, ModelTurn, PromptTooLong, run_episode
+from ctpo_megatron.environments.seeds import turn_seed
+from ctpo_megatron.environments.tools import ToolUnavailable
 
 STOP = 0
 CALL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(1)"}}</tool_call>'
@@ -79,16 +79,16 @@ def test_answer_at_once() -> None:
     assert trajectory.finish_reason == "answer"
     assert trajectory.final_text == "ab"
     assert trajectory.token_ids == [5, 6, 1, 2, STOP]
-    assert trajectory.model_mask == trajectory.loss_mask == [0, 0, 1, 1, 1]
+    assert trajectory.response_mask == trajectory.loss_mask == [0, 0, 1, 1, 1]
 
 
 def test_call_then_answer_keeps_every_array_aligned() -> None:
     engine, codec = Engine([1, 10, STOP], [2, STOP]), Codec()
     trajectory = play(engine, codec)
     assert trajectory.token_ids == [5, 6, 1, 10, STOP, 99, 99, 99, 2, STOP]
-    assert trajectory.model_mask == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
+    assert trajectory.response_mask == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
     assert trajectory.turn == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
-    assert trajectory.behaviour_logp == [0, 0, -0.5, -0.5, -0.5, 0, 0, 0, -1.0, -1.0]
+    assert trajectory.rollout_log_probs == [0, 0, -0.5, -0.5, -0.5, 0, 0, 0, -1.0, -1.0]
     assert trajectory.weight_version == [-1, -1, 7, 7, 7, -1, -1, -1, 8, 8]
     assert trajectory.final_text == "b"
     assert codec.seen == ["1"]

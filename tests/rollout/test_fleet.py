@@ -71,15 +71,15 @@ def tokens(groups: Sequence[Group]) -> list[list[int]]:
     return [trajectory.token_ids for trajectory in trajectories(groups)]
 
 
-def largest_logp_error(model: Qwen3ForCausalLM, groups: Sequence[Group], temperature: float = 1.0) -> float:
+def largest_log_prob_error(model: Qwen3ForCausalLM, groups: Sequence[Group], temperature: float = 1.0) -> float:
     worst = 0.0
     for trajectory in trajectories(groups):
         ids = torch.tensor([trajectory.token_ids])
         with torch.no_grad():
-            logp = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-        want = logp.gather(1, ids[0, 1:, None])[:, 0]
-        have = torch.tensor(trajectory.behaviour_logp[1:])
-        mask = torch.tensor(trajectory.model_mask[1:], dtype=torch.bool)
+            log_probs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+        want = log_probs.gather(1, ids[0, 1:, None])[:, 0]
+        have = torch.tensor(trajectory.rollout_log_probs[1:])
+        mask = torch.tensor(trajectory.response_mask[1:], dtype=torch.bool)
         worst = max(worst, float((want - have)[mask].abs().max()))
     return worst
 
@@ -97,7 +97,7 @@ def test_groups_are_complete_and_exact(stage: Stage) -> None:
             assert trajectory.response_tokens <= MAX_RESPONSE
             for turn in range(1, max(trajectory.turn) + 1):
                 rows = [i for i, t in enumerate(trajectory.turn) if t == turn]
-                sampled = [trajectory.token_ids[i] for i in rows if trajectory.model_mask[i]]
+                sampled = [trajectory.token_ids[i] for i in rows if trajectory.response_mask[i]]
                 assert 1 <= len(sampled) <= MAX_TURN
                 assert stop not in sampled[:-1]
             ends = {"answer": True, "max_turns": True, "length": trajectory.tool_calls and sampled[-1] == stop}
@@ -112,14 +112,16 @@ def test_groups_are_complete_and_exact(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_behaviour_logp_is_the_models(stage: Stage, temperature: float) -> None:
+def test_rollout_log_probs_is_the_models(stage: Stage, temperature: float) -> None:
     groups = stage.generate(stage.prompts(3), step=1, temperature=temperature)
-    assert largest_logp_error(stage.model, groups, temperature) <= 1e-4
+    assert largest_log_prob_error(stage.model, groups, temperature) <= 1e-4
 
 
-def test_logp_is_of_the_filtered_distribution(stage: Stage) -> None:
+def test_log_probs_is_of_the_filtered_distribution(stage: Stage) -> None:
     [trajectory] = stage.generate(stage.prompts(1), step=2, samples=1, top_k=1)[0].trajectories
-    assert [p for p, m in zip(trajectory.behaviour_logp, trajectory.model_mask, strict=True) if m and p != 0.0] == []
+    assert [
+        p for p, m in zip(trajectory.rollout_log_probs, trajectory.response_mask, strict=True) if m and p != 0.0
+    ] == []
 
 
 def test_same_seed_same_tokens_and_other_step_other_tokens(stage: Stage) -> None:
@@ -139,9 +141,9 @@ def test_sync_changes_what_is_sampled_and_forgets_cached_prefixes(stage: Stage) 
     stage.sync(0.02)
     after = stage.generate(prompts, step=5)
     assert tokens(after) != tokens(before)
-    versions = {v for t in trajectories(after) for v, m in zip(t.weight_version, t.model_mask, strict=True) if m}
+    versions = {v for t in trajectories(after) for v, m in zip(t.weight_version, t.response_mask, strict=True) if m}
     assert versions == {stage.version}
-    assert largest_logp_error(stage.model, after) <= 1e-4
+    assert largest_log_prob_error(stage.model, after) <= 1e-4
     assert not list(Path("/dev/shm").glob(f"ctpo-weights-{os.getpid()}-*"))
 
 
@@ -207,7 +209,7 @@ def test_killed_engine_comes_back_with_current_weights(stage: Stage, victim: str
     assert stats["engine_restarts"] == 1
     assert stats["group_retries"] >= 1
     assert tokens(groups) == want
-    assert {v for t in trajectories(groups) for v, m in zip(t.weight_version, t.model_mask, strict=True) if m} == {
+    assert {v for t in trajectories(groups) for v, m in zip(t.weight_version, t.response_mask, strict=True) if m} == {
         stage.version
     }
     deadline = time.monotonic() + 20
@@ -221,5 +223,5 @@ def test_engine_dead_before_a_sync_is_replaced(stage: Stage) -> None:
     [victim] = engine_processes("ray::RolloutEngine")
     victim.send_signal(signal.SIGKILL)
     stage.sync(0.01)
-    assert largest_logp_error(stage.model, stage.generate(stage.prompts(2), step=9)) <= 1e-4
+    assert largest_log_prob_error(stage.model, stage.generate(stage.prompts(2), step=9)) <= 1e-4
     assert stage.fleet.stats()["engine_restarts"] == 1

@@ -37,7 +37,7 @@ def test_an_update_reaches_what_vllm_packs(settings: dict[str, Any], tmp_path: P
             for trajectory in group.trajectories:
                 ids = torch.tensor(trajectory.token_ids)
                 with torch.no_grad():
-                    logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
-                mask = torch.tensor(trajectory.model_mask[1:], dtype=torch.bool)
-                found = torch.tensor(trajectory.behaviour_logp[1:])
-                assert (found - logp)[mask].abs().max() <= 1e-4
+                    log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+                mask = torch.tensor(trajectory.response_mask[1:], dtype=torch.bool)
+                found = torch.tensor(trajectory.rollout_log_probs[1:])
+                assert (found - log_probs)[mask].abs().max() <= 1e-4

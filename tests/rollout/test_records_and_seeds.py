@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from ctpo_megatron.data.records import Group, Prompt, ToolCall, Trajectory
+from ctpo_megatron.environments.seeds import trajectory_seed, turn_seed
 from ctpo_megatron.rollout.metrics import rollout_metrics
-from ctpo_megatron.rollout.seeds import trajectory_seed, turn_seed
-from ctpo_megatron.rollout.weights import WeightSnapshot, checkpoint_names
+from ctpo_megatron.weights.shared_file import WeightSnapshot, checkpoint_names
 
 
 def test_seed_values_never_change() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_model import CHATML, tiny_tokenizer
 
-from ctpo_megatron.rollout.template import ObservationTemplate, TemplateError, stop_token_ids
+from ctpo_megatron.environments.template import ObservationTemplate, TemplateError, stop_token_ids
 
 QWEN3_LIKE = (
     "{%- if tools %}{{- '<|im_start|>system\n' }}"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ctpo_megatron.rollout.tools import (
+from ctpo_megatron.environments.tools import (
     ParseError,
     cut_middle,
     mentions_call,

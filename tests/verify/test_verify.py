@@ -12,7 +12,7 @@ import torch
 
 from ctpo_megatron import cli
 from ctpo_megatron.objective import PRESETS
-from ctpo_megatron.verify import LAYOUTS, Check, batch, misfits, run
+from ctpo_megatron.verify import LAYOUTS, Check, batch, run, unsupported_layouts
 
 SMALL = ("one", "one-micro", "tp2-sp", "vpp2-micro", "cp2-micro", "dp2-distopt", "moe-ep2")
 
@@ -51,7 +51,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_every_layout_of_its_kind_fits_a_model_made_here(made: tuple[Path, bool]) -> None:
     model, experts = made
     reason = "for a dense model" if experts else "for a mixture of experts"
-    assert misfits(model) == {name: reason for name, layout in LAYOUTS.items() if layout.experts != experts}
+    assert unsupported_layouts(model) == {name: reason for name, layout in LAYOUTS.items() if layout.experts != experts}
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def check_after(truth, change) -> Check:
 
 def test_an_untouched_result_passes(truth) -> None:
     check = check_after(truth, lambda found: None)
-    assert check.passed(1e-5) and check.gradient > 0 and check.logp > 0
+    assert check.passed(1e-5) and check.gradient > 0 and check.log_probs > 0
 
 
 def scale_one_tensor(found) -> None:
@@ -124,8 +124,8 @@ def scale_one_tensor(found) -> None:
 
 
 def move_one_token(found) -> None:
-    key = next(iter(found["logp"]))
-    found["logp"][key][found["logp"][key].nonzero()[0]] += 1e-4
+    key = next(iter(found["log_probs"]))
+    found["log_probs"][key][found["log_probs"][key].nonzero()[0]] += 1e-4
 
 
 def change_the_loss(found) -> None:
@@ -133,7 +133,7 @@ def change_the_loss(found) -> None:
 
 
 def lose_a_sequence(found) -> None:
-    found["logp"].popitem()
+    found["log_probs"].popitem()
 
 
 def lose_a_tensor(found) -> None:

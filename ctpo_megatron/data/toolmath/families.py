@@ -60,7 +60,7 @@ def draw_problem(family: Family, rng: Random) -> Problem:
     """Draw numbers until no wrong program gives the right answer by accident and no digit occurs twice.
 
     Digits are single tokens. With all of them different, "what followed this digit" has one answer, and a two-layer
-    model learns to copy numbers within a minute; with repeats most of the warm-up would go into that.
+    model learns to copy numbers within a minute; with repeats most of SFT would go into that.
     """
     while True:
         numbers = family.draw(rng)

@@ -1,4 +1,4 @@
-"""Stage "prepare": writes the synthetic task's model, prompts and warm-up conversations, once."""
+"""Stage "prepare": writes the synthetic task's model, prompts and SFT conversations, once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 
 from ctpo_megatron.config.schema import PrepareConfig
 from ctpo_megatron.data.tables import DataError
+from ctpo_megatron.data.toolmath.conversations import Message, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, Problem, draw_problem
 from ctpo_megatron.data.toolmath.model import build_model, write_model
 from ctpo_megatron.data.toolmath.tokenizer import train_tokenizer
-from ctpo_megatron.data.toolmath.traces import Message, trace
 
 FORMAT = 1
 """Raised whenever equal settings would give other files, so that an old directory is not taken for a new one."""
@@ -35,7 +35,7 @@ _PROMPT_SCHEMA = pa.schema(
 
 
 def prepare(config: PrepareConfig) -> None:
-    """Write model/, train.parquet, heldout.parquet and warmup.parquet to `config.directory`.
+    """Write model/, train.parquet, heldout.parquet and sft.parquet to `config.directory`.
 
     A directory that an equal configuration wrote is reused at once. Raises DataError when the directory holds
     anything else, naming the settings that differ; nothing is ever overwritten.
@@ -72,29 +72,29 @@ def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = T
     return problems
 
 
-def warmup_conversations(config: PrepareConfig, excluded: set[str]) -> list[list[Message]]:
-    """The spoiled conversations of the warm-up, about questions that are not `excluded`, in random order."""
+def sft_conversations(config: PrepareConfig, excluded: set[str]) -> list[list[Message]]:
+    """The spoiled conversations of SFT, about questions that are not `excluded`, in random order."""
     if config.corruption.wrong_common + config.corruption.wrong_rare > 1:
         raise DataError("prepare.corruption: wrong_common + wrong_rare must not exceed 1")
     rng = Random(f"{config.seed}/warmup")
-    problems = draw_problems(config.warmup_traces, rng, excluded, distinct=False)
+    problems = draw_problems(config.sft_conversations, rng, excluded, distinct=False)
     rng.shuffle(problems)
-    return [trace(problem, config.corruption, rng) for problem in problems]
+    return [conversation(problem, config.corruption, rng) for problem in problems]
 
 
 def _write(config: PrepareConfig, directory: Path) -> None:
     seen: set[str] = set()
     for split, count in (("heldout", config.heldout_prompts), ("train", config.train_prompts)):
-        # Drawn first and never forgotten: held-out questions occur neither in training nor in the warm-up.
+        # Drawn first and never forgotten: held-out questions occur neither in training nor in SFT.
         problems = draw_problems(count, Random(f"{config.seed}/{split}"), seen)
         if split == "heldout":
             heldout = set(seen)
         rows = [_prompt_row(problem, index, split) for index, problem in enumerate(problems)]
         pq.write_table(pa.Table.from_pylist(rows, schema=_PROMPT_SCHEMA), directory / f"{split}.parquet")
-    conversations = warmup_conversations(config, heldout)
+    conversations = sft_conversations(config, heldout)
     table = pa.Table.from_pydict({"messages": conversations}, schema=pa.schema([("messages", _MESSAGES)]))
-    pq.write_table(table, directory / "warmup.parquet")
-    tokenizer = train_tokenizer(_plain_text(messages) for messages in conversations[: config.tokenizer_traces])
+    pq.write_table(table, directory / "sft.parquet")
+    tokenizer = train_tokenizer(_plain_text(messages) for messages in conversations[: config.tokenizer_conversations])
     write_model(build_model(config.model, tokenizer, config.seed), tokenizer, directory / "model")
 
 

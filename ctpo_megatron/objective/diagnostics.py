@@ -1,0 +1,47 @@
+"""The log-ratio of every token beside the window that may clip it: what a person looks at, never part of the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ctpo_megatron.config import PolicyObjective
+from ctpo_megatron.objective.clips import window
+from ctpo_megatron.objective.ratios import token_ratios
+from ctpo_megatron.objective.sequences import SequenceBounds
+
+
+@dataclass(frozen=True)
+class TokenDiagnostics:
+    """log_ratio, low, high: log r_t and its bounds (nats), each shaped like log_probs, 0 where response_mask is 0."""
+
+    log_ratio: Tensor
+    low: Tensor
+    high: Tensor
+
+
+@torch.no_grad()
+def token_diagnostics(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    response_mask: Tensor,
+    objective: PolicyObjective,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> TokenDiagnostics:
+    """Log-ratios and clip window of a padded `[B, T]` or packed `[N]` batch; arguments as for `policy_loss`.
+
+    Bounds of a clip on r are given as their logarithms (a lower bound of 0 as -inf).
+    """
+    layout = SequenceBounds.of(log_probs, cu_seqlens)
+    model = layout.mask(response_mask, "response_mask")
+    current = torch.where(model, layout.values(log_probs, "log_probs", torch.float32), 0.0)
+    anchor = layout.values(old_log_probs, "old_log_probs", torch.float32)
+    ratios = token_ratios(objective.ratio, current, anchor, model, layout)
+    low, high, _ = window(ratios.position, current.dtype, objective)
+    if objective.clip == "ratio":
+        low, high = low.clamp(min=0).log(), high.log()
+    fields = (torch.where(model, value, 0.0).reshape(layout.shape) for value in (ratios.log_ratio, low, high))
+    return TokenDiagnostics(*fields)

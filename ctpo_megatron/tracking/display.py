@@ -1,0 +1,149 @@
+"""What a person sees while a run is going: a live panel on a terminal, one line a step elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Concatenate, Literal, ParamSpec, TextIO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from ctpo_megatron.tracking.display_view import State, plain_progress, plain_step, render
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["auto", "plain", "off"]
+P = ParamSpec("P")
+
+
+def _harmless(method: Callable[Concatenate[Display, P], None]) -> Callable[Concatenate[Display, P], None]:
+    """A display that fails says so once and goes dark: it must never end a run."""
+
+    @functools.wraps(method)
+    def guarded(self: Display, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.mode == "off":
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self.mode = "off"
+            self._stop_live()
+            log.warning("the display failed and is switched off; the run goes on", exc_info=True)
+
+    return guarded
+
+
+class Display:
+    """Shows stages and steps; `with Display(...) as display:` restores the terminal whatever happens.
+
+    auto: a live panel if the console is a terminal, else plain lines; log records appear above the panel.
+    """
+
+    def __init__(self, mode: Mode, total_steps: int, console: Console | None = None, title: str = "ctpo") -> None:
+        self.console = console or Console()
+        self.mode: Literal["live", "plain", "off"] = (
+            ("live" if self.console.is_terminal else "plain") if mode == "auto" else mode
+        )
+        self._state = State(title=title, total_steps=total_steps)
+        self._live: Live | None = None
+        self._rerouted: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._printed_tenth = -1
+
+    def __enter__(self) -> Display:
+        self._start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    @_harmless
+    def stage(self, name: str) -> None:
+        """Enter a stage: prepare, sft, rl, evaluation, export or report."""
+        self._state.enter(name)
+        self._printed_tenth = -1
+        if self.mode == "plain":
+            self._print(f"[{name}] started")
+
+    @_harmless
+    def progress(self, done: int, total: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Progress within a stage other than the RL steps; plain mode prints every tenth of the way."""
+        self._state.progress(done, total, metrics or {})
+        tenth = 10 * done // max(total, 1)
+        if self.mode == "plain" and tenth != self._printed_tenth:
+            self._printed_tenth = tenth
+            self._print(plain_progress(self._state))
+
+    @_harmless
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished RL step from the metrics that were logged for it."""
+        self._state.add(step, metrics)
+        if self.mode == "plain":
+            self._print(plain_step(self._state))
+
+    @_harmless
+    def note(self, text: str) -> None:
+        """Print a line that stays (above the panel when there is one)."""
+        self._print(text)
+
+    def stop(self) -> None:
+        """Take the panel down, leaving its last state on the screen."""
+        self._stop_live()
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @_harmless
+    def _start(self) -> None:
+        if self.mode != "live":
+            return
+        before = (sys.stdout, sys.stderr)
+        self._live = Live(
+            get_renderable=self._render,
+            console=self.console,
+            refresh_per_second=2,
+            # A stream that goes to a file keeps going there.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._live.start()
+        self._reroute_logs(before)
+
+    def _render(self) -> RenderableType:
+        """Drawn by the refresh thread, where an exception could not be caught by the caller."""
+        try:
+            return render(self._state, time.monotonic())
+        except Exception as error:
+            return f"(the display failed: {error})"
+
+    def _reroute_logs(self, before: tuple[TextIO, TextIO]) -> None:
+        """Point log handlers made before the panel at the streams that rich has replaced, so they print above it."""
+        replacements = {id(old): new for old, new in zip(before, (sys.stdout, sys.stderr), strict=True)}
+        for handler in _stream_handlers():
+            replacement = replacements.get(id(handler.stream))
+            if replacement is not None and replacement is not handler.stream:
+                self._rerouted.append((handler, handler.stream))
+                handler.setStream(replacement)
+
+    def _stop_live(self) -> None:
+        for handler, stream in self._rerouted:
+            handler.setStream(stream)
+        self._rerouted.clear()
+        live, self._live = self._live, None
+        if live is not None:
+            try:
+                live.stop()
+            except Exception:
+                log.warning("the display could not be taken down cleanly", exc_info=True)
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    known = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
+    for logger in known:
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                yield handler

@@ -1,0 +1,175 @@
+"""Metrics of a run: one JSON object a step that survives crashes and resumes, and TensorBoard beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+SFT_FILE = "sft.jsonl"
+NONFINITE = "tracking/nonfinite"
+
+
+class MetricsWriter:
+    """Appends `{"step": n, "group/name": value, ...}` to a file of the run directory, flushed at every step.
+
+    The default file is that of the RL steps; other stages (sft) name their own. TensorBoard events go to
+    `<run>/tensorboard`, those of another file to a folder of that name below it.
+    """
+
+    def __init__(self, run_dir: Path, tensorboard: bool = True, file_name: str = METRICS_FILE) -> None:
+        self.path = Path(run_dir) / file_name
+        records = _read(self.path) if self.path.exists() else []
+        if self.path.exists():
+            # Drops a half-written last line: the next record must not be glued to it.
+            _write_aside(self.path, records)
+        self._last: dict[str, Any] = records[-1] if records else {"step": -1}
+        self._file = self.path.open("a", encoding="utf-8")
+        self._last_offset = self._file.tell() - len(_line(self._last).encode()) if records else 0
+        self._event_folder = "tensorboard" if file_name == METRICS_FILE else f"tensorboard/{self.path.stem}"
+        self._events = _event_writer(Path(run_dir) / self._event_folder, tensorboard)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step; a second call for the latest step adds to its line.
+
+        A non-finite value is written as null and counted under `tracking/nonfinite`. Raises ValueError for a step
+        before the latest one.
+        """
+        if step < self._last["step"]:
+            raise ValueError(f"{self.path}: step {step} after step {self._last['step']}; call truncate_after first")
+        values = {name: float(value) for name, value in metrics.items()}
+        record: dict[str, Any] = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        if step == self._last["step"]:
+            record = {**self._last, **record}
+            self._file.truncate(self._last_offset)
+            self._file.seek(self._last_offset)  # tell() would go on counting from the old end
+        nonfinite = sum(value is None for value in record.values())
+        self._append(step, record | ({NONFINITE: float(nonfinite)} if nonfinite else {}))
+        self._log_events(step, values)
+
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The record of the latest step, `step` included; without any, that of step -1."""
+        return dict(self._last)
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Tracker -> identity of this run there, for a resumed run to go on with (TensorBoard: a folder of the run)."""
+        return {} if self._events is None else {"tensorboard": self._event_folder}
+
+    def truncate_after(self, step: int, record: Mapping[str, Any] | None = None) -> None:
+        """Move the lines beyond `step`, which a run resumed from that step is going to write again, out of the file.
+
+        They are appended to `discarded_<file>`: nothing else has them if the resumed run is ended before it gets there.
+        record: what `latest` was when the state to resume from was saved. It takes the place of the line of its step,
+        which a kill may have torn or cut off while something was added to it.
+        """
+        self._file.close()
+        found = _read(self.path)
+        if beyond := [_line(line) for line in found if line["step"] > step]:
+            with self.path.with_name(f"discarded_{self.path.name}").open("a", encoding="utf-8") as file:
+                file.writelines(beyond)
+        kept = [line for line in found if line["step"] <= step]
+        if record is not None and record["step"] >= 0:
+            kept = [line for line in kept if line["step"] < record["step"]] + [dict(record)]
+        _write_aside(self.path, kept)
+        self._last = kept[-1] if kept else {"step": -1}
+        self._file = self.path.open("a", encoding="utf-8")
+        self._last_offset = self._file.tell() - len(_line(self._last).encode()) if kept else 0
+        if self._events is not None:
+            self._events.add_event(_purge_event(step + 1))
+
+    def close(self) -> None:
+        """Flush and close both outputs; the writer cannot be used afterwards."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _append(self, step: int, record: Mapping[str, Any]) -> None:
+        self._last = {"step": step, **{name: record[name] for name in sorted(record) if name != "step"}}
+        self._last_offset = self._file.tell()
+        self._file.write(_line(self._last))
+        self._file.flush()
+
+    def _log_events(self, step: int, values: Mapping[str, float]) -> None:
+        if self._events is not None:
+            self._events.add_event(_scalar_event(step, values))
+            self._events.flush()
+
+
+def read_metrics(run_dir: Path, file_name: str = METRICS_FILE) -> list[dict[str, Any]]:
+    """All records of a run in step order; a missing file is no records, a half-written last line is left out."""
+    path = Path(run_dir) / file_name
+    return _read(path) if path.exists() else []
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # also bytes that are not UTF-8
+            if number == len(lines):
+                log.warning("%s: the last line is incomplete (the run was interrupted); left out", path)
+                break
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(record, dict) or "step" not in record:
+            raise ValueError(f"{path}, line {number}: no object with a `step`")
+        records.append(record)
+    return records
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _write_aside(path: Path, records: list[dict[str, Any]]) -> None:
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text("".join(map(_line, records)), encoding="utf-8")
+    aside.replace(path)
+
+
+def _event_writer(folder: Path, wanted: bool) -> EventFileWriter | None:
+    """TensorBoard's own writer: it imports in a fraction of a second and does not pull in torch."""
+    if not wanted:
+        return None
+    try:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError:
+        log.warning("tensorboard is not installed; only metrics.jsonl is written (pip install tensorboard)")
+        return None
+    return EventFileWriter(str(folder))
+
+
+def _scalar_event(step: int, values: Mapping[str, float]) -> Event:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+    return Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
+
+
+def _purge_event(step: int) -> Event:
+    """Tells TensorBoard to forget what earlier event files say from `step` on."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))

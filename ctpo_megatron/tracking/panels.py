@@ -1,0 +1,292 @@
+"""The list of figures of a run: which metrics each shows, and what to say about it. Pure data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ctpo_megatron.tracking.display_view import PHASES
+from ctpo_megatron.tracking.run_data import ACCURACY, RunData, Series
+
+LIGHT = {
+    "ink": "#1c2024",
+    "muted": "#646b73",
+    "axis": "#b4bac2",
+    "grid": "#e6e9ed",
+    "blue": "#2f6fde",
+    "orange": "#d4791a",
+    "green": "#1d9a6c",
+    "red": "#d1495b",
+    "purple": "#8257c9",
+    "cyan": "#2aa3b8",
+    "grey": "#8d96a0",
+}
+"""Colours on white by name; the report's style sheet has the same names for light and dark pages."""
+
+OVERVIEW = ("reward", "accuracy", "tool", "clip", "is_ratio", "time")
+"""Panels of figures/overview.png, in reading order."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric as a curve. `over_ranks` makes one value of those of all ranks, `<r>` in the name of the metric."""
+
+    metric: str
+    label: str
+    colour: str = "blue"
+    dashed: bool = False
+    over_ranks: Callable[[Iterable[float]], float] | None = None
+
+    def series(self, run: RunData) -> Series | None:
+        """Its points, or None when the run has no finite value of it."""
+        if self.over_ranks is None:
+            return run.series(self.metric)
+        found = {step: self.over_ranks(values.values()) for step, values in run.by_rank(self.metric).items()}
+        return Series(list(found), list(found.values())) if found else None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure. `limits` fixes ends of the y axis (None: fitted); `reference` is (config key, label) of a line."""
+
+    name: str
+    title: str
+    ylabel: str
+    caption: str
+    lines: tuple[Line, ...] = ()
+    kind: Literal["lines", "phases"] = "lines"
+    band: tuple[str, str] | None = None
+    reference: tuple[str, str] | None = None
+    limits: tuple[float | None, float | None] | None = None
+    log: bool = False
+    annotate: bool = False
+    xlabel: str = "RL step"
+
+    def has_data(self, run: RunData) -> bool:
+        """Whether any of its curves has a value (on a log axis: a positive one)."""
+        found = (line.series(run) for line in self.lines)
+        return any(series is not None and (not self.log or max(series.values) > 0) for series in found)
+
+    def absent(self, run: RunData) -> list[str]:
+        """Metrics it shows that the run does not have."""
+        return [line.metric for line in self.lines if line.series(run) is None]
+
+
+_SHARE = (0.0, 1.0)
+_FROM_ZERO = (0.0, None)
+
+
+def panels(run: RunData) -> list[Panel]:
+    """All figures, in the order of the report."""
+    return [_PANELS[0], _accuracy(run), *_PANELS[1:], *_sft_speed(run), *_utilization(run), _memory(run)]
+
+
+def _accuracy(run: RunData) -> Panel:
+    colours = ("blue", "orange", "green", "purple", "cyan", "red")
+    names = run.accuracy_names or ["val/<data_source>/acc/mean@1"]
+    lines = []
+    for index, name in enumerate(names):
+        match = ACCURACY.fullmatch(name)
+        lines.append(Line(name, match["source"] if match else name, colours[index % len(colours)]))
+    return Panel(
+        "accuracy",
+        "Held-out accuracy",
+        "accuracy",
+        "Share of held-out prompts answered correctly, before, during and after training.",
+        tuple(lines),
+        limits=_SHARE,
+        annotate=len(lines) <= 2,
+    )
+
+
+def _sft_speed(run: RunData) -> list[Panel]:
+    """Nothing where there was no sft, and no utilization where no peak is known."""
+    tokens = "Tokens of a supervised step over its wall time, packing included."
+    share = "Model FLOP/s of the supervised steps over the peak of the trainer's devices."
+    found = (
+        _of_sft("sft_throughput", "SFT throughput", "tokens per second", tokens, "sft/tokens_per_s"),
+        _of_sft("sft_mfu", "SFT utilization", "MFU", share, "sft/mfu"),
+    )
+    return [panel for panel in found if panel.lines[0].metric in run.names]
+
+
+def _of_sft(name: str, title: str, ylabel: str, caption: str, metric: str) -> Panel:
+    lines = (Line(metric, title, "purple"),)
+    return Panel(name, title, ylabel, caption, lines, limits=_FROM_ZERO, xlabel="sft step")
+
+
+def _utilization(run: RunData) -> list[Panel]:
+    """Nothing where no peak is known, as on a CPU."""
+    lines = tuple(line for line in _by_phase("mfu") if line.metric in run.names)
+    caption = "Model FLOP/s over the peak of the devices that the phase runs on."
+    return [Panel("mfu", "Model FLOPs utilization", "MFU", caption, lines, limits=_FROM_ZERO)] if lines else []
+
+
+def _memory(run: RunData) -> Panel:
+    """A curve a rank while they can be told apart, then their spread."""
+    colours = ("blue", "orange", "green", "purple", "cyan", "red")
+    ranks = sorted({rank for values in run.by_rank(RANK_PEAK).values() for rank in values})
+    lines = [
+        Line(RANK_PEAK.replace("<r>", str(rank)), f"rank {rank}", colour)
+        for rank, colour in zip(ranks, colours, strict=False)
+    ]
+    if not ranks or len(ranks) > len(colours):
+        lines = [Line("memory/trainer_peak_mib", "largest of the ranks")]
+    if len(ranks) > len(colours):
+        lines += [
+            Line(RANK_PEAK, "median", "green", over_ranks=statistics.median),
+            Line(RANK_PEAK, "smallest", "grey", over_ranks=min),
+        ]
+    return Panel(
+        "memory",
+        "Trainer memory",
+        "MiB",
+        "Most memory that a trainer rank has held since it began: tensors on a GPU, resident memory on a CPU.",
+        tuple(lines),
+        limits=_FROM_ZERO,
+    )
+
+
+RANK_PEAK = "memory/rank_<r>_peak_mib"
+
+
+def _by_phase(unit: str) -> tuple[Line, ...]:
+    colours = {"rollout": "blue", "old_log_probs": "cyan", "update": "green"}  # as in the figure of times
+    return tuple(Line(f"throughput/{phase}_{unit}", phase, colour) for phase, colour in colours.items())
+
+
+_PANELS = (
+    Panel(
+        "reward",
+        "Reward",
+        "mean reward",
+        "Mean reward of the trajectories sampled in each step, before they are trained on.",
+        (Line("reward/mean", "reward"),),
+        limits=_SHARE,
+        annotate=True,
+    ),
+    Panel(
+        "tool",
+        "Tool use",
+        "share",
+        "Trajectories with at least one successful tool call, and the share of calls that failed.",
+        (
+            Line("rollout/tool_use", "trajectories using the tool"),
+            Line("rollout/tool_error_rate", "failed calls", "red"),
+        ),
+        limits=_SHARE,
+    ),
+    Panel(
+        "signal",
+        "Learning signal",
+        "share",
+        "Only groups with right and wrong answers teach anything. A trajectory cut off by its budget earns nothing.",
+        (Line("reward/groups_mixed", "groups with signal", "green"), Line("rollout/truncated", "cut off", "grey")),
+        limits=_SHARE,
+    ),
+    Panel(
+        "no_box",
+        "Answers without a box",
+        "trajectories per step",
+        "Trajectories that end without \\boxed{}: whatever they say, they earn nothing.",
+        (Line("reward/no_box", "no boxed answer", "orange"),),
+        limits=_FROM_ZERO,
+    ),
+    Panel(
+        "clip",
+        "Clipped tokens",
+        "share of tokens",
+        "Tokens whose gradient the clip sets to zero, by the bound that did it.",
+        (
+            Line("pg_update/clip/total/rate", "total", "ink"),
+            Line("pg_update/clip/high/rate", "high", "blue"),
+            Line("pg_update/clip/low/rate", "low", "orange"),
+            Line("pg_update/clip/dual/rate", "dual", "purple"),
+        ),
+        limits=_FROM_ZERO,
+    ),
+    Panel(
+        "is_ratio",
+        "Importance ratio",
+        "ratio r",
+        "Ratio of the updated policy to the anchor, over the loss tokens of the step's last update; 1: unchanged.",
+        (Line("pg_update/is_ratio/mean", "mean"),),
+        band=("pg_update/is_ratio/min", "pg_update/is_ratio/max"),
+        log=True,
+    ),
+    Panel(
+        "mismatch",
+        "Sampler against trainer",
+        "|Δ log p|, nats",
+        "Difference between the log-probabilities of the sampler and of the trainer for the same tokens and weights.",
+        (Line("mismatch/log_prob_abs_max", "largest", "orange"), Line("mismatch/log_prob_abs_mean", "mean", "blue")),
+        reference=("rollout.mismatch_limit", "limit"),
+        log=True,
+    ),
+    Panel(
+        "grad_norm",
+        "Gradient norm",
+        "L2 norm",
+        "Global gradient norm before clipping.",
+        (Line("actor/grad_norm", "gradient norm"),),
+        reference=("policy.optimizer.clip_grad", "clipped above"),
+        limits=_FROM_ZERO,
+    ),
+    Panel(
+        "length",
+        "Response length",
+        "tokens per trajectory",
+        "Tokens after the prompt, and those of them that the model wrote.",
+        (
+            Line("rollout/response_length_mean", "response", "grey"),
+            Line("rollout/model_tokens_mean", "written by the model"),
+        ),
+        limits=_FROM_ZERO,
+    ),
+    Panel(
+        "time",
+        "Time per step",
+        "seconds",
+        "Wall time of each step by phase. Phases that overlap may add up to more than the step.",
+        tuple(Line(f"time/{phase}", phase) for phase in PHASES),
+        kind="phases",
+    ),
+    Panel(
+        "throughput",
+        "Throughput",
+        "tokens per second",
+        "Tokens over the wall time of each phase (rollout: those that the model wrote), and all over the whole step.",
+        (*_by_phase("tokens_per_s"), Line("tokens/per_second", "step", "ink", dashed=True)),
+        log=True,
+    ),
+    Panel(
+        "flops",
+        "Model FLOPs",
+        "TFLOP/s",
+        "Model TFLOPs per second of each phase: what the mathematics needs, without padding and recomputation.",
+        _by_phase("model_tflops_per_s"),
+        log=True,
+    ),
+    Panel(
+        "packing",
+        "Packing",
+        "share",
+        "Tokens among the rows that attention computes, and time of the update outside of passes and optimizer.",
+        (
+            Line("packing/useful_token_fraction", "useful tokens", "green"),
+            Line("time/update_overhead_fraction", "overhead of the update", "red"),
+        ),
+        limits=_SHARE,
+    ),
+    Panel(
+        "sft",
+        "SFT loss",
+        "nats per token",
+        "Supervised fine-tuning that teaches the format before reinforcement learning begins.",
+        (Line("sft/loss", "loss", "purple"),),
+        limits=_FROM_ZERO,
+        xlabel="sft step",
+    ),
+)

@@ -1,0 +1,211 @@
+"""Writes report.html: one page that opens offline and shows what a run learned, how, and at what cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ctpo_megatron.tracking.display_view import duration
+from ctpo_megatron.tracking.figures import write_figures
+from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
+from ctpo_megatron.tracking.run_data import RunData, Series
+from ctpo_megatron.tracking.summary import LAST, Summary, evaluation_label, summarize
+from ctpo_megatron.tracking.trajectory_view import sample_views
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A headline number."""
+
+    label: str
+    value: str
+    before: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the health section; `good` None means there is nothing to judge by."""
+
+    label: str
+    value: str
+    good: bool | None
+    note: str
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` and `figures/*.png` from what the run directory holds; returns the path of the page."""
+    import jinja2
+    from markupsafe import Markup
+
+    run = RunData.load(run_dir)
+    summary = summarize(run)
+    shown = panels(run)
+    figures = {name: Markup(source) for name, source in write_figures(run).items()}
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.jinja").render(
+        title=run.setting("run.name", run.directory.name),
+        run=run,
+        headline=headline(summary),
+        tiles=list(tiles(run, summary)),
+        figures=[(panel, figures[panel.name]) for panel in shown if panel.name in figures],
+        left_out=list(left_out(run, shown, figures)),
+        checks=list(checks(run)),
+        rank_memory=rank_memory(run),
+        facts=list(facts(run)),
+        config=yaml.safe_dump(run.config, sort_keys=False),
+        views=sample_views(run.directory),
+    )
+    path = run.directory / "report.html"
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(page, encoding="utf-8")
+    aside.replace(path)
+    return path
+
+
+def headline(summary: Summary) -> str:
+    """What happened, in one sentence."""
+    parts = []
+    if summary.reward:
+        parts.append(f"the sampled reward went from {summary.reward.start:.2f} to {summary.reward.end:.2f}")
+    for source, change in summary.accuracy.items():
+        parts.append(f"accuracy on {source} from {change.start:.2f} to {change.end:.2f}")
+    steps = f"In {summary.steps} RL step{'' if summary.steps == 1 else 's'}"
+    return f"{steps}, {' and '.join(parts)}." if parts else f"{steps}; no reward was recorded."
+
+
+def tiles(run: RunData, summary: Summary) -> Iterator[Tile]:
+    """The headline numbers that the run has."""
+    if summary.reward:
+        note = f"first step → mean of the last {LAST}"
+        yield Tile("Reward", f"{summary.reward.end:.2f}", f"{summary.reward.start:.2f}", note)
+    for source, change in list(summary.accuracy.items())[:2]:
+        yield Tile("Accuracy", f"{change.end:.2f}", f"{change.start:.2f}", f"{source}, {evaluation_label(run)}")
+    if summary.tool_use:
+        note = "trajectories with a successful call"
+        yield Tile("Tool use", f"{summary.tool_use.end:.0%}", f"{summary.tool_use.start:.0%}", note)
+    if summary.wall_s:
+        cpu = f"{duration(summary.cpu_s)} CPU" if summary.cpu_s else ""
+        yield Tile("Time", duration(summary.wall_s), note=cpu)
+    if summary.tokens:
+        rate = f"{summary.tokens_per_second:,.0f} per second" if summary.tokens_per_second else ""
+        yield Tile("Tokens", _count(summary.tokens), note=rate)
+    if update := run.series("throughput/update_tokens_per_s"):
+        flops, mfu = run.series("throughput/update_model_tflops_per_s"), run.series("throughput/update_mfu")
+        parts = [f"{_median(flops):.3g} model TFLOP/s"] if flops else []
+        parts += [f"MFU {_median(mfu):.1%}"] if mfu else []
+        yield Tile("Update", f"{_count(_median(update))} tokens/s", note=", ".join(parts))
+    if summary.peak_mib:
+        yield Tile("Trainer memory", f"{_count(summary.peak_mib * 2**20)}B", note="peak of the largest rank")
+
+
+def _median(series: Series) -> float:
+    return statistics.median(series.values)
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def left_out(run: RunData, shown: list[Panel], figures: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Figures that could not be drawn, whole or in part, with the metrics they lack."""
+    for panel in shown:
+        absent = panel.absent(run)
+        if panel.name not in figures:
+            yield panel.title, absent or [f"{line.metric} (no positive value)" for line in panel.lines]
+        elif absent and panel.kind == "lines":
+            yield f"{panel.title} (in part)", absent
+
+
+def checks(run: RunData) -> Iterator[Check]:
+    """Numbers that should be zero or small in a healthy run."""
+    limit = run.setting("rollout.mismatch_limit")
+    judged = f"limit {limit:g}" if limit else "no limit set"
+    yield from _largest(run, "mismatch/log_prob_abs_max", "Sampler–trainer mismatch", limit, f"nats; {judged}")
+    note = "nats in the first mini-batch; above 0.001 the pass for old log-probs and the training pass disagree"
+    yield from _largest(run, "pg_update/first_log_ratio_abs_max", "First log-ratio", 1e-3, note)
+    for metric, label, note in (
+        ("sandbox/infrastructure_error", "Sandbox failures", "tool calls the service could not serve"),
+        ("rollout/group_retries", "Groups retried", "replaced as a whole, never trained on in part"),
+        ("rollout/engine_restarts", "Engine restarts", ""),
+        ("reward/failures", "Scorer failures", "scored 0 and counted"),
+        ("reward/timeouts", "Scorer timeouts", "scored 0 and counted"),
+    ):
+        series = run.series(metric)
+        if series:
+            yield Check(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
+    yield from _packing(run)
+    nonfinite = run.series("tracking/nonfinite")
+    count = sum(nonfinite.values) if nonfinite else 0.0
+    yield Check("Non-finite metrics", f"{count:,.0f}", count == 0, "values that were NaN or infinite")
+
+
+def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
+    """Peak MiB of every trainer rank after the last step, eight ranks a row; empty for one rank and above 64."""
+    steps = list(run.by_rank(RANK_PEAK).values())
+    if not steps or not 1 < len(steps[-1]) <= 64:
+        return []
+    ranks, last = list(steps[-1]), steps[-1]
+    rows = [ranks[start : start + 8] for start in range(0, len(ranks), 8)]
+    return [(f"ranks {row[0]}–{row[-1]}", [f"{last[rank]:,.0f}" for rank in row]) for row in rows]
+
+
+def _packing(run: RunData) -> Iterator[Check]:
+    if useful := run.series("packing/useful_token_fraction"):
+        lowest = min(useful.values)
+        yield Check("Useful tokens", f"{lowest:.1%}", lowest >= 0.95, "of the rows computed, in the worst step")
+    if overhead := run.series("time/update_overhead_fraction"):
+        note = "of the update outside of passes and optimizer, median"
+        yield Check("Update overhead", f"{_median(overhead):.1%}", _median(overhead) < 0.1, note)
+    if imbalance := run.series("packing/imbalance"):
+        note = "largest over mean model FLOPs of the data-parallel ranks, median"
+        yield Check("Rank imbalance", f"{_median(imbalance):.3f}", _median(imbalance) < 1.1, note)
+
+
+def _largest(run: RunData, metric: str, label: str, limit: float | None, note: str) -> Iterator[Check]:
+    series = run.series(metric)
+    if series:
+        largest = max(series.values)
+        yield Check(label, f"{largest:.2g}", None if limit is None else largest <= limit, note)
+
+
+def facts(run: RunData) -> Iterator[tuple[str, str]]:
+    """The settings a reader asks for first."""
+    get = run.setting
+    prompts, samples, mini = (
+        get(key, "?") for key in ("rollout.prompts_per_step", "rollout.samples_per_prompt", "policy.mini_batch_prompts")
+    )
+    yield "Objective", f"{get('objective.preset', '?')}, {get('objective.anchor', '?')} anchor"
+    yield "Model", str(get("model.path", "?"))
+    yield "Training data", ", ".join(get("data.train", ()) or ("?",))
+    if get("data.eval"):
+        yield "Evaluation data", ", ".join(get("data.eval"))
+    yield "Batch", f"{prompts} prompts × {samples} samples, mini-batches of {mini} prompts"
+    yield "Learning rate", f"{get('policy.optimizer.lr', '?')} ({get('policy.optimizer.schedule', '?')})"
+    yield "Sampling", f"temperature {get('rollout.temperature', '?')}, up to {get('rollout.max_turns', '?')} turns"
+    yield "Seed", str(get("run.seed", "?"))
+    if started := run.environment.get("started"):
+        yield "Started", str(started)
+    if python := run.environment.get("python"):
+        yield (
+            "Machine",
+            f"{run.environment.get('platform', '?')}, {run.environment.get('cpus', '?')} CPUs, Python {python}",
+        )
+    if packages := run.environment.get("packages"):
+        yield "Versions", ", ".join(f"{name} {version}" for name, version in packages.items())

@@ -1,0 +1,90 @@
+"""Reads a run directory back: the one source of the terminal summary and of the report."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ctpo_megatron.tracking.metrics import SFT_FILE, read_metrics
+from ctpo_megatron.tracking.timing import Seconds, read_stages
+
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+ACCURACY = re.compile(r"val/(?P<source>.+)/acc/mean@\d+")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps that have a finite value of it; never empty."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Everything a finished, running or interrupted run has written, trajectories aside."""
+
+    directory: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    sft: list[dict[str, Any]]
+    stages: dict[str, Seconds]
+
+    @classmethod
+    def load(cls, run_dir: Path) -> RunData:
+        """Read a run directory; raises FileNotFoundError when it is not one."""
+        directory = Path(run_dir)
+        if not (directory / CONFIG_FILE).exists():
+            raise FileNotFoundError(f"{directory} is not a run directory: it has no {CONFIG_FILE}")
+        environment = directory / ENVIRONMENT_FILE
+        return cls(
+            directory=directory,
+            config=yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8")) or {},
+            environment=json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {},
+            metrics=read_metrics(directory),
+            sft=read_metrics(directory, SFT_FILE),
+            stages=read_stages(directory),
+        )
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Every metric that occurs, sorted."""
+        return sorted({name for record in (*self.metrics, *self.sft) for name in record} - {"step"})
+
+    @property
+    def accuracy_names(self) -> list[str]:
+        """`val/<data_source>/acc/mean@k` metrics, one per evaluated data source and k."""
+        return [name for name in self.names if ACCURACY.fullmatch(name)]
+
+    def series(self, name: str) -> Series | None:
+        """A metric over steps (`sft/*` from sft.jsonl), or None when it has no finite value."""
+        records = self.sft if name.startswith("sft/") else self.metrics
+        points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+        return Series([step for step, _ in points], [value for _, value in points]) if points else None
+
+    def by_rank(self, name: str) -> dict[int, dict[int, float]]:
+        """Step -> rank -> value of a metric with `<r>` in its name for the rank; steps without any are left out."""
+        pattern = re.compile(re.escape(name).replace("<r>", r"(\d+)"))
+        ranks = {metric: int(match[1]) for metric in self.names if (match := pattern.fullmatch(metric))}
+        steps = {
+            record["step"]: {rank: record[metric] for metric, rank in ranks.items() if record.get(metric) is not None}
+            for record in self.metrics
+        }
+        return {step: dict(sorted(values.items())) for step, values in steps.items() if values}
+
+    def setting(self, dotted: str, default: Any = None) -> Any:
+        """A value of config.yaml by dotted key, or the default."""
+        node: Any = self.config
+        for key in dotted.split("."):
+            if not isinstance(node, dict) or key not in node:
+                return default
+            node = node[key]
+        return node

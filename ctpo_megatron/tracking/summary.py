@@ -1,0 +1,175 @@
+"""The end of a run in one terminal table: did it learn, did it use the tool, what did it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from ctpo_megatron.tracking.display_view import PHASES, duration
+from ctpo_megatron.tracking.run_data import ACCURACY, RunData, Series
+from ctpo_megatron.tracking.timing import Seconds
+
+LAST = 5
+"""Steps at the end of a run that are averaged: one step's reward is too noisy to judge by."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A quantity at the start and at the end of a run."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a run; None where the run directory does not have them.
+
+    reward: first RL step, and the mean of the last five.
+    accuracy: per data source, the first and the last evaluation.
+    tool_use: share of trajectories with a successful call, first and last RL step.
+    peak_mib: most memory of any trainer rank. phases: seconds over all RL steps; stages: of each stage of the run.
+    """
+
+    steps: int
+    reward: Change | None
+    accuracy: dict[str, Change]
+    tool_use: Change | None
+    tokens: float | None
+    tokens_per_second: float | None
+    peak_mib: float | None
+    phases: dict[str, Seconds]
+    stages: dict[str, Seconds]
+    report: Path | None
+
+    @property
+    def wall_s(self) -> float | None:
+        """Wall seconds of the whole run: its stages, or else its RL steps; None if neither was timed."""
+        total = sum(spent.wall for spent in self.stages.values())
+        return total or (self.phases["step"].wall if "step" in self.phases else None)
+
+    @property
+    def cpu_s(self) -> float | None:
+        """CPU seconds of the whole run, of all its processes where that was measured; None if not recorded."""
+        total = sum(spent.cpu_all or spent.cpu for spent in self.stages.values())
+        return total or (self.phases["step"].cpu if "step" in self.phases else None) or None
+
+
+def summarize(run: RunData | Path) -> Summary:
+    """Compute the summary from a run directory."""
+    run = run if isinstance(run, RunData) else RunData.load(run)
+    report = run.directory / "report.html"
+    tokens, wall = run.series("tokens/total"), run.series("time/step")
+    memory = run.series("memory/trainer_peak_mib")
+    total_tokens = sum(tokens.values) if tokens else None
+    return Summary(
+        steps=max((record["step"] for record in run.metrics), default=0),
+        reward=_change(run.series("reward/mean"), LAST),
+        accuracy=_accuracies(run),
+        tool_use=_change(run.series("rollout/tool_use"), 1),
+        tokens=total_tokens,
+        tokens_per_second=total_tokens / sum(wall.values) if total_tokens and wall and sum(wall.values) else None,
+        peak_mib=max(memory.values) if memory else None,
+        phases=_phases(run),
+        stages=run.stages,
+        report=report if report.exists() else None,
+    )
+
+
+def print_summary(run_dir: Path, console: Console | None = None) -> None:
+    """Print the summary of a run directory as a table."""
+    run = RunData.load(run_dir)
+    summary = summarize(run)
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for label, justify in (("", "left"), ("start", "right"), ("end", "right"), ("change", "right"), ("", "left")):
+        table.add_column(label, justify=justify)  # type: ignore[arg-type]
+    _add_change(table, "sampled reward", summary.reward, f"first step → mean of the last {LAST}")
+    for source, change in summary.accuracy.items():
+        _add_change(table, f"accuracy, {source}", change, f"{evaluation_label(run)}, held-out prompts")
+    _add_change(table, "tool use", summary.tool_use, "trajectories with a successful call")
+    times = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for label in ("time", "wall", "CPU, all", "CPU, trainer"):
+        times.add_column(label, justify="left" if label == "time" else "right")
+    _add_times(times, summary)
+    grid = Table.grid(padding=(1, 0))
+    for part in (table, times, _closing(summary)):
+        grid.add_row(part)
+    (console or Console()).print(
+        Panel(grid, title=f"[bold]{run.setting('run.name', run.directory.name)}[/]", border_style="dim", expand=False)
+    )
+
+
+def evaluation_label(run: RunData) -> str:
+    """How accuracies were sampled: greedy, or at which temperature."""
+    temperature = run.setting("eval.temperature", 0.0)
+    return "greedy" if not temperature else f"temperature {temperature:g}"
+
+
+def _change(series: Series | None, last: int) -> Change | None:
+    if series is None:
+        return None
+    tail = series.values[-last:]
+    return Change(series.values[0], sum(tail) / len(tail))
+
+
+def _accuracies(run: RunData) -> dict[str, Change]:
+    changes = {}
+    for name in run.accuracy_names:
+        match, change = ACCURACY.fullmatch(name), _change(run.series(name), 1)
+        if match and change:
+            changes[match["source"]] = change
+    return changes
+
+
+def _phases(run: RunData) -> dict[str, Seconds]:
+    phases = {}
+    for name in (*PHASES, "step"):
+        wall, cpu = run.series(f"time/{name}"), run.series(f"time/{name}_cpu")
+        if wall:
+            phases[name] = Seconds(sum(wall.values), sum(cpu.values) if cpu else 0.0)
+    return phases
+
+
+def _add_change(table: Table, label: str, change: Change | None, note: str) -> None:
+    if change is None:
+        return
+    delta = change.end - change.start
+    colour = "green" if delta > 0 else "red" if delta < 0 else "dim"
+    table.add_row(
+        label, f"{change.start:.3f}", f"[bold]{change.end:.3f}[/]", f"[{colour}]{delta:+.3f}[/]", f"[dim]{note}[/]"
+    )
+
+
+def _add_times(table: Table, summary: Summary) -> None:
+    for name, spent in summary.stages.items():
+        everything = duration(spent.cpu_all) if spent.cpu_all else "–"
+        table.add_row(name, duration(spent.wall), everything, duration(spent.cpu))
+        if name == "rl":
+            for phase, seconds in summary.phases.items():
+                if phase != "step":
+                    table.add_row(f"[dim]  {phase}[/]", f"[dim]{duration(seconds.wall)}[/]", "", _dim_cpu(seconds))
+    if not summary.stages:
+        for phase, seconds in summary.phases.items():
+            table.add_row(phase, duration(seconds.wall), "", _dim_cpu(seconds))
+
+
+def _dim_cpu(seconds: Seconds) -> str:
+    return f"[dim]{duration(seconds.cpu)}[/]" if seconds.cpu else "[dim]–[/]"
+
+
+def _closing(summary: Summary) -> str:
+    parts = [f"{summary.steps} RL steps"]
+    if summary.tokens:
+        parts.append(f"{summary.tokens:,.0f} tokens")
+    if summary.tokens_per_second:
+        parts.append(f"{summary.tokens_per_second:,.0f} tokens/s")
+    if summary.peak_mib:
+        parts.append(f"{summary.peak_mib:,.0f} MiB a trainer rank")
+    if summary.wall_s:
+        parts.append(f"{duration(summary.wall_s)} in all")
+    line = "  ·  ".join(parts)
+    return f"{line}\nreport: [bold]{summary.report}[/]" if summary.report else line

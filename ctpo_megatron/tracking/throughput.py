@@ -1,0 +1,48 @@
+"""Tokens and model FLOPs per second of each phase, and their share of the devices' peak (MFU)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PASSES = {"rollout": 1, "old_log_probs": 1, "update": 3, "sft": 3}
+"""Forward passes' worth of model FLOPs in a phase: a backward pass counts as two."""
+
+
+def throughput_metrics(metrics: Mapping[str, float], peaks: Mapping[str, float | None]) -> dict[str, float]:
+    """`throughput/<phase>_*` of the phases that `metrics` has a time of; see docs/metrics.md.
+
+    metrics: of one step, with `time/<phase>` (seconds), `tokens/*` and `tokens/forward_tflop`. peaks: FLOP/s of all the
+    devices that a phase runs on, by phase; None, as on a CPU: its MFU is not reported. Phases not in it are left out.
+    """
+    found: dict[str, float] = {}
+    for phase, peak in peaks.items():
+        seconds, tflop = metrics.get(f"time/{phase}"), metrics.get("tokens/forward_tflop")
+        if not seconds or tflop is None:
+            continue
+        tokens = metrics["tokens/model" if phase == "rollout" else "tokens/total"]
+        rate = PASSES[phase] * tflop / seconds
+        found |= {f"throughput/{phase}_tokens_per_s": tokens / seconds, f"throughput/{phase}_model_tflops_per_s": rate}
+        if peak is not None:
+            found[f"throughput/{phase}_mfu"] = rate * 1e12 / peak
+    return found
+
+
+def phase_peaks(per_device: float | None, *, trainers: int, engines: int) -> dict[str, float | None]:
+    """Peak FLOP/s of the devices of each phase that runs on any; None where that of one device is not known."""
+    devices = {phase: engines if phase == "rollout" else trainers for phase in PASSES}
+    return {phase: None if per_device is None else per_device * count for phase, count in devices.items() if count}
+
+
+def sft_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What `sft.jsonl` says of a supervised step: its `throughput_metrics` among `metrics` included."""
+    names = {
+        "sft/loss": "supervised/loss",
+        "sft/grad_norm": "actor/grad_norm",
+        "sft/lr": "actor/lr",
+        "sft/seconds": "time/sft",
+        "sft/tokens_per_s": "throughput/sft_tokens_per_s",
+        "sft/model_tflops_per_s": "throughput/sft_model_tflops_per_s",
+        "sft/mfu": "throughput/sft_mfu",
+        "sft/trainer_peak_mib": "memory/trainer_peak_mib",
+    }
+    return {ours: metrics[theirs] for ours, theirs in names.items() if theirs in metrics}

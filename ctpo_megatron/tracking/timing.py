@@ -1,0 +1,104 @@
+"""Where the time goes: wall and CPU seconds of the phases of a step and of the stages of a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+STAGES_FILE = "stages.json"
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Accumulated time; `cpu` is that of this process, all threads; `cpu_all` adds engines, sandbox and scorers.
+
+    `cpu_all` is measured for stages only: walking the process tree is too slow for the phases of a step.
+    """
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    cpu_all: float = 0.0
+
+
+class PhaseTimer:
+    """Times phases within a step (`time/<phase>`) and stages of the run (`stages.json`); both may nest and overlap."""
+
+    def __init__(self, run_dir: Path | None = None) -> None:
+        """With a run directory, stage totals are kept in its `stages.json` and go on where a resumed run left off."""
+        self._path = Path(run_dir) / STAGES_FILE if run_dir else None
+        self._step: dict[str, Seconds] = {}
+        self.phases: dict[str, Seconds] = {}
+        self.stages: dict[str, Seconds] = read_stages(run_dir) if run_dir else {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the current step, also when it raises."""
+        with _measured(lambda spent: self._add(name, spent, self._step, self.phases)):
+            yield
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage of the run (prepare, sft, rl, evaluation, export, report), also when it raises."""
+        try:
+            with _measured(lambda spent: self._add(name, spent, self.stages), whole_tree=True):
+                yield
+        finally:
+            self._save()
+
+    def metrics(self) -> dict[str, float]:
+        """`time/<phase>` and `time/<phase>_cpu` of the step that ends here, in seconds; the next starts at zero."""
+        with self._lock:
+            step, self._step = self._step, {}
+        walls = {f"time/{name}": spent.wall for name, spent in step.items()}
+        return walls | {f"time/{name}_cpu": spent.cpu for name, spent in step.items()}
+
+    def _add(self, name: str, spent: Seconds, *totals: dict[str, Seconds]) -> None:
+        with self._lock:
+            for total in totals:
+                seconds = total.setdefault(name, Seconds())
+                seconds.wall += spent.wall
+                seconds.cpu += spent.cpu
+                seconds.cpu_all += spent.cpu_all
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        aside = self._path.with_name(self._path.name + ".tmp")
+        aside.write_text(json.dumps({name: asdict(total) for name, total in self.stages.items()}, indent=1) + "\n")
+        aside.replace(self._path)
+
+
+def read_stages(run_dir: Path) -> dict[str, Seconds]:
+    """Stage totals of a run directory in the order the stages ended; empty when none was written."""
+    path = Path(run_dir) / STAGES_FILE
+    return {name: Seconds(**total) for name, total in json.loads(path.read_text()).items()} if path.exists() else {}
+
+
+@contextmanager
+def _measured(report: Callable[[Seconds], None], whole_tree: bool = False) -> Iterator[None]:
+    tree = _tree_cpu() if whole_tree else 0.0
+    wall, cpu = time.perf_counter(), time.process_time()
+    try:
+        yield
+    finally:
+        spent = Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+        spent.cpu_all = max(_tree_cpu() - tree, spent.cpu) if whole_tree else 0.0
+        report(spent)
+
+
+def _tree_cpu() -> float:
+    """CPU seconds of this process and its descendants, those that have ended and been waited for included."""
+    this = psutil.Process()
+    total = 0.0
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # ended since it was listed; its parent has its time now
+            total += sum(process.cpu_times()[:4])
+    return total

@@ -1,0 +1,239 @@
+"""Chooses trajectories for the report and prepares them for its template: tokens, tool calls, the ratio picture."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.tracking.trajectories import EVALUATION, TRAJECTORIES, read_trajectories, trajectory_files
+
+GROUPS_PER_STEP = 8
+EVALUATION_EXAMPLES = 8
+TOKEN_BUDGET = 8_000
+"""Tokens shown one by one over the whole page; what comes later is plain text, so that the page stays small."""
+TEXT_LIMIT = 6_000
+"""Characters of one piece of text; the middle of a longer one is left out."""
+
+_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
+_CHAT_MARKS = re.compile(r"<\|im_(?:start|end)\|>(?:system|user|assistant)?\n?")
+
+
+@dataclass
+class Token:
+    """A token as shown: `level` 0 (surprising) to 4 (certain); `outside` when its ratio left the clip window."""
+
+    text: str
+    hover: str
+    level: int
+    outside: bool
+
+
+@dataclass
+class Block:
+    """A piece of an episode: prompt, model text (as runs of tokens, inside or outside of a tool call), or tool."""
+
+    kind: str
+    turn: int
+    text: str = ""
+    runs: list[tuple[bool, list[Token]]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class View:
+    """One trajectory, ready for the template."""
+
+    source: str
+    step: int
+    record: dict[str, Any]
+    question: str
+    blocks: list[Block]
+    tool: str
+    ratio: dict[str, Any] | None
+
+    @property
+    def model_tokens(self) -> int:
+        """Tokens the model wrote."""
+        return sum(self.record["response_mask"])
+
+
+def sample_views(run_dir: Path) -> list[View]:
+    """Trajectories worth reading: best and worst of groups of the first and last step, and evaluation examples."""
+    budget = Budget(TOKEN_BUDGET)
+    views = []
+    for source, folder in (("training", TRAJECTORIES), ("evaluation", EVALUATION)):
+        files = trajectory_files(run_dir, folder)
+        for step in sorted({min(files), max(files)}) if files else ():
+            records = read_trajectories(files[step])
+            chosen = _best_and_worst(records) if source == "training" else _examples(records)
+            views += [_view(source, step, record, budget) for record in chosen]
+    return views
+
+
+@dataclass
+class Budget:
+    """Tokens that may still be shown one by one."""
+
+    left: int
+
+    def take(self, count: int) -> bool:
+        """Whether `count` more tokens fit; if so they are spent."""
+        if count > self.left:
+            return False
+        self.left -= count
+        return True
+
+
+def _reward(record: dict[str, Any]) -> float:
+    return -math.inf if record["reward"] is None else record["reward"]
+
+
+def _best_and_worst(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Best and worst trajectory of some groups; groups whose rewards differ (the ones that teach) come first, and among
+    them those whose ratios were traced."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["prompt_id"], []).append(record)
+    pairs = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
+    pairs.sort(key=lambda pair: (_reward(pair[0]) == _reward(pair[1]), "log_ratio" not in pair[0]))
+    chosen = []
+    for best, worst in pairs[:GROUPS_PER_STEP]:
+        chosen += [best] if _reward(best) == _reward(worst) else [best, worst]
+    return chosen
+
+
+def _examples(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Half wrong, half right where both exist."""
+    ranked = sorted(records, key=_reward)
+    half = EVALUATION_EXAMPLES // 2
+    return ranked if len(ranked) <= EVALUATION_EXAMPLES else ranked[:half] + ranked[-half:]
+
+
+def _view(source: str, step: int, record: dict[str, Any], budget: Budget) -> View:
+    blocks, start = [], 0
+    calls = record["tool_calls"]
+    for segment, length in zip(record["segments"], _segment_lengths(record), strict=True):
+        span = slice(start, start + length)
+        start += length
+        if segment["kind"] == "model":
+            blocks.append(Block("model", segment["turn"], runs=_runs(segment, record, span, budget)))
+        elif segment["kind"] == "observation":
+            answered = [call for call in calls if call["turn"] == segment["turn"]]
+            if answered or _plain(segment["text"]):
+                blocks.append(Block("tool", segment["turn"], _shorten(segment["text"].strip()), calls=answered))
+        else:
+            blocks.append(Block("prompt", 0, _shorten(_plain(segment["text"]))))
+    prompts = [block.text for block in blocks if block.kind == "prompt"]
+    question = next((line for line in reversed("\n".join(prompts).splitlines()) if line.strip()), record["prompt_id"])
+    return View(source, step, record, question, blocks, _tool_status(calls), ratio_picture(record))
+
+
+def _segment_lengths(record: dict[str, Any]) -> list[int]:
+    lengths: list[int] = []
+    former = None
+    for key in zip(record["turn"], record["response_mask"], strict=True):
+        if key != former:
+            lengths.append(0)
+            former = key
+        lengths[-1] += 1
+    return lengths
+
+
+def _plain(text: str) -> str:
+    """Text without the marks of a ChatML template."""
+    return _CHAT_MARKS.sub("", text).strip()
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= TEXT_LIMIT:
+        return text
+    half = TEXT_LIMIT // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters left out …\n{text[-half:]}"
+
+
+def _tool_status(calls: list[dict[str, Any]]) -> str:
+    if not calls:
+        return "none"
+    return "success" if any(call["status"] == "success" for call in calls) else "failed"
+
+
+def _runs(
+    segment: dict[str, Any], record: dict[str, Any], span: slice, budget: Budget
+) -> list[tuple[bool, list[Token]]]:
+    """Model text as tokens, grouped into stretches inside and outside of a tool call."""
+    text, chars = segment["text"], segment.get("token_chars")
+    if chars is None or not budget.take(len(chars)):
+        return [(False, [Token(_shorten(text), "", -1, False)])]
+    inside = [match.span() for match in _CALL.finditer(text)]
+    runs: list[tuple[bool, list[Token]]] = []
+    position = 0
+    for index, width in zip(range(span.start, span.stop), chars, strict=True):
+        in_call = any(start <= position < end for start, end in inside)
+        if not runs or runs[-1][0] != in_call:
+            runs.append((in_call, []))
+        runs[-1][1].append(_token(text[position : position + width], record, index))
+        position += width
+    return runs
+
+
+def _token(text: str, record: dict[str, Any], index: int) -> Token:
+    probability = math.exp(min(0.0, record["rollout_log_probs"][index]))
+    hover, outside = f"probability {probability:.3f}", False
+    log_ratio = _at(record, "log_ratio", index)
+    if log_ratio is not None:
+        hover += f" · log ratio {log_ratio:+.3f}"
+        low, high = _at(record, "clip_low", index), _at(record, "clip_high", index)
+        if low is not None and high is not None:
+            hover += f" in [{low:+.3f}, {high:+.3f}]"
+            outside = not low <= log_ratio <= high
+    level = sum(probability >= bound for bound in (0.1, 0.5, 0.9, 0.99))
+    return Token(text, hover, level, outside)
+
+
+def _at(record: dict[str, Any], name: str, index: int) -> float | None:
+    values = record.get(name)
+    return values[index] if values and len(values) == len(record["token_ids"]) else None
+
+
+def ratio_picture(record: dict[str, Any], width: int = 640, height: int = 96) -> dict[str, Any] | None:
+    """Points of the cumulative log-ratio and of the clip window over model tokens, in pixels; None without the data.
+
+    `log_ratio`, `clip_low` and `clip_high` are per-token lists of the dump (see `write_trajectories`).
+    """
+    names = ("log_ratio", "clip_low", "clip_high")
+    size = len(record["token_ids"])
+    if any(len(record.get(name) or ()) != size for name in names):
+        return None
+    at = _thin([index for index in range(size) if record["response_mask"][index]], record["log_ratio"], width // 2)
+    curves = {name: [record[name][index] for index in at] for name in names}
+    if len(at) < 2 or any(value is None or not math.isfinite(value) for curve in curves.values() for value in curve):
+        return None
+    reach = max(abs(value) for curve in curves.values() for value in curve) or 1.0
+
+    def place(values: list[float]) -> list[str]:
+        return [
+            f"{position * width / (len(at) - 1):.1f},{height / 2 - value / reach * (height / 2 - 4):.1f}"
+            for position, value in enumerate(values)
+        ]
+
+    lows, highs = place(curves["clip_low"]), place(curves["clip_high"])
+    return {
+        "width": width,
+        "height": height,
+        "reach": f"{reach:.2f}",
+        "tokens": sum(record["response_mask"]),
+        "line": " ".join(place(curves["log_ratio"])),
+        "window": " ".join([*highs, *reversed(lows)]),
+    }
+
+
+def _thin(indices: list[int], values: list[float], most: int) -> list[int]:
+    """At most `most` of the indices: of each stretch the one with the largest value, so that peaks stay."""
+    stride = -(-len(indices) // most) or 1
+    return [
+        max(indices[start : start + stride], key=lambda index: abs(values[index] or 0.0))
+        for start in range(0, len(indices), stride)
+    ]

@@ -1,0 +1,258 @@
+"""The architecture as a test: who may import whom, how long a file may be, and what no module may contain."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ctpo_megatron"
+SEPARATE = {
+    "ctpo_kernels": ROOT / "kernels" / "ctpo_kernels",
+    "ctpo_sandbox": ROOT / "sandbox" / "ctpo_sandbox",
+    "ctpo_launchers": ROOT / "launchers" / "ctpo_launchers",
+}
+
+# Package -> what of ours it may import, as a prefix of the dotted name. Its own modules are always allowed.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "ctpo_megatron.config": (),
+    "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_kernels"),
+    "ctpo_megatron.weights": (),
+    "ctpo_megatron.environments": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
+    "ctpo_megatron.policy": (
+        "ctpo_megatron.objective",
+        "ctpo_megatron.config",
+        "ctpo_megatron.data",
+        "ctpo_megatron.signals",
+        "ctpo_megatron.weights.tensor_file",
+        "ctpo_kernels",
+    ),
+    "ctpo_megatron.verify": (
+        "ctpo_megatron.policy",
+        "ctpo_megatron.objective",
+        "ctpo_megatron.config",
+        "ctpo_megatron.data",
+    ),
+    "ctpo_megatron.rollout": (
+        "ctpo_megatron.signals",
+        "ctpo_megatron.data.records",
+        "ctpo_megatron.config",
+        "ctpo_megatron.environments",
+        "ctpo_megatron.weights",
+        "ctpo_sandbox",
+    ),
+    "ctpo_megatron.rewards": ("ctpo_megatron.data.records", "ctpo_megatron.config", "ctpo_megatron.signals"),
+    "ctpo_megatron.data": ("ctpo_megatron.config",),
+    "ctpo_megatron.run": ("ctpo_megatron.config", "ctpo_megatron.tracking", "ctpo_megatron.policy"),
+    "ctpo_megatron.tracking": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
+    "ctpo_kernels": (),
+    "ctpo_sandbox": (),
+    "ctpo_launchers": ("ctpo_megatron.config",),
+}
+# Every package may ask the root package for its version.
+ALWAYS = ("ctpo_megatron.__version__",)
+# Modules other packages may name directly; everything else is reached through the package's front door (`__init__.py`).
+SIDE_DOORS = (
+    "ctpo_megatron.data.records",
+    "ctpo_megatron.config.schema",
+    "ctpo_megatron.environments",
+    "ctpo_megatron.weights",
+    "ctpo_megatron.run",
+    "ctpo_megatron.tracking.run_data",
+)
+# Heavy packages that a package must not import anywhere, not even lazily.
+NEVER_IMPORT = {
+    "ctpo_megatron.config": ("torch", "transformers", "ray", "vllm", "megatron"),
+    "ctpo_sandbox": ("torch", "transformers", "ray", "vllm"),
+    "ctpo_kernels": ("transformers", "ray", "vllm", "megatron"),
+}
+PACKAGES = tuple(name.removeprefix("ctpo_megatron.") for name in MAY_IMPORT if name.startswith("ctpo_megatron."))
+# The loop, and what rank 0 owns around it.
+DRIVER = ("train.py", "session.py")
+MAX_LINES, MAX_DRIVER_LINES = 500, 150
+
+
+def folder_of(package: str) -> Path:
+    return SEPARATE.get(package) or ROOT / package.replace(".", "/")
+
+
+def modules_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def all_modules() -> list[Path]:
+    return [path for folder in (PACKAGE, *SEPARATE.values()) for path in modules_of(folder)]
+
+
+def imports_of(path: Path, package: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import in a file, nested and relative ones included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+
+def package_of(path: Path) -> str:
+    """The dotted name of the package a module is in, as relative imports count it."""
+    for name, folder in (("ctpo_megatron", PACKAGE), *SEPARATE.items()):
+        if path.is_relative_to(folder):
+            return ".".join([name, *path.relative_to(folder).parent.parts])
+    raise ValueError(path)
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def ours(name: str) -> bool:
+    return name.split(".")[0] in {"ctpo_megatron", *SEPARATE}
+
+
+def show(path: Path, line: int, text: str) -> str:
+    return f"{path.relative_to(ROOT)}:{line}: {text}"
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_package_imports_only_its_neighbours(package: str) -> None:
+    allowed = (package, *MAY_IMPORT[package], *ALWAYS)
+    wrong = [
+        show(path, line, name)
+        for path in modules_of(folder_of(package))
+        for line, name in imports_of(path, package_of(path))
+        if ours(name) and not any(within(name, prefix) for prefix in allowed)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_other_packages_are_entered_by_the_front_door(package: str) -> None:
+    wrong = [
+        show(path, line, name)
+        for path in modules_of(folder_of(package))
+        for line, name in imports_of(path, package_of(path))
+        if ours(name) and not within(name, package) and not _by_a_door(name)
+    ]
+    assert wrong == []
+
+
+def _by_a_door(name: str) -> bool:
+    """`from ctpo_megatron.data import X` names the package and one thing in it, and not a module of it."""
+    if any(within(name, door) for door in SIDE_DOORS) or not name.startswith("ctpo_megatron."):
+        return True
+    parts = name.split(".")
+    return len(parts) <= 3 and (name in _offered(".".join(parts[:2])) or not _is_module(name))
+
+
+def _is_module(name: str) -> bool:
+    return (ROOT / Path(*name.split("."))).with_suffix(".py").is_file()
+
+
+@cache
+def _offered(package: str) -> frozenset[str]:
+    """What a front door imports or lists: `data.pack` is the function there, though a module has the same name."""
+    door = folder_of(package) / "__init__.py"
+    tree = ast.parse(door.read_text(encoding="utf-8")) if door.exists() else ast.Module([], [])
+    names = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return frozenset(f"{package}.{name}" for name in names)
+
+
+@pytest.mark.parametrize("package", NEVER_IMPORT)
+def test_light_packages_stay_light(package: str) -> None:
+    wrong = [
+        show(path, line, name)
+        for path in modules_of(folder_of(package))
+        for line, name in imports_of(path, package_of(path))
+        if name.split(".")[0] in NEVER_IMPORT[package]
+    ]
+    assert wrong == []
+
+
+def test_driver_is_short() -> None:
+    driver = PACKAGE / "train.py"
+    assert len(driver.read_text(encoding="utf-8").splitlines()) <= MAX_DRIVER_LINES
+
+
+@pytest.mark.parametrize("module", DRIVER)
+def test_driver_uses_front_doors_only(module: str) -> None:
+    path = PACKAGE / module
+    doors = {f"ctpo_megatron.{package}" for package in PACKAGES}
+    # its own modules, and the command line, which is the one of `ctpo train`
+    itself = {"ctpo_megatron.cli", *(f"ctpo_megatron.{name.removesuffix('.py')}" for name in DRIVER)}
+    wrong = [
+        show(path, line, name)
+        for line, name in imports_of(path, "ctpo_megatron")
+        if ours(name) and name.rpartition(".")[0] not in {*doors, *itself, *SEPARATE} and not _by_a_door(name)
+    ]
+    assert wrong == []
+
+
+def test_every_package_is_in_the_table() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders == set(PACKAGES)
+
+
+def test_every_module_says_why_it_exists() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in all_modules()
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert silent == []
+
+
+def test_no_module_is_too_long() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in all_modules()}
+    assert [show(path, count, "lines") for path, count in lengths.items() if count > MAX_LINES] == []
+
+
+def test_no_bare_except() -> None:
+    wrong = [
+        show(path, node.lineno, "except:")
+        for path in all_modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert wrong == []
+
+
+def test_only_device_py_tells_cpu_from_cuda() -> None:
+    """Code only: a comment or docstring may name the function."""
+    wrong = [
+        show(path, node.lineno, "torch.cuda.is_available")
+        for path in modules_of(PACKAGE / "policy")
+        if path.name != "device.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda.is_available"
+    ]
+    assert wrong == []
+
+
+def test_generic_folders_are_no_packages() -> None:
+    """A top-level package called `kernels` breaks transformers where Hugging Face's `kernels` is installed."""
+    assert [
+        name for name in ("kernels", "sandbox", "launchers", "configs") if (ROOT / name / "__init__.py").exists()
+    ] == []
+
+
+# --- the test's own instruments, on files made for them ------------------------------------------------------------
+
+
+def test_imports_are_seen_wherever_they_stand(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text("import a.b\ndef f():\n    from c import d\n    from . import e\n    from ..g import h\n")
+    assert list(imports_of(file, "p.q")) == [(1, "a.b"), (3, "c.d"), (4, "p.q.e"), (5, "p.g.h")]
+
+
+def test_doors() -> None:
+    assert _by_a_door("ctpo_megatron.config.load_config")
+    assert _by_a_door("ctpo_megatron.config.schema.Config")
+    assert not _by_a_door("ctpo_megatron.config.load")
+    assert not _by_a_door("ctpo_megatron.config.load.dump")
+    assert _by_a_door("ctpo_megatron.config.check")  # a function, and the name of the module it is in

@@ -1,0 +1,157 @@
+"""A run directory is created once, and an earlier run is never lost by accident."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
+from ctpo_megatron.run.owner import claim
+
+
+def test_creates_the_directory_with_the_resolved_configuration(config_in):
+    config = config_in()
+    directory = open_run_directory(config)
+    written = yaml.safe_load((directory / "config.yaml").read_text())
+    assert written["rollout"]["samples_per_prompt"] == 8
+    assert type(config)(**written) == config
+    assert (directory / "environment.json").exists()
+
+
+def test_an_existing_run_is_refused_with_what_to_type(config_in):
+    open_run_directory(config_in())
+    with pytest.raises(RunDirectoryError) as refused:
+        open_run_directory(config_in())
+    for remedy in ("run.overwrite=true", "run.name=other", "run.resume=true"):
+        assert remedy in str(refused.value)
+
+
+def test_overwrite_starts_anew_and_is_not_written_down(config_in):
+    directory = open_run_directory(config_in())
+    (directory / "metrics.jsonl").write_text("{}\n")
+    assert open_run_directory(config_in(run={"overwrite": True})) == directory
+    assert not (directory / "metrics.jsonl").exists()
+    assert yaml.safe_load((directory / "config.yaml").read_text())["run"]["overwrite"] is False
+    assert [path.name for path in directory.parent.iterdir()] == ["demo"]
+
+
+def test_a_foreign_directory_is_never_touched(config_in):
+    config = config_in(run={"overwrite": True})
+    config.run.directory.mkdir(parents=True)
+    (config.run.directory / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        open_run_directory(config)
+    assert (config.run.directory / "thesis.tex").exists()
+
+
+def test_overwrite_refuses_to_delete_the_inputs_of_the_run(config_in):
+    directory = open_run_directory(config_in())
+    (directory / "model").mkdir()
+    inside = config_in(run={"overwrite": True}, model={"path": str(directory / "model")})
+    with pytest.raises(RunDirectoryError, match="would delete what this run needs"):
+        open_run_directory(inside)
+    assert (directory / "model").exists()
+
+
+def test_overwrite_refuses_the_working_directory(config_in, monkeypatch):
+    directory = open_run_directory(config_in())
+    monkeypatch.chdir(directory)
+    with pytest.raises(RunDirectoryError, match="would delete"):
+        open_run_directory(config_in(run={"overwrite": True}))
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_name_that_climbs_is_refused(config_in, name):
+    with pytest.raises(RunDirectoryError, match="not a name"):
+        open_run_directory(config_in(name=name, run={"overwrite": True}))
+
+
+def test_prepared_files_may_lie_inside_before_the_run_begins(config_in, tmp_path):
+    prepared = tmp_path / "runs" / "demo" / "work" / "task"
+    prepared.mkdir(parents=True)
+    sections = {"prepare": {"directory": str(prepared)}, "model": {"path": str(prepared / "model")}}
+    directory = open_run_directory(config_in(**sections))
+    assert prepared.exists()
+    open_run_directory(config_in(run={"overwrite": True}, **sections))
+    assert directory.exists()
+    assert not prepared.exists(), "what prepare builds is built anew"
+
+
+def test_resume_needs_a_run_and_names_what_changed(config_in, caplog):
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        open_run_directory(config_in(run={"resume": True}))
+    directory = open_run_directory(config_in())
+    with caplog.at_level(logging.WARNING):
+        open_run_directory(config_in(run={"resume": True, "steps": 40}))
+    assert "run.steps = 40 (was 20)" in caplog.text
+    assert "run.resume" not in caplog.text
+    assert yaml.safe_load((directory / "config.previous.yaml").read_text())["run"]["steps"] == 20
+
+
+def test_overwrite_and_resume_contradict(config_in):
+    with pytest.raises(RunDirectoryError, match="contradict"):
+        open_run_directory(config_in(run={"resume": True, "overwrite": True}))
+
+
+LIVE = """
+import os, sys
+from pathlib import Path
+from ctpo_megatron.run.owner import claim
+claim(Path(sys.argv[1]))
+if os.fork() == 0:  # like a process that goes on writing a checkpoint
+    sys.stdin.read()
+    os._exit(0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def live(config_in):
+    """A process that lives in the run directory, with a child that outlives it; and its process id."""
+    directory = open_run_directory(config_in())
+    os.close(claim(directory))  # this process is not the owner
+    command = [sys.executable, "-c", LIVE, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+
+
+@pytest.mark.parametrize("switch", ["resume", "overwrite"])
+def test_a_run_that_lives_is_left_to_its_owner(config_in, live, switch):
+    config = config_in(run={switch: True})
+    written = (config.run.directory / "config.yaml").read_text()
+    changed = config_in(run={switch: True, "steps": 77})
+    with pytest.raises(
+        RunDirectoryError, match=rf"being written by process {live.pid} on {socket.gethostname()}, since"
+    ):
+        open_run_directory(changed)
+    assert (config.run.directory / "config.yaml").read_text() == written
+    live.kill()
+    live.wait(timeout=30)
+    open_run_directory(changed)
+    assert f"process {os.getpid()} on" in (config.run.directory / "owner.lock").read_text()
+
+
+def test_a_job_killed_before_it_began_leaves_nothing_in_the_way(config_in):
+    config = config_in()
+    config.run.directory.mkdir(parents=True)
+    (config.run.directory / "owner.lock").touch()
+    assert (open_run_directory(config) / "config.yaml").exists()
+
+
+def test_a_file_system_without_locks_is_no_obstacle(config_in, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    open_run_directory(config_in())
+    assert "cannot be locked ([Errno" in caplog.text

@@ -1,0 +1,110 @@
+"""The display informs, in plain lines and on a terminal, and never ends a run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+from rich.console import Console
+
+from ctpo_megatron.tracking import Display
+from ctpo_megatron.tracking.display_view import State, duration, render, sparkline
+
+METRICS = {
+    "reward/mean": 0.5,
+    "rollout/tool_use": 0.75,
+    "time/step": 2.0,
+    "time/rollout": 1.5,
+    "tokens/per_second": 900,
+}
+
+
+def run_through(display: Display) -> None:
+    with display:
+        display.stage("sft")
+        for done in range(0, 101):
+            display.progress(done, 100, {"sft/loss": 1.0})
+        display.stage("rl")
+        for step in (1, 2):
+            display.step(step, METRICS)
+        display.note("weights/v2 published [ok]")
+        display.stage("report")
+
+
+def test_plain_mode_prints_one_line_a_step():
+    output = io.StringIO()
+    run_through(Display("auto", 30, Console(file=output, width=60)))
+    lines = output.getvalue().splitlines()
+    steps = [line for line in lines if line.startswith("[rl] step")]
+    assert steps[0] == "[rl] step  1/30  reward 0.500  tool use 0.75  tok/s 900  2.0s (rollout 1.5)  eta 58.0s"
+    assert len(steps) == 2
+    assert sum(line.startswith("[sft] ") for line in lines) == 12  # started, and every tenth of the way
+    assert "weights/v2 published [ok]" in lines
+
+
+def test_off_prints_nothing():
+    output = io.StringIO()
+    run_through(Display("off", 30, Console(file=output)))
+    assert output.getvalue() == ""
+
+
+def test_terminal_shows_stages_steps_and_reward():
+    output = io.StringIO()
+    run_through(Display("auto", 30, Console(file=output, force_terminal=True, width=110, height=40)))
+    text = output.getvalue()
+    for part in ("✓ sft", "✓ rl", "● report", "0.500", "rollout", "reward", "published [ok]"):
+        assert part in text
+    assert text.endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_log_records_go_through_the_panel_and_back_afterwards(monkeypatch):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", stderr)
+    logger, handler = logging.getLogger("observe-display-test"), logging.StreamHandler(stderr)
+    logger.addHandler(handler)
+    screen = io.StringIO()
+    try:
+        with Display("auto", 30, Console(file=screen, force_terminal=True, width=100)) as display:
+            display.stage("rl")
+            logger.warning("engine restarted")
+        assert "engine restarted" in screen.getvalue()
+        assert handler.stream is stderr
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("force_terminal", [False, True])
+def test_a_failing_display_goes_dark_and_the_run_goes_on(force_terminal, caplog):
+    display = Display("auto", 30, Console(file=io.StringIO(), force_terminal=force_terminal, width=80))
+    with display:
+        display.step(1, None)  # type: ignore[arg-type]
+        display.step(2, METRICS)
+    assert display.mode == "off"
+    assert caplog.text.count("switched off") == 1
+
+
+def test_a_null_metric_does_not_disturb_the_line():
+    output = io.StringIO()
+    with Display("plain", 3, Console(file=output, width=200)) as display:
+        display.step(1, {**METRICS, "reward/mean": float("nan")})
+    assert "reward nan" in output.getvalue()
+    assert display.mode == "plain"
+
+
+def test_small_formats():
+    assert [duration(seconds) for seconds in (8.26, 125, 11_220)] == ["8.3s", "2m05s", "3h07m"]
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([0.3, 0.3], 10) == "▁▁"
+
+
+def test_the_panel_shows_progress_and_the_time_left():
+    state = State(title="demo", total_steps=30)
+    state.enter("rl")
+    state.add(2, METRICS)
+    output = io.StringIO()
+    Console(file=output, width=110).print(render(state, state.entered + 4.0))
+    for part in ("demo", "● rl 4.0s", "step 2/30", "eta 56.0s"):
+        assert part in output.getvalue()

@@ -1,0 +1,34 @@
+"""Reward statistics and accuracies of scored groups."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from ctpo_megatron.data.records import Group, Prompt, Trajectory
+from ctpo_megatron.tracking import evaluation_metrics, reward_metrics
+
+
+def scored(source: str, *rewards: float) -> Group:
+    trajectories = [Trajectory("p", n, 0, reward=reward) for n, reward in enumerate(rewards)]
+    return Group(Prompt("p", source, (), "", ()), trajectories)
+
+
+def test_reward_metrics_count_groups_with_a_signal():
+    counts = SimpleNamespace(no_box=3, timeouts=2, failures=1)
+    metrics = reward_metrics([scored("a", 1, 0), scored("a", 0, 0), scored("a", 1, 1), scored("a", 0, 0)], counts)
+    assert metrics["reward/mean"] == pytest.approx(3 / 8)
+    assert metrics["reward/groups_mixed"] == 1 / 4
+    assert (metrics["reward/no_box"], metrics["reward/timeouts"], metrics["reward/failures"]) == (3, 2, 1)
+
+
+def test_accuracy_is_per_data_source_and_best_needs_several_samples():
+    assert evaluation_metrics([scored("a", 1), scored("a", 0), scored("b", 1)]) == {
+        "val/a/acc/mean@1": 0.5,
+        "val/b/acc/mean@1": 1.0,
+    }
+    assert evaluation_metrics([scored("a", 1, 0), scored("a", 0, 0)]) == {
+        "val/a/acc/mean@2": 0.25,
+        "val/a/acc/best@2": 0.5,
+    }

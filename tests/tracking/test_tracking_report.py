@@ -1,0 +1,226 @@
+"""The report and the summary: complete, offline, safe, and made from the run directory alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic_run import HOSTILE, make_config, step_metrics, write_run
+
+from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.tracking import MetricsWriter, print_summary, summarize, write_report
+from ctpo_megatron.tracking.panels import panels
+from ctpo_megatron.tracking.report import checks, rank_memory, tiles
+from ctpo_megatron.tracking.run_data import RunData
+from ctpo_megatron.tracking.trajectory_view import sample_views
+
+FIGURES = (
+    "reward", "accuracy", "tool", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "throughput", "flops",
+    "packing", "memory", "overview",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(demo_run: Path) -> str:
+    return (demo_run / "report.html").read_text(encoding="utf-8")
+
+
+class Tags(HTMLParser):
+    """Collects tags, their attributes, and the text inside of scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+def test_sections_figures_and_headline_are_there(demo_run, page):
+    for part in ("curves", "trajectories", "health", "settings"):
+        assert f'<section id="{part}">' in page
+    for name in FIGURES:
+        assert (demo_run / "figures" / f"{name}.png").stat().st_size > 5_000
+        assert name == "overview" or f'id="figure-{name}"' in page
+    assert "accuracy on toolmath from 0.40 to 0.94" in page
+    assert "Left out" not in page
+    assert "±" in page, "the cumulative ratio and its window are drawn"
+    assert len(page) < 2_000_000
+
+
+def test_nothing_is_loaded_from_elsewhere(page):
+    assert not re.search(r"https?://", page)
+    tags = Tags()
+    tags.feed(page)
+    for tag, attributes in tags.seen:
+        assert tag not in ("link", "iframe", "object", "embed", "img")
+        for name in ("src", "href", "xlink:href", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith("#"), (tag, name, value)
+    assert "default-src 'none'" in page
+    assert "@import" not in page and not re.search(r"url\((?!#)", page)
+
+
+def test_model_text_cannot_become_markup(page):
+    assert HOSTILE not in page
+    assert page.count("<script") == 1
+    assert "&lt;" in page
+
+
+def test_svg_takes_its_colours_from_the_page(page):
+    svg = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert "var(--blue)" in svg
+    assert "#2f6fde" not in svg
+    assert "DejaVu" not in svg
+
+
+def test_trajectories_can_be_filtered(page):
+    assert 'data-tool="success"' in page and 'data-reward="0"' in page
+    assert {'data-source="training"', 'data-source="evaluation"'} <= set(re.findall(r'data-source="\w+"', page))
+    assert 'data-t="probability' in page and "log ratio" in page
+
+
+def test_views_are_best_and_worst_of_groups(demo_run):
+    views = sample_views(demo_run)
+    first = [view for view in views if view.source == "training" and view.step == 1]
+    rewards: dict[str, list[float]] = {}
+    for view in first:
+        rewards.setdefault(view.record["prompt_id"], []).append(view.record["reward"])
+    assert any(pair == [1.0, 0.0] for pair in rewards.values())
+    assert all(len(pair) <= 2 for pair in rewards.values())
+
+
+def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        writer.log(1, {"reward/mean": 0.2, "actor/grad_norm": float("nan")})
+    (run_dir / "figures").mkdir()
+    (run_dir / "figures" / "is_ratio.png").write_bytes(b"of an earlier report")
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert {path.name for path in (run_dir / "figures").iterdir()} == {"reward.png", "overview.png"}
+    assert "Importance ratio: <code>pg_update/is_ratio/mean</code>" in page
+    assert "<code>actor/grad_norm</code>" in page
+    assert "wrote no trajectories" in page
+
+
+def test_throughput_memory_and_packing_are_told(demo_run, page):
+    run = RunData.load(demo_run)
+    assert [tile.label for tile in tiles(run, summarize(run))][-2:] == ["Update", "Trainer memory"]
+    assert {"Useful tokens", "Update overhead", "Rank imbalance"} <= {check.label for check in checks(run)}
+    assert "rank 0" in page and "rank 1" in page
+    assert summarize(run).peak_mib == 660.0
+
+
+def test_utilization_is_drawn_where_it_is_known(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        writer.log(1, {"throughput/update_mfu": 0.41, "throughput/update_tokens_per_s": 9e4})
+    run = RunData.load(run_dir)
+    (panel,) = [panel for panel in panels(run) if panel.name == "mfu"]
+    assert [line.metric for line in panel.lines] == ["throughput/update_mfu"]
+    assert "MFU 41.0%" in write_report(run_dir).read_text(encoding="utf-8")
+
+
+def write_memory(folder: Path, ranks: int) -> RunData:
+    """A run of two steps whose rank r held 1000 + r MiB, and twice that in the end."""
+    run_dir = open_run_directory(make_config(folder))
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        for step in (1, 2):
+            peaks = {f"memory/rank_{rank}_peak_mib": step * (1000.0 + rank) for rank in range(ranks)}
+            writer.log(step, peaks | {"memory/trainer_peak_mib": max(peaks.values())})
+    return RunData.load(run_dir)
+
+
+def test_the_memory_of_many_ranks_is_a_spread_and_a_table(tmp_path):
+    run = write_memory(tmp_path, 12)
+    (panel,) = [panel for panel in panels(run) if panel.name == "memory"]
+    curves = {line.label: line.series(run).values for line in panel.lines}
+    assert curves == {
+        "largest of the ranks": [1011.0, 2022.0], "median": [1005.5, 2011.0], "smallest": [1000.0, 2000.0],
+    }  # fmt: skip
+    page = write_report(run.directory).read_text(encoding="utf-8")
+    rows = re.findall(r"<tr><th>(ranks .*?)</th>(.*?)</tr>", page)
+    assert [name for name, _ in rows] == ["ranks 0–7", "ranks 8–11"]
+    sizes = [size for _, cells in rows for size in re.findall(r">([\d,]+)<", cells)]
+    assert sizes == [f"{2000 + 2 * rank:,}" for rank in range(12)]
+    assert (run.directory / "figures" / "memory.png").is_file() and "memory" not in re.findall(r"<li>(\w+)", page)
+
+
+@pytest.mark.parametrize(("ranks", "rows", "curves"), [(1, 0, 1), (6, 1, 6), (64, 8, 3), (65, 0, 3)])
+def test_ranks_are_told_apart_as_far_as_they_can_be(tmp_path, ranks, rows, curves):
+    run = write_memory(tmp_path, ranks)
+    assert len(rank_memory(run)) == rows
+    assert [len(panel.lines) for panel in panels(run) if panel.name == "memory"] == [curves]
+
+
+def test_the_speed_of_sft_is_drawn_where_it_is_known(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir, tensorboard=False, file_name="sft.jsonl") as writer:
+        writer.log(1, {"sft/loss": 2.0, "sft/tokens_per_s": 5e4})
+    assert [panel.name for panel in panels(RunData.load(run_dir)) if "sft_" in panel.name] == ["sft_throughput"]
+    with MetricsWriter(run_dir, tensorboard=False, file_name="sft.jsonl") as writer:
+        writer.log(2, {"sft/loss": 1.0, "sft/tokens_per_s": 5e4, "sft/mfu": 0.4})
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert 'id="figure-sft_throughput"' in page and 'id="figure-sft_mfu"' in page
+
+
+def test_too_much_padding_is_a_finding(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        for step, share in ((1, 0.99), (2, 0.90)):
+            writer.log(step, {"packing/useful_token_fraction": share, "time/update_overhead_fraction": 0.2})
+    found = {check.label: check for check in checks(RunData.load(run_dir))}
+    assert found["Useful tokens"].good is False and found["Useful tokens"].value == "90.0%"
+    assert found["Update overhead"].good is False
+
+
+def test_a_run_without_any_metrics_still_has_a_report(tmp_path):
+    run_dir = open_run_directory(make_config(tmp_path))
+    assert "no reward was recorded" in write_report(run_dir).read_text(encoding="utf-8")
+    print_summary(run_dir, Console(file=io.StringIO()))
+
+
+def test_long_runs_and_long_texts_stay_small(tmp_path):
+    run_dir = write_run(tmp_path, steps=2, samples=2, prompts=2, final="word " * 2_000)
+    rng = random.Random(1)
+    with MetricsWriter(run_dir, tensorboard=False) as writer:
+        for step in range(3, 400):
+            writer.log(step, step_metrics(rng, step, 400))
+    path = write_report(run_dir)
+    assert path.stat().st_size < 2_000_000
+    assert "characters left out" in path.read_text(encoding="utf-8")
+
+
+def test_not_a_run_directory_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not a run directory"):
+        write_report(tmp_path)
+
+
+def test_summary_is_rebuilt_from_the_files(demo_run):
+    summary = summarize(demo_run)
+    metrics = [json.loads(line) for line in (demo_run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [record["reward/mean"] for record in metrics if "reward/mean" in record]
+    assert summary.reward is not None
+    assert summary.reward.start == rewards[0]
+    assert summary.reward.end == pytest.approx(sum(rewards[-5:]) / 5)
+    assert summary.accuracy["toolmath"].end == 0.94
+    assert summary.steps == 20
+    assert summary.tokens == 20 * 23000
+    output = io.StringIO()
+    print_summary(demo_run, Console(file=output, width=120))
+    for part in ("sampled reward", "accuracy, toolmath", "tool use", "sft", "rollout", "report.html"):
+        assert part in output.getvalue()
+
+
+def test_every_metric_that_is_drawn_is_documented(demo_run):
+    documented = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for panel in panels(RunData.load(demo_run)):
+        for line in panel.lines:
+            named = re.sub(r"rank_\d+", "rank_<r>", line.metric)
+            assert f"`{named}`" in documented.replace("<data_source>", "toolmath"), line.metric

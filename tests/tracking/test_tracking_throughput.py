@@ -1,0 +1,70 @@
+"""Throughput follows from times, tokens and FLOPs; utilization only where a peak is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from ctpo_megatron.tracking import phase_peaks, sft_metrics, throughput_metrics
+
+STEP = {
+    "time/rollout": 4.0,
+    "time/old_log_probs": 0.5,
+    "time/update": 2.0,
+    "tokens/model": 1000.0,
+    "tokens/total": 3000.0,
+    "tokens/forward_tflop": 8.0,
+}
+
+
+def test_every_phase_has_its_tokens_and_passes() -> None:
+    assert throughput_metrics(STEP, phase_peaks(None, trainers=4, engines=2)) == {
+        "throughput/rollout_tokens_per_s": 250.0,
+        "throughput/rollout_model_tflops_per_s": 2.0,
+        "throughput/old_log_probs_tokens_per_s": 6000.0,
+        "throughput/old_log_probs_model_tflops_per_s": 16.0,
+        "throughput/update_tokens_per_s": 1500.0,
+        "throughput/update_model_tflops_per_s": 12.0,
+    }
+
+
+def test_utilization_refers_to_the_devices_of_the_phase() -> None:
+    found = throughput_metrics(STEP, phase_peaks(10e12, trainers=4, engines=2))
+    assert found["throughput/rollout_mfu"] == pytest.approx(2.0 / 20)
+    assert found["throughput/old_log_probs_mfu"] == pytest.approx(16.0 / 40)
+    assert found["throughput/update_mfu"] == pytest.approx(12.0 / 40)
+
+
+@pytest.mark.parametrize("per_device", [None, 10e12])
+def test_without_engines_nothing_is_said_of_the_rollout(per_device: float | None) -> None:
+    found = throughput_metrics(STEP, phase_peaks(per_device, trainers=4, engines=0))
+    assert found["throughput/update_model_tflops_per_s"] == 12.0
+    assert not any("rollout" in name for name in found)
+
+
+def test_lines_without_training_have_none() -> None:
+    peaks = phase_peaks(1e12, trainers=1, engines=1)
+    assert throughput_metrics({"val/toolmath/acc/mean@1": 0.5, "time/eval": 2.0}, peaks) == {}
+    assert throughput_metrics({"time/checkpoint": 1.0, "time/update": 2.0}, peaks) == {}
+
+
+def test_a_supervised_step_has_its_own_names() -> None:
+    metrics = {
+        "time/sft": 0.5,
+        "tokens/total": 1000.0,
+        "tokens/forward_tflop": 0.25,
+        "supervised/loss": 1.5,
+        "actor/grad_norm": 2.0,
+        "actor/lr": 1e-3,
+        "memory/trainer_peak_mib": 512.0,
+    }
+    found = sft_metrics(metrics | throughput_metrics(metrics, phase_peaks(3e12, trainers=1, engines=1)))
+    assert found == {
+        "sft/loss": 1.5,
+        "sft/grad_norm": 2.0,
+        "sft/lr": 1e-3,
+        "sft/seconds": 0.5,
+        "sft/tokens_per_s": 2000.0,
+        "sft/model_tflops_per_s": 1.5,
+        "sft/mfu": 0.5,
+        "sft/trainer_peak_mib": 512.0,
+    }
