@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.schema import Config, Section
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -48,7 +49,7 @@ def defaults(section: type[Section], given: Mapping[str, Any], base: Section | N
         value = getattr(base, name) if base is not None else field.get_default(call_default_factory=True)
         if inner is None:
             if base is not None or not field.is_required():
-                tree[name] = list(value) if isinstance(value, tuple) else value
+                tree[name] = _plain(value)
         elif isinstance(given.get(name), Mapping) or (name not in given and isinstance(value, Section)):
             tree[name] = defaults(inner, given.get(name, {}), value if isinstance(value, Section) else None)
     return tree
@@ -85,6 +86,13 @@ def nearest(path: str, limit: int = 3) -> list[str]:
     return list(dict.fromkeys([*siblings, *ranked, *around]))[:limit]
 
 
+def _plain(value: Any) -> Any:
+    """A default as YAML would hold it."""
+    if isinstance(value, Extension):
+        return value.model_dump() if value.arguments else value.name
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
@@ -115,5 +123,7 @@ def _describe(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         return f"list of {_describe(arguments[0])}" if Ellipsis in arguments else f"{len(arguments)} numbers"
     if origin is dict:
         return "mapping"
+    if annotation is Extension:
+        return "name or {name, arguments}"
     bounds = [f"{sign} {getattr(c, name):g}" for c in constraints for name, sign in _BOUNDS.items() if hasattr(c, name)]
     return " ".join([_NAMES[annotation], ", ".join(bounds)]).strip()

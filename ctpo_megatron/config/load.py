@@ -32,6 +32,8 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     layers = [*files, *extra]
     sources = Sources(tuple(layers))
     values = _merge(layers, problems)
+    if OmegaConf.select(values, "extensions.path") is None and OmegaConf.is_dict(values.get("extensions")):
+        values.extensions.path = [str(Path(path).resolve().parent)]
     tree = _resolve(values, (), sources, problems)
     broken = {problem.key for problem in problems}
     try:

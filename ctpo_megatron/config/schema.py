@@ -321,6 +321,14 @@ class EvalConfig(Section):
     temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
 
 
+class ExtensionsConfig(Section):
+    """Users' own parts, named `package.module:Name` elsewhere in the configuration."""
+
+    path: tuple[str, ...] | None = Field(
+        default=None, description="folders that they are imported from; null: the folder of the configuration file"
+    )
+
+
 class CheckpointConfig(Section):
     """Megatron distributed checkpoints under `<run>/checkpoints/step_%06d`."""
 
@@ -385,6 +393,7 @@ class Config(Section):
     sandbox: SandboxConfig = SandboxConfig()
     reward: RewardConfig = RewardConfig()
     eval: EvalConfig = EvalConfig()
+    extensions: ExtensionsConfig = ExtensionsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()

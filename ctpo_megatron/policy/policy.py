@@ -125,7 +125,7 @@ class Policy:
             return run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)
 
     def token_diagnostics(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Diagnostics:
-        """How far the present weights have moved from the old log-probs on each trajectory of a mini-batch (see `compute_old_log_probs`).
+        """How far the weights have moved on each trajectory of a mini-batch since `compute_old_log_probs`.
 
         (prompt id, sample index) -> `advantage`, and `log_ratio`, `clip_low`, `clip_high` (nats) per token.
         """
@@ -329,8 +329,8 @@ def _diagnostics(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyO
 def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     """Metrics of all optimizer steps of one batch: exact over tokens, mean loss, mean and largest gradient norm, cost.
 
-    `pg_update/first_log_ratio_abs_max` belongs to the first step, where it shows whether the pass for old log-probs and the
-    training pass agree; `pg_update/is_ratio/*` to the last, where the ratio has moved furthest.
+    `pg_update/first_log_ratio_abs_max` belongs to the first step, where it shows whether the pass for old log-probs and
+    the training pass agree; `pg_update/is_ratio/*` to the last, where the ratio has moved furthest.
     """
     metrics = summarize(merge([update.stats for update in updates]))
     first, last = summarize(updates[0].stats), summarize(updates[-1].stats)

@@ -1,0 +1,42 @@
+"""Finds users' parts, named `package.module:Name` in a configuration, wherever a process of the run needs them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+class ExtensionError(Exception):
+    """A user's part cannot be found or used; the message names it and says what to do."""
+
+
+def activate(search_path: Iterable[str | Path]) -> None:
+    """Let this process import from the folders of `extensions.path`, after everything that is installed."""
+    for folder in (str(Path(entry).resolve()) for entry in search_path):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def load(name: str) -> Any:
+    """The object that `package.module:Name` names; `activate` comes first. Raises ExtensionError."""
+    module_name, separator, attribute = name.partition(":")
+    if not (separator and module_name and attribute):
+        raise ExtensionError(f"{name!r} is no import path; write package.module:Name")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ExtensionError(
+                f"{name}: there is no module {error.name!r} in extensions.path or among the installed packages"
+            ) from error
+        raise ExtensionError(f"{name}: {module_name} needs a module that is missing: {error.name!r}") from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ExtensionError(f"{name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ExtensionError(f"{name}: {module_name} has no {attribute!r}")
+        found = getattr(found, part)
+    return found
