@@ -61,11 +61,11 @@ def unsupported_layouts(model: Path | None) -> dict[str, str]:
     if model is None:
         return {}
     facts = ModelFacts.read(model)
-    reasons = {name: _misfit(layout, facts) for name, layout in LAYOUTS.items()}
+    reasons = {name: _reason_against(layout, facts) for name, layout in LAYOUTS.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _misfit(layout: LayoutCase, facts: ModelFacts) -> str:
+def _reason_against(layout: LayoutCase, facts: ModelFacts) -> str:
     if layout.experts != (facts.num_experts > 0):
         return f"for {'a mixture of experts' if layout.experts else 'a dense model'}"
     found = check_parallel(
@@ -200,4 +200,4 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _together(norms: dict[str, float]) -> float:
-    return sum(value**2 for value in norms.values()) ** 0.5
+    return float(sum(value**2 for value in norms.values()) ** 0.5)
