@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import runpy
 import sys
 from collections.abc import Sequence
 from itertools import islice
@@ -132,6 +133,6 @@ def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
 
 
 if __name__ == "__main__":
-    from ctpo_megatron.cli import main as command
-
-    sys.exit(command(["train", *sys.argv[1:]]))
+    # As torchrun starts it. The command line imports this module, which therefore does not import it.
+    sys.argv.insert(1, "train")
+    runpy.run_module("ctpo_megatron.cli", run_name="__main__")

@@ -48,6 +48,12 @@ class Check:
     worst_name: str = ""
     problem: str = ""
 
+    def row(self) -> str:
+        """One line of the table; the figures are left out where there are none."""
+        names = f"{self.layout:<25}{self.objective:<14}{self.ranks:>5}"
+        figures = f"{self.loss:>10.1e}{self.log_probs:>10.1e}{self.gradient:>10.1e}  {self.worst:.1e} {self.worst_name}"
+        return names if self.problem else names + figures
+
     def passed(self, tolerance: float) -> bool:
         """Loss, log-probs and the gradient as a whole within `tolerance`."""
         return not self.problem and all(value <= tolerance for value in (self.loss, self.log_probs, self.gradient))
