@@ -50,38 +50,45 @@ def resolve(source: Path, model: Path | None, output: Path | None) -> Request:
         return Request(source, None, source, _policy(ModelFacts.read(source).dtype))
     is_checkpoint = (source / "COMPLETE.json").is_file()
     run = source.resolve().parent.parent if is_checkpoint else source
-    config = load_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
-    checkpoint = source if is_checkpoint else latest_checkpoint(source / "checkpoints")
-    if config is None and not is_checkpoint:
+    if not (run / "config.yaml").is_file():
+        if is_checkpoint:
+            return _request_outside_a_run(source, model, output)
         fix = "give a run directory, a checkpoint (with COMPLETE.json), or a Hugging Face directory"
         raise ConfigError([Problem("export", "nothing to export here", fix, str(source))])
+    config = load_config(run / "config.yaml")
+    checkpoint = source if is_checkpoint else latest_checkpoint(source / "checkpoints")
     if checkpoint is None:
-        exported = run / config.export.directory  # type: ignore[union-attr]
+        exported = run / config.export.directory
         if not (exported / "config.json").is_file():
             fix = "train with checkpoint.every=N, or export.enabled=true"
             raise ConfigError([Problem("export", f"{run} has neither checkpoints nor {exported.name}/", fix)])
         return resolve(exported, model, output)
-    if config is None:
-        needed = {"--model": (model, "the directory that was trained"), "--output": (output, "the one to write")}
-        message = f"{checkpoint} is not in a run directory with config.yaml"
-        missing = [
-            Problem(key, message, f"give {what}: {key} DIR") for key, (given, what) in needed.items() if not given
-        ]
-        if missing:
-            raise ConfigError(missing)
-    model = model or Path(config.model.path)  # type: ignore[union-attr]
+    target = output or run / f"model-{checkpoint.name}"
+    return _request(checkpoint, model or Path(config.model.path), target, config.policy.dtype)
+
+
+def _request_outside_a_run(checkpoint: Path, model: Path | None, output: Path | None) -> Request:
+    if model is not None and output is not None:
+        return _request(checkpoint, model, output)
+    message = f"{checkpoint} is not in a run directory with config.yaml"
+    needed = {"--model": (model, "the directory that was trained"), "--output": (output, "the one to write")}
+    raise ConfigError(
+        [Problem(key, message, f"give {what}: {key} DIR") for key, (given, what) in needed.items() if given is None]
+    )
+
+
+def _request(checkpoint: Path, model: Path, target: Path, dtype: str | None = None) -> Request:
+    """dtype: None, that of the model's files."""
     if not (model / "config.json").is_file():
         fix = "export from the folder that the run was started in, or give the directory: --model DIR"
         raise ConfigError([Problem("model.path", "not found from here", fix, str(model))])
-    dtype = config.policy.dtype if config else ModelFacts.read(model).dtype
-    target = output or run / f"model-{checkpoint.name}"
     if model.resolve().is_relative_to(target.resolve()):
         message = f"would replace the model that was trained, {model}"
         raise ConfigError([Problem("--output", message, "choose another directory", str(target))])
     if not is_replaceable(target):
         fix = "choose a directory that does not exist, or an exported model, which is replaced"
         raise ConfigError([Problem("--output", "exists and is no exported model", fix, str(target))])
-    return Request(model, checkpoint, target, _policy(dtype))
+    return Request(model, checkpoint, target, _policy(dtype or ModelFacts.read(model).dtype))
 
 
 def _policy(dtype: str) -> PolicyConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import runpy
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -139,6 +140,6 @@ def advantages(config: Config, batch: RolloutBatch) -> list[float]:
 
 
 if __name__ == "__main__":
-    from ctpo_megatron.cli import main as command
-
-    sys.exit(command(["train", *sys.argv[1:]]))
+    # As torchrun starts it. The command line imports this module, which therefore does not import it.
+    sys.argv.insert(1, "train")
+    runpy.run_module("ctpo_megatron.cli", run_name="__main__")

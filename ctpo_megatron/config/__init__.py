@@ -4,7 +4,6 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
 """
 
-from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_train_args, train_args, world_size
 from ctpo_megatron.config.check import check, validate
 from ctpo_megatron.config.check_directories import is_replaceable
 from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
@@ -37,6 +36,7 @@ from ctpo_megatron.config.schema import (
     TinyModelConfig,
     TrackingConfig,
 )
+from ctpo_megatron.config.torchrun import world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
 __all__ = [
@@ -71,8 +71,6 @@ __all__ = [
     "Stored",
     "TinyModelConfig",
     "TrackingConfig",
-    "TrainArgs",
-    "add_train_arguments",
     "check",
     "check_parallel",
     "dump",
@@ -83,12 +81,10 @@ __all__ = [
     "load_with_sources",
     "memory_table",
     "objective_from_config",
-    "parse_train_args",
     "sequence_multiple",
     "stage_memory",
     "stored_tensors",
     "tokenizer_problems",
-    "train_args",
     "validate",
     "world_size",
 ]

@@ -48,6 +48,12 @@ class Check:
     worst_name: str = ""
     problem: str = ""
 
+    def row(self) -> str:
+        """One line of the table; the figures are left out where there are none."""
+        names = f"{self.layout:<25}{self.objective:<14}{self.ranks:>5}"
+        figures = f"{self.loss:>10.1e}{self.log_probs:>10.1e}{self.gradient:>10.1e}  {self.worst:.1e} {self.worst_name}"
+        return names if self.problem else names + figures
+
     def passed(self, tolerance: float) -> bool:
         """Loss, log-probs and the gradient as a whole within `tolerance`."""
         return not self.problem and all(value <= tolerance for value in (self.loss, self.log_probs, self.gradient))
@@ -61,11 +67,11 @@ def unsupported_layouts(model: Path | None) -> dict[str, str]:
     if model is None:
         return {}
     facts = ModelFacts.read(model)
-    reasons = {name: _misfit(layout, facts) for name, layout in LAYOUTS.items()}
+    reasons = {name: _reason_against(layout, facts) for name, layout in LAYOUTS.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _misfit(layout: LayoutCase, facts: ModelFacts) -> str:
+def _reason_against(layout: LayoutCase, facts: ModelFacts) -> str:
     if layout.experts != (facts.num_experts > 0):
         return f"for {'a mixture of experts' if layout.experts else 'a dense model'}"
     found = check_parallel(
@@ -200,4 +206,4 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _together(norms: dict[str, float]) -> float:
-    return sum(value**2 for value in norms.values()) ** 0.5
+    return float(sum(value**2 for value in norms.values()) ** 0.5)
