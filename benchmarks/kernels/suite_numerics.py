@@ -11,7 +11,7 @@ import ctpo_kernels as ck
 from benchmarks.kernels import rivals, suite_head
 from benchmarks.kernels.measure import Session
 from benchmarks.kernels.rivals import HeadCase
-from ctpo_kernels.ctpo_loss import loss_implementation
+from ctpo_kernels.loss import loss_implementation
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.spec import FRACTION_BITS, LossSpec
 

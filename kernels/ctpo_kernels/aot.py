@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels import dispatch
-from ctpo_kernels.ctpo_loss import ctpo_loss
+from ctpo_kernels.loss import ctpo_loss
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import Shard
 from ctpo_kernels.spec import LossSpec

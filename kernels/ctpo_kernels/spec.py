@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES
 from ctpo_kernels.packed import PackedTokens
 
 D_LIMIT = 20.0
@@ -20,17 +21,13 @@ LOG_RATIO_CAP = 10.0
 FRACTION_BITS = 40
 """S_t is summed in integer units of 2^-40 nats. |d| <= 20 takes 45 bits: 2^18 tokens at the limit fit into 64."""
 
-RATIO_MODES = ("cumprod", "geomean", "token", "sequence", "sequence-geomean")
-CLIP_MODES = ("log_power", "ratio")
-AGG_MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
-
 
 @dataclass(frozen=True)
 class LossSpec:
     """What a loss call computes, in the form in which kernels compare.
 
-    ratio: one of RATIO_MODES. low, high, dual: bounds of log r_t in nats, times t^power; dual is inf where it is off.
-    agg: one of AGG_MODES; loss_scale_factor: the constant L that seq-mean-token-sum divides by.
+    ratio: one of `names.RATIO_MODES`. low, high, dual: bounds of log r_t in nats, times t^power; dual is inf where off.
+    agg: one of `names.LOSS_AGG_MODES`; loss_scale_factor: the constant L that seq-mean-token-sum divides by.
     """
 
     ratio: str
@@ -97,7 +94,7 @@ class LossSpec:
             for name, value, known in (
                 ("ratio_mode", ratio_mode, RATIO_MODES),
                 ("clip_mode", clip_mode, CLIP_MODES),
-                ("loss_agg_mode", loss_agg_mode, AGG_MODES),
+                ("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES),
             )
             if value not in known
         ]

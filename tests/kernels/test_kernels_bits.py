@@ -11,7 +11,7 @@ from packings import PACKINGS, boundaries, random_batch, run, same_bits, without
 from torch import Tensor
 
 from ctpo_kernels import SUMS, loss_torch, use_backend
-from ctpo_kernels.ctpo_loss import loss_implementation
+from ctpo_kernels.loss import loss_implementation
 from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.spec import LossSpec

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ctpo_kernels import context_parallel
 from ctpo_kernels import labels as arguments
-from ctpo_kernels.ctpo_loss import loss_implementation, whole_pass
 from ctpo_kernels.linear import (
     LinearHead,
     active_rows,
@@ -27,6 +26,7 @@ from ctpo_kernels.linear import (
     reduce_d_hidden,
     scatter,
 )
+from ctpo_kernels.loss import loss_implementation, whole_pass
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.spec import LossSpec
 from ctpo_kernels.stats import CTPOStats
