@@ -136,7 +136,9 @@ class Writer:
         shares = gather_objects(files.digests(aside, mine))
         manifest = {name: entry for share in shares for name, entry in share.items()}
         marker = Marker(step, score, run_state, dict(sorted(manifest.items())))
-        self._layout.on_rank_zero(lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best))
+        self._layout.on_rank_zero(
+            lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best)
+        )
 
 
 def _start_results_queue() -> None:
