@@ -11,8 +11,9 @@ from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
 from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_facts import ModelFacts, facts_for
-from ctpo_megatron.config.objective import PRESETS, PolicyObjective, RatioKind, objective_from_config
+from ctpo_megatron.config.objective import PolicyObjective, objective_from_config
 from ctpo_megatron.config.plan import Plan
+from ctpo_megatron.config.presets import PRESETS
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import (
     AdvantageConfig,
@@ -61,7 +62,6 @@ __all__ = [
     "PolicyObjective",
     "PrepareConfig",
     "Problem",
-    "RatioKind",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

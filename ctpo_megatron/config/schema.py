@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from ctpo_kernels.names import ClipMode, LossAggMode, RatioMode
+from ctpo_megatron.config.presets import PresetName
+
 
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
@@ -138,26 +141,23 @@ class AdvantageConfig(Section):
 class ObjectiveConfig(Section):
     """The policy loss: a preset, and any field of it overridden (null keeps the preset's value)."""
 
-    preset: Literal["ctpo", "ctpo-fixed", "ctpo-geomean", "grpo", "dapo", "gspo", "sequence"] = Field(
-        default="ctpo", description="named objective whose fields the keys below override"
-    )
+    preset: PresetName = Field(default="ctpo", description="named objective whose fields the keys below override")
     anchor: Literal["proximal", "behaviour"] = Field(
         default="proximal",
         description="ratio against log-probs recomputed by the trainer, or as the sampler reported them",
     )
     advantage: AdvantageConfig = AdvantageConfig()
-    ratio: Literal["cumulative", "geomean", "token", "sequence", "sequence_geomean"] | None = Field(
-        default=None, description="importance ratio of a token"
-    )
-    clip: Literal["log_power", "ratio"] | None = Field(
+    ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
+    clip_mode: ClipMode | None = Field(
         default=None, description="clip window: position-dependent in log space, or fixed on the ratio"
     )
     clip_low: NonNegativeFloat | None = Field(default=None, description="lower clip width")
     clip_high: NonNegativeFloat | None = Field(default=None, description="upper clip width")
-    clip_dual: float | None = Field(default=None, description="dual-clip bound; a negative number switches it off")
+    clip_c: float | None = Field(default=None, description="dual-clip bound; a negative number switches it off")
     clip_power: float | None = Field(default=None, description="window grows as position ** power (log_power only)")
-    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum"] | None = Field(
-        default=None, description="how token losses become one loss"
+    loss_agg_mode: LossAggMode | None = Field(default=None, description="how token losses become one loss")
+    loss_scale_factor: PositiveFloat | None = Field(
+        default=None, description="constant that seq-mean-token-sum divides by, e.g. the longest response; null: 1"
     )
     count_masked_sequences: bool | None = Field(
         default=None, description="fully masked sequences count in the denominator"

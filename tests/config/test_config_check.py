@@ -93,9 +93,12 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["rollout.engine.extra={logprobs_mode: raw}"], "the trainer needs the log-probs of the distribution sampled"),
         (["rollout.engine.tensor_parallel_size=3"], "rollout.engine.tensor_parallel_size = 3: does not divide"),
         (["rollout.samples_per_prompt=1"], "samples_per_prompt = 1: gives no advantage 'group'"),
-        (["objective.clip=ratio"], "objective.clip_dual = 0.05: with clip: ratio it bounds the ratio itself"),
-        (["objective.preset=grpo", "objective.clip_low=3"], "objective.clip_low = 3.0: with clip: ratio the lower"),
-        (["objective.preset=gspo", "objective.clip_dual=0.1"], "objective.clip_dual = 0.1: with clip: ratio it"),
+        (["objective.clip_mode=ratio"], "objective.clip_c = 0.05: with clip_mode: ratio it bounds the ratio itself"),
+        (
+            ["objective.preset=grpo", "objective.clip_low=3"],
+            "objective.clip_low = 3.0: with clip_mode: ratio the lower",
+        ),
+        (["objective.preset=gspo", "objective.clip_c=0.1"], "objective.clip_c = 0.1: with clip_mode: ratio it"),
         (
             ["rollout.top_p=0.9", "objective.anchor=behaviour"],
             "error: rollout.top_p = 0.9: the sampler's log-probs",
@@ -145,7 +148,7 @@ def test_no_false_alarms(config_with: Make) -> None:
     assert found(config_with("rollout.samples_per_prompt=1", "objective.advantage.kind=mean_baseline")) == []
     assert found(config_with("rollout.engine.kv_cache_mb=null", "rollout.engine.block_size=16"), cuda=True) == []
     assert found(config_with("rollout.engine.extra={max_num_batched_tokens: 512}")) == []
-    assert found(config_with("objective.clip=ratio", "objective.clip_dual=-1")) == []
+    assert found(config_with("objective.clip_mode=ratio", "objective.clip_c=-1")) == []
 
 
 def test_cache_must_hold_one_sequence(config_with: Make) -> None:
