@@ -18,15 +18,17 @@ from rich.table import Table
 
 from ctpo_megatron.config import (
     Config,
+    Extension,
     Plan,
     Problem,
     Split,
     TrainArgs,
     add_train_arguments,
     dump,
-    facts_for,
+    load_family,
     load_with_sources,
     memory_table,
+    spec_for,
     train_args,
     validate,
     world_size,
@@ -99,6 +101,7 @@ def _parser(with_sandbox_options: bool = False) -> argparse.ArgumentParser:
         description="Run one optimizer step under many layouts and compare loss, log-probs and the full gradient.",
     )
     verify.add_argument("--model", type=Path, help="Hugging Face directory, small; default: a tiny random model")
+    verify.add_argument("--family", metavar="MODULE:NAME", help="model family of your own, found from this folder")
     verify.add_argument("--layouts", nargs="+", metavar="NAME", help="default: all that --max-ranks allows")
     verify.add_argument("--objective", nargs="+", default=["ctpo"], metavar="PRESET", help="presets, or: all")
     verify.add_argument("--max-ranks", type=int, metavar="N", help="default: GPUs; without any cores, at least 4")
@@ -161,7 +164,8 @@ def _verify(args: argparse.Namespace) -> int:
         if unknown := sorted(set(names) - known.keys()):
             print(f"ctpo verify: unknown {kind} {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr)
             return 2
-    unfit = unsupported_layouts(args.model)
+    family = load_family(Extension(name=args.family), [str(Path.cwd())]) if args.family else None
+    unfit = unsupported_layouts(args.model, family)
     if wrong := [name for name in args.layouts or [] if name in unfit]:
         for name in wrong:
             print(f"ctpo verify: {name} cannot run {args.model}: {unfit[name]}", file=sys.stderr)
@@ -177,7 +181,7 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"skipped: {', '.join(name for name in skipped if skipped[name] == reason)}: {reason}")
     print(f"{'layout':<25}{'objective':<14}{'ranks':>5}{'loss':>10}{'log_probs':>10}{'gradient':>10}  worst tensor")
     failed = total = 0
-    for check in verify(args.model, layouts, objectives):
+    for check in verify(args.model, layouts, objectives, family):
         good = check.passed(args.tolerance)
         failed, total = failed + (not good), total + 1
         figures = (
@@ -281,7 +285,7 @@ def _print_plan(config: Config) -> None:
     print(dump(config), end="", flush=True)
     for title, rows in Plan.of(config, world_size()).tables().items():
         _print_table(title, ("", "value", "from"), rows)
-    memory = memory_table(facts_for(config), Split.of(config.policy, world_size()))
+    memory = memory_table(spec_for(config), Split.of(config.policy, world_size()))
     _print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
 
 
