@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ctpo_kernels.names import ClipMode, LossAggMode, RatioMode
+from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.presets import PresetName
 
 
@@ -80,6 +81,10 @@ class ModelConfig(Section):
     """The model to train: a directory in Hugging Face format."""
 
     path: str = Field(description="directory with config.json, weights and tokenizer")
+    family: Extension | None = Field(
+        default=None,
+        description="your own model family, `package.module:Name` (docs/extend.md); null: one of ours",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="passed to the chat template, e.g. {enable_thinking: false}"
     )
