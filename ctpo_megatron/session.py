@@ -113,7 +113,7 @@ class Session:
         self._fleet = self._rollout_side()
         self._exit.enter_context(self._fleet)
         self._fleet.start()
-        self._scorers = self._exit.enter_context(RewardPool(config.reward))
+        self._scorers = self._exit.enter_context(RewardPool(config.reward, config.extensions.path))
 
     def _rollout_side(self) -> RolloutFleet | Replay:
         config = self.config
@@ -162,7 +162,7 @@ class Session:
                 prompts, step=step, samples=samples, sampling=sampling, cancelled=self._preemption.asked
             )
         with timer.phase("reward"):
-            report = self._scorers.score([(t, group.prompt.answer) for group in groups for t in group.trajectories])
+            report = self._scorers.score(groups)
         fleet = {f"rollout/{name}": value for name, value in self._fleet.stats().items()}
         return groups, rollout_metrics(groups) | reward_metrics(groups, report) | fleet
 
