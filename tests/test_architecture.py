@@ -50,7 +50,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.weights",
         "ctpo_sandbox",
     ),
-    "ctpo_megatron.rewards": ("ctpo_megatron.data.records", "ctpo_megatron.config", "ctpo_megatron.signals"),
+    "ctpo_megatron.rewards": (
+        "ctpo_megatron.data.records",
+        "ctpo_megatron.config",
+        "ctpo_megatron.signals",
+        "ctpo_megatron.extensions",
+    ),
     "ctpo_megatron.data": ("ctpo_megatron.config",),
     "ctpo_megatron.evaluate": (
         "ctpo_megatron.data.records",

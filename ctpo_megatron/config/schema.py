@@ -306,12 +306,20 @@ class SandboxConfig(Section):
 
 
 class RewardConfig(Section):
-    """Answer scoring in worker processes."""
+    """Scoring of trajectories by reward functions, in worker processes."""
 
-    kind: Literal["math_verify"] = Field(default="math_verify", description="scorer")
-    workers: PositiveInt = Field(default=1, description="scorer processes")
+    function: Extension = Field(
+        default=Extension(name="math_verify"), description="reward function: math_verify or package.module:Name"
+    )
+    by_source: dict[str, Extension] = Field(
+        default_factory=dict, description="data_source -> reward function, where another one scores its prompts"
+    )
+    workers: PositiveInt = Field(default=1, description="worker processes")
+    concurrency: PositiveInt = Field(
+        default=64, description="trajectories that one worker awaits at once, if the reward function is async"
+    )
     timeout_s: PositiveFloat = Field(
-        default=5.0, description="hard limit per trajectory; a scorer that exceeds it is killed"
+        default=5.0, description="hard limit per trajectory; a reward function that exceeds it is killed"
     )
 
 

@@ -48,11 +48,10 @@ def start_services(
     with ExitStack() as stack:
         engines = stack.enter_context(_engines(config, directory, stack))
         engines.start()
-        scorers = stack.enter_context(RewardPool(config.reward))
+        scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
 
         def score(groups: Sequence[Group]) -> dict[str, float]:
-            counts = scorers.score([(t, group.prompt.answer) for group in groups for t in group.trajectories])
-            return reward_metrics(groups, counts)
+            return reward_metrics(groups, scorers.score(groups))
 
         collector = Collector(engines, score, cancelled)
         rollouts = SampledRollouts(config.rollout, collector, engines, prompts, report.phase)
