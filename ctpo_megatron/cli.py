@@ -261,13 +261,13 @@ def _doctor(_: argparse.Namespace) -> int:
 def _sandbox_rows() -> list[tuple[str, str, str]]:
     """What the sandbox enforces here, by starting one and asking it."""
     try:
-        from ctpo_sandbox import SandboxStartError, start_server
+        from ctpo_sandbox import Limits, SandboxStartError, start_server
     except ImportError as error:
         return [("sandbox", "note", f"does not import: {error}")]
     with tempfile.TemporaryDirectory() as folder:
-        options = {"slots": 1, "memory_mb": 512, "max_run_timeout_s": 5, "start_timeout_s": 60}
+        log, limits = Path(folder) / "sandbox.log", Limits(run_timeout_s=5)
         try:
-            with start_server(**options, log_path=Path(folder) / "sandbox.log") as server:
+            with start_server(slots=1, limits=limits, start_timeout_s=60, log_path=log) as server:
                 health = server.health
         except SandboxStartError as error:
             return [("sandbox", "note", f"does not start: {error}")]

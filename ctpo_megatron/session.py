@@ -42,7 +42,7 @@ from ctpo_megatron.tracking import (
     write_report,
     write_trajectories,
 )
-from ctpo_sandbox import start_server
+from ctpo_sandbox import Limits, start_server
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +128,7 @@ class Session:
             return sandbox.url
         server = start_server(
             slots=sandbox.slots,
-            memory_mb=sandbox.memory_mb,
-            max_run_timeout_s=sandbox.run_timeout_s,
+            limits=Limits.of(sandbox),
             start_timeout_s=sandbox.start_timeout_s,
             require=sandbox.require,
             log_path=self.directory / "logs" / "sandbox.log",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_sandbox import ExecutionResult, SandboxClient, SandboxServer, start_server
+from ctpo_sandbox import ExecutionResult, Limits, SandboxClient, SandboxServer, start_server
 
 Runner = Callable[..., ExecutionResult]
 
@@ -16,7 +16,7 @@ Runner = Callable[..., ExecutionResult]
 def sandbox_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
     """At the strongest level that the machine offers."""
     log: Path = tmp_path_factory.mktemp("sandbox") / "server.log"
-    with start_server(slots=2, memory_mb=384, max_run_timeout_s=20, start_timeout_s=60, log_path=log) as server:
+    with start_server(slots=2, limits=Limits(memory_mb=384), start_timeout_s=60, log_path=log) as server:
         yield server
 
 
@@ -31,7 +31,7 @@ def server_at(tmp_path: Path) -> Callable[[str], AbstractContextManager[Runner]]
 
     @contextmanager
     def start(level: str) -> Iterator[Runner]:
-        options = {"slots": 1, "memory_mb": 384, "max_run_timeout_s": 20, "start_timeout_s": 60}
+        options = {"slots": 1, "limits": Limits(memory_mb=384), "start_timeout_s": 60}
         with start_server(**options, log_path=tmp_path / "server.log", level=level, require="none") as server:
             yield runner(server.url)
 

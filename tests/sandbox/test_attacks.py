@@ -16,7 +16,7 @@ import psutil
 import pytest
 from attacks import ATTACKS, ESCAPED, ODDITIES, TRACES, Attack
 
-from ctpo_sandbox import SandboxServer, SandboxStartError, start_server
+from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import PROMISES
 
@@ -48,7 +48,7 @@ class Target:
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Target]]:
     """One server per level, started at its first use; none may have grown at the end."""
-    options = {"slots": 1, "memory_mb": 384, "max_run_timeout_s": 10, "start_timeout_s": 60, "require": "none"}
+    options = {"slots": 1, "limits": Limits(memory_mb=384, run_timeout_s=10), "start_timeout_s": 60, "require": "none"}
     with contextlib.ExitStack() as servers:
 
         @functools.cache

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctpo_sandbox import ClientStats, ExecutionResult, SandboxClient, SandboxServer, start_server
+from ctpo_sandbox import ClientStats, ExecutionResult, Limits, SandboxClient, SandboxServer, start_server
 from tests.support.deadlines import scaled
 
 RUNS, CONCURRENCY = 2000, 32
@@ -68,7 +68,7 @@ def _footprint(server: SandboxServer) -> dict[str, Any]:
 
 def test_two_thousand_runs_do_not_mix_nor_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    options = {"slots": 3, "memory_mb": 512, "max_run_timeout_s": LIMIT_S, "start_timeout_s": 60}
+    options = {"slots": 3, "limits": Limits(run_timeout_s=LIMIT_S), "start_timeout_s": 60}
     with start_server(**options, log_path=tmp_path / "log") as server:
         _assert_right(asyncio.run(_all(server.url, 200, CONCURRENCY))[0])  # every worker of every slot is there now
         files, before = sorted(tmp_path.rglob("*")), _footprint(server)
@@ -100,7 +100,7 @@ def test_chaos_never_changes_a_verdict(tmp_path: Path) -> None:
 
     Every tenth verdict brings the next kill: by the clock, a slow machine would lose its templates before they are up.
     """
-    options = {"slots": 3, "memory_mb": 512, "max_run_timeout_s": LIMIT_S, "start_timeout_s": scaled(60)}
+    options = {"slots": 3, "limits": Limits(run_timeout_s=LIMIT_S), "start_timeout_s": scaled(60)}
     with start_server(**options, log_path=tmp_path / "log") as server:
         results, stats, kills = asyncio.run(_under_fire(server))
         _assert_right(results)

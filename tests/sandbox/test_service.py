@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from ctpo_sandbox import ClientStats, SandboxClient, SandboxStartError, SandboxUnavailable, start_server
+from ctpo_sandbox import ClientStats, Limits, SandboxClient, SandboxStartError, SandboxUnavailable, start_server
 
 _PATH = "/faas/sandbox/"
 
@@ -211,16 +211,14 @@ def test_client_refuses_to_call_a_bad_request_a_result(sandbox_server, execute):
 
 def test_server_that_cannot_start_says_why(tmp_path: Path):
     with pytest.raises(SandboxStartError, match="invalid choice: 'moon'"):
-        start_server(
-            slots=1, memory_mb=256, max_run_timeout_s=1, start_timeout_s=30, log_path=tmp_path / "log", require="moon"
-        )
+        start_server(slots=1, start_timeout_s=30, log_path=tmp_path / "log", require="moon")
 
 
 def test_server_ends_with_its_parent(tmp_path: Path):
     code = """
 import pathlib, time
-from ctpo_sandbox import start_server
-server = start_server(slots=1, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=pathlib.Path("log"))
+from ctpo_sandbox import Limits, start_server
+server = start_server(slots=1, limits=Limits(memory_mb=256), start_timeout_s=30, log_path=pathlib.Path("log"))
 print(server.process.pid, server.url, flush=True)
 time.sleep(60)
 """
@@ -241,7 +239,7 @@ time.sleep(60)
 def test_stopping_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     log = tmp_path / "log"
-    with start_server(slots=2, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=log) as server:
+    with start_server(slots=2, limits=Limits(memory_mb=256), start_timeout_s=30, log_path=log) as server:
         directories = list(tmp_path.glob("ctpo-sandbox-*/box-*"))
         with _endless_run(server.url) as snippet:
             os.kill(snippet.ppid(), signal.SIGKILL)
@@ -252,7 +250,7 @@ def test_stopping_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_killed_server_takes_everything_along_and_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     log = tmp_path / "log"
-    with start_server(slots=1, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=log) as server:
+    with start_server(slots=1, limits=Limits(memory_mb=256), start_timeout_s=30, log_path=log) as server:
         (before,) = tmp_path.glob("ctpo-sandbox-*")
         with _endless_run(server.url):
             family = psutil.Process(server.process.pid).children(recursive=True)
@@ -267,7 +265,7 @@ def test_a_killed_server_takes_everything_along_and_is_started_again(tmp_path: P
 
 
 def test_several_servers_share_the_work_and_stand_in_for_each_other(tmp_path: Path):
-    options = {"slots": 1, "memory_mb": 256, "max_run_timeout_s": 9, "start_timeout_s": 30}
+    options = {"slots": 1, "limits": Limits(memory_mb=256), "start_timeout_s": 30}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with (
@@ -301,7 +299,7 @@ def test_off_loopback_needs_a_token(tmp_path: Path):
 
 def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SANDBOX_TOKEN", "secret-of-the-test")
-    options = {"slots": 1, "memory_mb": 256, "max_run_timeout_s": 9, "start_timeout_s": 30}
+    options = {"slots": 1, "limits": Limits(memory_mb=256), "start_timeout_s": 30}
     with start_server(**options, log_path=tmp_path / "log") as server:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-of-the-test"}):
             response = httpx.post(server.url + _PATH, json={"code": "1"}, headers=headers, timeout=10, trust_env=False)
@@ -370,7 +368,7 @@ def test_smoke_passes_on_a_good_server(sandbox_server):
 
 
 def test_smoke_fails_on_a_server_without_isolation(tmp_path: Path):
-    options = {"slots": 1, "memory_mb": 384, "max_run_timeout_s": 9, "start_timeout_s": 30}
+    options = {"slots": 1, "limits": Limits(memory_mb=384), "start_timeout_s": 30}
     with start_server(**options, log_path=tmp_path / "log", level="none", require="none") as server:
         done = _ctpo("smoke", "--url", server.url)
     assert done.returncode == 1
