@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--require", choices=list(REQUIREMENTS), default="landlock", help="refuse to start with less isolation"
     )
     parser.add_argument("--level", choices=list(LEVELS), help="use this level of isolation, not the strongest there is")
+    parser.add_argument("--tiers", default="", metavar="A,B", help="tiers to have, e.g. stdlib,numpy; default: all")
     parser.add_argument("--warm", default="", metavar="A,B", help="further modules to import ahead, e.g. scipy,pandas")
 
 
@@ -86,7 +87,7 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
 
     Raises NotEnforceable when no level satisfies `--require`.
     """
-    libraries = tiers(filter(None, args.warm.split(",")))
+    libraries = tiers(*(filter(None, names.split(",")) for names in (args.warm, args.tiers)))
     refused: dict[str, str] = {}
     for level in candidates(args.require, args.level):
         pool = Pool(slots=args.slots, limits=Limits.of(args), level=level, libraries=libraries)

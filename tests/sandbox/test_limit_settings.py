@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from types import SimpleNamespace
-from typing import Any
 
-import httpx
 import pytest
+from sandbox_http import HTTP, post
 
 from ctpo_megatron.config import SandboxConfig
 from ctpo_sandbox import Limits, SandboxServer, start_server
@@ -53,7 +51,8 @@ OF_THE_SERVER = {"url", "require", "slots", "request_timeout_s", "max_concurrenc
 @pytest.fixture(scope="module")
 def lowered_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
     log = tmp_path_factory.mktemp("lowered") / "log"
-    with start_server(slots=1, limits=LOWERED, start_timeout_s=scaled(60), log_path=log) as server:
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
+    with start_server(**options, limits=LOWERED, log_path=log) as server:
         yield server
 
 
@@ -89,7 +88,7 @@ def test_a_limit_that_limits_nothing_is_refused(name: str, value: float) -> None
 
 def test_health_and_metrics_show_every_limit(lowered_server: SandboxServer) -> None:
     assert lowered_server.health["limits"] == asdict(LOWERED)
-    text = httpx.get(f"{lowered_server.url}/metrics", timeout=scaled(10), trust_env=False).text
+    text = HTTP.get(f"{lowered_server.url}/metrics").text
     for name, value in asdict(LOWERED).items():
         assert f'ctpo_sandbox_limit{{name="{name}"}} {float(value)}' in text
 
@@ -101,11 +100,5 @@ def test_a_lowered_limit_bites(sandbox_server: SandboxServer, lowered_server: Sa
     if name == "threads" and "own user" in lowered_server.health["missing"]:
         pytest.skip("slots have no users of their own at this level")
     request, refusal = PROBES[name]
-    assert _post(sandbox_server, request).json()["status"] == "success"
-    assert refusal in _post(lowered_server, request).text
-
-
-def _post(server: SandboxServer, request: dict[str, Any]) -> httpx.Response:
-    body, headers = json.dumps(request), {"content-type": "application/json"}
-    url = f"{server.url}/faas/sandbox/"
-    return httpx.post(url, content=body, headers=headers, timeout=scaled(60), trust_env=False)
+    assert post(sandbox_server, request).json()["status"] == "success"
+    assert refusal in post(lowered_server, request).text
