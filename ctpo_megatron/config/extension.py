@@ -25,7 +25,9 @@ class Extension(BaseModel):
     def _from_name(cls, value: Any) -> Any:
         if isinstance(value, str):
             return {"name": value}
-        if isinstance(value, Extension) or (isinstance(value, dict) and {"name"} <= value.keys() <= set(cls.model_fields)):
+        if isinstance(value, Extension) or (
+            isinstance(value, dict) and {"name"} <= value.keys() <= set(cls.model_fields)
+        ):
             return value
         raise PydanticCustomError("extension", "must be a name, or {{name: ..., arguments: {{...}}}}")
 

@@ -16,7 +16,7 @@ from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import TOOL_SCHEMA, Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.tracking import read_trajectories, reward_metrics, trajectory_files, trajectory_of
-from ctpo_sandbox import start_server
+from ctpo_sandbox import Limits, start_server
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ def _sandbox_url(config: Config, directory: Path, stack: ExitStack) -> str:
         return sandbox.url
     server = start_server(
         slots=sandbox.slots,
-        memory_mb=sandbox.memory_mb,
-        max_run_timeout_s=sandbox.run_timeout_s,
+        limits=Limits.of(sandbox),
         start_timeout_s=sandbox.start_timeout_s,
         require=sandbox.require,
         log_path=directory / "logs" / "sandbox.log",
