@@ -65,13 +65,8 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         services = layout.keep_on_rank_zero(
             lambda: stack.enter_context(start_services(config, directory, report, cancelled))
         )
-        policy = Policy(
-            config.policy,
-            layout,
-            Path(config.model.path),
-            temperature=config.rollout.temperature,
-            family=family_for(config),
-        )
+        path, temperature = Path(config.model.path), config.rollout.temperature
+        policy = Policy(config.policy, layout, path, temperature=temperature, family=family_for(config))
     rollouts = Bridge(layout, services, report)
     persistence = Persistence(config, layout, directory, services, report)
     checkpoint = persistence.find()
