@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", metavar="MODULE:NAME", help="model family of your own, found from this folder")
     parser.add_argument("--layouts", nargs="+", metavar="NAME", help="default: all that --max-ranks allows")
     parser.add_argument("--objective", nargs="+", default=["ctpo"], metavar="PRESET", help="presets, or: all")
-    parser.add_argument("--max-ranks", type=int, metavar="N", help="default: GPUs; without any cores, at least 4")
+    parser.add_argument("--max-ranks", type=int, metavar="N", help="default: GPU count; without GPUs max(4, cores)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="of loss, log-probs (nats) and gradient")
     parser.set_defaults(run=run)
 

@@ -348,7 +348,7 @@ class EvalConfig(Section):
     every: NonNegativeInt = Field(
         default=0, description="steps between evaluations; 0: only before the first and after the last"
     )
-    prompts: PositiveInt | None = Field(default=None, description="use only the first so many; null: all")
+    prompts: PositiveInt | None = Field(default=None, description="evaluate only the first N prompts; null: all")
     samples: PositiveInt = Field(default=1, description="trajectories per prompt")
     temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
 
@@ -366,9 +366,7 @@ class CheckpointConfig(Section):
 
     every: NonNegativeInt = Field(default=0, description="RL steps between checkpoints; 0: none")
     keep_last: PositiveInt = Field(default=2, description="newest checkpoints that are kept")
-    keep_best: NonNegativeInt = Field(
-        default=0, description="checkpoints with the best `best_metric` that are kept besides"
-    )
+    keep_best: NonNegativeInt = Field(default=0, description="additional checkpoints kept, ranked by `best_metric`")
     best_metric: str = Field(
         default="reward/mean",
         description="metric of that step, larger is better, e.g. val/<data_source>/acc/mean@1",
@@ -381,7 +379,7 @@ class CheckpointConfig(Section):
         description="checkpoint directory to continue from (with run.resume: instead of the newest); null: none",
     )
     grace_s: PositiveFloat = Field(
-        default=120.0, description="seconds after SIGTERM to finish the step at hand and write a checkpoint"
+        default=120.0, description="seconds after SIGTERM to finish the current step and write a checkpoint"
     )
 
 
