@@ -20,7 +20,7 @@ SEPARATE = {
 # Package -> what of ours it may import, as a prefix of the dotted name. Its own modules are always allowed.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.config": ("ctpo_kernels.names",),
-    "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_kernels"),
+    "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_megatron.extensions", "ctpo_kernels"),
     "ctpo_megatron.weights": (),
     "ctpo_megatron.environments": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
     "ctpo_megatron.policy": (

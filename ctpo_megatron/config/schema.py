@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ctpo_kernels.names import ClipMode, LossAggMode, RatioMode
+from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.presets import PresetName
 
 
@@ -131,7 +132,8 @@ class AdvantageConfig(Section):
     """Outcome reward -> advantage, over the samples of one prompt (algorithm section 5)."""
 
     kind: Literal["group", "rloo", "mean_baseline"] = Field(
-        default="group", description="baseline: group mean, leave-one-out mean, or mean of the whole batch"
+        default="group",
+        description="baseline: mean of the prompt's samples, of its other samples, or of the whole batch",
     )
     normalize_std: bool = Field(
         default=True, description="divide by the group's unbiased standard deviation (group only)"
@@ -147,6 +149,9 @@ class ObjectiveConfig(Section):
         description="ratio against log-probs recomputed by the trainer, or as the sampler reported them",
     )
     advantage: AdvantageConfig = AdvantageConfig()
+    function: Extension | None = Field(
+        default=None, description="a user's objective, package.module:Name, in place of the preset's ratio and clip"
+    )
     ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
     clip_mode: ClipMode | None = Field(
         default=None, description="clip window: position-dependent in log space, or fixed on the ratio"
