@@ -19,6 +19,7 @@ setup(
     package_data={
         "ctpo_megatron": ["**/*.html", "**/*.jinja"],
         "ctpo_megatron.configs": ["**/*.yaml"],
+        "ctpo_kernels": ["py.typed"],
     },
     # The base install validates configs and launches; the heavy stack is an extra, pinned in requirements/.
     install_requires=["omegaconf>=2.3", "pydantic>=2.9", "PyYAML>=6", "rich>=13"],
