@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -362,10 +363,27 @@ def compile_launch(launch: Launch, arch: int) -> Report:
 def compile_all(chosen: list[Launch], architectures: list[int], processes: int) -> list[Report]:
     """Reports in the order of `chosen`, each for every architecture."""
     tasks = [(launch, arch) for launch in chosen for arch in architectures]
+    with workers(processes) as pool:
+        return list(pool.map(compile_launch, *zip(*tasks, strict=True), chunksize=4))
+
+
+def workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes to compile in, which end when this one does, however that happens."""
     # A forked child would share the state of torch's threads.
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        return list(pool.map(compile_launch, *zip(*tasks, strict=True), chunksize=4))
+    return concurrent.futures.ProcessPoolExecutor(processes, context, initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def table(reports: list[Report], limits: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Combinations of values by a pairwise covering array: every pair in `make test`, the full product in `make test-slow`."""
+"""Combinations of values by a pairwise covering array: every pair in `make test`, all of them in `make test-slow`."""
 
 from __future__ import annotations
 
