@@ -9,15 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ctpo_megatron.config import Config, family_for
-from ctpo_megatron.data import RolloutBatch, prepare
-from ctpo_megatron.objective import group_advantages, objective_from_config
+from ctpo_megatron.data import prepare
+from ctpo_megatron.extensions import activate
+from ctpo_megatron.objective import batch_advantages, objective_from_config
 from ctpo_megatron.policy import (
     Layout,
     Policy,
     capabilities,
+    configured_loss,
     destroy_distributed,
     init_distributed,
-    policy_gradient,
     summarize_updates,
 )
 from ctpo_megatron.rollout import check_mismatch
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 def main(config: Config) -> int:
     """Run all stages of a configuration; returns the exit status. Every rank of the job calls this."""
+    activate(config.extensions.path or ())
     preemption = Preemption(config.checkpoint.grace_s)
     layout = init_distributed(config.policy, config.run.seed)
     try:
@@ -101,7 +103,7 @@ def reinforce(
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
     objective = objective_from_config(config.objective)
-    loss = policy_gradient(objective, config.objective.anchor)
+    loss = configured_loss(config.objective)
     rollouts.publish(policy, run.version)
     if not resumed or (run.evaluates and rollouts.lacks_evaluation()):
         report.log(run.done, rollouts.evaluate(run.done))
@@ -113,7 +115,8 @@ def reinforce(
             if batch is None:
                 return run.stop()
             with report.phase("old_log_probs"):
-                mini_batches = policy.share_out(batch.trajectories, advantages(config, batch), run.update_size)
+                advantages = batch_advantages([group.rewards for group in batch.groups], config.objective.advantage)
+                mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
                 metrics = policy.compute_old_log_probs(mini_batches)
             check_mismatch(config.rollout, metrics)
             with report.phase("update"):
@@ -133,11 +136,6 @@ def reinforce(
             persistence.save(policy, run)
         policy.finish_save(wait=False)
     return None
-
-
-def advantages(config: Config, batch: RolloutBatch) -> list[float]:
-    """One advantage per trajectory, in the order of the groups and of the samples in them."""
-    return [a for group in batch.groups for a in group_advantages(group.rewards, config.objective.advantage).tolist()]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.cli": ("ctpo_megatron", "ctpo_sandbox"),
     "ctpo_megatron.models": (),
     "ctpo_megatron.config": ("ctpo_megatron.models", "ctpo_megatron.extensions", "ctpo_kernels.names"),
-    "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_kernels"),
+    "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_megatron.extensions", "ctpo_kernels"),
     "ctpo_megatron.weights": (),
     "ctpo_megatron.environments": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
     "ctpo_megatron.policy": (

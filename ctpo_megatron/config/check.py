@@ -101,10 +101,24 @@ def _objective(config: Config) -> Iterator[Problem]:
         message = f"gives no advantage {kind!r}: a trajectory would be compared with itself alone, and nothing learned"
         fix = "sample at least 2, or set objective.advantage.kind: mean_baseline"
         yield error(config, "rollout.samples_per_prompt", message, fix)
+    if config.rollout.samples_per_prompt == config.rollout.prompts_per_step == 1:
+        message = "a batch of one trajectory has nothing to be compared with, and nothing is learned"
+        yield error(config, "rollout.prompts_per_step", message, "sample more prompts, or more samples of each")
+    if config.objective.function is not None:
+        yield from _objective_function(config)
     try:
         objective_from_config(config.objective)
     except ConfigError as refused:
         yield from refused.problems
+
+
+def _objective_function(config: Config) -> Iterator[Problem]:
+    key, name = "objective.function", str(config.objective.function)
+    if ":" not in name:
+        yield Problem(key, "is no import path", "write package.module:Name; for one of ours set objective.preset", name)
+    if config.policy.context_parallel_size > 1:
+        message = "is given whole sequences, and a rank of a context-parallel group holds pieces of them"
+        yield Problem(key, message, "set policy.context_parallel_size: 1", name)
 
 
 def _sampling(config: Config) -> Iterator[Problem]:

@@ -136,7 +136,8 @@ class AdvantageConfig(Section):
     """Outcome reward -> advantage, over the samples of one prompt (algorithm section 5)."""
 
     kind: Literal["group", "rloo", "mean_baseline"] = Field(
-        default="group", description="baseline: group mean, leave-one-out mean, or mean of the whole batch"
+        default="group",
+        description="baseline: mean of the prompt's samples, of its other samples, or of the whole batch",
     )
     normalize_std: bool = Field(
         default=True, description="divide by the group's unbiased standard deviation (group only)"
@@ -152,6 +153,9 @@ class ObjectiveConfig(Section):
         description="ratio against log-probs recomputed by the trainer, or as the sampler reported them",
     )
     advantage: AdvantageConfig = AdvantageConfig()
+    function: Extension | None = Field(
+        default=None, description="a user's objective, package.module:Name, in place of the preset's ratio and clip"
+    )
     ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
     clip_mode: ClipMode | None = Field(
         default=None, description="clip window: position-dependent in log space, or fixed on the ratio"

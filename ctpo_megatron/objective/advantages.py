@@ -1,4 +1,4 @@
-"""Outcome rewards of one prompt's samples -> advantages, to be broadcast to every token of each trajectory."""
+"""Outcome rewards -> advantages, to be broadcast to every token of each trajectory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,23 @@ from ctpo_megatron.config.schema import AdvantageConfig
 STD_EPSILON = 1e-6
 
 
+def batch_advantages(groups: Sequence[Sequence[float]], config: AdvantageConfig) -> list[float]:
+    """Advantages of a whole batch, one per trajectory in the order of `groups`, each the rewards of one prompt.
+
+    `mean_baseline` compares every trajectory with the mean of the whole batch, so it works with one sample per prompt;
+    `group` and `rloo` compare the samples of one prompt. Raises ValueError as `group_advantages` does.
+    """
+    if config.kind == "mean_baseline":
+        groups = [[reward for group in groups for reward in group]]
+    return [advantage for rewards in groups for advantage in group_advantages(rewards, config).tolist()]
+
+
 def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig) -> Tensor:
     """Advantages of one group, float32 `[n]`, from its n rewards (sample order kept; computed in float64).
 
         group           (R_i - mean) / (std + 1e-6), unbiased std; without `normalize_std`: R_i - mean
         rloo            R_i - mean of the other n - 1 rewards
-        mean_baseline   R_i - mean
+        mean_baseline   R_i - mean (`batch_advantages` gives the whole batch as one group)
 
     Equal rewards give exactly 0, and so does a group of one (there is nothing to compare with; warned about once).
     Raises ValueError for an empty group and for a reward that is not finite, naming its index and value.

@@ -74,6 +74,9 @@ def token_scale(
     `denominators` None takes the
     batch at hand for the whole step. An empty denominator is taken as 1: the loss is then 0.
     """
+    sequences: int | Tensor
+    trained: int | Tensor
+    tokens: int | Tensor
     if denominators is None:
         sequences, trained, tokens = counts(loss_mask, layout).clamp(min=1).unbind()
     else:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 import ctpo_kernels
+from ctpo_kernels import CTPOStats, PerToken
 from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, counts
 from ctpo_megatron.objective.sequences import SequenceBounds
@@ -42,21 +43,22 @@ def fused_policy_loss(
     Tensors in the shape of `layout`; float32 or float64 log-probs.
     """
 
-    def flat(values: Tensor | None) -> Tensor | None:
-        return values.reshape(-1) if values is not None and values.shape == layout.shape else values
+    def flat(values: Tensor) -> Tensor:
+        return values.reshape(-1) if values.shape == layout.shape else values
 
-    loss, stats, per_token = ctpo_kernels.ctpo_loss(
+    found = ctpo_kernels.ctpo_loss(
         log_probs.reshape(-1),
         flat(old_log_probs),
         flat(response_mask),
         flat(advantages),
         layout.cu_seqlens,
-        loss_mask=flat(loss_mask),
-        weights=flat(weights),
+        loss_mask=None if loss_mask is None else flat(loss_mask),
+        weights=None if weights is None else flat(weights),
         cp_group=cp_group,
         return_per_token=True,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
+    loss, stats, per_token = cast(tuple[Tensor, CTPOStats, PerToken], found)  # as return_per_token asks
     return loss, per_token.loss.reshape(layout.shape), LossStats(stats.sums, stats.maxima)
 
 

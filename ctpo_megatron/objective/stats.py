@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ctpo_kernels import MAXIMA, SUMS
 
-StatsKind = Literal["policy", "supervised"]
+StatsKind = Literal["policy", "supervised", "function"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,18 @@ class LossStats:
     maxima: float64 `[len(MAXIMA)]`, -inf where no token took part. The ratio's are over loss tokens, |log r| (before
         the cap) over all model tokens.
     kind: which loss reported; only like kinds merge.
+    named: metrics of a user's objective, name -> float64 `[2]` (sum, count).
     """
 
     sums: Tensor
     maxima: Tensor
     kind: StatsKind = "policy"
+    named: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def cpu(self) -> LossStats:
+        """The same on the CPU, for other ranks."""
+        named = {name: pair.cpu() for name, pair in self.named.items()}
+        return LossStats(self.sums.cpu(), self.maxima.cpu(), self.kind, named)
 
     def as_tensor(self) -> Tensor:
         """One float64 vector for an all-gather; `from_tensor` restores it."""
@@ -42,7 +49,10 @@ class LossStats:
 
 
 def stats_of(
-    sums: dict[str, Tensor], maxima: dict[str, tuple[Tensor, Tensor]] | None = None, kind: StatsKind = "policy"
+    sums: dict[str, Tensor],
+    maxima: dict[str, tuple[Tensor, Tensor]] | None = None,
+    kind: StatsKind = "policy",
+    named: Mapping[str, Tensor] | None = None,
 ) -> LossStats:
     """Assemble `LossStats` without a host synchronisation.
 
@@ -62,6 +72,7 @@ def stats_of(
         torch.stack([sums[name].detach().double() if name in sums else zero for name in SUMS]),
         torch.stack([maximum(name) for name in MAXIMA]),
         kind,
+        named or {},
     )
 
 
@@ -74,7 +85,10 @@ def merge(stats: Sequence[LossStats]) -> LossStats:
     if len(kinds) != 1:
         raise ValueError(f"merge needs statistics of exactly one kind; got {sorted(kinds) or 'none'}")
     sums = torch.stack([part.sums for part in stats]).sum(0)
-    return LossStats(sums, torch.stack([part.maxima for part in stats]).amax(0), stats[0].kind)
+    maxima = torch.stack([part.maxima for part in stats]).amax(0)
+    names = dict.fromkeys(name for part in stats for name in part.named)
+    named = {name: torch.stack([part.named[name] for part in stats if name in part.named]).sum(0) for name in names}
+    return LossStats(sums, maxima, stats[0].kind, named)
 
 
 def summarize(stats: LossStats) -> dict[str, float]:
@@ -83,7 +97,8 @@ def summarize(stats: LossStats) -> dict[str, float]:
     Rates are per loss token. `actor/ppo_kl` is the mean of -d_t over model tokens, the first-order estimate of the
     divergence from the anchor. `actor/pg_clipfrac` counts tokens whose loss the two-sided bounds changed,
     `actor/pg_clipfrac_lower` those that the dual bound changed. `pg_update/is_ratio/*` is r_t over loss tokens with the
-    unbiased standard deviation. `actor/pg_loss` is the loss of the step if every call had the step's denominators.
+    unbiased standard deviation. A user's objective reports `objective/<name>` in their place, and token ratios in
+    `pg_update/log_ratio_abs_max`. `actor/pg_loss` is the loss of the step if every call had the step's denominators.
     """
     values = stats.as_tensor().tolist()
     total = dict(zip(SUMS, values, strict=False))
@@ -91,13 +106,16 @@ def summarize(stats: LossStats) -> dict[str, float]:
     if stats.kind == "supervised":
         return {"supervised/loss": total["loss"]}
     metrics = {"actor/pg_loss": total["loss"]}
+    if total["model_tokens"]:
+        metrics["actor/ppo_kl"] = total["minus_d"] / total["model_tokens"]
+        metrics["pg_update/log_ratio_abs_max"] = maximum["abs_log_ratio"]
+    if stats.kind == "function":
+        pairs = {name: pair.tolist() for name, pair in stats.named.items()}
+        return metrics | {f"objective/{name}": value / count for name, (value, count) in pairs.items() if count}
     clipped = {side: total[f"clip_{side}"] for side in ("high", "low", "dual")}
     clipped["total"] = sum(clipped.values())
     metrics |= {f"pg_update/clip/{side}/count": count for side, count in clipped.items()}
     metrics["pg_update/log_ratio_capped/count"] = total["capped"]
-    if total["model_tokens"]:
-        metrics["actor/ppo_kl"] = total["minus_d"] / total["model_tokens"]
-        metrics["pg_update/log_ratio_abs_max"] = maximum["abs_log_ratio"]
     if n := total["loss_tokens"]:
         metrics |= {f"pg_update/clip/{side}/rate": count / n for side, count in clipped.items()}
         metrics["actor/pg_clipfrac"] = (clipped["high"] + clipped["low"]) / n

@@ -23,7 +23,7 @@ from ctpo_megatron.policy.checkpoint_files import give_up as discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.device import capabilities, max_ranks
 from ctpo_megatron.policy.flops import peak_flops
-from ctpo_megatron.policy.losses import policy_gradient, supervised
+from ctpo_megatron.policy.losses import configured_loss, policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.parallel import Layout, destroy_distributed, gather_objects, init_distributed
 from ctpo_megatron.policy.policy import Diagnostics, Policy, Update, summarize_updates
@@ -39,6 +39,7 @@ __all__ = [
     "RankZeroError",
     "Update",
     "capabilities",
+    "configured_loss",
     "destroy_distributed",
     "discard_checkpoints",
     "gather_objects",

@@ -1,28 +1,86 @@
-"""The two losses that a policy step can take, bound to what the model predicts for a micro-batch."""
+"""The losses that a policy step can take, bound to what the model predicts for a micro-batch."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Literal
 
-from ctpo_megatron.objective import Denominators, PolicyLossOutput, PolicyObjective, supervised_loss
+from torch import Tensor
+
+from ctpo_megatron.config import ObjectiveConfig
+from ctpo_megatron.objective import (
+    Denominators,
+    Objective,
+    ObjectiveInputs,
+    PolicyLossOutput,
+    PolicyObjective,
+    function_loss,
+    load_objective,
+    objective_from_config,
+    supervised_loss,
+)
+from ctpo_megatron.policy.context import Targets
 from ctpo_megatron.policy.predictions import Predictions
+
+log = logging.getLogger(__name__)
+
+Anchor = Literal["proximal", "behaviour"]
 
 LossFunction = Callable[[Predictions, Denominators], PolicyLossOutput]
 """(predictions of a micro-batch, denominators of the whole optimizer step) -> the loss share of this micro-batch."""
 
 
-def policy_gradient(objective: PolicyObjective, anchor: Literal["proximal", "behaviour"]) -> LossFunction:
+def configured_loss(config: ObjectiveConfig) -> LossFunction:
+    """The RL loss of a configuration: its preset with overrides, or the user's `objective.function`.
+
+    Raises ExtensionError when that cannot be found or called; `extensions.activate` comes first.
+    """
+    objective = objective_from_config(config)
+    if config.function is None:
+        return policy_gradient(objective, config.anchor)
+    log.info(
+        "objective: %s, given log-probs of the model; the one-sweep head serves our own objectives only, so the "
+        "output layer is computed a second time in the backward pass (policy.head=streaming)",
+        config.function,
+    )
+    return function_gradient(load_objective(config.function), objective, config.anchor)
+
+
+def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
     """The RL loss. proximal: ratios against the trainer's anchor pass; behaviour: against what the sampler reported."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
-        targets = predictions.targets
-        reference = targets.old_log_probs if anchor == "proximal" else targets.rollout_log_probs
-        if reference is None:
-            raise ValueError("the proximal anchor needs Policy.compute_old_log_probs() before Policy.update()")
-        return predictions.policy_loss(reference, objective, denominators)
+        return predictions.policy_loss(_anchor(predictions.targets, anchor), objective, denominators)
 
     return loss
+
+
+def function_gradient(function: Objective, objective: PolicyObjective, anchor: Anchor) -> LossFunction:
+    """The RL loss by a user's function; `objective` says how its token losses are aggregated."""
+
+    def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
+        targets = predictions.targets
+        inputs = ObjectiveInputs(
+            log_probs=predictions.log_probs(),
+            old_log_probs=_anchor(targets, anchor),
+            rollout_log_probs=targets.rollout_log_probs,
+            advantages=targets.advantages,
+            response_mask=targets.response_mask,
+            loss_mask=targets.loss_mask,
+            cu_seqlens=targets.cu_seqlens,
+            denominators=denominators,
+        )
+        return function_loss(function, inputs, objective)
+
+    return loss
+
+
+def _anchor(targets: Targets, anchor: Anchor) -> Tensor:
+    found = targets.old_log_probs if anchor == "proximal" else targets.rollout_log_probs
+    if found is None:
+        raise ValueError("the proximal anchor needs Policy.compute_old_log_probs() before Policy.update()")
+    return found
 
 
 def supervised() -> LossFunction:

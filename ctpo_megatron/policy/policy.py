@@ -214,12 +214,11 @@ class Policy:
         return run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
 
     def _over_ranks(self, kept: list[Collected], mini_batch: MiniBatch) -> tuple[LossStats, tuple[RankReport, ...]]:
-        mine = merge([found["stats"] for found in kept]) if self.layout.has_loss else None
-        vector = None if mine is None else (mine.as_tensor().cpu(), mine.kind)
+        mine = merge([found["stats"] for found in kept]).cpu() if self.layout.has_loss else None
         computed, count = mini_batch.work.computed_tokens, len(mini_batch.micro_batches)
         report = RankReport(self.layout.dp_rank, computed, count, device.peak_memory_mib())
-        vectors, reports = zip(*gather_objects((vector, report)), strict=True)
-        return merge([LossStats.from_tensor(*part) for part in vectors if part is not None]), reports
+        found, reports = zip(*gather_objects((mine, report)), strict=True)
+        return merge([stats for stats in found if stats is not None]), reports
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end."""

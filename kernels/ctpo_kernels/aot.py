@@ -21,7 +21,9 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,7 +84,7 @@ class Launch:
     @property
     def warps(self) -> int:
         """Warps of one program."""
-        return self.options["num_warps"]
+        return int(self.options["num_warps"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +145,14 @@ def _recording() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
     from ctpo_kernels import loss_kernels, loss_triton, rows_kernels, rows_triton
 
     launches: list[tuple[Any, dict[str, Any]]] = []
-    loss_triton.kernels, rows_triton.kernels = _Recorder(loss_kernels, launches), _Recorder(rows_kernels, launches)
+    modules = {loss_triton: loss_kernels, rows_triton: rows_kernels}
+    for launcher, kernels in modules.items():
+        vars(launcher)["kernels"] = _Recorder(kernels, launches)
     try:
         yield launches
     finally:
-        loss_triton.kernels, rows_triton.kernels = loss_kernels, rows_kernels
+        for launcher, kernels in modules.items():
+            vars(launcher)["kernels"] = kernels
 
 
 def _describe(kernel: Any, arguments: dict[str, Any], configuration: str) -> Launch:
@@ -243,8 +248,8 @@ def _launch_loss(size: tuple[int, int], options: dict[str, Any], *, stream: bool
         loss.step(8192, 16384, torch.zeros(8192))
         loss.finish()
     else:
-        given = {"state": state, "totals": totals} if pieces else {}
-        loss_triton.loss_pass(batch, spec, inverse, per_token=per_token, **given)
+        carried = (state, totals) if pieces else (None, None)
+        loss_triton.loss_pass(batch, spec, inverse, per_token=per_token, state=carried[0], totals=carried[1])
 
 
 def _launch_rows(columns: int, valid: int, dtype: torch.dtype, *, shards: int, entropy: bool, mixed: bool) -> None:
@@ -266,11 +271,9 @@ def configurations() -> dict[str, Callable[[], None]]:
         for size in _SIZES:
             if size == "1 sequence" and name != "default":
                 continue
-            found[f"{name}, {size}"] = lambda size=size, options=options: _launch_loss(_SIZES[size], options)
+            found[f"{name}, {size}"] = partial(_launch_loss, _SIZES[size], options)
         if not options.keys() & {"pieces", "per_token"} and not options.get("ratio_mode", "").startswith("sequence"):
-            found[f"{name}, streaming head"] = lambda options=options: _launch_loss(
-                _SIZES["8 sequences"], options, stream=True
-            )
+            found[f"{name}, streaming head"] = partial(_launch_loss, _SIZES["8 sequences"], options, stream=True)
     bf16, fp32 = torch.bfloat16, torch.float32
     for name, (columns, valid, dtype, shards, entropy, mixed) in {
         "default, bf16 logits": (151936, 151936, bf16, 1, False, False),
@@ -281,9 +284,7 @@ def configurations() -> dict[str, Callable[[], None]]:
         "bf16 gradient over fp32, odd vocabulary": (32003, 32001, fp32, 4, False, True),
         "small vocabulary": (512, 500, fp32, 1, False, False),
     }.items():
-        found[name] = lambda c=columns, v=valid, d=dtype, s=shards, e=entropy, m=mixed: _launch_rows(
-            c, v, d, shards=s, entropy=e, mixed=m
-        )
+        found[name] = partial(_launch_rows, columns, valid, dtype, shards=shards, entropy=entropy, mixed=mixed)
     return found
 
 
@@ -340,19 +341,18 @@ def compile_launch(launch: Launch, arch: int) -> Report:
     triton.knobs.compilation.always_compile = True
     triton.knobs.nvidia.dump_ptxas_log = True
     log = io.StringIO()
-    base = {"kernel": launch.kernel, "configuration": launch.configuration, "arch": arch, "warps": launch.warps}
+    report = partial(Report, launch.kernel, launch.configuration, arch, launch.warps)
     try:
         with contextlib.redirect_stdout(log):
             compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     except Exception as error:
-        return Report(**base, error=f"{type(error).__name__}: {error}")
+        return report(error=f"{type(error).__name__}: {error}")
     used = re.search(r"Used (\d+) registers", log.getvalue())
     frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     if used is None or frame is None:
-        return Report(**base, error=f"ptxas reported no resources:\n{log.getvalue()}")
+        return report(error=f"ptxas reported no resources:\n{log.getvalue()}")
     stack, stores, loads = map(int, frame.groups())
-    return Report(
-        **base,
+    return report(
         registers=int(used.group(1)),
         spill_bytes=stores + loads,
         stack_bytes=stack,
@@ -363,10 +363,27 @@ def compile_launch(launch: Launch, arch: int) -> Report:
 def compile_all(chosen: list[Launch], architectures: list[int], processes: int) -> list[Report]:
     """Reports in the order of `chosen`, each for every architecture."""
     tasks = [(launch, arch) for launch in chosen for arch in architectures]
+    with workers(processes) as pool:
+        return list(pool.map(compile_launch, *zip(*tasks, strict=True), chunksize=4))
+
+
+def workers(processes: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes to compile in, which end when this one does, however that happens."""
     # A forked child would share the state of torch's threads.
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        return list(pool.map(compile_launch, *zip(*tasks, strict=True), chunksize=4))
+    return concurrent.futures.ProcessPoolExecutor(processes, context, initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def table(reports: list[Report], limits: dict[str, int]) -> str:

@@ -113,7 +113,7 @@ def fused_linear_ctpo(
         head={"group": group, "temperature": temperature, "vocab_size": vocab_size, "chunk_size": chunk_size},
     )
     arguments.check_range(plan.labels, vocab_size or weight.shape[0] * (group.size() if group else 1))
-    loss, vector, log_probs = _Sweep.apply(hidden, weight, plan)
+    loss, vector, log_probs = _Sweep.apply(hidden, weight, plan)  # type: ignore[no-untyped-call]  # untyped in torch
     return loss, CTPOStats.from_vector(vector), log_probs
 
 
@@ -146,7 +146,7 @@ class _Sweep(torch.autograd.Function):
         d_hidden = torch.zeros_like(x) if want_hidden else None
         d_weight = None
         if want_weight:
-            d_weight = weight.main_grad if plan.into_main_grad else torch.zeros_like(weight, dtype=head.dtype)
+            d_weight = _main_grad(weight) if plan.into_main_grad else torch.zeros_like(weight, dtype=head.dtype)
 
         def accumulate(dz: Tensor, start: int, g: Tensor) -> None:
             head.accumulate(dz, start, g, d_hidden, d_weight, skip=plan.skip)
@@ -155,7 +155,7 @@ class _Sweep(torch.autograd.Function):
         sweep = _twice if two_phases else _once
         log_probs, vector = sweep(head, plan, accumulate if want_hidden or want_weight else None)
 
-        if want_hidden:
+        if d_hidden is not None:
             d_hidden = reduce_d_hidden(scatter(d_hidden, plan.rows, plan.tokens), group, plan.sequence_parallel)
         ctx.gradients = (d_hidden, d_weight)
         ctx.weight, ctx.into_main_grad = weight, plan.into_main_grad
@@ -222,7 +222,13 @@ def _require_one(upstream: Tensor) -> None:
         )
 
 
-def _placeholder(weight: Tensor) -> Tensor:
+def _main_grad(weight: Any) -> Tensor:
+    """Megatron's attribute of a parameter, of which torch's types know nothing."""
+    main_grad: Tensor = weight.main_grad
+    return main_grad
+
+
+def _placeholder(weight: Any) -> Tensor:
     """What autograd gets for a gradient that is in main_grad: megatron's hook must run and must not add it again."""
     weight.grad_added_to_main_grad = True
     # A weight that the embedding shares gets this added to the embedding's gradient: it must be zero then.

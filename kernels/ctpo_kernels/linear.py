@@ -76,6 +76,7 @@ class LinearHead:
         if self.triton:
             return self._triton_gradient(start, end, merged.lse, g)
         logits, labels = self._buffer[: end - start], self.labels[start:end]
+        assert self._parts is not None  # `log_probs` came first
         return rows_torch.gradient_after_stats(logits, self._parts, merged, labels, g, self.shard, self.temperature)
 
     def recomputed_gradient_rows(self, start: int, end: int, lse: Tensor, g: Tensor) -> Tensor:
@@ -228,7 +229,9 @@ def linear_log_probs(
     head = {"group": group, "temperature": temperature, "vocab_size": vocab_size, "chunk_size": chunk_size}
     chosen = pick(labels, rows)
     arguments.check_range(chosen, vocab_size or weight.shape[0] * (group.size() if group else 1))
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, chosen, rows, n, sequence_parallel, return_entropy, head)
+    log_probs, entropy = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
+        hidden, weight, chosen, rows, n, sequence_parallel, return_entropy, head
+    )
     return (log_probs, entropy) if return_entropy else log_probs
 
 

@@ -42,7 +42,9 @@ def vocab_parallel_log_probs(
     group = arguments.effective(tp_group)
     shard = arguments.shard_of(logits.shape[1], vocab_size, group)
     arguments.check_range(labels, vocab_size or logits.shape[1] * (group.size() if group else 1))
-    log_probs, entropy = _LogProbs.apply(logits, labels, group, shard, temperature, return_entropy, inplace_backward)
+    log_probs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
+        logits, labels, group, shard, temperature, return_entropy, inplace_backward
+    )
     return (log_probs, entropy) if return_entropy else log_probs
 
 

@@ -72,7 +72,9 @@ def ctpo_loss(
     inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch)
     if cp_group is not None:
         batch = context_parallel.pieces(batch)
-    loss, out = _Loss.apply(log_probs, lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token))
+    loss, out = _Loss.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
+        log_probs, lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)
+    )
     stats = CTPOStats.from_vector(out.vector)
     return (loss, stats, out.per_token) if return_per_token else (loss, stats)
 
@@ -90,10 +92,11 @@ def whole_pass(
     With `cp_group` the segments are `context_parallel.pieces`.
     """
     implementation = loss_implementation(batch.log_probs)
-    if cp_group is None:
-        return implementation.loss_pass(batch, spec, inverse, per_token=per_token)
-    state, totals = context_parallel.zigzag(implementation.segment_totals(batch), cp_group)
-    return implementation.loss_pass(batch, spec, inverse, state=state, totals=totals, per_token=per_token)
+    state = totals = None
+    if cp_group is not None:
+        state, totals = context_parallel.zigzag(implementation.segment_totals(batch), cp_group)
+    out: LossPass = implementation.loss_pass(batch, spec, inverse, state=state, totals=totals, per_token=per_token)
+    return out
 
 
 def loss_implementation(tensor: Tensor) -> Any:

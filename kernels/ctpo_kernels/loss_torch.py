@@ -96,6 +96,7 @@ def loss_pass(
         case "token":
             log_ratio = d
         case "sequence" | "sequence-geomean":
+            assert totals is not None  # as above
             total = _spread(totals, segment)
             log_ratio = _nats(total[0], total[2], dtype)
             if spec.ratio == "sequence-geomean":
@@ -213,6 +214,7 @@ def _factor(
     """Factor of each token's loss in the aggregated one."""
     if not spec.per_sequence:
         return inverse if isinstance(inverse, float) else inverse.to(dtype)
+    assert totals is not None  # the caller counts them for this aggregation
     lengths = _spread(totals, segment)[3].clamp(min=1)
     return (inverse / lengths.double()).to(dtype)
 

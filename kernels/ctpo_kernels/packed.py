@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,30 +65,31 @@ class PackedTokens:
     def select(self, rows: Tensor, cu: Tensor) -> PackedTokens:
         """The batch of the tokens `rows` (int64 `[M]`, ascending) with their boundaries `cu`; all of them in order."""
 
-        def take(values: Tensor | None) -> Tensor | None:
-            return values if values is None or values.dim() == 2 else values[rows]
+        def take(values: Tensor) -> Tensor:
+            return values if values.dim() == 2 else values[rows]
 
         return self._map(take, cu)
 
     def window(self, start: int, end: int) -> PackedTokens:
         """The tokens `start : end`, with the same segments cut to that range (most of them empty)."""
 
-        def cut(values: Tensor | None) -> Tensor | None:
-            return values if values is None or values.dim() == 2 else values[start:end]
+        def cut(values: Tensor) -> Tensor:
+            return values if values.dim() == 2 else values[start:end]
 
         return self._map(cut, (self.cu - start).clamp(0, end - start))
 
     def spread(self, repeats: int, cu: Tensor) -> PackedTokens:
         """The same tokens with every segment as `repeats` segments, whose boundaries are `cu`."""
 
-        def repeat(values: Tensor | None) -> Tensor | None:
-            return values if values is None or values.dim() == 1 else values.repeat_interleave(repeats, dim=0)
+        def repeat(values: Tensor) -> Tensor:
+            return values if values.dim() == 1 else values.repeat_interleave(repeats, dim=0)
 
         return self._map(repeat, cu)
 
-    def _map(self, change: Callable[[Tensor | None], Tensor | None], cu: Tensor) -> PackedTokens:
-        names = [field.name for field in fields(self) if field.name != "cu_seqlens"]
-        return PackedTokens(*(change(getattr(self, name)) for name in names), cu)
+    def _map(self, change: Callable[[Tensor], Tensor], cu: Tensor) -> PackedTokens:
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cu_seqlens"}
+        changed: dict[str, Any] = {name: None if values is None else change(values) for name, values in given.items()}
+        return replace(self, cu_seqlens=cu, **changed)
 
     @classmethod
     def of(

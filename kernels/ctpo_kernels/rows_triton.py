@@ -16,7 +16,7 @@ MERGE = (256, 4)
 
 
 def _block(columns: int, largest: int) -> int:
-    return max(16, min(largest, triton.next_power_of_2(columns)))
+    return max(16, min(largest, int(triton.next_power_of_2(columns))))
 
 
 def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:

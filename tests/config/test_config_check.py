@@ -94,6 +94,15 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["rollout.engine.extra={logprobs_mode: raw}"], "the trainer needs the log-probs of the distribution sampled"),
         (["rollout.engine.tensor_parallel_size=3"], "rollout.engine.tensor_parallel_size = 3: does not divide"),
         (["rollout.samples_per_prompt=1"], "samples_per_prompt = 1: gives no advantage 'group'"),
+        (
+            ["rollout.samples_per_prompt=1", "rollout.prompts_per_step=1", "objective.advantage.kind=mean_baseline"],
+            "prompts_per_step = 1: a batch of one trajectory has nothing to be compared with",
+        ),
+        (["objective.function=soft_clip"], 'objective.function = "soft_clip": is no import path'),
+        (
+            ["objective.function='my:f'", "policy.context_parallel_size=2"],
+            'objective.function = "my:f": is given whole sequences',
+        ),
         (["objective.clip_mode=ratio"], "objective.clip_c = 0.05: with clip_mode: ratio it bounds the ratio itself"),
         (
             ["objective.preset=grpo", "objective.clip_low=3"],

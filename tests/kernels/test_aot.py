@@ -9,32 +9,43 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ctpo_kernels import aot
+from tests.support import children
+from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 PACKAGES = Path(aot.__file__).parents[1]
 
 
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+    "PYTHONPATH": str(PACKAGES),
+    "PYTHONWARNINGS": "ignore",
+}
+
+
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process of its own: this one may have been told to interpret the kernels."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environ |= {"PYTHONPATH": str(PACKAGES), "PYTHONWARNINGS": "ignore"} | environment
-    return subprocess.run(
-        [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=280, check=False
-    )
+    return children.run([sys.executable, *arguments], deadline_s=280, environment=ENVIRONMENT | environment)
 
 
 def gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return python("-m", "ctpo_kernels.aot", *arguments, **environment)
 
 
-def test_default_configurations_fit_every_architecture(tmp_path: Path) -> None:
-    file = tmp_path / "aot.json"
-    done = gate("--quick", "--json", str(file), TRITON_CACHE_DIR=str(tmp_path / "cache"))
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the gate wrote of one compilation of the default configurations, which it let pass."""
+    folder = tmp_path_factory.mktemp("aot")
+    done = gate("--quick", "--json", str(folder / "aot.json"), TRITON_CACHE_DIR=str(folder / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(file.read_text())["kernels"]
+    return folder / "aot.json"
+
+
+def test_default_configurations_fit_every_architecture(compiled: Path) -> None:
+    rows = json.loads(compiled.read_text())["kernels"]
     assert {(row["kernel"], row["arch"]) for row in rows} == {
         (kernel, arch) for kernel in aot.REGISTERS for arch in aot.ARCHITECTURES
     }
@@ -49,13 +60,45 @@ def test_every_configuration_fits_every_architecture(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_limit_that_is_exceeded_is_named_and_fails_the_gate(tmp_path: Path) -> None:
-    limits = ("--limit", "merge_kernel=1", "--limit", "reduce_kernel=1")
-    done = gate("--quick", "--arch", "90", *limits, TRITON_CACHE_DIR=str(tmp_path))
+# The gate with the reports of an earlier compilation in the place of a new one.
+JUDGE = """
+import dataclasses, json, sys
+from ctpo_kernels import aot
+
+rows = json.load(open(sys.argv[1]))["kernels"]
+names = [field.name for field in dataclasses.fields(aot.Report)]
+aot.compile_all = lambda chosen, architectures, processes: [
+    aot.Report(**{name: row[name] for name in names}) for row in rows if row["arch"] in architectures
+]
+sys.exit(aot.main(["--quick", "--arch", "90", *sys.argv[2:]]))
+"""
+
+
+def test_every_limit_that_is_exceeded_is_named_and_fails_the_gate(compiled: Path) -> None:
+    done = python("-c", JUDGE, str(compiled), "--limit", "merge_kernel=1", "--limit", "reduce_kernel=1")
     assert done.returncode == 1, done.stdout + done.stderr
     failures = done.stderr.splitlines()
     assert {line.split()[0] for line in failures} == {"merge_kernel", "reduce_kernel"}
     assert all("registers, limit 1" in line and "sm_90" in line for line in failures)
+
+
+def test_workers_end_with_their_parent() -> None:
+    """Killed outright, the parent cannot tell them."""
+    code = (
+        "import os, time\nfrom ctpo_kernels import aot\n"
+        "print(aot.workers(1).submit(os.getpid).result(), flush=True)\ntime.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        worker.wait(timeout=scaled(30))
+    finally:
+        children.end(parent)
+        parent.wait()
 
 
 def test_a_kernel_outside_the_table_is_refused() -> None:

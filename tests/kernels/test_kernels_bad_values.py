@@ -9,6 +9,7 @@ import torch
 from packings import assert_reference, random_batch, run, same_bits
 
 from ctpo_kernels.reference import ctpo_loss_reference
+from tests.support.pairwise import pairwise
 
 # The interpreter computes with numpy, which warns of what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -72,8 +73,9 @@ def test_nan_factor_shows_at_its_token(backend: str, name: str) -> None:
     assert found.gradient.isnan().nonzero().tolist() == [[position]]
 
 
-@pytest.mark.parametrize("old", [-1.0, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("new", BAD)
+@pairwise(
+    {"backend": ["torch", "triton"], "new": BAD, "old": [-1.0, math.inf, -math.inf, math.nan]}, indirect=["backend"]
+)
 def test_infinite_differences_are_cut_and_undefined_ones_stay(backend: str, new: float, old: float) -> None:
     batch = random_batch(5, LENGTHS)
     batch["log_probs"][POSITION], batch["old_log_probs"][POSITION] = new, old

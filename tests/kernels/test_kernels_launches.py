@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ctpo_kernels as ck
+from tests.support.pairwise import pairwise
 
 # What prepares memory or looks at it differently; all others would be launches on a device.
 FREE = ("empty", "detach", "view", "slice", "select", "unsqueeze", "alias", "set_", "as_strided")
@@ -28,9 +29,13 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("segments", [3, 300])
-@pytest.mark.parametrize("mask", [torch.bool, torch.uint8, torch.int64])
-@pytest.mark.parametrize("boundaries", [torch.int32, torch.int64])
+@pairwise(
+    {
+        "segments": [3, 300],
+        "mask": [torch.bool, torch.uint8, torch.int64],
+        "boundaries": [torch.int32, torch.int64],
+    }
+)
 def test_three_launches_and_nothing_else(
     interpreter: None, monkeypatch: pytest.MonkeyPatch, segments: int, mask: torch.dtype, boundaries: torch.dtype
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ctpo_kernels import linear_log_probs, rows_torch, vocab_parallel_log_probs
 from ctpo_kernels.reference import log_probs_reference
 from ctpo_kernels.rows_torch import Shard
+from tests.support.pairwise import pairwise
 
 LOG_PROB = 5e-6  # nats, absolute, against float64
 GRADIENT = 5e-6  # Frobenius, relative
@@ -51,9 +52,15 @@ def absolute(found: Tensor, expected: list[float]) -> float:
     return float((found.double() - values).nan_to_num().abs().max())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-@pytest.mark.parametrize(("columns", "vocab"), [(1, 1), (17, 16), (37, 37), (131, 100), (200, 199)])
-@pytest.mark.parametrize("n", [1, 23])
+@pairwise(
+    {
+        "backend": ["torch", "triton"],
+        "n": [1, 23],
+        "columns, vocab": [(1, 1), (17, 16), (37, 37), (131, 100), (200, 199)],
+        "temperature": [1.0, 0.7, 1.3],
+    },
+    indirect=["backend"],
+)
 def test_given_logits(backend: str, n: int, columns: int, vocab: int, temperature: float) -> None:
     logits, labels, g = made_up(n, columns, vocab, shifted=temperature == 1)
     given = logits.clone().requires_grad_()
@@ -117,9 +124,15 @@ def test_gradient_in_place_of_the_logits(backend: str, dtype: torch.dtype) -> No
     assert same_bits(memory, apart.grad)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize(("columns", "vocab"), [(40, 37), (40, 40), (60, 17)])
+@pairwise(
+    {
+        "backend": ["torch", "triton"],
+        "shards": [1, 2, 4],
+        "columns, vocab": [(40, 37), (40, 40), (60, 17)],
+        "temperature": [1.0, 0.7],
+    },
+    indirect=["backend"],
+)
 def test_shards_merge_to_the_whole(backend: str, shards: int, columns: int, vocab: int, temperature: float) -> None:
     """Statistics of each shard, merged in rank order; at vocab 17 the last of four shards is padding only."""
     code = rows(backend)
@@ -198,9 +211,7 @@ def test_no_rows(backend: str) -> None:
     assert logits.grad.shape == (0, 8)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("chunk", [1, 7, 23, 100, None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pairwise({"dtype": [torch.float32, torch.float64], "chunk": [1, 7, 23, 100, None], "masked": [False, True]})
 def test_hidden_states(dtype: torch.dtype, chunk: int | None, masked: bool) -> None:
     check_hidden_states(dtype, chunk, masked)
 

@@ -11,10 +11,14 @@ from packings import PACKINGS, STEP, Found, assert_reference, boundaries, random
 from torch import Tensor
 
 from ctpo_kernels import ctpo_loss
+from ctpo_kernels.names import LOSS_AGG_MODES
+from ctpo_kernels.names import RATIO_MODES as RATIOS
 from ctpo_kernels.reference import ctpo_loss_reference
+from tests.support.pairwise import pairwise
 
 PRECISIONS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]
-RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
+PRECISION = "backend, dtype"
+COUNTS = {"batch_num_tokens": 1234, "global_batch_size": 77}
 precisions = pytest.mark.parametrize(("backend", "dtype"), PRECISIONS, indirect=["backend"])
 
 
@@ -24,9 +28,7 @@ def check(batch: dict[str, Tensor], **keywords: Any) -> Found:
     return found
 
 
-@precisions
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("name", PACKINGS)
+@pairwise({PRECISION: PRECISIONS, "name": [*PACKINGS], "padding": [0, 5]}, indirect=["backend"])
 def test_every_packing(backend: str, dtype: torch.dtype, name: str, padding: int) -> None:
     check(random_batch(1, PACKINGS[name], dtype=dtype, padding=padding))
 
@@ -51,24 +53,18 @@ def test_ratio_that_falls_past_minus_700(backend: str, dtype: torch.dtype) -> No
     assert found.per_token.log_ratio.min() < -700
 
 
-@precisions
-@pytest.mark.parametrize("power", [0.0, 0.5, -0.5, 0.3])
-@pytest.mark.parametrize("ratio", RATIOS)
+@pairwise({PRECISION: PRECISIONS, "ratio": RATIOS, "power": [0.0, 0.5, -0.5, 0.3]}, indirect=["backend"])
 def test_every_ratio_and_power(backend: str, dtype: torch.dtype, ratio: str, power: float) -> None:
     check(random_batch(4, [50, 0, 40, 30, 9], spread=0.04, dtype=dtype), ratio_mode=ratio, clip_power=power)
 
 
-@precisions
-@pytest.mark.parametrize("clip_c", [3.0, None, -1.0])
-@pytest.mark.parametrize("ratio", RATIOS)
+@pairwise({PRECISION: PRECISIONS, "ratio": RATIOS, "clip_c": [3.0, None, -1.0]}, indirect=["backend"])
 def test_bounds_on_the_ratio_itself(backend: str, dtype: torch.dtype, ratio: str, clip_c: float | None) -> None:
     batch = random_batch(5, [30, 25, 35], spread=0.4, dtype=dtype)
     check(batch, ratio_mode=ratio, clip_mode="ratio", clip_low=0.2, clip_high=0.28, clip_c=clip_c)
 
 
-@precisions
-@pytest.mark.parametrize("given", [{}, {"batch_num_tokens": 1234, "global_batch_size": 77}])
-@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"])
+@pairwise({PRECISION: PRECISIONS, "mode": LOSS_AGG_MODES, "given": [{}, COUNTS]}, indirect=["backend"])
 def test_every_aggregation(backend: str, dtype: torch.dtype, mode: str, given: dict[str, int]) -> None:
     batch = random_batch(6, [30, 25, 0, 35, 8, 8], dtype=dtype, padding=3)
     found = check(batch, loss_agg_mode=mode, loss_scale_factor=7.0, **given)

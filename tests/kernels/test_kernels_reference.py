@@ -11,6 +11,7 @@ from packings import distance, random_batch, without
 from ctpo_kernels.names import LOSS_AGG_MODES, RATIO_MODES
 from ctpo_kernels.reference import ctpo_loss_reference, linear_ctpo_reference, log_probs_reference
 from ctpo_megatron.objective import PolicyObjective, policy_loss
+from tests.support.pairwise import pairwise
 
 
 def test_by_hand() -> None:
@@ -44,10 +45,14 @@ def test_by_hand() -> None:
     assert found.stats["minus_ratio"] == pytest.approx(-math.exp(-0.1))
 
 
-@pytest.mark.parametrize("aggregation", LOSS_AGG_MODES)
-@pytest.mark.parametrize("ratio", RATIO_MODES)
-@pytest.mark.parametrize(("clip", "low", "high", "dual"), [("log_power", 0.025, 0.05, 0.05), ("ratio", 0.2, 0.28, 3.0)])
-@pytest.mark.parametrize("spread", [0.03, 0.5, 8.0])
+@pairwise(
+    {
+        "ratio": RATIO_MODES,
+        "aggregation": LOSS_AGG_MODES,
+        "clip, low, high, dual": [("log_power", 0.025, 0.05, 0.05), ("ratio", 0.2, 0.28, 3.0)],
+        "spread": [0.03, 0.5, 8.0],
+    }
+)
 def test_equals_the_objective(
     ratio: str, aggregation: str, clip: str, low: float, high: float, dual: float, spread: float
 ) -> None:

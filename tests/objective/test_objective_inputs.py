@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from ctpo_megatron.config.schema import AdvantageConfig
-from ctpo_megatron.objective import Denominators, correction_weights, group_advantages, summarize, supervised_loss
+from ctpo_megatron.objective import (
+    Denominators,
+    batch_advantages,
+    correction_weights,
+    group_advantages,
+    summarize,
+    supervised_loss,
+)
 from ctpo_megatron.objective.advantages import _warn_group_of_one
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.5]
@@ -46,6 +53,21 @@ def test_group_of_one_is_zero_and_warned_about_once(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert group_advantages([3], AdvantageConfig(kind=kind)).tolist() == [0.0]
+
+
+def test_mean_baseline_is_the_mean_of_the_batch_and_works_with_one_sample_per_prompt():
+    mean_baseline = AdvantageConfig(kind="mean_baseline")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert batch_advantages([[1.0], [0.0], [0.0], [0.0]], mean_baseline) == [0.75, -0.25, -0.25, -0.25]
+    assert batch_advantages([[1.0, 1.0], [0.0, 0.0]], mean_baseline) == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_other_kinds_compare_the_samples_of_one_prompt():
+    groups = [[1.0, 0.0], [0.0, 0.0, 0.5]]
+    for config in (AdvantageConfig(), AdvantageConfig(normalize_std=False), AdvantageConfig(kind="rloo")):
+        expected = [a for rewards in groups for a in group_advantages(rewards, config).tolist()]
+        assert batch_advantages(groups, config) == expected
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

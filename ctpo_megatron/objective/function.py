@@ -1,0 +1,140 @@
+"""The door for a user's objective: what `objective.function` is given, what it returns, and how that becomes a loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ctpo_megatron.config import Extension, PolicyObjective
+from ctpo_megatron.extensions import ExtensionError, load
+from ctpo_megatron.objective.aggregation import Denominators, token_scale
+from ctpo_megatron.objective.policy_loss import PolicyLossOutput
+from ctpo_megatron.objective.ratios import token_log_ratio
+from ctpo_megatron.objective.sequences import SequenceBounds
+from ctpo_megatron.objective.stats import LossStats, stats_of
+
+
+@dataclass(frozen=True)
+class ObjectiveInputs:
+    """One packed micro-batch. Tensors are `[N]`, sequences laid end to end, each whole; cu_seqlens is int32 `[B + 1]`.
+
+    log_probs: float32 nats, the only differentiable one; 0 where response_mask is False.
+    old_log_probs: what ratios are taken against, by `objective.anchor`. rollout_log_probs: as the sampler reported.
+    advantages: one per token. response_mask: bool, the policy sampled it. loss_mask: bool, its loss counts.
+    denominators: counts of the whole optimizer step, over all its micro-batches and ranks.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    rollout_log_probs: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor
+    denominators: Denominators
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """loss: `[N]`, token losses, which `objective.loss_agg_mode` makes one number however the step is cut; or a scalar,
+    this micro-batch's share of the loss of the step (divide by `denominators`, not by counts of the micro-batch).
+
+    metrics: name -> `[N]` (reported as the mean over the loss tokens of the step) or a pair (sum, count), added up over
+    micro-batches and ranks. They appear in metrics.jsonl as `objective/<name>`.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor | tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """A user's objective: a function of a module, called for every micro-batch with the configuration's arguments."""
+
+    def __call__(self, inputs: ObjectiveInputs, /, **arguments: Any) -> Tensor | ObjectiveOutput: ...
+
+
+def check_objective(found: object, arguments: Mapping[str, Any]) -> list[str]:
+    """What keeps an object from being an objective that is called with these arguments; empty if nothing does."""
+    if inspect.isclass(found) or not callable(found):
+        return ["is not a function; an objective is a function of one ObjectiveInputs and keyword arguments"]
+    if inspect.iscoroutinefunction(found):
+        return ["is async; an objective is called inside the training step and cannot wait"]
+    try:
+        inspect.signature(found).bind(None, **arguments)
+    except TypeError as error:
+        return [f"cannot be called with (inputs{''.join(f', {name}=...' for name in arguments)}): {error}"]
+    return []
+
+
+def load_objective(extension: Extension) -> Objective:
+    """The function that `objective.function` names, bound to its arguments. Raises ExtensionError."""
+    found = load(extension.name)
+    if problems := check_objective(found, extension.arguments):
+        raise ExtensionError(f"{extension.name} {'; '.join(problems)}")
+    return partial(found, **extension.arguments)
+
+
+def function_loss(function: Objective, inputs: ObjectiveInputs, objective: PolicyObjective) -> PolicyLossOutput:
+    """This micro-batch's share of the loss by a user's function, aggregated as `objective` says.
+
+    Raises TypeError or ValueError when the function returns something else than `ObjectiveOutput` describes.
+    """
+    output = function(inputs)
+    output = output if isinstance(output, ObjectiveOutput) else ObjectiveOutput(output)
+    _check_output(output, inputs)
+    layout = SequenceBounds.of(inputs.log_probs, inputs.cu_seqlens)
+    trained = layout.mask(inputs.loss_mask, "loss_mask") & layout.mask(inputs.response_mask, "response_mask")
+    per_token = None
+    if output.loss.dim():
+        per_token = torch.where(trained, output.loss, 0.0)
+        loss = (per_token * token_scale(trained, layout, objective, inputs.denominators)).sum()
+    else:
+        loss = output.loss
+    with torch.no_grad():
+        stats = _stats(loss, output, inputs, trained)
+    return PolicyLossOutput(loss.to(inputs.log_probs.dtype), per_token, stats)
+
+
+def _check_output(output: ObjectiveOutput, inputs: ObjectiveInputs) -> None:
+    loss, shape = output.loss, inputs.log_probs.shape
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"objective.function returned {type(loss).__name__}; expected a tensor or ObjectiveOutput")
+    if loss.shape not in (shape, ()):
+        found = list(loss.shape)
+        raise ValueError(f"objective.function returned a loss of shape {found}; expected {list(shape)} or a scalar")
+    if inputs.log_probs.requires_grad and not loss.requires_grad:
+        raise ValueError("objective.function returned a loss that does not depend on log_probs: nothing is trained")
+
+
+def _stats(loss: Tensor, output: ObjectiveOutput, inputs: ObjectiveInputs, trained: Tensor) -> LossStats:
+    d = token_log_ratio(inputs.log_probs, inputs.old_log_probs, inputs.response_mask)
+    return stats_of(
+        {
+            "loss": loss,
+            "loss_tokens": trained.sum(),
+            "model_tokens": inputs.response_mask.sum(),
+            "minus_d": -d.double().sum(),
+        },
+        {"abs_log_ratio": (d.abs(), inputs.response_mask)},
+        kind="function",
+        named={name: _sum_and_count(name, value, trained) for name, value in output.metrics.items()},
+    )
+
+
+def _sum_and_count(name: str, value: Tensor | tuple[Tensor | float, Tensor | float], trained: Tensor) -> Tensor:
+    """float64 `[2]`."""
+    if isinstance(value, tuple):
+        parts = [torch.as_tensor(part, dtype=torch.float64, device=trained.device) for part in value]
+        return torch.stack([part.detach() for part in parts])
+    if value.shape != trained.shape:
+        raise ValueError(
+            f"objective.function: the metric {name!r} has shape {list(value.shape)}; "
+            f"expected {list(trained.shape)} or a pair (sum, count)"
+        )
+    return torch.stack([torch.where(trained, value.detach().double(), 0.0).sum(), trained.sum().double()])

@@ -1,0 +1,46 @@
+"""One update of a tiny policy by a configured objective, on every rank: arguments MODEL OUTPUT OBJECTIVE FOLDER."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+
+from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig
+from ctpo_megatron.extensions import activate
+from ctpo_megatron.policy import (
+    Layout,
+    Policy,
+    configured_loss,
+    destroy_distributed,
+    init_distributed,
+    summarize_updates,
+)
+
+
+def one_update(layout: Layout, model: Path, objective: ObjectiveConfig, head: str) -> dict[str, Any]:
+    """Metrics, and the weights after a step that follows the gradient in size too (AdamW with epsilon 1)."""
+    config = PolicyConfig(head=head, micro_batch_tokens=256)
+    policy = Policy(config, layout, model, temperature=1.0)
+    policy.use_optimizer(OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0), total_steps=1)
+    (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+    policy.compute_old_log_probs([mini_batch])
+    update = policy.update(mini_batch, configured_loss(objective))
+    return {"metrics": summarize_updates([update]), "weights": {n: w.clone() for n, w in policy.weights()}}
+
+
+def main(model: str, output: str, objective: str, folder: str) -> None:
+    activate([folder])
+    layout = init_distributed(PolicyConfig(), seed=0)
+    found = one_update(layout, Path(model), ObjectiveConfig.model_validate_json(objective), "streaming")
+    if dist.get_rank() == 0:
+        torch.save(found, output)
+    destroy_distributed()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

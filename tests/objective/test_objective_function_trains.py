@@ -1,0 +1,93 @@
+"""A user's objective in a file of its own trains as the built-in one does, on one rank and on two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import function_scenario
+import models
+import pytest
+import torch
+
+from ctpo_megatron.config import Extension, ObjectiveConfig, PolicyConfig
+from ctpo_megatron.extensions import activate
+from ctpo_megatron.policy import destroy_distributed, init_distributed
+
+SOURCE = """
+import torch
+from ctpo_megatron.objective import ObjectiveOutput
+
+
+def clipped(inputs, *, width, dual=3.0):
+    ratio, a = (inputs.log_probs - inputs.old_log_probs).exp(), inputs.advantages
+    loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - width, 1 + width))
+    loss = torch.where(a < 0, torch.minimum(loss, -a * dual), loss)
+    return ObjectiveOutput(loss, {"ratio": ratio, "micro_batches": (1.0, 0.5)})
+"""
+# The sampler's log-probs: ratios far from 1 on both sides, so that every bound acts.
+BUILT_IN = ObjectiveConfig(preset="grpo", anchor="behaviour")
+USERS = BUILT_IN.model_copy(update={"function": Extension(name="users_objective:clipped", arguments={"width": 0.2})})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("users")
+    (folder / "users_objective.py").write_text(SOURCE)
+    models.build("qwen3-tied", folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
+    """(objective, head) -> metrics and weights after one update on one rank."""
+    activate([folder])
+    layout = init_distributed(PolicyConfig(), seed=0)
+    objectives = {"built-in": BUILT_IN, "user's": USERS}
+    yield {
+        (name, head): function_scenario.one_update(layout, folder / "model", objective, head)
+        for name, objective in objectives.items()
+        for head in ("logits", "streaming")
+    }
+    destroy_distributed()
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", ["logits", "streaming"])
+def test_one_update_equals_the_built_in_objective(trained: dict, folder: Path, head: str) -> None:
+    found, expected = trained["user's", head], trained["built-in", head]
+    assert_same_weights(found["weights"], expected["weights"])
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl"):
+        assert found["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-6)
+    assert found["metrics"]["objective/ratio"] == pytest.approx(expected["metrics"]["pg_update/is_ratio/mean"], 1e-6)
+    assert found["metrics"]["objective/micro_batches"] == 2
+    assert expected["metrics"]["pg_update/clip/total/count"] > 0
+    assert found["metrics"]["actor/grad_norm"] > 0.01
+
+
+def test_two_ranks_give_the_result_of_one(trained: dict, folder: Path) -> None:
+    output = folder / "two.pt"
+    script = Path(function_scenario.__file__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    arguments = [str(folder / "model"), str(output), USERS.model_dump_json(), str(folder)]
+    done = subprocess.run(
+        [*command, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found, expected = torch.load(output), trained["user's", "streaming"]
+    assert_same_weights(found["weights"], expected["weights"])
+    for name in ("actor/pg_loss", "actor/grad_norm", "objective/ratio", "objective/micro_batches"):
+        assert found["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-5)
