@@ -25,6 +25,7 @@ from ctpo_megatron.config import (
     TrainArgs,
     add_train_arguments,
     dump,
+    has_cuda_device,
     load_family,
     load_with_sources,
     memory_table,
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_train(args: TrainArgs) -> int:
     """Check everything, then train (or, with --dry-run, print what would run)."""
     config, sources = load_with_sources(args.config_path, args.overrides)
-    cuda = args.assume_cuda if args.dry_run and args.assume_cuda else _cuda_available()
+    cuda = args.assume_cuda or has_cuda_device() if args.dry_run else _cuda_available()
     warnings = validate(config, world_size=world_size(), cuda=cuda, sources=sources)
     if _is_rank_zero():
         _print_warnings(warnings)

@@ -89,14 +89,15 @@ def _ranks(policy: PolicyConfig, world_size: int) -> Iterator[Problem]:
         policy.pipeline_model_parallel_size,
         policy.context_parallel_size,
     )
+    replicas, wanted = world_size // (tp * pp * cp), policy.data_parallel_size
     if world_size % (tp * pp * cp):
         others = f"pipeline_model_parallel_size {pp}" + (f" x context_parallel_size {cp}" if cp > 1 else "")
         message = f"x {others} = {tp * pp * cp} does not divide the world size {world_size}"
         fix = "start a multiple of that many ranks: torchrun --nproc-per-node N (for a dry run: WORLD_SIZE=N)"
         yield _error(policy, "tensor_model_parallel_size", message, fix)
-    elif policy.data_parallel_size not in (None, world_size // (tp * pp * cp)):
-        message = f"but {world_size} ranks make {world_size // (tp * pp * cp)} replicas"
-        fix = f"start {policy.data_parallel_size * tp * pp * cp} ranks, or leave it null"
+    elif wanted is not None and wanted != replicas:
+        message = f"but {world_size} ranks make {replicas} replicas"
+        fix = f"start {wanted * tp * pp * cp} ranks, or leave it null"
         yield _error(policy, "data_parallel_size", message, fix)
 
 
