@@ -5,9 +5,9 @@ warnings = validate(config, world_size=2, cuda=False)                  # ConfigE
 """
 
 from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_train_args, train_args, world_size
-from ctpo_megatron.config.check import check, validate
-from ctpo_megatron.config.check_directories import is_replaceable
-from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
+from ctpo_megatron.config.checks import check, validate
+from ctpo_megatron.config.checks.directories import is_replaceable
+from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.machine import has_cuda_device
