@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Each test in its own folder with one good configuration, on a machine without CUDA and torchrun."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ctpo_megatron.cli.train.torch_has_cuda", lambda: False)
-    monkeypatch.setattr("ctpo_megatron.cli.train.torch_would_have_cuda", lambda: False)
+    monkeypatch.setattr("ctpo_megatron.cli.train.has_cuda_device", lambda: False)
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "first.yaml").write_text(CONFIG)
@@ -94,6 +94,18 @@ def test_dry_run_prints_the_plan_and_touches_nothing(
     assert "warning: first.yaml:5: policy.mini_batch_prompts = 32: makes exactly one update per batch" in err
     assert [path.name for path in folder.iterdir()] == ["first.yaml"]
     assert not hasattr(driver, "config")
+
+
+def test_dry_run_is_light() -> None:
+    code = (
+        "import sys\nfrom ctpo_megatron.cli import main\n"
+        "status = main(['train', 'first.yaml', '--dry-run', 'rollout.engine.kv_cache_mb=64'])\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "data parallel" in done.stdout
 
 
 def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

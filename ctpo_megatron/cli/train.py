@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import is_rank_zero
-from ctpo_megatron.cli.machine import torch_has_cuda, torch_would_have_cuda
+from ctpo_megatron.cli.machine import torch_has_cuda
 from ctpo_megatron.config import (
     Config,
     Plan,
     Problem,
     Split,
     dump,
+    has_cuda_device,
     load_with_sources,
     memory_table,
     spec_for,
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
-    cuda = (args.cuda or torch_would_have_cuda()) if args.dry_run else torch_has_cuda()
+    cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
     warnings = validate(config, world_size=world_size(), cuda=cuda, sources=sources)
     if is_rank_zero():
         _print_warnings(warnings)
