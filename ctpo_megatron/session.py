@@ -120,7 +120,10 @@ class Session:
         if config.rollout.replay is None:
             return RolloutFleet(config, config.model.path, config.run.seed, self._sandbox_url())
         recorded = trajectory_files(Path(config.rollout.replay))
-        return Replay(lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])])
+        return Replay(
+            lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])],
+            config.rollout.max_quarantined,
+        )
 
     def _sandbox_url(self) -> str:
         sandbox = self.config.sandbox
@@ -149,17 +152,30 @@ class Session:
         before = self._sampler.state_dict()
         prompts = self._sampler.take(rollout.prompts_per_step)
         try:
-            return self._play(prompts, step, rollout.samples_per_prompt, sampling, self.timer)
+            return self._play(
+                prompts, step, rollout.samples_per_prompt, sampling, self.timer, lambda: self._sampler.take(1)[0]
+            )
         except Cancelled:
             self._sampler.load_state_dict(before)
             return None
 
     def _play(
-        self, prompts: list[Prompt], step: int, samples: int, sampling: Sampling, timer: PhaseTimer
+        self,
+        prompts: list[Prompt],
+        step: int,
+        samples: int,
+        sampling: Sampling,
+        timer: PhaseTimer,
+        replacement: Callable[[], Prompt] | None = None,
     ) -> tuple[list[Group], dict[str, float]]:
         with timer.phase("rollout"):
             groups = self._fleet.generate(
-                prompts, step=step, samples=samples, sampling=sampling, cancelled=self._preemption.asked
+                prompts,
+                step=step,
+                samples=samples,
+                sampling=sampling,
+                cancelled=self._preemption.asked,
+                replacement=replacement,
             )
         with timer.phase("reward"):
             report = self._scorers.score([(t, group.prompt.answer) for group in groups for t in group.trajectories])

@@ -271,6 +271,9 @@ class RolloutConfig(Section):
     max_group_retries: NonNegativeInt = Field(
         default=3, description="times a failed group is sampled again before another prompt takes its place"
     )
+    max_quarantined: NonNegativeInt = Field(
+        default=16, description="prompts that may be given up after these retries; the run stops when one more fails"
+    )
     replay: str | None = Field(
         default=None,
         description="run directory whose recorded trajectories are trained on; no engine, no sandbox, no evaluation",

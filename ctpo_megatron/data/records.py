@@ -118,7 +118,7 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """The n trajectories of one prompt: the unit of commit, complete or replaced, never partial."""
+    """The n trajectories of one prompt: the unit of commit, never partial."""
 
     prompt: Prompt
     trajectories: list[Trajectory]

@@ -10,19 +10,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import Trajectory
 from ctpo_megatron.environments.episode import EpisodeFailed, Limits, ModelTurn, run_episode
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.tools import ExecutionResultLike, ToolUnavailable
 from ctpo_megatron.rollout.tasks import (
     INITIAL_VERSION,
-    Device,
     EngineDied,
+    EngineSpec,
     GroupOutcome,
     GroupTask,
     Sampling,
-    ToolFactory,
     UpdateReport,
     engine_arguments,
     engine_environment,
@@ -31,9 +29,9 @@ from ctpo_megatron.rollout.tasks import (
 _REQUESTS_PER_SLOT = 4
 
 
-def _redirect_output(path: str) -> None:
+def _redirect_output(path: Path) -> None:
     """Send this process's and its children's stdout and stderr to `path`."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -45,20 +43,10 @@ def _redirect_output(path: str) -> None:
 class RolloutEngine:
     """One engine; made a Ray actor by the fleet. `start` loads the model, everything else needs it."""
 
-    def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        run_seed: int,
-        sandbox_url: str,
-        device: Device,
-        log_path: str,
-        tool_factory: ToolFactory | None = None,
-    ) -> None:
-        _redirect_output(log_path)
-        os.environ.update(engine_environment(device, config.rollout.engine.threads))
-        self._config, self._model_path, self._run_seed, self._device = config, model_path, run_seed, device
-        self._sandbox_url, self._tool_factory = sandbox_url, tool_factory
+    def __init__(self, index: int, spec: EngineSpec) -> None:
+        _redirect_output(spec.log_path(index))
+        os.environ.update(engine_environment(spec.device, spec.config.rollout.engine.threads))
+        self._spec, self._config = spec, spec.config
         self._requests = 0
 
     async def start(self) -> int:
@@ -70,13 +58,13 @@ class RolloutEngine:
         from ctpo_megatron.environments.template import ObservationTemplate, TokenizerCodec, stop_token_ids
         from ctpo_megatron.weights.vllm_worker import BACKEND
 
-        arguments = engine_arguments(self._config, self._model_path, self._device)
+        arguments = engine_arguments(self._config, self._spec.model_path, self._spec.device)
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=BACKEND), **arguments)
         )
         await self._llm.update_weight_version(str(INITIAL_VERSION))
         tokenizer = self._llm.get_tokenizer()
-        stops = stop_token_ids(tokenizer, self._model_path)
+        stops = stop_token_ids(tokenizer, self._spec.model_path)
         template = ObservationTemplate(tokenizer, self._config.model.chat_template_kwargs, sorted(stops))
         self._codec = TokenizerCodec(tokenizer, template, stops)
         rollout = self._config.rollout
@@ -87,7 +75,7 @@ class RolloutEngine:
             rollout.engine.max_model_len,
             rollout.max_observation_chars,
         )
-        self._run_tool = self._tool_factory() if self._tool_factory else self._sandbox_tool()
+        self._run_tool = self._spec.tool_factory() if self._spec.tool_factory else self._sandbox_tool()
         gc.collect()
         gc.freeze()  # the imported world is large and stays: full collections would cost more than the episodes
         return os.getpid()
@@ -99,7 +87,7 @@ class RolloutEngine:
     async def run_group(self, task: GroupTask) -> GroupOutcome:
         """Play all samples of one prompt at once; siblings of an episode that fails are cancelled."""
         trajectories = [
-            Trajectory(task.prompt_id, i, trajectory_seed(self._run_seed, task.step, task.prompt_id, i))
+            Trajectory(task.prompt.id, i, trajectory_seed(self._spec.run_seed, task.step, task.prompt.id, i))
             for i in range(task.samples)
         ]
         generate = self._turn_generator(task.sampling)
@@ -108,7 +96,7 @@ class RolloutEngine:
                 for trajectory in trajectories:
                     group.create_task(
                         run_episode(
-                            task.token_ids,
+                            task.prompt.token_ids,
                             trajectory,
                             generate=generate,
                             run_tool=self._run_tool,
@@ -183,7 +171,7 @@ class RolloutEngine:
             limit = min(limit, _REQUESTS_PER_SLOT * sandbox.slots)
         share = max(1, limit // self._config.rollout.engines)
         client = SandboxClient(
-            self._sandbox_url.split(","), max_concurrency=share, request_timeout_s=sandbox.request_timeout_s
+            self._spec.sandbox_url.split(","), max_concurrency=share, request_timeout_s=sandbox.request_timeout_s
         )
 
         async def run_tool(code: str) -> ExecutionResultLike:

@@ -53,5 +53,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
     """What `RolloutFleet.stats` reports, from its counts; absent ones are 0."""
-    names = ["group_retries", "engine_restarts", "generate_s", "sync_s", *(f"lost_{s}" for s in TOOL_STATUSES)]
+    names = ("group_retries", "quarantined", "engine_restarts", "generate_s", "sync_s")
+    names += tuple(f"lost_{status}" for status in TOOL_STATUSES)
     return {name: float(counts.get(name, 0)) for name in names}

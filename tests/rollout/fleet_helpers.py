@@ -34,13 +34,19 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
 
 
 def scripted_tool(flag: Path) -> Callable[[], Any]:
-    """A tool that prints 1; while `flag` holds a positive number it counts it down and is unavailable instead."""
+    """A tool that prints 1; while `flag` holds a positive number it counts it down and is unavailable instead.
+
+    With the word "bug" in `flag` it raises what no tool should raise.
+    """
 
     def factory() -> Any:
         async def run(code: str) -> Any:
             from ctpo_megatron.environments.tools import ToolUnavailable
 
-            left = int(flag.read_text()) if flag.exists() else 0
+            text = flag.read_text() if flag.exists() else "0"
+            if text == "bug":
+                raise KeyError("a bug in a user's tool")
+            left = int(text)
             if left > 0:
                 flag.write_text(str(left - 1))
                 raise ToolUnavailable("connection refused")

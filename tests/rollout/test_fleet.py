@@ -18,7 +18,15 @@ from tiny_model import CALL, build_tiny_model
 from transformers import Qwen3ForCausalLM
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
-from ctpo_megatron.rollout import Cancelled, GroupFailed, RolloutFleet, Sampling, WeightSyncError, rollout_metrics
+from ctpo_megatron.rollout import (
+    Cancelled,
+    Quarantined,
+    RolloutFleet,
+    Sampling,
+    TooManyQuarantined,
+    WeightSyncError,
+    rollout_metrics,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -176,11 +184,77 @@ def test_unavailable_tool_means_retry_not_reward(stage: Stage) -> None:
     assert tokens(stage.generate(prompts, step=6)) == want
     stats = stage.fleet.stats()
     assert (stats["group_retries"], stats["lost_infrastructure_error"]) == (1, 1)
+
+
+class Spares:
+    """A stream of prompts that take the place of others; with the last one the tool works again."""
+
+    def __init__(self, stage: Stage, *names: str) -> None:
+        self.stage, self.names, self.drawn = stage, list(names), 0
+
+    def __call__(self) -> Prompt:
+        self.drawn += 1
+        name = self.names.pop(0)
+        if not self.names:
+            self.stage.flag.write_text("0")
+        return Prompt(name, "test", (), "", tuple(range(40)))
+
+
+@pytest.mark.parametrize(("failure", "cause"), [("1000000", "connection refused"), ("bug", "KeyError")])
+def test_a_prompt_that_fails_too_often_is_replaced_and_never_played_again(
+    stage: Stage, failure: str, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [prompt] = stage.prompts(1)
+    want = tokens(stage.generate([prompt], step=6))
+    stage.fleet.stats()
+    stage.flag.write_text(failure)
+    spares = Spares(stage, "spare")
+    lost = Prompt(f"lost {failure}", "test", (), "", prompt.token_ids)
+    groups = stage.fleet.generate([lost], step=6, samples=4, sampling=Sampling(), replacement=spares)
+    assert [group.prompt.id for group in groups] == ["spare"]
+    assert [len(group.trajectories) for group in groups] == [4]
+    record = stage.fleet.quarantined[-1]
+    assert (record.prompt_id, record.step) == (lost.id, 6)
+    assert "failed 3 times" in record.cause
+    assert cause in record.cause
+    assert f"prompt {lost.id!r} (step 6)" in caplog.text
+    stats = stage.fleet.stats()
+    assert (stats["quarantined"], stats["group_retries"]) == (1, 2)
+    # From now on it is passed over, also when it is the replacement, and left out where nothing replaces it.
+    spares = Spares(stage, lost.id, "other")
+    groups = stage.fleet.generate([lost, prompt], step=6, samples=4, sampling=Sampling(), replacement=spares)
+    assert [group.prompt.id for group in groups] == ["other", "p0"]
+    groups = stage.generate([lost, prompt], step=6)
+    assert [group.prompt.id for group in groups] == ["p0"]
+    assert tokens(groups) == want
+    stats = stage.fleet.stats()
+    assert (stats["quarantined"], stats["group_retries"]) == (0, 0)
+
+
+def test_a_group_without_replacement_is_left_out(stage: Stage) -> None:
     stage.flag.write_text("1000000")
-    with pytest.raises(GroupFailed, match=r"prompt 'p\d' failed 3 times.*connection refused"):
-        stage.generate(prompts, step=6)
+    lost = [Prompt(f"held out {i}", "test", (), "", prompt.token_ids) for i, prompt in enumerate(stage.prompts(2))]
+    assert stage.generate(lost, step=6) == []
     stage.flag.write_text("0")
-    assert tokens(stage.generate(prompts, step=6)) == want
+    assert {record.prompt_id for record in stage.fleet.quarantined[-2:]} == {"held out 0", "held out 1"}
+    assert stage.fleet.stats()["quarantined"] == 2
+
+
+def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) -> None:
+    before = list(stage.fleet.quarantined)
+    room = stage.config.rollout.max_quarantined - len(before)
+    stage.fleet.quarantined.extend(Quarantined(f"earlier {i}", 1, "of the run before") for i in range(room))
+    stage.flag.write_text("1000000")
+    prompt = Prompt("one too many", "test", (), "", tuple(range(40)))
+    try:
+        with pytest.raises(
+            TooManyQuarantined, match=r"rollout.max_quarantined = 16.*'one too many' \(step 7\).*refused"
+        ):
+            stage.generate([prompt], step=7)
+    finally:
+        stage.flag.write_text("0")
+        stage.fleet.quarantined[:] = before
+    assert [len(group.trajectories) for group in stage.generate([prompt], step=7)] == [4]
 
 
 def engine_processes(name: str) -> list[psutil.Process]:
