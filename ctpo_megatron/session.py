@@ -13,6 +13,8 @@ from transformers import AutoTokenizer
 
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Group, Prompt, PromptSampler, load_prompts, prepare
+from ctpo_megatron.environments.factory import tool_schemas
+from ctpo_megatron.extensions import activate
 from ctpo_megatron.policy import (
     CheckpointError,
     Layout,
@@ -22,7 +24,7 @@ from ctpo_megatron.policy import (
     peak_flops,
 )
 from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollout import TOOL_SCHEMA, Cancelled, Replay, RolloutFleet, Sampling, rollout_metrics
+from ctpo_megatron.rollout import Cancelled, Replay, RolloutFleet, Sampling, rollout_metrics
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.run.preemption import Preemption
 from ctpo_megatron.tracking import (
@@ -97,11 +99,12 @@ class Session:
 
     def _open_world(self) -> None:
         config = self.config
+        activate(config.extensions.path or ())
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         reading = {
             "max_prompt_tokens": config.data.max_prompt_tokens,
-            "tool_schema": TOOL_SCHEMA if config.data.tool_in_prompt else None,
+            "tool_schemas": tool_schemas(config.rollout) if config.data.tool_in_prompt else [],
             "chat_template_kwargs": config.model.chat_template_kwargs,
         }
         prompts = load_prompts(config.data.train, tokenizer, **reading)

@@ -22,7 +22,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.config": (),
     "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_kernels"),
     "ctpo_megatron.weights": (),
-    "ctpo_megatron.environments": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
+    "ctpo_megatron.environments": (
+        "ctpo_megatron.data.records",
+        "ctpo_megatron.config",
+        "ctpo_megatron.extensions",
+        "ctpo_sandbox",
+    ),
     "ctpo_megatron.policy": (
         "ctpo_megatron.objective",
         "ctpo_megatron.config",
@@ -42,8 +47,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
         "ctpo_megatron.environments",
+        "ctpo_megatron.extensions",
         "ctpo_megatron.weights",
-        "ctpo_sandbox",
     ),
     "ctpo_megatron.rewards": ("ctpo_megatron.data.records", "ctpo_megatron.config", "ctpo_megatron.signals"),
     "ctpo_megatron.data": ("ctpo_megatron.config",),

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from ctpo_megatron.config.extension import Extension
+
 
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
@@ -263,6 +265,18 @@ class RolloutConfig(Section):
     max_response_tokens: PositiveInt = Field(default=8000, description="tokens after the prompt, tool output included")
     max_observation_chars: PositiveInt = Field(
         default=4096, description="longest tool output shown to the model; head and tail are kept"
+    )
+    tools: tuple[Extension, ...] = Field(
+        default=(Extension(name="python"),),
+        description="what the model can call: `python` (the sandbox), or `package.module:Name`",
+    )
+    tool_parser: Extension = Field(
+        default=Extension(name="hermes"),
+        description="reads tool calls: `hermes` (argument `parallel_calls`, default false), or `package.module:Name`",
+    )
+    environment: Extension = Field(
+        default=Extension(name="tools"),
+        description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
     )
     engines: PositiveInt = Field(default=1, description="vLLM engines")
     engine: EngineConfig = EngineConfig()

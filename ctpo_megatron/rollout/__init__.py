@@ -2,14 +2,13 @@
 
 `RolloutFleet` runs the engines, `Replay` answers from a recording; `Sampling` is the distribution to sample from;
 `rollout_metrics` summarizes groups.
-The episode, tool and template modules are plain Python and can be imported without vLLM or Ray.
+Nothing here imports vLLM or Ray until a fleet is made.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.environments.tools import TOOL_SCHEMA
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollout.replay import Replay, ReplayError
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from ctpo_megatron.rollout.fleet import RolloutFleet
 
 __all__ = [
-    "TOOL_SCHEMA",
     "Cancelled",
     "FleetError",
     "Quarantined",

@@ -20,7 +20,7 @@ from ctpo_megatron.rollout.handle import EngineHandle, engine_died
 from ctpo_megatron.rollout.metrics import fleet_stats
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
 from ctpo_megatron.rollout.ray_runtime import RayRuntime
-from ctpo_megatron.rollout.tasks import EngineSpec, FleetError, Sampling, ToolFactory, WeightSyncError
+from ctpo_megatron.rollout.tasks import EngineSpec, FleetError, Sampling, WeightSyncError
 from ctpo_megatron.weights.shared_file import WeightSnapshot, checkpoint_names
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class RolloutFleet:
     model_path: Hugging Face directory the engines start from; its weights carry version 0.
     run_seed: part of every sampling seed.
     sandbox_url: base URL of the code execution service.
-    tool_factory: replaces the sandbox; called once in each engine process, returns `async run_tool(code)`.
     """
 
     def __init__(
@@ -47,10 +46,9 @@ class RolloutFleet:
         sandbox_url: str,
         *,
         log_dir: Path | None = None,
-        tool_factory: ToolFactory | None = None,
     ) -> None:
         log_dir = (log_dir or config.run.directory / "logs").resolve()
-        self._spec = EngineSpec(config, model_path, run_seed, sandbox_url, log_dir, tool_factory=tool_factory)
+        self._spec = EngineSpec(config, model_path, run_seed, sandbox_url, log_dir)
         self._rollout = config.rollout
         self._runtime: RayRuntime | None = None
         self._started_at = 0.0

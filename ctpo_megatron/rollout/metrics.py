@@ -16,8 +16,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollout/tool_use, truncated and max_turns are shares of trajectories; tool_calls, turns_mean, response_length_mean
     (tokens after the prompt, observations included) and model_tokens_mean are means per trajectory; tool_error_rate is
     the share of calls that did not succeed. tokens/* and the sandbox/* statuses are counts; sandbox/calls counts every
-    call, malformed ones included; sandbox/wall_mean_s is the mean seconds of the calls that were executed. Both
-    rates are left out when there was no call to take them over.
+    call of every tool, malformed ones included; sandbox/wall_mean_s is the mean seconds of the calls that were
+    executed. Both rates are left out when there was no call to take them over. tool/<name>/calls and
+    tool/<name>/success count the calls of one tool that were executed.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -45,6 +46,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics |= {f"sandbox/{status}": float(statuses[status]) for status in TOOL_STATUSES}
     if calls:
         metrics["rollout/tool_error_rate"] = 1.0 - statuses["success"] / len(calls)
+    for name in sorted({call.name for call in calls if call.name}):
+        of_tool = [call.status for call in calls if call.name == name]
+        metrics |= {f"tool/{name}/calls": float(len(of_tool)), f"tool/{name}/success": float(of_tool.count("success"))}
     executed = [call.wall_s for call in calls if call.status != "parse_error"]
     if executed:
         metrics["sandbox/wall_mean_s"] = sum(executed) / len(executed)

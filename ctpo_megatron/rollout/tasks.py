@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import Prompt, ToolCall, Trajectory
-from ctpo_megatron.environments.tools import ExecutionResultLike
 
 Device = Literal["cpu", "cuda"]
-ToolFactory = Callable[[], Callable[[str], Awaitable[ExecutionResultLike]]]
 
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""
@@ -22,7 +19,7 @@ INITIAL_VERSION = 0
 class EngineSpec:
     """What every engine of a fleet is made from.
 
-    model_path: Hugging Face directory. run_seed: part of every sampling seed. tool_factory: replaces the sandbox.
+    model_path: Hugging Face directory. run_seed: part of every sampling seed.
     """
 
     config: Config
@@ -31,7 +28,6 @@ class EngineSpec:
     sandbox_url: str
     log_dir: Path
     device: Device = "cpu"
-    tool_factory: ToolFactory | None = None
 
     def log_path(self, index: int) -> Path:
         """The log of engine number `index`."""

@@ -46,7 +46,7 @@ def test_math_scores_in_order_with_counts():
 
 def test_tool_output_and_earlier_turns_do_not_count():
     trajectory, answer = item("I have it.")
-    trajectory.tool_calls.append(ToolCall(1, "print(2)", "success", r"\boxed{2}", 0.0))
+    trajectory.tool_calls.append(ToolCall(1, "code_interpreter", {"code": "print(2)"}, "success", r"\boxed{2}", 0.0))
     with RewardPool(RewardConfig()) as pool:
         assert pool.score([(trajectory, answer)]) == ScoreReport(1, 1, 0, 0)
     assert trajectory.reward == 0.0

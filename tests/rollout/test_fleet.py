@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fleet_helpers import MAX_RESPONSE, MAX_TURN, make_config, scripted_tool
+from fleet_helpers import MAX_RESPONSE, MAX_TURN, make_config
 from tiny_model import CALL, build_tiny_model
 from transformers import Qwen3ForCausalLM
 
@@ -40,7 +40,7 @@ class Stage:
         self.tokenizer, self.model = build_tiny_model(self.path, favour=favour)
         self.version = 0
         self.config = make_config(self.path, root)
-        self.fleet = RolloutFleet(self.config, str(self.path), 7, "unused", tool_factory=scripted_tool(self.flag))
+        self.fleet = RolloutFleet(self.config, str(self.path), 7, "unused")
         self.fleet.start()
 
     def prompts(self, count: int, length: int = 40) -> list[Prompt]:

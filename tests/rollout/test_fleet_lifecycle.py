@@ -7,12 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
-from fleet_helpers import make_config, scripted_tool
+from fleet_helpers import make_config
 from tiny_model import CALL, build_tiny_model
 
 from ctpo_megatron.data.records import Prompt
@@ -29,45 +27,28 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_failed_and_late_starts_name_engine_and_log(model_path: Path, tmp_path: Path) -> None:
-    tool = scripted_tool(tmp_path / "flag")
     missing = str(tmp_path / "nothing")
-    with RolloutFleet(make_config(Path(missing), tmp_path), missing, 0, "unused", tool_factory=tool) as fleet:
+    with RolloutFleet(make_config(Path(missing), tmp_path), missing, 0, "unused") as fleet:
         fleet.start()
         with pytest.raises(FleetError, match=r"rollout engine 0 did not start: .*log: .*rollout_engine_0\.log"):
             fleet.wait_ready()
     late = make_config(model_path, tmp_path, start_timeout_s=7)
-    with RolloutFleet(late, str(model_path), 0, "unused", tool_factory=tool) as fleet:
+    with RolloutFleet(late, str(model_path), 0, "unused") as fleet:
         fleet.start()
         with pytest.raises(FleetError, match=r"not up after 7 s.*(rollout_engine_0\.log|no place for 1 CPU)"):
             fleet.wait_ready()
-    with RolloutFleet(late, str(model_path), 0, "unused", tool_factory=tool) as fleet, pytest.raises(FleetError):
+    with RolloutFleet(late, str(model_path), 0, "unused") as fleet, pytest.raises(FleetError):
         fleet.wait_ready()  # never started
 
 
-def hanging_tool(flag: Path) -> Any:
-    """A tool that never answers while `flag` exists."""
-
-    def factory() -> Any:
-        async def run(code: str) -> Any:
-            import asyncio
-
-            while flag.exists():
-                await asyncio.sleep(0.1)
-            return SimpleNamespace(status="success", stdout="1\n", stderr="", wall_s=0.0)
-
-        return run
-
-    return factory
-
-
 def test_group_past_its_deadline_is_retried_then_quarantined(model_path: Path, tmp_path: Path) -> None:
-    flag = tmp_path / "hang"
+    flag = tmp_path / "flag"
     config = make_config(model_path, tmp_path, group_timeout_s=5, max_group_retries=1)
     prompts = [Prompt(f"p{i}", "test", (), "", tuple(range(i, i + 40))) for i in range(4)]
-    with RolloutFleet(config, str(model_path), 0, "unused", tool_factory=hanging_tool(flag)) as fleet:
+    with RolloutFleet(config, str(model_path), 0, "unused") as fleet:
         fleet.start()
         fleet.wait_ready()
-        flag.touch()
+        flag.write_text("hang")
         started = time.monotonic()
         assert fleet.generate(prompts, step=0, samples=4, sampling=Sampling()) == []
         assert 9 < time.monotonic() - started < 60
@@ -84,10 +65,10 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from fleet_helpers import make_config, scripted_tool
+from fleet_helpers import make_config
 from ctpo_megatron.rollout import RolloutFleet
 path, root = Path(sys.argv[1]), Path(sys.argv[2])
-fleet = RolloutFleet(make_config(path, root), str(path), 0, "unused", tool_factory=scripted_tool(root / "flag"))
+fleet = RolloutFleet(make_config(path, root), str(path), 0, "unused")
 fleet.start()
 fleet.wait_ready()
 print("ready", flush=True)

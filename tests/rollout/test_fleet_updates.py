@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_helpers import make_config, scripted_tool
+from fleet_helpers import make_config
 from safetensors.torch import load_file
 from tiny_model import build_tiny_model
 
@@ -23,9 +23,8 @@ def test_an_update_reaches_what_vllm_packs(settings: dict[str, Any], tmp_path: P
     """A tied output layer receives no weights of its own, and experts are packed only once: both could stay behind."""
     _, model = build_tiny_model(tmp_path / "model", **settings)
     config = make_config(tmp_path / "model", tmp_path)
-    tool = scripted_tool(tmp_path / "flag")
     prompt = Prompt("p", "test", (), "", tuple(range(20, 60)))
-    with RolloutFleet(config, str(tmp_path / "model"), 7, "unused", tool_factory=tool) as fleet:
+    with RolloutFleet(config, str(tmp_path / "model"), 7, "unused") as fleet:
         fleet.start()
         for version in (1, 2):
             with torch.no_grad():
