@@ -8,6 +8,7 @@ from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_trai
 from ctpo_megatron.config.check import check, validate
 from ctpo_megatron.config.check_directories import is_replaceable
 from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
+from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
 from ctpo_megatron.config.memory import table as memory_table
@@ -51,6 +52,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "ExportConfig",
+    "Extension",
     "Memory",
     "ModelConfig",
     "ModelFacts",

@@ -39,6 +39,11 @@ def make_environment(rollout: RolloutConfig) -> Environment:
     return environment
 
 
+def needs_sandbox(rollout: RolloutConfig) -> bool:
+    """Whether a configured tool runs its programs in the sandbox."""
+    return any(tool.name == "python" for tool in rollout.tools)
+
+
 def tool_schemas(rollout: RolloutConfig) -> list[Schema]:
     """The function schemas of the configured tools, in their order, without making a tool. Raises ExtensionError."""
     return [_schema(tool) for tool in rollout.tools]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollout.replay import Replay, ReplayError
+from ctpo_megatron.rollout.source import Collector, Engines, Phase, RolloutSource, SampledRollouts, check_mismatch
 from ctpo_megatron.rollout.tasks import Cancelled, FleetError, Sampling, WeightSyncError
 
 if TYPE_CHECKING:
@@ -19,14 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cancelled",
+    "Collector",
+    "Engines",
     "FleetError",
+    "Phase",
     "Quarantined",
     "Replay",
     "ReplayError",
     "RolloutFleet",
+    "RolloutSource",
+    "SampledRollouts",
     "Sampling",
     "TooManyQuarantined",
     "WeightSyncError",
+    "check_mismatch",
     "rollout_metrics",
 ]
 

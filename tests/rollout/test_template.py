@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_model import CHATML, tiny_tokenizer
 
 from ctpo_megatron.environments.protocol import Message
 from ctpo_megatron.environments.template import MessageTemplate, TemplateError, stop_token_ids
+from tests.rollout.tiny_model import CHATML, tiny_tokenizer
 
 QWEN3_LIKE = (
     "{%- if tools %}{{- '<|im_start|>system\n' }}"

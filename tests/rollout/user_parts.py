@@ -10,6 +10,7 @@ from typing import Any
 
 from ctpo_megatron.data.records import ToolCall
 from ctpo_megatron.environments.episode import Episode
+from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.environments.tools.python import PythonTool
 
@@ -78,15 +79,17 @@ class TaggedParser:
         return [Message("user", "".join(f"<{self._tag}>{call.output}</{self._tag}>" for call in calls))]
 
 
-class Echo:
-    """An environment of user turns: asks `again` until the model has answered `times` times."""
+class Either:
+    """Asks again until the model has spoken `times` times if a prompt is of "user turns", else lets it use tools."""
 
-    def __init__(self, times: int, again: str = "again") -> None:
-        self._times, self._again = times, again
+    def __init__(self, times: int) -> None:
+        self._times, self._tools = times, ToolEnvironment()
 
     async def run(self, episode: Episode) -> None:
+        if episode.prompt.data_source != "user turns":
+            return await self._tools.run(episode)
         turn = await episode.generate()
         while turn.number < self._times:
-            episode.reply(Message("user", f"{self._again} {turn.number} {episode.prompt.answer}"))
+            episode.reply(Message("user", f"{turn.number}: {episode.prompt.extra['again']}"))
             turn = await episode.generate()
         episode.finish(turn.text)
