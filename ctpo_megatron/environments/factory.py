@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ctpo_megatron.config import Extension
 from ctpo_megatron.config.schema import Config, RolloutConfig
@@ -88,8 +88,7 @@ def _schema(tool: Extension) -> Schema:
             f'{tool}: needs the class attribute `schema`, an OpenAI function schema: {{"type": "function", '
             '"function": {"name": ..., "description": ..., "parameters": ...}}'
         )
-    found: Schema = schema
-    return found
+    return cast(Schema, schema)
 
 
 def _check_methods(made_by: Any, part: Extension, methods: Sequence[str], *, awaited: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.records import ToolCall
@@ -53,7 +53,7 @@ class Tool(Protocol):
     schema: of the class, as it is read without making the tool. Arguments are checked against it before the call.
     """
 
-    schema: Schema
+    schema: ClassVar[Schema]
 
     async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
         """Run one call. Raises ToolUnavailable; any other exception also loses the group."""

@@ -56,6 +56,7 @@ class RolloutFleet:
         self._quarantine = Quarantine(config.rollout.max_quarantined)
         self._snapshot: WeightSnapshot | None = None
         self._counts: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
 
     def __enter__(self) -> RolloutFleet:
         return self
@@ -112,7 +113,7 @@ class RolloutFleet:
             self._rollout, self._engines, self._quarantine, self._counts, self._restart, self._readmit
         )
         groups = dispatcher.run(prompts, Request(step, samples, sampling, cancelled, replacement))
-        self._counts["generate_s"] += time.monotonic() - started
+        self._add_seconds("generate_s", started)
         return groups
 
     @property
@@ -151,7 +152,7 @@ class RolloutFleet:
             self._restart(engine)
         for engine in dead:
             self._await_start(engine)
-        self._counts["sync_s"] += time.monotonic() - started
+        self._add_seconds("sync_s", started)
 
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the last call, then reset.
@@ -159,8 +160,13 @@ class RolloutFleet:
         group_retries, quarantined (prompts), engine_restarts, generate_s, sync_s; and lost_<status>: tool calls made
         by attempts that were thrown away, which therefore appear in no trajectory.
         """
-        counts, self._counts = self._counts, Counter()
-        return fleet_stats(counts)
+        stats = fleet_stats({**self._counts, **self._seconds})
+        self._counts.clear()
+        self._seconds.clear()
+        return stats
+
+    def _add_seconds(self, name: str, started: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
 
     def close(self) -> None:
         """Stop engines and a Ray instance of our own; release the weights. Idempotent, waits seconds at most."""

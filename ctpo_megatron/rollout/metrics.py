@@ -25,7 +25,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         return {}
     n = len(trajectories)
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
-    statuses = Counter(call.status for call in calls)
+    statuses: Counter[str] = Counter(call.status for call in calls)
     reasons = Counter(trajectory.finish_reason for trajectory in trajectories)
     model = sum(sum(trajectory.response_mask) for trajectory in trajectories)
     total = sum(len(trajectory) for trajectory in trajectories)
@@ -57,6 +57,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
     """What `RolloutFleet.stats` reports, from its counts; absent ones are 0."""
-    names = ("group_retries", "quarantined", "engine_restarts", "generate_s", "sync_s")
-    names += tuple(f"lost_{status}" for status in TOOL_STATUSES)
+    names = ["group_retries", "quarantined", "engine_restarts", "generate_s", "sync_s"]
+    names += [f"lost_{status}" for status in TOOL_STATUSES]
     return {name: float(counts.get(name, 0)) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -121,4 +122,4 @@ def test_weights_are_taken_to_the_end_and_the_counts_have_the_fleets_names() -> 
 
 class _WithoutEngines(RolloutFleet):
     def __init__(self) -> None:
-        self._counts = {}
+        self._counts, self._seconds = Counter(), {}
