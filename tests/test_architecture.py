@@ -25,7 +25,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.config": ("ctpo_megatron.models", "ctpo_megatron.extensions", "ctpo_kernels.names"),
     "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_megatron.extensions", "ctpo_kernels"),
     "ctpo_megatron.weights": (),
-    "ctpo_megatron.environments": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
+    "ctpo_megatron.environments": (
+        "ctpo_megatron.data.records",
+        "ctpo_megatron.config",
+        "ctpo_megatron.extensions",
+        "ctpo_sandbox",
+    ),
     "ctpo_megatron.policy": (
         "ctpo_megatron.objective",
         "ctpo_megatron.models",
@@ -47,8 +52,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
         "ctpo_megatron.environments",
+        "ctpo_megatron.extensions",
         "ctpo_megatron.weights",
-        "ctpo_sandbox",
     ),
     "ctpo_megatron.rewards": (
         "ctpo_megatron.data.records",
@@ -66,6 +71,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.run": (
         "ctpo_megatron.config",
         "ctpo_megatron.data",
+        "ctpo_megatron.environments",
         "ctpo_megatron.evaluate",
         "ctpo_megatron.extensions",
         "ctpo_megatron.policy",

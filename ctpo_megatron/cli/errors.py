@@ -14,7 +14,7 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
     "ctpo_megatron.policy": ("CheckpointError",),
-    "ctpo_megatron.rollout": ("ReplayError",),
+    "ctpo_megatron.rollout": ("ReplayError", "TooManyQuarantined"),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
 _FAILED_ELSEWHERE = {"ctpo_megatron.policy": ("RankZeroError",)}  # the rank that failed has the traceback

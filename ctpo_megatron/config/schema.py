@@ -273,12 +273,27 @@ class RolloutConfig(Section):
     max_observation_chars: PositiveInt = Field(
         default=4096, description="longest tool output shown to the model; head and tail are kept"
     )
+    tools: tuple[Extension, ...] = Field(
+        default=(Extension(name="python"),),
+        description="what the model can call: `python` (the sandbox), or `package.module:Name`",
+    )
+    tool_parser: Extension = Field(
+        default=Extension(name="hermes"),
+        description="reads tool calls: `hermes` (argument `parallel_calls`, default false), or `package.module:Name`",
+    )
+    environment: Extension = Field(
+        default=Extension(name="tools"),
+        description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
+    )
     engines: PositiveInt = Field(default=1, description="vLLM engines")
     engine: EngineConfig = EngineConfig()
     start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
     group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
     max_group_retries: NonNegativeInt = Field(
         default=3, description="times a failed group is sampled again before another prompt takes its place"
+    )
+    max_quarantined: NonNegativeInt = Field(
+        default=16, description="prompts that may be given up after these retries; the run stops when one more fails"
     )
     replay: str | None = Field(
         default=None,

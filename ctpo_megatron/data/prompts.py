@@ -28,12 +28,12 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_tokens: int,
-    tool_schema: Mapping[str, Any] | None = None,
+    tool_schemas: Sequence[Mapping[str, Any]] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:
     """Read parquet files (paths or glob patterns) and render every prompt up to where the model speaks.
 
-    `tool_schema` is offered to the chat template as the only tool; None renders the prompt alone.
+    `tool_schemas` are the tools that the chat template is offered; without any the prompt is rendered alone.
     Raises DataError listing all bad rows at once: file, row, column, value and reason.
     """
     problems = Problems()
@@ -52,7 +52,7 @@ def load_prompts(
             seen[prompt.id] = (file, row)
             places.append((file, row))
             prompts.append(prompt)
-    token_ids = _tokenize(prompts, places, tokenizer, tool_schema, chat_template_kwargs, problems)
+    token_ids = _tokenize(prompts, places, tokenizer, tool_schemas, chat_template_kwargs, problems)
     for (file, row), prompt, ids in zip(places, prompts, token_ids, strict=True):
         if len(ids) > max_prompt_tokens:
             reason = (
@@ -116,14 +116,14 @@ def _tokenize(
     prompts: Sequence[Prompt],
     places: Sequence[tuple[Path, int]],
     tokenizer: PreTrainedTokenizerBase,
-    tool_schema: Mapping[str, Any] | None,
+    tool_schemas: Sequence[Mapping[str, Any]],
     chat_template_kwargs: Mapping[str, Any] | None,
     problems: Problems,
 ) -> list[list[int]]:
     """Token ids of every prompt, rendered with a generation prompt; a template's refusal is a problem of its row."""
     import jinja2
 
-    tools = None if tool_schema is None else [dict(tool_schema)]
+    tools = [dict(schema) for schema in tool_schemas] or None
     texts: list[str] = []
     for (file, row), prompt in zip(places, prompts, strict=True):
         try:

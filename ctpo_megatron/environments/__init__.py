@@ -1,1 +1,1 @@
-"""Environments: one episode of a prompt: model turns, tool calls, observations, budgets. No vLLM, no Ray."""
+"""Environments: one episode of a prompt: model turns, tool calls, messages, budgets. No vLLM, no Ray."""

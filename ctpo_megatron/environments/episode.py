@@ -1,25 +1,15 @@
-"""One multi-turn episode, independent of any engine: model turns, tool calls, budgets, and the token record."""
+"""One episode as an environment sees it: model turns, messages, tool calls, budgets, and the token record."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ctpo_megatron.data.records import FinishReason, ToolCall, ToolStatus, Trajectory
+from ctpo_megatron.data.records import FinishReason, Prompt, Trajectory
+from ctpo_megatron.environments.protocol import Environment, Message, ToolUnavailable
 from ctpo_megatron.environments.seeds import turn_seed
-from ctpo_megatron.environments.tools import (
-    ExecutionResultLike,
-    ParseError,
-    ToolUnavailable,
-    mentions_call,
-    observation_text,
-    parse_call,
-    parse_error_text,
-)
-
-_STATUSES: tuple[ToolStatus, ...] = ("success", "timeout", "runtime_error")
+from ctpo_megatron.environments.toolbox import Toolbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +31,14 @@ class GenerateTurn(Protocol):
     def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Awaitable[ModelTurn]: ...
 
 
-RunTool = Callable[[str], Awaitable[ExecutionResultLike]]
-"""Runs Python source; raises ToolUnavailable (never a reward) when that could not be done."""
+class TextCodec(Protocol):
+    """Token ids to the text of a model turn, and messages to the tokens between two model turns."""
+
+    stop_ids: frozenset[int]
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def encode(self, messages: Sequence[Message]) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +49,27 @@ class Limits:
     max_turn_tokens: int | None
     max_response_tokens: int
     max_model_len: int
-    max_observation_chars: int
 
 
-class TextCodec(Protocol):
-    """Token ids to text of a model turn, and tool output to the tokens that open the next turn."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A model turn as text, without the end token. number: from 1. complete: False when a token limit cut it."""
 
-    stop_ids: frozenset[int]
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def observation_ids(self, text: str) -> list[int]: ...
+    text: str
+    number: int
+    complete: bool
 
 
 class PromptTooLong(ValueError):
     """The prompt leaves the model no room to answer."""
+
+
+class EpisodeOver(Exception):
+    """A budget is used up. An environment lets it pass: the episode then ends with `reason` and no final text."""
+
+    def __init__(self, reason: FinishReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class EpisodeFailed(Exception):
@@ -78,89 +80,129 @@ class EpisodeFailed(Exception):
         self.trajectory = trajectory
 
 
-async def run_episode(
-    prompt_ids: Sequence[int],
-    trajectory: Trajectory,
-    *,
-    generate: GenerateTurn,
-    run_tool: RunTool,
-    codec: TextCodec,
-    limits: Limits,
-) -> Trajectory:
-    """Play one episode into the empty `trajectory` (its seed decides the sampling) and return it.
+class Episode:
+    """Turns alternate: `generate`, `reply`, `generate`, ... until `finish`. Every token is recorded here, once.
 
-    Ends with "answer" (a turn without a tool call), "length" (a turn that hit a token limit, or an observation that
-    does not fit), or "max_turns" (a tool call in the last turn). Raises EpisodeFailed when the tool is unavailable,
-    PromptTooLong when no token can be sampled, and whatever `generate` raises.
+    trajectory: the empty record; its seed decides the sampling. Raises PromptTooLong when no token can be sampled.
     """
-    trajectory.append_context(prompt_ids, 0)
-    if len(prompt_ids) >= limits.max_model_len:
-        raise PromptTooLong(
-            f"prompt {trajectory.prompt_id!r} has {len(prompt_ids)} tokens; max_model_len is {limits.max_model_len}"
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        trajectory: Trajectory,
+        *,
+        engine: GenerateTurn,
+        codec: TextCodec,
+        tools: Toolbox,
+        limits: Limits,
+    ) -> None:
+        self.prompt = prompt
+        self._trajectory, self._engine, self._codec = trajectory, engine, codec
+        self._tools, self._limits = tools, limits
+        self._turn: Turn | None = None
+        self._awaits_reply = False
+        length = len(prompt.token_ids)
+        trajectory.append_context(prompt.token_ids, 0)
+        if length >= limits.max_model_len:
+            raise PromptTooLong(f"prompt {prompt.id!r} has {length} tokens; max_model_len is {limits.max_model_len}")
+        self._end = min(length + limits.max_response_tokens, limits.max_model_len)
+
+    @property
+    def seed(self) -> int:
+        """A number of this episode alone, for an environment that draws at random."""
+        return self._trajectory.seed
+
+    async def generate(self) -> Turn:
+        """Sample the next model turn. Raises what the engine raises."""
+        self._check_open()
+        if self._awaits_reply:
+            raise RuntimeError("environment: reply() comes between two calls of generate()")
+        trajectory, number = self._trajectory, self._turn.number + 1 if self._turn else 1
+        budget = self._end - len(trajectory)
+        per_turn = self._limits.max_turn_tokens
+        max_tokens = budget if per_turn is None else min(budget, per_turn)
+        self._awaits_reply = True
+        sampled = await self._engine(
+            trajectory.token_ids, max_tokens=max_tokens, seed=turn_seed(trajectory.seed, number)
         )
-    end = len(prompt_ids) + limits.max_response_tokens
-    end = min(end, limits.max_model_len)
-    for turn in range(1, limits.max_turns + 1):
-        budget = end - len(trajectory)
-        max_tokens = budget if limits.max_turn_tokens is None else min(budget, limits.max_turn_tokens)
-        sampled = await generate(trajectory.token_ids, max_tokens=max_tokens, seed=turn_seed(trajectory.seed, turn))
-        _check_turn(trajectory, sampled, max_tokens)
-        trajectory.append_model(sampled.token_ids, sampled.rollout_log_probs, sampled.weight_version, turn)
-        stopped = sampled.token_ids[-1] in codec.stop_ids
-        text = codec.decode(sampled.token_ids[:-1] if stopped else sampled.token_ids)
-        calls = mentions_call(text)
-        if not stopped:
-            return _finish(trajectory, "length", "" if calls else text)
-        if not calls:
-            return _finish(trajectory, "answer", text)
-        if turn == limits.max_turns:
-            break
-        call = await _call_tool(trajectory, text, turn, run_tool, limits.max_observation_chars)
-        observation = codec.observation_ids(call.output)
-        if len(trajectory) + len(observation) >= end:  # not even one model token would fit after it
-            call.output = ""  # the model never saw it
-            return _finish(trajectory, "length", "")
-        trajectory.append_context(observation, turn)
-    return _finish(trajectory, "max_turns", "")
+        ids = sampled.token_ids
+        if not 1 <= len(ids) <= max_tokens:
+            raise RuntimeError(
+                f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: the engine returned {len(ids)} "
+                f"tokens, asked for 1 to {max_tokens}"
+            )
+        trajectory.append_model(ids, sampled.rollout_log_probs, sampled.weight_version, number)
+        complete = ids[-1] in self._codec.stop_ids
+        self._turn = Turn(self._codec.decode(ids[:-1] if complete else ids), number, complete)
+        return self._turn
+
+    def mentions_call(self, turn: Turn) -> bool:
+        """Whether the model called a tool in `turn`, or tried to."""
+        return self._tools.mentions_call(turn.text)
+
+    async def call_tools(self, turn: Turn) -> list[Message]:
+        """Run the tool calls in `turn`, record them, and return the messages to `reply` with.
+
+        Raises EpisodeOver when no turn is left to read the answers, ToolUnavailable when a tool is.
+        """
+        self._check_answerable()
+        calls, failure = await self._tools.call(turn.text, turn.number)
+        self._trajectory.tool_calls += calls
+        if failure:
+            raise ToolUnavailable(failure)
+        return self._tools.render(calls)
+
+    def reply(self, *messages: Message) -> None:
+        """Append messages to the conversation, as the chat template writes them, and open the next model turn.
+
+        Raises EpisodeOver when the last turn was cut, no turn is left, or not even one more token would fit.
+        """
+        turn = self._check_answerable()
+        ids = self._codec.encode(messages)
+        if len(self._trajectory) + len(ids) >= self._end:
+            for call in self._trajectory.tool_calls:
+                if call.turn == turn.number:
+                    call.output = ""  # the model never saw it
+            raise EpisodeOver("length")
+        self._trajectory.append_context(ids, turn.number)
+        self._awaits_reply = False
+
+    def finish(self, final_text: str, reason: FinishReason = "answer") -> None:
+        """End the episode. final_text: what the reward function sees."""
+        self._check_open()
+        self._trajectory.finish_reason, self._trajectory.final_text = reason, final_text
+
+    def result(self) -> Trajectory:
+        """The record of an episode that was finished."""
+        if self._trajectory.finish_reason is None or self._turn is None:
+            raise RuntimeError("environment: run() returned without a model turn or without finish()")
+        return self._trajectory
+
+    def _check_open(self) -> None:
+        if self._trajectory.finish_reason is not None:
+            raise RuntimeError("environment: the episode is finished")
+
+    def _check_answerable(self) -> Turn:
+        """The model turn that can be replied to."""
+        self._check_open()
+        if self._turn is None or not self._awaits_reply:
+            raise RuntimeError("environment: there is no model turn to reply to; call generate() first")
+        if not self._turn.complete:
+            raise EpisodeOver("length")
+        if self._turn.number == self._limits.max_turns:
+            raise EpisodeOver("max_turns")
+        return self._turn
 
 
-def _check_turn(trajectory: Trajectory, sampled: ModelTurn, max_tokens: int) -> None:
-    n = len(sampled.token_ids)
-    if not 1 <= n <= max_tokens:
-        raise RuntimeError(
-            f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: the engine returned {n} tokens, "
-            f"asked for 1 to {max_tokens}"
-        )
+async def play(environment: Environment, episode: Episode) -> Trajectory:
+    """Let `environment` play `episode`; returns its record.
 
-
-def _finish(trajectory: Trajectory, reason: FinishReason, final_text: str) -> Trajectory:
-    trajectory.finish_reason = reason
-    trajectory.final_text = final_text
-    return trajectory
-
-
-async def _call_tool(trajectory: Trajectory, text: str, turn: int, run_tool: RunTool, max_chars: int) -> ToolCall:
-    """Run the call in `text`, record it in the trajectory, and return the record (`output`: the observation)."""
+    Raises EpisodeFailed when a tool or service is unavailable, and whatever engine and environment raise.
+    """
     try:
-        parsed = parse_call(text)
-    except ParseError as error:
-        call = ToolCall(turn, "", "parse_error", parse_error_text(error, max_chars), 0.0)
-        trajectory.tool_calls.append(call)
-        return call
-    started = time.monotonic()
-    cause = ""
-    result: ExecutionResultLike | None = None
-    try:
-        result = await run_tool(parsed.code)
+        await environment.run(episode)
+    except EpisodeOver as over:
+        episode.finish("", over.reason)
     except ToolUnavailable as error:
-        cause = f"the tool is unavailable: {error}"
-    elapsed = time.monotonic() - started
-    if result is not None and result.status not in _STATUSES:
-        cause = f"the tool answered with status {result.status!r}"
-    if cause or result is None:
-        trajectory.tool_calls.append(ToolCall(turn, parsed.code, "infrastructure_error", "", elapsed))
-        raise EpisodeFailed(trajectory, cause)
-    status: ToolStatus = result.status  # type: ignore[assignment]
-    call = ToolCall(turn, parsed.code, status, observation_text(result, max_chars), elapsed)
-    trajectory.tool_calls.append(call)
-    return call
+        raise EpisodeFailed(episode._trajectory, str(error)) from error
+    return episode.result()

@@ -1,21 +1,20 @@
-"""Tool observations as tokens, learned from the tokenizer's own chat template; and the ids a turn stops at."""
+"""Messages as tokens, learned from the tokenizer's own chat template; and the ids a turn stops at."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.environments.tools import TOOL_NAME, TOOL_SCHEMA
+from ctpo_megatron.environments.protocol import Message, Schema
 
 _ASSISTANT = "ASSISTANTPROBE"
-_TOOL = 'TOOL"PROBE'
-_TOOL_ESCAPED = json.dumps(_TOOL)[1:-1]
 
 
 class TemplateError(ValueError):
-    """The chat template cannot show a tool message."""
+    """The chat template cannot show a message."""
 
 
 def stop_token_ids(tokenizer: Any, model_path: str | Path) -> frozenset[int]:
@@ -32,80 +31,128 @@ def stop_token_ids(tokenizer: Any, model_path: str | Path) -> frozenset[int]:
     return frozenset(found)
 
 
-class ObservationTemplate:
-    """Turns tool output into the token ids between a turn's stop token and the next turn's first token.
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What the template writes around the contents of some messages: one text more than there are messages.
 
-    Derived once from a rendered [user, assistant, tool] conversation: what the template writes after the assistant's
-    end token, with the tool text as a hole in it. Raises TemplateError when the template refuses or drops the role
-    "tool", or writes no end token known to the model between the two messages.
+    json_escaped: for each message, whether the template escapes its content as in a JSON string.
+    """
+
+    texts: tuple[str, ...]
+    json_escaped: tuple[bool, ...]
+
+
+class MessageTemplate:
+    """Turns messages into the token ids between a turn's stop token and the next turn's first token.
+
+    Derived once for each sequence of roles from a rendered conversation [user, assistant, *messages]: what the template
+    writes after the assistant's end token, with the contents as holes in it. The conversation before is never rendered
+    again. schemas: of the tools that the model is offered.
     """
 
     def __init__(
-        self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None, stop_ids: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        stop_ids: Sequence[int] = (),
+        schemas: Sequence[Schema] = (),
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._kwargs = tokenizer, chat_template_kwargs or {}
+        # Templates differ in whether a tool answer needs the schema in sight.
+        self._offers = [[dict(schema) for schema in schemas], None] if schemas else [None]
+        self._any_tool = str(schemas[0]["function"]["name"]) if schemas else ""
         stops = set(stop_ids) | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
-        stop_texts = [tokenizer.convert_ids_to_tokens(int(i)) for i in sorted(stops)]
-        rendered = self._render(chat_template_kwargs or {})
-        self.before, self.after, self.json_escaped = _split(rendered, stop_texts)
+        self._stop_texts = [tokenizer.convert_ids_to_tokens(int(i)) for i in sorted(stops)]
         added = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         self._special = sorted(added | {str(t) for t in tokenizer.all_special_tokens})
+        self._frames: dict[tuple[tuple[str, str], ...], Frame] = {}
 
-    def _render(self, kwargs: dict[str, Any]) -> str:
-        messages = [
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the whole insertion; special tokens of the template are parsed.
+
+        A special token spelled out inside a content stays plain text: a program cannot close its own message. Raises
+        TemplateError when the template refuses or drops a role, or writes no end token known to the model before it.
+        """
+        frame = self.frame(messages)
+        contents = [
+            json.dumps(message.content, ensure_ascii=False)[1:-1] if escaped else message.content
+            for message, escaped in zip(messages, frame.json_escaped, strict=True)
+        ]
+        ids: list[int] = []
+        text = frame.texts[0]
+        for content, after in zip(contents, frame.texts[1:], strict=True):
+            if any(token in content for token in self._special):
+                plain = self._tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                ids += [*self._ids(text), *plain]
+                text = after
+            else:
+                text += content + after
+        return ids + self._ids(text)
+
+    def frame(self, messages: Sequence[Message]) -> Frame:
+        """What surrounds the contents of messages with these roles and tool names."""
+        key = tuple((message.role, message.name) for message in messages)
+        if key not in self._frames:
+            holes = [f'HOLE{place}"PROBE' for place in range(len(messages))]
+            rendered = self._render([Message(role, hole, name) for (role, name), hole in zip(key, holes, strict=True)])
+            self._frames[key] = _split(rendered, holes, [message.role for message in messages], self._stop_texts)
+        return self._frames[key]
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        conversation: list[dict[str, str]] = [
             {"role": "user", "content": "Q"},
             {"role": "assistant", "content": _ASSISTANT},
-            {"role": "tool", "name": TOOL_NAME, "tool_call_id": "call00000", "content": _TOOL},
         ]
+        for place, message in enumerate(messages):
+            tool = (
+                {"name": message.name or self._any_tool, "tool_call_id": f"call{place:05d}"}
+                if message.role == "tool"
+                else {}
+            )
+            conversation.append({"role": message.role, **tool, "content": message.content})
         last: Exception | None = None
-        # Templates differ in whether a tool answer needs the schema in sight.
-        for tools in ([TOOL_SCHEMA], None):
+        for tools in self._offers:
             try:
                 text = self._tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
+                    conversation, tools=tools, tokenize=False, add_generation_prompt=True, **self._kwargs
                 )
             except Exception as error:  # jinja raises its own, and templates raise anything they like
                 last = error
                 continue
             return str(text)
-        raise TemplateError(f'the chat template cannot render a message of role "tool": {last}') from last
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of the whole insertion for tool output `text`; special tokens of the template are parsed.
-
-        A special token spelled out inside `text` stays plain text: a program cannot close its own message.
-        """
-        if self.json_escaped:
-            text = json.dumps(text, ensure_ascii=False)[1:-1]
-        if not any(token in text for token in self._special):
-            return self._ids(self.before + text + self.after)
-        inner = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return [*self._ids(self.before), *inner, *self._ids(self.after)]
+        roles = ", ".join(f'"{message.role}"' for message in messages)
+        raise TemplateError(f"the chat template cannot render a message of role {roles}: {last}") from last
 
     def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
-def _split(rendered: str, stop_texts: Sequence[str]) -> tuple[str, str, bool]:
-    """(text before the tool output, text after it, whether the template JSON-escapes it)."""
-    probe = _TOOL if _TOOL in rendered else _TOOL_ESCAPED
-    if rendered.count(_ASSISTANT) != 1 or rendered.count(probe) != 1:
-        raise TemplateError('the chat template does not show a message of role "tool" exactly once')
-    between = rendered.split(_ASSISTANT)[1]
-    between, after = between.split(probe)
-    ends = [(between.find(stop), stop) for stop in stop_texts if stop in between]
+def _split(rendered: str, holes: Sequence[str], roles: Sequence[str], stop_texts: Sequence[str]) -> Frame:
+    """The texts around the holes, from the end token of the assistant's message on."""
+    if rendered.count(_ASSISTANT) != 1:
+        raise TemplateError("the chat template does not show an assistant message exactly once")
+    rest, texts, escaped = rendered.split(_ASSISTANT)[1], [], []
+    for hole, role in zip(holes, roles, strict=True):
+        as_json = hole not in rest
+        probe = json.dumps(hole)[1:-1] if as_json else hole
+        if rest.count(probe) != 1:
+            raise TemplateError(f'the chat template does not show a message of role "{role}" exactly once')
+        before, rest = rest.split(probe)
+        texts.append(before)
+        escaped.append(as_json)
+    ends = [(texts[0].find(stop), stop) for stop in stop_texts if stop in texts[0]]
     if not ends:
         raise TemplateError(
             f"the chat template writes none of the model's end tokens {list(stop_texts)} after an assistant message"
         )
     position, stop = min(ends)
-    return between[position + len(stop) :], after, probe == _TOOL_ESCAPED
+    return Frame((texts[0][position + len(stop) :], *texts[1:], rest), tuple(escaped))
 
 
 class TokenizerCodec:
-    """The episode's view of a tokenizer: decode model turns, encode observations."""
+    """The episode's view of a tokenizer: decode model turns, encode messages."""
 
-    def __init__(self, tokenizer: Any, template: ObservationTemplate, stop_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, template: MessageTemplate, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self.stop_ids = stop_ids
@@ -114,6 +161,6 @@ class TokenizerCodec:
         """Text of sampled tokens, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def observation_ids(self, text: str) -> list[int]:
-        """See ObservationTemplate.encode."""
-        return self._template.encode(text)
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """See MessageTemplate.encode."""
+        return self._template.encode(messages)

@@ -12,17 +12,25 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from ctpo_megatron.config.schema import RolloutConfig
-from ctpo_megatron.data.records import Trajectory
-from ctpo_megatron.rollout.handle import EngineHandle, FleetError, engine_died
-from ctpo_megatron.rollout.tasks import Cancelled, GroupOutcome, GroupTask
+from ctpo_megatron.data.records import Group, Prompt
+from ctpo_megatron.rollout.handle import EngineHandle, engine_died
+from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
+from ctpo_megatron.rollout.tasks import Cancelled, GroupOutcome, GroupTask, Sampling
 
 _MAX_BACKOFF_S = 10.0
 _TURN_S = 1.0
 """Longest wait before it is looked whether the call was cancelled."""
 
 
-class GroupFailed(FleetError):
-    """A group could not be completed within its retries."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `RolloutFleet.generate` was asked for, the prompts apart."""
+
+    step: int
+    samples: int
+    sampling: Sampling
+    cancelled: Callable[[], bool]
+    replacement: Callable[[], Prompt] | None
 
 
 @dataclass(slots=True)
@@ -30,127 +38,161 @@ class _Job:
     """One prompt on its way: its place in the answer, how often it failed, and when it may be tried again."""
 
     index: int
-    task: GroupTask
+    prompt: Prompt
     failures: int = 0
     not_before: float = 0.0
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     job: _Job
-    slot: EngineHandle
+    engine: EngineHandle
     deadline: float
 
 
 class Dispatcher:
-    """One `generate` call. `restart` replaces an engine, `revive` admits those that came back; both keep the fleet's
-    books. Counts go to `counts`: group_retries and lost_<status>.
+    """One `generate` call. `restart` replaces an engine, `readmit` registers those that came back.
+
+    Counts go to `counts`: group_retries, quarantined and lost_<status>.
     """
 
     def __init__(
         self,
         rollout: RolloutConfig,
-        slots: Sequence[EngineHandle],
+        engines: Sequence[EngineHandle],
+        quarantine: Quarantine,
         counts: Counter[str],
         restart: Callable[[EngineHandle], None],
-        revive: Callable[[], None],
-        cancelled: Callable[[], bool],
+        readmit: Callable[[], None],
     ) -> None:
-        self._rollout, self._slots, self._counts = rollout, slots, counts
-        self._restart, self._revive, self._cancelled = restart, revive, cancelled
+        self._rollout, self._engines, self._quarantine, self._counts = rollout, engines, quarantine, counts
+        self._restart, self._readmit = restart, readmit
         self._waiting: deque[_Job] = deque()
-        self._flights: dict[Any, _Flight] = {}
-        self._done: dict[int, list[Trajectory]] = {}
+        self._in_flight: dict[Any, _InFlight] = {}
+        self._done: dict[int, Group] = {}
 
-    def run(self, tasks: Sequence[GroupTask]) -> list[list[Trajectory]]:
-        """The trajectories of every task, in the order of `tasks`.
+    def run(self, prompts: Sequence[Prompt], request: Request) -> list[Group]:
+        """The groups of `prompts`, in their order; see `RolloutFleet.generate` for what is replaced or left out.
 
-        Raises GroupFailed, FleetError from `revive`, and Cancelled within a second or so of `cancelled()` being true.
+        Raises TooManyQuarantined, FleetError from `readmit`, and Cancelled within a second or so of
+        `request.cancelled()` being true.
         """
-        self._waiting.extend(_Job(index, task) for index, task in enumerate(tasks))
+        self._request = request
         try:
-            while len(self._done) < len(tasks):
-                if self._cancelled():
-                    raise Cancelled(f"{len(tasks) - len(self._done)} of {len(tasks)} groups were not sampled")
+            for index, prompt in enumerate(prompts):
+                self._queue(index, prompt)
+            while self._waiting or self._in_flight:
+                if request.cancelled():
+                    raise Cancelled(f"{len(prompts) - len(self._done)} of {len(prompts)} groups were not sampled")
                 self._dispatch()
                 for reference in self._wait():
-                    self._land(reference)
-                self._revive()
+                    self._complete(reference)
+                self._readmit()
                 self._expire()
         finally:
-            for reference in self._flights:  # only on an error: leave nothing running behind
+            for reference in self._in_flight:  # only on an error: leave nothing running behind
                 ray.cancel(reference, force=False)
-        return [self._done[index] for index in range(len(tasks))]
+        return [self._done[index] for index in sorted(self._done)]
+
+    def _queue(self, index: int, prompt: Prompt) -> None:
+        """Line up `prompt`, or what takes its place if it is quarantined: another prompt, or nothing."""
+        if prompt.id in self._quarantine:
+            if self._request.replacement is None:
+                return
+            prompt = self._quarantine.draw(self._request.replacement)
+        check_prompt(prompt, self._rollout)
+        self._waiting.append(_Job(index, prompt))
 
     def _dispatch(self) -> None:
         """Hand out jobs to the least busy live engines, each kept just busy enough to fill its batch."""
-        load = Counter(flight.slot.index for flight in self._flights.values())
+        request = self._request
+        load = Counter(entry.engine.index for entry in self._in_flight.values())
+        capacity = -(-self._rollout.engine.max_num_seqs // request.samples) + 1
         now = time.monotonic()
         for _ in range(len(self._waiting)):
             job = self._waiting.popleft()
-            capacity = -(-self._rollout.engine.max_num_seqs // job.task.samples) + 1
-            free = [slot for slot in self._slots if slot.live and load[slot.index] < capacity]
+            free = [engine for engine in self._engines if engine.live and load[engine.index] < capacity]
             if not free or job.not_before > now:
                 self._waiting.append(job)
                 continue
-            slot = min(free, key=lambda slot: load[slot.index])
-            load[slot.index] += 1
-            self._flights[slot.submit(job.task)] = _Flight(job, slot, now + self._rollout.group_timeout_s)
+            engine = min(free, key=lambda engine: load[engine.index])
+            load[engine.index] += 1
+            task = GroupTask(job.prompt, request.step, request.samples, request.sampling)
+            self._in_flight[engine.submit(task)] = _InFlight(job, engine, now + self._rollout.group_timeout_s)
 
     def _wait(self) -> list[Any]:
         """References of finished groups; returns empty-handed when something else wants attention."""
-        starting = [slot.ready_ref for slot in self._slots if not slot.live]
-        wake = [flight.deadline for flight in self._flights.values()]
+        starting = [engine for engine in self._engines if not engine.live]
+        wake = [entry.deadline for entry in self._in_flight.values()]
         wake += [job.not_before for job in self._waiting if job.not_before > 0]
-        wake += [slot.deadline for slot in self._slots if not slot.live]
+        wake += [engine.deadline for engine in starting]
         timeout = min(_TURN_S, max(0.01, min(wake) - time.monotonic())) if wake else _TURN_S
-        watched = [*self._flights, *starting]
+        watched = [*self._in_flight, *(engine.ready_ref for engine in starting)]
         if not watched:
             time.sleep(timeout)
             return []
         ready, _ = ray.wait(watched, timeout=timeout)
         if ready:  # whatever else finished meanwhile comes along
             ready, _ = ray.wait(watched, num_returns=len(watched), timeout=0)
-        return [reference for reference in ready if reference in self._flights]
+        return [reference for reference in ready if reference in self._in_flight]
 
-    def _land(self, reference: Any) -> None:
-        """Take in one finished call: a group, a reason to try it again, or an error that a retry cannot mend."""
-        flight = self._flights.pop(reference)
+    def _complete(self, reference: Any) -> None:
+        """Take in one finished call: a group, or a reason to try it again."""
+        entry = self._in_flight.pop(reference)
+        job, engine = entry.job, entry.engine
         try:
             outcome: GroupOutcome = ray.get(reference)
         except RayError as error:
             if not engine_died(error):
                 cause = error.cause if isinstance(error, RayTaskError) else error
-                raise GroupFailed(f"prompt {flight.job.task.prompt_id!r} on {flight.slot.name}: {cause!r}") from error
-            if flight.slot.live:
-                self._restart(flight.slot)
-            self._retry(flight.job, f"{flight.slot.name} died; its log: {flight.slot.log_path}")
+                self._retry(job, f"{cause!r} on {engine.name}; its log: {engine.log_path}")
+                return
+            if engine.live:
+                self._restart(engine)
+            self._retry(job, f"{engine.name} died; its log: {engine.log_path}")
             return
         if outcome.trajectories is None:
             self._counts.update(f"lost_{call.status}" for call in outcome.tool_calls)
-            self._retry(flight.job, outcome.failure, pause=True)
+            self._retry(job, outcome.failure, pause=True)
             return
-        self._done[flight.job.index] = outcome.trajectories
+        self._done[job.index] = Group(job.prompt, outcome.trajectories)
 
     def _retry(self, job: _Job, cause: str, *, pause: bool = False) -> None:
-        """Queue the whole group again with the same seeds, or give up."""
+        """Queue the whole group again with the same seeds, or quarantine its prompt and queue what replaces it."""
         job.failures += 1
         if job.failures > self._rollout.max_group_retries:
-            raise GroupFailed(f"prompt {job.task.prompt_id!r} failed {job.failures} times; last cause: {cause}")
+            self._give_up(job, f"failed {job.failures} times, the last: {cause}")
+            return
         self._counts["group_retries"] += 1
         if pause:
             job.not_before = time.monotonic() + min(_MAX_BACKOFF_S, 0.5 * 2 ** (job.failures - 1))
         self._waiting.append(job)
 
+    def _give_up(self, job: _Job, cause: str) -> None:
+        if job.prompt.id not in self._quarantine:  # small data may hold a prompt twice in a batch
+            self._counts["quarantined"] += 1
+            self._quarantine.add(Quarantined(job.prompt.id, self._request.step, cause))
+        self._queue(job.index, job.prompt)
+
     def _expire(self) -> None:
         """Take back groups past their deadline; an engine that no longer answers is restarted."""
         now = time.monotonic()
-        late = [(reference, flight) for reference, flight in self._flights.items() if flight.deadline <= now]
-        for reference, flight in late:
-            del self._flights[reference]
+        late = [(reference, entry) for reference, entry in self._in_flight.items() if entry.deadline <= now]
+        for reference, entry in late:
+            del self._in_flight[reference]
             ray.cancel(reference, force=False)
             limit = self._rollout.group_timeout_s
-            self._retry(flight.job, f"no result from {flight.slot.name} within {limit:g} s")
-        for slot in {flight.slot.index: flight.slot for _, flight in late}.values():
-            if slot.live and not slot.responds():
-                self._restart(slot)
+            self._retry(entry.job, f"no result from {entry.engine.name} within {limit:g} s")
+        for engine in {entry.engine.index: entry.engine for _, entry in late}.values():
+            if engine.live and not engine.responds():
+                self._restart(engine)
+
+
+def check_prompt(prompt: Prompt, rollout: RolloutConfig) -> None:
+    """Raises ValueError when `prompt` leaves the model no room to answer."""
+    limit = rollout.engine.max_model_len
+    if not 0 < len(prompt.token_ids) < limit:
+        raise ValueError(
+            f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens; it needs at least 1 and fewer than "
+            f"rollout.engine.max_model_len = {limit}"
+        )

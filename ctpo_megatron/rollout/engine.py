@@ -10,30 +10,28 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.config.schema import Config
-from ctpo_megatron.data.records import Trajectory
-from ctpo_megatron.environments.episode import EpisodeFailed, Limits, ModelTurn, run_episode
+from ctpo_megatron.data.records import ToolCall, Trajectory
+from ctpo_megatron.environments.episode import Episode, EpisodeFailed, Limits, ModelTurn, play
+from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
-from ctpo_megatron.environments.tools import ExecutionResultLike, ToolUnavailable
+from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
+from ctpo_megatron.extensions import activate
 from ctpo_megatron.rollout.tasks import (
     INITIAL_VERSION,
-    Device,
     EngineDied,
+    EngineSpec,
     GroupOutcome,
     GroupTask,
     Sampling,
-    ToolFactory,
     UpdateReport,
     engine_arguments,
     engine_environment,
 )
 
-_REQUESTS_PER_SLOT = 4
 
-
-def _redirect_output(path: str) -> None:
+def _redirect_output(path: Path) -> None:
     """Send this process's and its children's stdout and stderr to `path`."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -45,49 +43,36 @@ def _redirect_output(path: str) -> None:
 class RolloutEngine:
     """One engine; made a Ray actor by the fleet. `start` loads the model, everything else needs it."""
 
-    def __init__(
-        self,
-        config: Config,
-        model_path: str,
-        run_seed: int,
-        sandbox_url: str,
-        device: Device,
-        log_path: str,
-        tool_factory: ToolFactory | None = None,
-    ) -> None:
-        _redirect_output(log_path)
-        os.environ.update(engine_environment(device, config.rollout.engine.threads))
-        self._config, self._model_path, self._run_seed, self._device = config, model_path, run_seed, device
-        self._sandbox_url, self._tool_factory = sandbox_url, tool_factory
+    def __init__(self, index: int, spec: EngineSpec) -> None:
+        _redirect_output(spec.log_path(index))
+        os.environ.update(engine_environment(spec.device, spec.config.rollout.engine.threads))
+        self._spec, self._config = spec, spec.config
         self._requests = 0
 
     async def start(self) -> int:
-        """Load the model and tokenizer; returns the engine process id."""
+        """Load the users' parts, the model and the tokenizer; returns the engine process id."""
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from ctpo_megatron.environments.template import ObservationTemplate, TokenizerCodec, stop_token_ids
         from ctpo_megatron.weights.vllm_worker import BACKEND
 
-        arguments = engine_arguments(self._config, self._model_path, self._device)
+        activate(self._config.extensions.path or ())
+        self._tools = make_toolbox(self._config, self._spec.sandbox_url)
+        self._environment = make_environment(self._config.rollout)
+        arguments = engine_arguments(self._config, self._spec.model_path, self._spec.device)
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=BACKEND), **arguments)
         )
         await self._llm.update_weight_version(str(INITIAL_VERSION))
-        tokenizer = self._llm.get_tokenizer()
-        stops = stop_token_ids(tokenizer, self._model_path)
-        template = ObservationTemplate(tokenizer, self._config.model.chat_template_kwargs, sorted(stops))
-        self._codec = TokenizerCodec(tokenizer, template, stops)
+        self._codec = self._make_codec(self._llm.get_tokenizer())
         rollout = self._config.rollout
         self._limits = Limits(
             rollout.max_turns,
             rollout.max_turn_tokens,
             rollout.max_response_tokens,
             rollout.engine.max_model_len,
-            rollout.max_observation_chars,
         )
-        self._run_tool = self._tool_factory() if self._tool_factory else self._sandbox_tool()
         gc.collect()
         gc.freeze()  # the imported world is large and stays: full collections would cost more than the episodes
         return os.getpid()
@@ -99,23 +84,16 @@ class RolloutEngine:
     async def run_group(self, task: GroupTask) -> GroupOutcome:
         """Play all samples of one prompt at once; siblings of an episode that fails are cancelled."""
         trajectories = [
-            Trajectory(task.prompt_id, i, trajectory_seed(self._run_seed, task.step, task.prompt_id, i))
+            Trajectory(task.prompt.id, i, trajectory_seed(self._spec.run_seed, task.step, task.prompt.id, i))
             for i in range(task.samples)
         ]
         generate = self._turn_generator(task.sampling)
+        parts: dict[str, Any] = {"codec": self._codec, "tools": self._tools, "limits": self._limits}
+        episodes = [Episode(task.prompt, trajectory, engine=generate, **parts) for trajectory in trajectories]
         try:
             async with asyncio.TaskGroup() as group:
-                for trajectory in trajectories:
-                    group.create_task(
-                        run_episode(
-                            task.token_ids,
-                            trajectory,
-                            generate=generate,
-                            run_tool=self._run_tool,
-                            codec=self._codec,
-                            limits=self._limits,
-                        )
-                    )
+                for episode in episodes:
+                    group.create_task(play(self._environment, episode))
         except BaseExceptionGroup as errors:
             failures = [error for error in errors.exceptions if isinstance(error, EpisodeFailed)]
             if len(failures) != len(errors.exceptions):
@@ -143,6 +121,14 @@ class RolloutEngine:
     async def shutdown(self) -> None:
         """Stop the engine core."""
         self._llm.shutdown(timeout=2.0)
+
+    def _make_codec(self, tokenizer: Any) -> TokenizerCodec:
+        stops = stop_token_ids(tokenizer, self._spec.model_path)
+        kwargs = self._config.model.chat_template_kwargs
+        template = MessageTemplate(tokenizer, kwargs, sorted(stops), self._tools.schemas)
+        if self._tools.schemas:  # a chat template without tool messages is refused now, not at the first call
+            template.frame(self._tools.render([ToolCall(1, "", {}, "success", "", 0.0)]))
+        return TokenizerCodec(tokenizer, template, stops)
 
     def _turn_generator(self, sampling: Sampling) -> Callable[..., Awaitable[ModelTurn]]:
         from vllm.inputs import tokens_input
@@ -173,26 +159,6 @@ class RolloutEngine:
             return _model_turn(last.outputs[0])
 
         return generate
-
-    def _sandbox_tool(self) -> Callable[[str], Awaitable[ExecutionResultLike]]:
-        from ctpo_sandbox import SandboxClient, SandboxUnavailable
-
-        sandbox = self._config.sandbox
-        limit = sandbox.max_concurrency
-        if sandbox.url is None:  # our own server: more than keeps its slots busy only makes the HTTP pool slow
-            limit = min(limit, _REQUESTS_PER_SLOT * sandbox.slots)
-        share = max(1, limit // self._config.rollout.engines)
-        client = SandboxClient(
-            self._sandbox_url.split(","), max_concurrency=share, request_timeout_s=sandbox.request_timeout_s
-        )
-
-        async def run_tool(code: str) -> ExecutionResultLike:
-            try:
-                return await client.run(code, run_timeout_s=sandbox.run_timeout_s)
-            except SandboxUnavailable as error:
-                raise ToolUnavailable(str(error)) from error
-
-        return run_tool
 
 
 def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:

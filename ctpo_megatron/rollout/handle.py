@@ -1,29 +1,19 @@
-"""One place of the fleet: an engine actor, its successor when it dies, and the weights it must carry to serve."""
+"""One engine of the fleet as the driver sees it: its actor, the successor of one that died, and its weights."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from ctpo_megatron.config.schema import Config
 from ctpo_megatron.rollout.engine import RolloutEngine
-from ctpo_megatron.rollout.tasks import Device, GroupTask, ToolFactory, UpdateReport
+from ctpo_megatron.rollout.tasks import EngineSpec, FleetError, GroupTask, UpdateReport, WeightSyncError
 from ctpo_megatron.weights.shared_file import WeightSnapshot
 
 _PING_TIMEOUT_S = 20.0
 _SHUTDOWN_TIMEOUT_S = 5.0
-
-
-class FleetError(RuntimeError):
-    """The fleet cannot go on; the message names the engine or prompt, the cause and where to look."""
-
-
-class WeightSyncError(FleetError):
-    """An engine does not hold the weights it was sent."""
 
 
 def engine_died(error: BaseException) -> bool:
@@ -37,28 +27,17 @@ def engine_died(error: BaseException) -> bool:
 class EngineHandle:
     """Owner of engine number `index`. `launch` returns at once; `ready_ref` resolves when the engine can serve."""
 
-    def __init__(
-        self,
-        index: int,
-        config: Config,
-        model_path: str,
-        run_seed: int,
-        sandbox_url: str,
-        device: Device,
-        log_path: Path,
-        tool_factory: ToolFactory | None,
-    ) -> None:
-        self.index, self.log_path, self.name = index, log_path, f"rollout engine {index}"
+    def __init__(self, index: int, spec: EngineSpec) -> None:
+        self.index, self.log_path, self.name = index, spec.log_path(index), f"rollout engine {index}"
         self.live = False
-        self._config = config
-        on_gpu, engine = device == "cuda", config.rollout.engine
+        self._spec, self._start_timeout_s = spec, spec.config.rollout.start_timeout_s
+        on_gpu, engine = spec.device == "cuda", spec.config.rollout.engine
         self._cpus, self._gpus = (1, engine.tensor_parallel_size) if on_gpu else (engine.threads, 0)
         self.needs = f"{self._cpus} CPU and {self._gpus} GPU"
-        self._arguments = (config, model_path, run_seed, sandbox_url, device, str(log_path), tool_factory)
         self.launch()
 
     def launch(self) -> None:
-        """Begin a (new) engine process; the slot is not live until `admit` succeeded."""
+        """Begin a (new) engine process; it is not live until `register` succeeded."""
         self.live = False
         self._actor: Any = (
             ray.remote(RolloutEngine)
@@ -68,12 +47,12 @@ class EngineHandle:
                 max_restarts=0,  # a new engine has old weights: the fleet restarts it, so that it can push first
                 max_concurrency=4096,
             )
-            .remote(*self._arguments)
+            .remote(self.index, self._spec)
         )
         self.ready_ref = self._actor.start.remote()
-        self.deadline = time.monotonic() + self._config.rollout.start_timeout_s
+        self.deadline = time.monotonic() + self._start_timeout_s
 
-    def admit(self, snapshot: WeightSnapshot | None) -> None:
+    def register(self, snapshot: WeightSnapshot | None) -> None:
         """Collect the finished start, push the current weights if there are any, and go live. Raises FleetError."""
         try:
             ray.get(self.ready_ref, timeout=0)
@@ -97,7 +76,7 @@ class EngineHandle:
 
     def check_update(self, reference: Any, version: int) -> UpdateReport:
         """Wait for an update and hold the engine's own answer against `version`. Raises WeightSyncError."""
-        timeout = self._config.rollout.start_timeout_s
+        timeout = self._start_timeout_s
         try:
             report: UpdateReport = ray.get(reference, timeout=timeout)
         except GetTimeoutError as error:

@@ -16,15 +16,16 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollout/tool_use, truncated and max_turns are shares of trajectories; tool_calls, turns_mean, response_length_mean
     (tokens after the prompt, observations included) and model_tokens_mean are means per trajectory; tool_error_rate is
     the share of calls that did not succeed. tokens/* and the sandbox/* statuses are counts; sandbox/calls counts every
-    call, malformed ones included; sandbox/wall_mean_s is the mean seconds of the calls that were executed. Both
-    rates are left out when there was no call to take them over.
+    call of every tool, malformed ones included; sandbox/wall_mean_s is the mean seconds of the calls that were
+    executed. Both rates are left out when there was no call to take them over. tool/<name>/calls and
+    tool/<name>/success count the calls of one tool that were executed.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
         return {}
     n = len(trajectories)
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
-    statuses = Counter(call.status for call in calls)
+    statuses: Counter[str] = Counter(call.status for call in calls)
     reasons = Counter(trajectory.finish_reason for trajectory in trajectories)
     model = sum(sum(trajectory.response_mask) for trajectory in trajectories)
     total = sum(len(trajectory) for trajectory in trajectories)
@@ -45,6 +46,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics |= {f"sandbox/{status}": float(statuses[status]) for status in TOOL_STATUSES}
     if calls:
         metrics["rollout/tool_error_rate"] = 1.0 - statuses["success"] / len(calls)
+    for name in sorted({call.name for call in calls if call.name}):
+        of_tool = [call.status for call in calls if call.name == name]
+        metrics |= {f"tool/{name}/calls": float(len(of_tool)), f"tool/{name}/success": float(of_tool.count("success"))}
     executed = [call.wall_s for call in calls if call.status != "parse_error"]
     if executed:
         metrics["sandbox/wall_mean_s"] = sum(executed) / len(executed)
@@ -53,5 +57,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
     """What `RolloutFleet.stats` reports, from its counts; absent ones are 0."""
-    names = ["group_retries", "engine_restarts", "generate_s", "sync_s", *(f"lost_{s}" for s in TOOL_STATUSES)]
+    names = ["group_retries", "quarantined", "engine_restarts", "generate_s", "sync_s"]
+    names += [f"lost_{status}" for status in TOOL_STATUSES]
     return {name: float(counts.get(name, 0)) for name in names}

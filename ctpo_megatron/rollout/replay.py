@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.rollout.metrics import fleet_stats
+from ctpo_megatron.rollout.quarantine import Quarantined
 from ctpo_megatron.rollout.tasks import Cancelled, Sampling
 
 if TYPE_CHECKING:
@@ -22,10 +23,14 @@ class Replay:
     """Stands where `RolloutFleet` does, and answers with what an earlier run recorded.
 
     recorded: step -> the trajectories of its dump, group by group in sample order.
+    max_quarantined: most prompts that the recorded run can have lost (its `rollout.max_quarantined`).
+    quarantined: the prompts that the recording does without; a resumed replay adds those that it had before.
     """
 
-    def __init__(self, recorded: Callable[[int], list[Trajectory]]) -> None:
-        self._recorded = recorded
+    def __init__(self, recorded: Callable[[int], list[Trajectory]], max_quarantined: int = 0) -> None:
+        self._recorded, self._max_quarantined = recorded, max_quarantined
+        self._counts: Counter[str] = Counter()
+        self.quarantined: list[Quarantined] = []
 
     def __enter__(self) -> Replay:
         return self
@@ -44,8 +49,11 @@ class Replay:
         samples: int,
         sampling: Sampling,
         cancelled: Callable[[], bool] = lambda: False,
+        replacement: Callable[[], Prompt] | None = None,
     ) -> list[Group]:
         """The recorded groups of `step`, which must be of these prompts in this order.
+
+        Where the recorded run replaced a prompt, `replacement` is drawn from as that run drew from it.
 
         The distribution to sample from is that of the recording, whatever `sampling` says. Raises ReplayError, and
         Cancelled when `cancelled()` is true.
@@ -58,10 +66,42 @@ class Replay:
                 f"step {step}: {len(trajectories)} trajectories were recorded, {len(prompts)} prompts x {samples} "
                 "samples are needed: set rollout.prompts_per_step and rollout.samples_per_prompt as in the recorded run"
             )
-        return [
-            _group(step, place, prompt, trajectories[place * samples : (place + 1) * samples])
-            for place, prompt in enumerate(prompts)
-        ]
+        recorded = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
+        played = list(prompts) if replacement is None else self._replace(prompts, recorded, step, replacement)
+        return [_group(step, place, played[place], recorded[place]) for place in range(len(played))]
+
+    def _replace(
+        self,
+        prompts: Sequence[Prompt],
+        recorded: Sequence[list[Trajectory]],
+        step: int,
+        replacement: Callable[[], Prompt],
+    ) -> list[Prompt]:
+        """The prompts that were played in place of `prompts`; those that `replacement` does not explain stay.
+
+        The last prompt that a step draws is never lost, or another would have been drawn. So a replay that draws until
+        every recorded prompt was met has drawn as many as the recorded run.
+        """
+        played = list(prompts)
+        missing = [place for place, prompt in enumerate(prompts) if prompt.id != recorded[place][0].prompt_id]
+        lost = {prompts[place].id for place in missing}
+        # The endless stream may give a prompt that is already lost again, but at most twice in a row of such prompts.
+        for _ in range(len(missing) + 2 * self._max_quarantined):
+            if not missing:
+                break
+            prompt = replacement()
+            place = next((place for place in missing if recorded[place][0].prompt_id == prompt.id), None)
+            if place is None:
+                lost.add(prompt.id)
+            else:
+                played[place] = prompt
+                missing.remove(place)
+        lost -= {record.prompt_id for record in self.quarantined}
+        if missing or len(self.quarantined) + len(lost) > self._max_quarantined:
+            return list(prompts)  # another recording: the first prompt that differs is reported
+        self.quarantined += [Quarantined(name, step, "lost in the recorded run") for name in sorted(lost)]
+        self._counts["quarantined"] += len(lost)
+        return played
 
     def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take the weights, as the ranks that give them expect, and forget them."""
@@ -69,8 +109,9 @@ class Replay:
             pass
 
     def stats(self) -> dict[str, float]:
-        """The names that `RolloutFleet.stats` has, all 0."""
-        return fleet_stats(Counter())
+        """The names that `RolloutFleet.stats` has; all but `quarantined` are 0."""
+        counts, self._counts = self._counts, Counter()
+        return fleet_stats(counts)
 
 
 def _group(step: int, place: int, prompt: Prompt, trajectories: list[Trajectory]) -> Group:

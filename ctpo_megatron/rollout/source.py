@@ -44,8 +44,12 @@ class Engines(Protocol):
         samples: int,
         sampling: Sampling,
         cancelled: Callable[[], bool] = ...,
+        replacement: Callable[[], Prompt] | None = ...,
     ) -> list[Group]:
-        """A group of `samples` trajectories for every prompt, in order."""
+        """A group of `samples` trajectories for every prompt, in order.
+
+        A prompt that fails too often is quarantined; `replacement()` gives another, without it the group is left out.
+        """
 
     def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take these weights as `version`."""
@@ -79,12 +83,24 @@ class Collector:
         self._engines, self._score, self._cancelled = engines, score, cancelled
 
     def collect(
-        self, prompts: Sequence[Prompt], *, step: int, samples: int, sampling: Sampling, phase: Phase
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        samples: int,
+        sampling: Sampling,
+        phase: Phase,
+        replacement: Callable[[], Prompt] | None = None,
     ) -> tuple[list[Group], dict[str, float]]:
         """Scored groups of the prompts and their metrics. Raises what `Engines.generate` raises."""
         with phase("rollout"):
             groups = self._engines.generate(
-                prompts, step=step, samples=samples, sampling=sampling, cancelled=self._cancelled
+                prompts,
+                step=step,
+                samples=samples,
+                sampling=sampling,
+                cancelled=self._cancelled,
+                replacement=replacement,
             )
         with phase("reward"):
             scores = self._score(groups)
@@ -112,6 +128,7 @@ class SampledRollouts:
                 samples=config.samples_per_prompt,
                 sampling=Sampling(config.temperature, config.top_p, config.top_k),
                 phase=self._phase,
+                replacement=lambda: self._prompts.take(1)[0],
             )
         except Cancelled:
             self._prompts.load_state_dict(before)

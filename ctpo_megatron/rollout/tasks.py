@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.data.records import ToolCall, Trajectory
-from ctpo_megatron.environments.tools import ExecutionResultLike
+from ctpo_megatron.data.records import Prompt, ToolCall, Trajectory
 
 Device = Literal["cpu", "cuda"]
-ToolFactory = Callable[[], Callable[[str], Awaitable[ExecutionResultLike]]]
 
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What every engine of a fleet is made from.
+
+    model_path: Hugging Face directory. run_seed: part of every sampling seed.
+    """
+
+    config: Config
+    model_path: str
+    run_seed: int
+    sandbox_url: str
+    log_dir: Path
+    device: Device = "cpu"
+
+    def log_path(self, index: int) -> Path:
+        """The log of engine number `index`."""
+        return self.log_dir / f"rollout_engine_{index}.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +47,7 @@ class Sampling:
 class GroupTask:
     """One prompt to be played `samples` times."""
 
-    prompt_id: str
-    token_ids: tuple[int, ...]
+    prompt: Prompt
     step: int
     samples: int
     sampling: Sampling
@@ -46,8 +62,16 @@ class GroupOutcome:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
+class FleetError(RuntimeError):
+    """The fleet cannot go on; the message names the engine, the cause and where to look."""
+
+
+class WeightSyncError(FleetError):
+    """An engine does not hold the weights it was sent."""
+
+
 class Cancelled(Exception):
-    """The caller no longer wants what it asked to be sampled."""
+    """Sampling was cancelled."""
 
 
 class EngineDied(RuntimeError):

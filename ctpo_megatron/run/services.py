@@ -12,9 +12,11 @@ from transformers import AutoTokenizer
 
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Group, PromptSampler, load_prompts
+from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
 from ctpo_megatron.evaluate import Evaluation
+from ctpo_megatron.extensions import activate
 from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollout import TOOL_SCHEMA, Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
+from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.tracking import read_trajectories, reward_metrics, trajectory_files, trajectory_of
 from ctpo_sandbox import Limits, start_server
@@ -36,11 +38,12 @@ def start_services(
 
     cancelled: whether the run is asked to end; looked at while groups are sampled. Raises DataError for bad prompts.
     """
+    activate(config.extensions.path or ())
     read = functools.partial(
         load_prompts,
         tokenizer=AutoTokenizer.from_pretrained(config.model.path),
         max_prompt_tokens=config.data.max_prompt_tokens,
-        tool_schema=TOOL_SCHEMA if config.data.tool_in_prompt else None,
+        tool_schemas=tool_schemas(config.rollout) if config.data.tool_in_prompt else [],
         chat_template_kwargs=config.model.chat_template_kwargs,
     )
     prompts = PromptSampler(read(config.data.train), config.run.seed, config.data.shuffle)
@@ -61,12 +64,15 @@ def start_services(
 
 def _engines(config: Config, directory: Path, stack: ExitStack) -> RolloutFleet | Replay:
     if config.rollout.replay is None:
-        url = _sandbox_url(config, directory, stack)
+        url = _sandbox_url(config, directory, stack) if needs_sandbox(config.rollout) else ""
         fleet = stack.enter_context(RolloutFleet(config, config.model.path, config.run.seed, url))
         fleet.start()
         return fleet
     recorded = trajectory_files(Path(config.rollout.replay))
-    return Replay(lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])])
+    return Replay(
+        lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])],
+        config.rollout.max_quarantined,
+    )
 
 
 def _sandbox_url(config: Config, directory: Path, stack: ExitStack) -> str:

@@ -57,7 +57,7 @@ def test_globs_fallback_ids_and_numeric_answers(tmp_path, tokenizer):
 def test_tool_schema_reaches_the_template(tmp_path, tokenizer):
     file = write(tmp_path / "a.parquet", [row()])
     schema = {"type": "function", "function": {"name": "code_interpreter"}}
-    (prompt,) = load_prompts([file], tokenizer, max_prompt_tokens=400, tool_schema=schema)
+    (prompt,) = load_prompts([file], tokenizer, max_prompt_tokens=400, tool_schemas=[schema])
     assert "code_interpreter" in tokenizer.decode(list(prompt.token_ids))
 
 

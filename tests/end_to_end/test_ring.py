@@ -197,6 +197,7 @@ def test_a_tool_that_never_answers_stops_the_run_with_a_reason(ctpo: Ctpo) -> No
         "sandbox.url=http://127.0.0.1:9",  # the discard port: nobody listens
         "sandbox.request_timeout_s=3",
         "rollout.max_group_retries=1",
+        "rollout.max_quarantined=0",
     )
     assert done.returncode != 0
     assert "127.0.0.1:9" in done.stderr and "sandbox" in done.stderr.lower(), json.dumps(done.stderr[-3000:])

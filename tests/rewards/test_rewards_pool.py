@@ -61,7 +61,8 @@ def test_math_scores_in_order_with_counts() -> None:
 
 def test_tool_output_and_earlier_turns_do_not_count() -> None:
     silent = group("I have it.")
-    silent.trajectories[0].tool_calls.append(ToolCall(1, "print(2)", "success", r"\boxed{2}", 0.0))
+    call = ToolCall(1, "code_interpreter", {"code": "print(2)"}, "success", r"\boxed{2}", 0.0)
+    silent.trajectories[0].tool_calls.append(call)
     with RewardPool(RewardConfig()) as pool:
         assert pool.score([silent]) == ScoreReport(1, 0, 0, {"no_box": 1.0})
     assert rewards([silent]) == [0.0]

@@ -1,18 +1,28 @@
-"""What the fleet tests share: a small configuration and a scripted tool."""
+"""What the fleet tests share: a small configuration, with a scripted tool in place of the sandbox, and a fleet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
 from ctpo_megatron.config.schema import Config
+from ctpo_megatron.data.records import Group, Prompt, Trajectory
+from ctpo_megatron.rollout import RolloutFleet, Sampling
+from tests.rollout.tiny_model import CALL, build_tiny_model
 
 MAX_RESPONSE, MAX_TURN = 150, 30
 
 
+HERE = Path(__file__).parent
+
+
 def make_config(path: Path, root: Path, **rollout: Any) -> Config:
+    """Of a fleet with the model at `path`; the file `root / "flag"` tells the scripted tool what to do."""
     engine = {"max_model_len": 320, "max_num_seqs": 64, "dtype": "float32", "kv_cache_mb": 32, "block_size": 32}
     settings = {
         "max_turns": 3,
@@ -22,6 +32,7 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
         "start_timeout_s": 240,
         "group_timeout_s": 120,
         "engine": engine,
+        "tools": [{"name": "user_parts:ScriptedPython", "arguments": {"flag": str(root / "flag")}}],
     }
     return Config.model_validate(
         {
@@ -29,23 +40,71 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
             "model": {"path": str(path)},
             "data": {"train": ["unused"]},
             "rollout": settings | rollout,
+            "extensions": {"path": [str(HERE)]},
         }
     )
 
 
-def scripted_tool(flag: Path) -> Callable[[], Any]:
-    """A tool that prints 1; while `flag` holds a positive number it counts it down and is unavailable instead."""
+class Stage:
+    """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.
 
-    def factory() -> Any:
-        async def run(code: str) -> Any:
-            from ctpo_megatron.environments.tools import ToolUnavailable
+    model: settings of the tiny model. rollout: settings of the fleet.
+    """
 
-            left = int(flag.read_text()) if flag.exists() else 0
-            if left > 0:
-                flag.write_text(str(left - 1))
-                raise ToolUnavailable("connection refused")
-            return SimpleNamespace(status="success", stdout="1\n", stderr="", wall_s=0.0)
+    def __init__(self, root: Path, model: dict[str, Any] | None = None, **rollout: Any) -> None:
+        self.path, self.flag = root / "model", root / "flag"
+        favour = {CALL: 9.0, "<|im_end|>": 7.0}
+        self.tokenizer, self.model = build_tiny_model(self.path, favour=favour, **(model or {}))
+        self.version = 0
+        self.config = make_config(self.path, root, **rollout)
+        self.fleet = RolloutFleet(self.config, str(self.path), 7, "unused")
+        self.fleet.start()
 
-        return run
+    def prompts(self, count: int, length: int = 40) -> list[Prompt]:
+        generator = torch.Generator().manual_seed(count)
+        rows = torch.randint(0, 256, (count, length), generator=generator).tolist()
+        return [Prompt(f"p{i}", "test", (), "", tuple(row)) for i, row in enumerate(rows)]
 
-    return factory
+    def sync(self, scale: float) -> None:
+        """Move every weight a little, deterministically, and hand the result to the engines."""
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+        self.version += 1
+        self.model.save_pretrained(self.path.parent / "updated")  # under the names of a checkpoint
+        self.fleet.sync(load_file(self.path.parent / "updated" / "model.safetensors").items(), self.version)
+
+    def generate(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
+        return self.fleet.generate(prompts, step=step, samples=samples, sampling=Sampling(**sampling))
+
+
+def trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def tokens(groups: Sequence[Group]) -> list[list[int]]:
+    return [trajectory.token_ids for trajectory in trajectories(groups)]
+
+
+def largest_log_prob_error(model: PreTrainedModel, groups: Sequence[Group], temperature: float = 1.0) -> float:
+    worst = 0.0
+    for trajectory in trajectories(groups):
+        ids = torch.tensor([trajectory.token_ids])
+        with torch.no_grad():
+            log_probs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+        want = log_probs.gather(1, ids[0, 1:, None])[:, 0]
+        have = torch.tensor(trajectory.rollout_log_probs[1:])
+        mask = torch.tensor(trajectory.response_mask[1:], dtype=torch.bool)
+        worst = max(worst, float((want - have)[mask].abs().max()))
+    return worst
+
+
+def versions(groups: Sequence[Group]) -> set[int]:
+    """The weights that the model tokens were sampled with."""
+    return {
+        version
+        for trajectory in trajectories(groups)
+        for version, by_model in zip(trajectory.weight_version, trajectory.response_mask, strict=True)
+        if by_model
+    }

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ctpo_megatron.data.records import Trajectory
-from ctpo_megatron.environments.episode import EpisodeFailed, Limits, ModelTurn, PromptTooLong, run_episode
+from ctpo_megatron.data.records import Prompt, Trajectory
+from ctpo_megatron.environments.episode import (
+    Episode,
+    EpisodeFailed,
+    EpisodeOver,
+    Limits,
+    ModelTurn,
+    PromptTooLong,
+)
+from ctpo_megatron.environments.episode import (
+    play as play_episode,
+)
+from ctpo_megatron.environments.multi_turn import ToolEnvironment
+from ctpo_megatron.environments.parsers.hermes import HermesParser
+from ctpo_megatron.environments.protocol import Message, ToolResult, ToolUnavailable
 from ctpo_megatron.environments.seeds import turn_seed
-from ctpo_megatron.environments.tools import ToolUnavailable
+from ctpo_megatron.environments.toolbox import Toolbox
+from ctpo_megatron.environments.tools.python import PythonTool
 
 STOP = 0
 CALL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(1)"}}</tool_call>'
@@ -29,8 +42,8 @@ class Codec:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(PIECES[t] for t in token_ids)
 
-    def observation_ids(self, text: str) -> list[int]:
-        self.seen.append(text)
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        self.seen += [message.content for message in messages]
         return [99] * self.observation_length
 
 
@@ -48,30 +61,39 @@ class Engine:
         return ModelTurn(turn, [-0.5 * n] * len(turn), [n + 6] * len(turn))
 
 
-async def tool(code: str) -> Any:
-    return SimpleNamespace(status="success", stdout="1\n", stderr="", wall_s=0.0)
+class Tool:
+    """Answers always the same; raises it if it is an error."""
+
+    schema = PythonTool.schema
+
+    def __init__(self, answer: ToolResult | Exception = ToolResult("1")) -> None:  # noqa: B008 - it is immutable
+        self.answer = answer
+
+    async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
 
 def play(
-    engine: Engine, codec: Codec | None = None, run_tool: Any = tool, prompt: Sequence[int] = (5, 6), **limits: Any
+    engine: Engine,
+    codec: Codec | None = None,
+    tool: Any = None,
+    prompt: Sequence[int] = (5, 6),
+    environment: Any = None,
+    **limits: Any,
 ) -> Trajectory:
-    settings = {
-        "max_turns": 3,
-        "max_turn_tokens": None,
-        "max_response_tokens": 100,
-        "max_model_len": 200,
-        "max_observation_chars": 200,
-    }
-    trajectory = Trajectory("p", 0, 1234)
-    episode = run_episode(
-        prompt,
-        trajectory,
-        generate=engine,
-        run_tool=run_tool,
+    settings = {"max_turns": 3, "max_turn_tokens": None, "max_response_tokens": 100, "max_model_len": 200}
+    toolbox = Toolbox([tool or Tool()], HermesParser(), max_chars=200)
+    episode = Episode(
+        Prompt("p", "source", (), "42", tuple(prompt)),
+        Trajectory("p", 0, 1234),
+        engine=engine,
         codec=codec or Codec(),
+        tools=toolbox,
         limits=Limits(**(settings | limits)),
     )
-    return asyncio.run(episode)
+    return asyncio.run(play_episode(environment or ToolEnvironment(), episode))
 
 
 def test_answer_at_once() -> None:
@@ -93,7 +115,8 @@ def test_call_then_answer_keeps_every_array_aligned() -> None:
     assert trajectory.final_text == "b"
     assert codec.seen == ["1"]
     [call] = trajectory.tool_calls
-    assert (call.turn, call.code, call.status, call.output) == (1, "print(1)", "success", "1")
+    assert (call.turn, call.name, call.arguments) == (1, "code_interpreter", {"code": "print(1)"})
+    assert (call.status, call.output) == ("success", "1")
     # The second turn continues exactly the recorded tokens, with a seed of its own.
     assert engine.asked[1][0] == trajectory.token_ids[:8]
     assert [seed for _, _, seed in engine.asked] == [turn_seed(1234, 1), turn_seed(1234, 2)]
@@ -148,32 +171,23 @@ def test_observation_needs_room_for_itself_and_one_token(length: int, reason: st
 
 @pytest.mark.parametrize("status", ["timeout", "runtime_error"])
 def test_failing_program_is_the_models_business(status: str) -> None:
-    async def failing(code: str) -> Any:
-        return SimpleNamespace(status=status, stdout="", stderr="boom", wall_s=0.0)
-
     codec = Codec()
-    trajectory = play(Engine([10, STOP], [1, STOP]), codec, failing)
+    trajectory = play(Engine([10, STOP], [1, STOP]), codec, Tool(ToolResult("boom", status)))  # type: ignore[arg-type]
     assert trajectory.tool_calls[0].status == status
-    assert status in codec.seen[0]
+    assert codec.seen == ["boom"]
 
 
 def test_unavailable_tool_fails_the_episode() -> None:
-    async def unavailable(code: str) -> Any:
-        raise ToolUnavailable("connection refused")
-
     with pytest.raises(EpisodeFailed, match="connection refused") as caught:
-        play(Engine([10, STOP]), Codec(), unavailable)
+        play(Engine([10, STOP]), Codec(), Tool(ToolUnavailable("connection refused")))
     trajectory = caught.value.trajectory
     assert [call.status for call in trajectory.tool_calls] == ["infrastructure_error"]
     assert trajectory.finish_reason is None
 
 
 def test_unknown_status_is_an_infrastructure_error() -> None:
-    async def odd(code: str) -> Any:
-        return SimpleNamespace(status="fine", stdout="", stderr="", wall_s=0.0)
-
     with pytest.raises(EpisodeFailed, match="'fine'"):
-        play(Engine([10, STOP]), Codec(), odd)
+        play(Engine([10, STOP]), Codec(), Tool(ToolResult("", "fine")))  # type: ignore[arg-type]
 
 
 def test_prompt_must_leave_room() -> None:
@@ -185,3 +199,81 @@ def test_prompt_must_leave_room() -> None:
 def test_an_engine_that_returns_nothing_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="returned 0 tokens"):
         play(Engine([]))
+
+
+class Conversation:
+    """An environment from a script: text is a user's message, anything else is called with the episode."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = script
+
+    async def run(self, episode: Episode) -> None:
+        for line in self.script:
+            if isinstance(line, str):
+                episode.reply(Message("user", line))
+            else:
+                await line(episode)
+
+
+async def generate(episode: Episode) -> None:
+    await episode.generate()
+
+
+async def finish(episode: Episode) -> None:
+    episode.finish("done")
+
+
+def test_user_turns_are_recorded_like_tool_output() -> None:
+    engine, codec = Engine([1, STOP], [2, 2, STOP]), Codec()
+    trajectory = play(engine, codec, environment=Conversation(generate, "higher", generate, finish))
+    assert trajectory.token_ids == [5, 6, 1, STOP, 99, 99, 99, 2, 2, STOP]
+    assert trajectory.response_mask == [0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+    assert trajectory.turn == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+    assert trajectory.weight_version == [-1, -1, 7, 7, -1, -1, -1, 8, 8, 8]
+    assert (trajectory.finish_reason, trajectory.final_text) == ("answer", "done")
+    assert codec.seen == ["higher"]
+    assert engine.asked[1][0] == trajectory.token_ids[:7]
+
+
+@pytest.mark.parametrize(
+    ("turns", "limits", "reason", "tokens"),
+    [
+        ([[1, STOP], [1, STOP]], {"max_turns": 1}, "max_turns", 2),
+        ([[1, 1, 1]], {"max_turn_tokens": 2}, "length", 2),
+        ([[1, STOP], [1, STOP]], {"max_response_tokens": 5}, "length", 2),
+        ([[1, STOP], [1, STOP]], {"max_response_tokens": 6}, "length", 6),
+    ],
+)
+def test_a_conversation_that_uses_up_a_budget_ends(
+    turns: list[list[int]], limits: dict[str, int], reason: str, tokens: int
+) -> None:
+    trajectory = play(Engine(*turns), environment=Conversation(generate, "more", generate, "more", finish), **limits)
+    assert (trajectory.finish_reason, trajectory.final_text) == (reason, "")
+    assert trajectory.response_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("script", "mistake"),
+    [
+        ((generate, generate), "reply.. comes between"),
+        (("hello",), "no model turn to reply to"),
+        ((generate, "a", "b"), "no model turn to reply to"),
+        ((generate, finish, "more"), "is finished"),
+        ((generate, finish, finish), "is finished"),
+        ((generate,), "without finish"),
+        ((finish,), "without a model turn"),
+    ],
+)
+def test_an_environment_cannot_break_the_record(script: tuple[Any, ...], mistake: str) -> None:
+    with pytest.raises(RuntimeError, match=mistake):
+        play(Engine([1, STOP], [1, STOP]), environment=Conversation(*script))
+
+
+def test_a_swallowed_budget_stays_used_up() -> None:
+    async def insist(episode: Episode) -> None:
+        with pytest.raises(EpisodeOver):
+            episode.reply(Message("user", "more"))
+        await episode.generate()
+
+    with pytest.raises(RuntimeError, match="comes between"):
+        play(Engine([1, STOP], [1, STOP]), environment=Conversation(generate, insist), max_turns=1)

@@ -6,82 +6,32 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
-from fleet_helpers import MAX_RESPONSE, MAX_TURN, make_config, scripted_tool
-from tiny_model import CALL, build_tiny_model
-from transformers import Qwen3ForCausalLM
+import ray
 
-from ctpo_megatron.data.records import Group, Prompt, Trajectory
-from ctpo_megatron.rollout import Cancelled, GroupFailed, RolloutFleet, Sampling, WeightSyncError, rollout_metrics
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.rollout import (
+    Cancelled,
+    Quarantined,
+    Sampling,
+    TooManyQuarantined,
+    WeightSyncError,
+    rollout_metrics,
+)
+from tests.rollout.fleet_helpers import (
+    MAX_RESPONSE,
+    MAX_TURN,
+    Stage,
+    largest_log_prob_error,
+    tokens,
+    versions,
+)
+from tests.support.deadlines import scaled
 
-pytestmark = pytest.mark.timeout(600)
-
-
-class Stage:
-    """A running fleet with what the tests compare it to."""
-
-    def __init__(self, root: Path) -> None:
-        self.path, self.flag = root / "model", root / "flag"
-        favour = {CALL: 9.0, "<|im_end|>": 7.0}
-        self.tokenizer, self.model = build_tiny_model(self.path, favour=favour)
-        self.version = 0
-        self.config = make_config(self.path, root)
-        self.fleet = RolloutFleet(self.config, str(self.path), 7, "unused", tool_factory=scripted_tool(self.flag))
-        self.fleet.start()
-
-    def prompts(self, count: int, length: int = 40) -> list[Prompt]:
-        generator = torch.Generator().manual_seed(count)
-        rows = torch.randint(0, 256, (count, length), generator=generator).tolist()
-        return [Prompt(f"p{i}", "test", (), "", tuple(row)) for i, row in enumerate(rows)]
-
-    def sync(self, scale: float) -> None:
-        """Move every weight a little, deterministically, and hand the result to the engines."""
-        generator = torch.Generator().manual_seed(self.version)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-        self.version += 1
-        self.fleet.sync(self.model.state_dict().items(), self.version)
-
-    def generate(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
-        return self.fleet.generate(prompts, step=step, samples=samples, sampling=Sampling(**sampling))
-
-
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    stage = Stage(tmp_path_factory.mktemp("fleet"))
-    try:
-        stage.fleet.wait_ready()
-        yield stage
-    finally:
-        stage.fleet.close()
-
-
-def trajectories(groups: Sequence[Group]) -> list[Trajectory]:
-    return [trajectory for group in groups for trajectory in group.trajectories]
-
-
-def tokens(groups: Sequence[Group]) -> list[list[int]]:
-    return [trajectory.token_ids for trajectory in trajectories(groups)]
-
-
-def largest_log_prob_error(model: Qwen3ForCausalLM, groups: Sequence[Group], temperature: float = 1.0) -> float:
-    worst = 0.0
-    for trajectory in trajectories(groups):
-        ids = torch.tensor([trajectory.token_ids])
-        with torch.no_grad():
-            log_probs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-        want = log_probs.gather(1, ids[0, 1:, None])[:, 0]
-        have = torch.tensor(trajectory.rollout_log_probs[1:])
-        mask = torch.tensor(trajectory.response_mask[1:], dtype=torch.bool)
-        worst = max(worst, float((want - have)[mask].abs().max()))
-    return worst
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("engines")]
 
 
 def test_groups_are_complete_and_exact(stage: Stage) -> None:
@@ -141,8 +91,7 @@ def test_sync_changes_what_is_sampled_and_forgets_cached_prefixes(stage: Stage) 
     stage.sync(0.02)
     after = stage.generate(prompts, step=5)
     assert tokens(after) != tokens(before)
-    versions = {v for t in trajectories(after) for v, m in zip(t.weight_version, t.response_mask, strict=True) if m}
-    assert versions == {stage.version}
+    assert versions(after) == {stage.version}
     assert largest_log_prob_error(stage.model, after) <= 1e-4
     assert not list(Path("/dev/shm").glob(f"ctpo-weights-{os.getpid()}-*"))
 
@@ -176,20 +125,88 @@ def test_unavailable_tool_means_retry_not_reward(stage: Stage) -> None:
     assert tokens(stage.generate(prompts, step=6)) == want
     stats = stage.fleet.stats()
     assert (stats["group_retries"], stats["lost_infrastructure_error"]) == (1, 1)
+
+
+class Spares:
+    """A stream of prompts that take the place of others; with the last one the tool works again."""
+
+    def __init__(self, stage: Stage, *names: str) -> None:
+        self.stage, self.names, self.drawn = stage, list(names), 0
+
+    def __call__(self) -> Prompt:
+        self.drawn += 1
+        name = self.names.pop(0)
+        if not self.names:
+            self.stage.flag.write_text("0")
+        return Prompt(name, "test", (), "", tuple(range(40)))
+
+
+@pytest.mark.parametrize(("failure", "cause"), [("1000000", "connection refused"), ("bug", "KeyError")])
+def test_a_prompt_that_fails_too_often_is_replaced_and_never_played_again(
+    stage: Stage, failure: str, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [prompt] = stage.prompts(1)
+    want = tokens(stage.generate([prompt], step=6))
+    stage.fleet.stats()
+    stage.flag.write_text(failure)
+    spares = Spares(stage, "spare")
+    lost = Prompt(f"lost {failure}", "test", (), "", prompt.token_ids)
+    groups = stage.fleet.generate([lost], step=6, samples=4, sampling=Sampling(), replacement=spares)
+    assert [group.prompt.id for group in groups] == ["spare"]
+    assert [len(group.trajectories) for group in groups] == [4]
+    record = stage.fleet.quarantined[-1]
+    assert (record.prompt_id, record.step) == (lost.id, 6)
+    assert "failed 3 times" in record.cause
+    assert cause in record.cause
+    assert f"prompt {lost.id!r} (step 6)" in caplog.text
+    stats = stage.fleet.stats()
+    assert (stats["quarantined"], stats["group_retries"]) == (1, 2)
+    # From now on it is passed over, also when it is the replacement, and left out where nothing replaces it.
+    spares = Spares(stage, lost.id, "other")
+    groups = stage.fleet.generate([lost, prompt], step=6, samples=4, sampling=Sampling(), replacement=spares)
+    assert [group.prompt.id for group in groups] == ["other", "p0"]
+    groups = stage.generate([lost, prompt], step=6)
+    assert [group.prompt.id for group in groups] == ["p0"]
+    assert tokens(groups) == want
+    stats = stage.fleet.stats()
+    assert (stats["quarantined"], stats["group_retries"]) == (0, 0)
+
+
+def test_a_group_without_replacement_is_left_out(stage: Stage) -> None:
     stage.flag.write_text("1000000")
-    with pytest.raises(GroupFailed, match=r"prompt 'p\d' failed 3 times.*connection refused"):
-        stage.generate(prompts, step=6)
+    lost = [Prompt(f"held out {i}", "test", (), "", prompt.token_ids) for i, prompt in enumerate(stage.prompts(2))]
+    assert stage.generate(lost, step=6) == []
     stage.flag.write_text("0")
-    assert tokens(stage.generate(prompts, step=6)) == want
+    assert {record.prompt_id for record in stage.fleet.quarantined[-2:]} == {"held out 0", "held out 1"}
+    assert stage.fleet.stats()["quarantined"] == 2
 
 
-def engine_processes(name: str) -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if name in " ".join(child.cmdline())]
+def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) -> None:
+    before = list(stage.fleet.quarantined)
+    room = stage.config.rollout.max_quarantined - len(before)
+    stage.fleet.quarantined.extend(Quarantined(f"earlier {i}", 1, "of the run before") for i in range(room))
+    stage.flag.write_text("1000000")
+    prompt = Prompt("one too many", "test", (), "", tuple(range(40)))
+    try:
+        with pytest.raises(
+            TooManyQuarantined, match=r"rollout.max_quarantined = 16.*'one too many' \(step 7\).*refused"
+        ):
+            stage.generate([prompt], step=7)
+    finally:
+        stage.flag.write_text("0")
+        stage.fleet.quarantined[:] = before
+    assert [len(group.trajectories) for group in stage.generate([prompt], step=7)] == [4]
 
 
-def kill_soon(name: str, delay_s: float) -> threading.Timer:
-    [victim] = engine_processes(name)
+def engine_processes(stage: Stage, name: str) -> list[psutil.Process]:
+    """Of the stage's only engine: its actor, or the engine core that the actor started."""
+    [engine] = stage.fleet._engines
+    actor = psutil.Process(ray.get(engine.ready_ref))
+    return [process for process in (actor, *actor.children(recursive=True)) if name in " ".join(process.cmdline())]
+
+
+def kill_soon(stage: Stage, name: str, delay_s: float) -> threading.Timer:
+    [victim] = engine_processes(stage, name)
     timer = threading.Timer(delay_s, victim.send_signal, [signal.SIGKILL])
     timer.start()
     return timer
@@ -200,19 +217,19 @@ def test_killed_engine_comes_back_with_current_weights(stage: Stage, victim: str
     prompts = stage.prompts(24)
     stage.sync(0.01)
     want = tokens(stage.generate(prompts, step=8))
-    old = {process.pid for name in ("ray::RolloutEngine", "VLLM::EngineCore") for process in engine_processes(name)}
+    old = {
+        process.pid for name in ("ray::RolloutEngine", "VLLM::EngineCore") for process in engine_processes(stage, name)
+    }
     stage.fleet.stats()
-    timer = kill_soon(victim, 0.1)
+    timer = kill_soon(stage, victim, 0.1)
     groups = stage.generate(prompts, step=8)
-    timer.join(10)
+    timer.join(scaled(10))
     stats = stage.fleet.stats()
     assert stats["engine_restarts"] == 1
     assert stats["group_retries"] >= 1
     assert tokens(groups) == want
-    assert {v for t in trajectories(groups) for v, m in zip(t.weight_version, t.response_mask, strict=True) if m} == {
-        stage.version
-    }
-    deadline = time.monotonic() + 20
+    assert versions(groups) == {stage.version}
+    deadline = time.monotonic() + scaled(20)
     while any(psutil.pid_exists(pid) for pid in old) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not [pid for pid in old if psutil.pid_exists(pid)]
@@ -220,7 +237,7 @@ def test_killed_engine_comes_back_with_current_weights(stage: Stage, victim: str
 
 @pytest.mark.slow
 def test_engine_dead_before_a_sync_is_replaced(stage: Stage) -> None:
-    [victim] = engine_processes("ray::RolloutEngine")
+    [victim] = engine_processes(stage, "ray::RolloutEngine")
     victim.send_signal(signal.SIGKILL)
     stage.sync(0.01)
     assert largest_log_prob_error(stage.model, stage.generate(stage.prompts(2), step=9)) <= 1e-4

@@ -40,12 +40,12 @@ def trajectory(index: int, model: int, context: int, reason: str, calls: list[To
 
 
 def test_metrics() -> None:
-    calls = [ToolCall(1, "x", "success", "1", 0.2), ToolCall(2, "", "parse_error", "e", 0.0)]
+    calls = [ToolCall(1, "a", {"x": 1}, "success", "1", 0.2), ToolCall(2, "", {}, "parse_error", "e", 0.0)]
     group = Group(
         Prompt("p", "d", (), "", (1, 1, 1, 1)),
         [
             trajectory(0, 10, 6, "answer", calls),
-            trajectory(1, 20, 0, "length", [ToolCall(1, "y", "timeout", "", 0.4)]),
+            trajectory(1, 20, 0, "length", [ToolCall(1, "b", {}, "timeout", "", 0.4)]),
             trajectory(2, 2, 0, "max_turns", []),
             trajectory(3, 8, 2, "answer", []),
         ],
@@ -69,6 +69,10 @@ def test_metrics() -> None:
         "sandbox/parse_error": 1.0,
         "sandbox/infrastructure_error": 0.0,
         "sandbox/wall_mean_s": pytest.approx(0.3),
+        "tool/a/calls": 1.0,
+        "tool/a/success": 1.0,
+        "tool/b/calls": 1.0,
+        "tool/b/success": 0.0,
     }
     assert rollout_metrics([]) == {}
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable
+
 import pytest
 
 from ctpo_megatron.data.records import Prompt, Trajectory
-from ctpo_megatron.rollout import Replay, ReplayError, RolloutFleet, Sampling
+from ctpo_megatron.rollout import Quarantined, Replay, ReplayError, RolloutFleet, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, 0)
 
@@ -21,8 +24,12 @@ def trajectory(name: str, sample: int) -> Trajectory:
     return found
 
 
+def recording(names: Iterable[str]) -> Callable[[int], list[Trajectory]]:
+    return lambda step: [trajectory(name, sample) for name in names for sample in (0, 1)] if step == 3 else []
+
+
 def replay(*names: str) -> Replay:
-    return Replay(lambda step: [trajectory(name, sample) for name in names for sample in (0, 1)] if step == 3 else [])
+    return Replay(recording(names))
 
 
 def test_groups_come_back_as_recorded_even_when_a_prompt_is_drawn_twice() -> None:
@@ -53,6 +60,57 @@ def test_a_prompt_of_other_tokens_is_refused() -> None:
         replay("a").generate([other], step=3, samples=2, sampling=SAMPLING)
 
 
+class Stream:
+    """The endless stream of a small data set from prompt number `first` on; counts what was drawn."""
+
+    def __init__(self, names: str, first: int) -> None:
+        self.names, self.drawn, self.first = names, 0, first
+
+    def __call__(self) -> Prompt:
+        self.drawn += 1
+        return prompt(self.names[(self.first + self.drawn - 1) % len(self.names)])
+
+
+@pytest.mark.parametrize(
+    ("recorded", "lost", "draws"),
+    [
+        ("abc", "", 0),
+        ("adc", "b", 1),
+        ("aec", "bd", 2),  # what took b's place failed as well
+        ("edc", "ab", 2),  # a failed after b did, and got the later draw
+        ("dbe", "ac", 2),
+    ],
+)
+def test_a_prompt_that_the_recorded_run_lost_is_replaced_as_there(recorded: str, lost: str, draws: int) -> None:
+    stream, fleet = Stream("abcdefgh", 3), Replay(recording(recorded), max_quarantined=2)
+    drawn = [prompt(name) for name in "abc"]
+    groups = fleet.generate(drawn, step=3, samples=2, sampling=SAMPLING, replacement=stream)
+    assert [group.prompt.id for group in groups] == list(recorded)
+    assert stream.drawn == draws
+    assert "".join(record.prompt_id for record in fleet.quarantined) == lost
+    assert fleet.stats()["quarantined"] == len(lost)
+
+
+def test_a_prompt_lost_before_counts_once_and_is_passed_over_when_drawn_again() -> None:
+    fleet = Replay(recording("fgd"), max_quarantined=1)
+    fleet.quarantined.append(Quarantined("e", 1, "of the run before"))
+    stream = Stream("efghd", 0)
+    groups = fleet.generate([prompt(n) for n in "eed"], step=3, samples=2, sampling=SAMPLING, replacement=stream)
+    assert [group.prompt.id for group in groups] == ["f", "g", "d"]
+    assert stream.drawn == 3
+    assert len(fleet.quarantined) == 1
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5])
+def test_a_recording_that_lost_prompts_do_not_explain_is_refused(limit: int) -> None:
+    fleet = Replay(recording("xyz"), max_quarantined=limit)
+    with pytest.raises(ReplayError, match=r"step 3, prompt 1 of the batch.*draws prompt 'a', the recording has .*'x'"):
+        fleet.generate(
+            [prompt(n) for n in "abc"], step=3, samples=2, sampling=SAMPLING, replacement=Stream("abcdefgh", 3)
+        )
+    assert fleet.quarantined == []
+
+
 def test_weights_are_taken_to_the_end_and_the_counts_have_the_fleets_names() -> None:
     left = iter([("a", None), ("b", None)])
     replay("a").sync(left, 1)
@@ -64,4 +122,4 @@ def test_weights_are_taken_to_the_end_and_the_counts_have_the_fleets_names() -> 
 
 class _WithoutEngines(RolloutFleet):
     def __init__(self) -> None:
-        self._counts = {}
+        self._counts, self._seconds = Counter(), {}

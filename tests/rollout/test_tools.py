@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ctpo_megatron.environments.tools import (
-    ParseError,
-    cut_middle,
-    mentions_call,
-    observation_text,
-    parse_call,
-    parse_error_text,
-)
+from ctpo_megatron.data.records import ToolCall
+from ctpo_megatron.environments.arguments import check_arguments
+from ctpo_megatron.environments.parsers.hermes import HermesParser
+from ctpo_megatron.environments.protocol import Message, ParseError, ToolResult, ToolUnavailable
+from ctpo_megatron.environments.toolbox import Toolbox, cut_middle
+from ctpo_megatron.environments.tools.python import PythonTool, shown
+
+
+class Interpreter:
+    """Repeats its program; counts how many calls run at once."""
+
+    schema = PythonTool.schema
+    running = most = 0
+
+    async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.01)
+        self.running -= 1
+        return ToolResult(arguments["code"])
+
+
+class Search:
+    """A second tool; with the query "down" it is unavailable."""
+
+    schema = {  # noqa: RUF012
+        "type": "function",
+        "function": {
+            "name": "search",
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string"}, "limit": {"type": "integer", "minimum": 1}},
+                "required": ["query"],
+            },
+        },
+    }
+
+    async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
+        if arguments["query"] == "down":
+            raise ToolUnavailable("no index")
+        return ToolResult(f"found {arguments}", "runtime_error" if arguments["query"] == "bad" else "success")
+
+
+def run(text: str, *tools: Any, parallel: bool = False, max_chars: int = 4096) -> tuple[list[ToolCall], str]:
+    """What becomes of a model turn."""
+    toolbox = Toolbox(tools or [Interpreter()], HermesParser(parallel_calls=parallel), max_chars)
+    assert toolbox.mentions_call(text)
+    return asyncio.run(toolbox.call(text, 1))
 
 
 def call(body: str) -> str:
@@ -37,7 +79,13 @@ def good(code: str = "print(1)") -> str:
     ],
 )
 def test_well_formed(text: str, code: str) -> None:
-    assert parse_call(text).code == code
+    [record], failure = run(text)
+    assert (record.name, record.arguments, record.status, failure) == (
+        "code_interpreter",
+        {"code": code},
+        "success",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,15 +123,19 @@ def test_well_formed(text: str, code: str) -> None:
     ],
 )
 def test_malformed(text: str, reason: str) -> None:
-    assert mentions_call(text)
-    with pytest.raises(ParseError, match=reason) as caught:
-        parse_call(text)
-    shown = parse_error_text(caught.value, 4096)
-    assert shown.startswith("[parse_error] ")
+    [record], failure = run(text)
+    assert (record.name, record.arguments, record.status, failure) == ("", {}, "parse_error", "")
+    assert record.output.startswith("[parse_error] ")
+    assert reason in record.output
 
 
 def test_plain_text_is_no_call() -> None:
-    assert not mentions_call("The answer is \\boxed{2}. tool_call")
+    assert not HermesParser().mentions_call("The answer is \\boxed{2}. tool_call")
+    assert not Toolbox([], HermesParser(), 100).mentions_call(call(good()))  # there is nothing to call
+
+
+def observation_text(execution: Any, max_chars: int) -> str:
+    return cut_middle(shown(execution).text, max_chars)
 
 
 def result(status: str = "success", stdout: str = "", stderr: str = "") -> SimpleNamespace:
@@ -120,3 +172,83 @@ def test_cut_keeps_head_and_tail_and_counts(limit: int) -> None:
 
 def test_no_cut_at_the_limit() -> None:
     assert cut_middle("abc", 3) == "abc"
+
+
+def search(**arguments: Any) -> str:
+    return call(json.dumps({"name": "search", "arguments": arguments}))
+
+
+def test_several_calls_run_at_once_and_are_answered_in_order() -> None:
+    interpreter = Interpreter()
+    text = "Both.\n" + call(good("a")) + "\n" + search(query="q") + call(good("b"))
+    calls, failure = run(text, interpreter, Search(), parallel=True)
+    assert failure == ""
+    assert [(record.name, record.output) for record in calls] == [
+        ("code_interpreter", "a"),
+        ("search", "found {'query': 'q'}"),
+        ("code_interpreter", "b"),
+    ]
+    assert interpreter.most == 2
+    messages = HermesParser().render(calls)
+    assert messages[1] == Message("tool", "found {'query': 'q'}", "search")
+    assert [message.content for message in messages] == [record.output for record in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (call(good()) + "<tool_call>", "needs its own </tool_call>, found 2 and 1"),
+        (call(good()) + " and " + call(good()), "nothing may follow"),
+        (call(good()) + call("{"), "invalid JSON"),
+        (call(good()) + search(query=1), '"query" must be a string, found int'),
+        (call(good()) + call('{"name": "find", "arguments": {}}'), "the tools are 'code_interpreter', 'search'"),
+    ],
+)
+def test_one_bad_call_among_several_is_the_only_answer(text: str, reason: str) -> None:
+    interpreter = Interpreter()
+    [record], _ = run(text, interpreter, Search(), parallel=True)
+    assert record.status == "parse_error"
+    assert reason in record.output
+    assert interpreter.most == 0
+
+
+def test_an_unavailable_tool_is_told_from_a_failed_call() -> None:
+    text = search(query="bad") + search(query="down") + search(query="q")
+    calls, failure = run(text, Search(), parallel=True)
+    assert [record.status for record in calls] == ["runtime_error", "infrastructure_error", "success"]
+    assert failure == "the tool is unavailable: no index"
+
+
+def test_answers_are_cut() -> None:
+    [record], _ = run(call(good("x" * 100)), max_chars=10)
+    assert record.output == "xxxxx\n[... 90 characters cut ...]\nxxxxx"
+    [record], _ = run(call(good()[:-1]), max_chars=10)
+    assert record.output.startswith("[pars\n[... ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, '"arguments" must be an object with exactly the key "query" and, if needed, "limit"'),
+        ({"query": "q", "other": 1}, '"arguments" must be an object with exactly the key "query" and, if needed'),
+        ({"query": "q", "limit": "1"}, '"limit" must be an integer, found str'),
+        ({"query": "q", "limit": 0}, '"limit": 0 is less than the minimum of 1'),
+    ],
+)
+def test_arguments_are_held_to_the_schema(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ParseError) as caught:
+        check_arguments(Search.schema, arguments)
+    assert str(caught.value).startswith(reason)
+    assert check_arguments(Search.schema, {"query": "q", "limit": 3}) == {"query": "q", "limit": 3}
+
+
+def test_a_tool_without_required_arguments() -> None:
+    schema: dict[str, Any] = {"function": {"name": "now"}}
+    assert check_arguments(schema, {}) == {}
+    with pytest.raises(ParseError, match="an object without keys"):
+        check_arguments(schema, {"zone": "UTC"})
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="have one name"):
+        Toolbox([Search(), Search()], HermesParser(), 100)

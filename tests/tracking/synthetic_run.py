@@ -55,7 +55,7 @@ def make_trajectory(
         )
         trajectory.append_context(encode(observation), 1)
         status = "success" if rng.random() < 0.9 else "runtime_error"
-        trajectory.tool_calls.append(ToolCall(1, code, status, output, 0.021))
+        trajectory.tool_calls.append(ToolCall(1, "code_interpreter", {"code": code}, status, output, 0.021))
     answer = "2" if right else "30"
     trajectory.final_text = final or f"The answer is \\boxed{{{answer}}}."
     say(trajectory.final_text + "<|im_end|>", 2)

@@ -1,0 +1,112 @@
+"""Makes the tools, the parser and the environment that `rollout` names, and checks them without making them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from ctpo_megatron.config import Extension
+from ctpo_megatron.config.schema import Config, RolloutConfig
+from ctpo_megatron.environments.multi_turn import ToolEnvironment
+from ctpo_megatron.environments.parsers.hermes import HermesParser
+from ctpo_megatron.environments.protocol import Environment, Schema, Tool, ToolParser
+from ctpo_megatron.environments.toolbox import Toolbox
+from ctpo_megatron.environments.tools.python import PythonTool
+from ctpo_megatron.extensions import ExtensionError, load
+
+TOOLS: dict[str, Any] = {"python": PythonTool}
+PARSERS: dict[str, Any] = {"hermes": HermesParser}
+ENVIRONMENTS: dict[str, Any] = {"tools": ToolEnvironment}
+
+
+def make_toolbox(config: Config, sandbox_url: str) -> Toolbox:
+    """The tools and the parser of a run; `extensions.activate` comes first. Raises ExtensionError."""
+    rollout = config.rollout
+    tools: list[Tool] = [
+        PythonTool(config.sandbox, sandbox_url, rollout.engines)
+        if tool.name == "python"
+        else _find(TOOLS, tool)(**tool.arguments)
+        for tool in rollout.tools
+    ]
+    parser: ToolParser = _find(PARSERS, rollout.tool_parser)(**rollout.tool_parser.arguments)
+    return Toolbox(tools, parser, rollout.max_observation_chars)
+
+
+def make_environment(rollout: RolloutConfig) -> Environment:
+    """The environment of a run. Raises ExtensionError."""
+    environment: Environment = _find(ENVIRONMENTS, rollout.environment)(**rollout.environment.arguments)
+    return environment
+
+
+def needs_sandbox(rollout: RolloutConfig) -> bool:
+    """Whether a configured tool runs its programs in the sandbox."""
+    return any(tool.name == "python" for tool in rollout.tools)
+
+
+def tool_schemas(rollout: RolloutConfig) -> list[Schema]:
+    """The function schemas of the configured tools, in their order, without making a tool. Raises ExtensionError."""
+    return [_schema(tool) for tool in rollout.tools]
+
+
+def check_tool(tool: Extension) -> None:
+    """Raises ExtensionError when `tool` cannot be a tool: no schema, no async call, or it does not take its arguments.
+
+    The check imports the user's module and makes nothing.
+    """
+    if tool.name == "python":
+        if tool.arguments:
+            raise ExtensionError("python: takes no arguments; its settings are in the section `sandbox`")
+        return
+    _schema(tool)
+    _check_methods(_find(TOOLS, tool), tool, ("__call__",), awaited=True)
+
+
+def check_tool_parser(parser: Extension) -> None:
+    """Raises ExtensionError when `parser` cannot be a ToolParser."""
+    _check_methods(_find(PARSERS, parser), parser, ("mentions_call", "parse", "render"), awaited=False)
+
+
+def check_environment(environment: Extension) -> None:
+    """Raises ExtensionError when `environment` cannot be an Environment."""
+    _check_methods(_find(ENVIRONMENTS, environment), environment, ("run",), awaited=True)
+
+
+def _find(words: dict[str, Any], part: Extension) -> Any:
+    if part.is_path:
+        return load(part.name)
+    if part.name not in words:
+        raise ExtensionError(f"{part}: write {' or '.join(words)}, or package.module:Name")
+    return words[part.name]
+
+
+def _schema(tool: Extension) -> Schema:
+    schema = getattr(_find(TOOLS, tool), "schema", None)
+    function = schema.get("function") if isinstance(schema, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ExtensionError(
+            f'{tool}: needs the class attribute `schema`, an OpenAI function schema: {{"type": "function", '
+            '"function": {"name": ..., "description": ..., "parameters": ...}}'
+        )
+    return cast(Schema, schema)
+
+
+def _check_methods(made_by: Any, part: Extension, methods: Sequence[str], *, awaited: bool) -> None:
+    """Whether `made_by(**arguments)` is possible; of a class also its methods, each of which takes one argument."""
+    _check_binds(str(part), made_by, **part.arguments)
+    if not isinstance(made_by, type):
+        return
+    functions = dict(inspect.getmembers(made_by, inspect.isfunction))
+    for name in methods:
+        if name not in functions:
+            raise ExtensionError(f"{part}: has no method {name}")
+        if awaited and not inspect.iscoroutinefunction(functions[name]):
+            raise ExtensionError(f"{part}: {name} must be an `async def`")
+        _check_binds(f"{part}: {name}", functions[name], None, None)
+
+
+def _check_binds(what: str, function: Callable[..., Any], *positional: None, **arguments: Any) -> None:
+    try:
+        inspect.signature(function).bind(*positional, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ExtensionError(f"{what}: cannot be called with its arguments: {error}") from error

@@ -1,0 +1,99 @@
+"""The tools of a run behind their parser: from the text of a model turn to tool calls and the messages about them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from ctpo_megatron.data.records import ToolCall
+from ctpo_megatron.environments.arguments import check_arguments
+from ctpo_megatron.environments.protocol import (
+    Message,
+    ParseError,
+    Schema,
+    Tool,
+    ToolCallRequest,
+    ToolParser,
+    ToolUnavailable,
+)
+
+_STATUSES = ("success", "timeout", "runtime_error")
+
+
+def cut_middle(text: str, max_chars: int) -> str:
+    """`text` in at most `max_chars` characters of its own: head and tail kept, with a note of how many were cut."""
+    if len(text) <= max_chars:
+        return text
+    head = (max_chars + 1) // 2
+    tail = max_chars - head
+    return f"{text[:head]}\n[... {len(text) - max_chars} characters cut ...]\n{text[len(text) - tail :]}"
+
+
+class Toolbox:
+    """All tools of a run. Without tools no turn is a tool call.
+
+    max_chars: characters of an answer that the model is shown; the note of a cut comes on top.
+    """
+
+    def __init__(self, tools: Sequence[Tool], parser: ToolParser, max_chars: int) -> None:
+        self._tools = {_name(tool): tool for tool in tools}
+        if len(self._tools) != len(tools):
+            raise ValueError(f"two of the tools {', '.join(map(_name, tools))} have one name")
+        self._parser, self._max_chars = parser, max_chars
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """The schema of every tool, in the order of the configuration."""
+        return [tool.schema for tool in self._tools.values()]
+
+    def mentions_call(self, text: str) -> bool:
+        """Whether a model turn must be read as tool calls, well-formed or not."""
+        return bool(self._tools) and self._parser.mentions_call(text)
+
+    def render(self, calls: Sequence[ToolCall]) -> list[Message]:
+        """The messages that show the outputs of `calls` to the model."""
+        return self._parser.render(calls)
+
+    async def call(self, text: str, turn: int) -> tuple[list[ToolCall], str]:
+        """Run the calls in `text`, all at once; their records in order, and why one could not be run ("" if all were).
+
+        When anything is wrong with one call none is run, and the only record tells the model why.
+        """
+        try:
+            requests = [self._checked(request) for request in self._parser.parse(text)]
+        except ParseError as error:
+            output = cut_middle(f"[parse_error] {error}", self._max_chars)
+            return [ToolCall(turn, "", {}, "parse_error", output, 0.0)], ""
+        results = await asyncio.gather(*(self._run(request, turn) for request in requests), return_exceptions=True)
+        done: list[tuple[ToolCall, str]] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            done.append(result)
+        return [call for call, _ in done], next((failure for _, failure in done if failure), "")
+
+    def _checked(self, request: ToolCallRequest) -> ToolCallRequest:
+        name = request.name
+        if not isinstance(name, str) or name not in self._tools:
+            ours = [repr(tool) for tool in self._tools]
+            offered = f"the only tool is {ours[0]}" if len(ours) == 1 else f"the tools are {', '.join(ours)}"
+            raise ParseError(f"unknown tool {name!r}; {offered}")
+        check_arguments(self._tools[name].schema, request.arguments)
+        return request
+
+    async def _run(self, request: ToolCallRequest, turn: int) -> tuple[ToolCall, str]:
+        started = time.monotonic()
+        try:
+            result = await self._tools[request.name](request.arguments)
+            failure = "" if result.status in _STATUSES else f"the tool answered with status {result.status!r}"
+        except ToolUnavailable as error:
+            failure = f"the tool is unavailable: {error}"
+        call = ToolCall(turn, request.name, request.arguments, "infrastructure_error", "", time.monotonic() - started)
+        if not failure:
+            call.status, call.output = result.status, cut_middle(result.text, self._max_chars)
+        return call, failure
+
+
+def _name(tool: Tool) -> str:
+    return str(tool.schema["function"]["name"])

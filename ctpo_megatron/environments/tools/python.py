@@ -1,0 +1,83 @@
+"""The code interpreter: runs a Python program in the sandbox and shows the model what it printed."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol, cast
+
+from ctpo_megatron.config.schema import SandboxConfig
+from ctpo_megatron.environments.protocol import Schema, ToolResult, ToolUnavailable
+
+TOOL_NAME = "code_interpreter"
+_STDERR_CHARS = 2000
+_REQUESTS_PER_SLOT = 4
+
+
+class Execution(Protocol):
+    """A finished execution (the sandbox client's result)."""
+
+    @property
+    def status(self) -> str: ...
+    @property
+    def stdout(self) -> str: ...
+    @property
+    def stderr(self) -> str: ...
+
+
+class PythonTool:
+    """Every call starts a fresh interpreter on one of the servers of `url` (several are separated by commas).
+
+    engines: processes that share `sandbox.max_concurrency`.
+    """
+
+    schema: ClassVar[Schema] = {
+        "type": "function",
+        "function": {
+            "name": TOOL_NAME,
+            "description": "Run a Python program and return what it prints. Every call starts a fresh interpreter.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "code": {"type": "string", "description": "Python source; print() what you need to see."}
+                },
+                "required": ["code"],
+            },
+        },
+    }
+
+    def __init__(self, sandbox: SandboxConfig, url: str, engines: int) -> None:
+        from ctpo_sandbox import SandboxClient
+
+        limit = sandbox.max_concurrency
+        if sandbox.url is None:  # our own server: more than keeps its slots busy only makes the HTTP pool slow
+            limit = min(limit, _REQUESTS_PER_SLOT * sandbox.slots)
+        self._client = SandboxClient(
+            url.split(","), max_concurrency=max(1, limit // engines), request_timeout_s=sandbox.request_timeout_s
+        )
+        self._run_timeout_s = sandbox.run_timeout_s
+
+    async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
+        """Run `arguments["code"]`. Raises ToolUnavailable when the sandbox cannot be reached."""
+        from ctpo_sandbox import SandboxUnavailable
+
+        try:
+            execution = await self._client.run(arguments["code"], run_timeout_s=self._run_timeout_s)
+        except SandboxUnavailable as error:
+            raise ToolUnavailable(str(error)) from error
+        return shown(execution)
+
+
+def shown(execution: Execution) -> ToolResult:
+    """What the model is shown: stdout on success, else status, the end of stderr and any stdout.
+
+    Trailing newlines are dropped, as the chat template writes its own.
+    """
+    # A status that is none of ours is refused by whoever called the tool.
+    status = cast(Any, execution.status)
+    stdout = execution.stdout.rstrip("\n")
+    if status == "success":
+        return ToolResult(stdout)
+    stderr = execution.stderr.strip("\n")
+    if len(stderr) > _STDERR_CHARS:
+        stderr = f"[... {len(stderr) - _STDERR_CHARS} characters cut ...]\n{stderr[-_STDERR_CHARS:]}"
+    parts = [f"[{status}]", stderr, f"[stdout before the error]\n{stdout}" if stdout else ""]
+    return ToolResult("\n".join(part for part in parts if part), status)

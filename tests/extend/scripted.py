@@ -1,0 +1,79 @@
+"""What the tests of docs/extend.md share: the blocks of a section as a user would save them, and a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from ctpo_megatron.config import Config, load_config
+from ctpo_megatron.data.records import Prompt, Trajectory
+from ctpo_megatron.environments.episode import Episode, Limits, ModelTurn, play
+from ctpo_megatron.environments.factory import make_environment, make_toolbox
+from ctpo_megatron.environments.protocol import Message
+from ctpo_megatron.extensions import activate
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_EXAMPLE = 25
+STOP = 0
+
+
+def blocks(title: str) -> tuple[str, str]:
+    """The Python and the YAML of a section of docs/extend.md."""
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    python, settings = (re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("python", "yaml"))
+    assert python and settings
+    return python[1], settings[1]
+
+
+def saved_example(title: str, module: str, folder: Path) -> Config:
+    """The configuration of the example, both in files in `folder`, with the user's module ready to be imported."""
+    python, settings = blocks(title)
+    assert len(python.splitlines()) <= LONGEST_EXAMPLE
+    (folder / f"{module}.py").write_text(python, encoding="utf-8")
+    tree = {"defaults": str(ROOT / "configs" / "quickstart.yaml"), "run": {"name": "tried", "root": str(folder)}}
+    for section, keys in yaml.safe_load(settings).items():
+        tree[section] = keys
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    config = load_config(folder / "run.yaml")
+    activate(config.extensions.path or ())
+    return config
+
+
+class Codec:
+    """One character a token; a message is its role and its content between brackets."""
+
+    stop_ids = frozenset({STOP})
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        return [ord(character) for message in messages for character in f"[{message.role}: {message.content}]"]
+
+
+def played(config: Config, *turns: str, answer: str = "") -> tuple[str, Trajectory]:
+    """The episode in which a model says `turns`: its text after the prompt, and its record."""
+    codec, said = Codec(), iter(turns)
+
+    async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
+        ids = [*map(ord, next(said)), STOP][:max_tokens]
+        return ModelTurn(ids, [-0.5] * len(ids), [1] * len(ids))
+
+    async def play_it() -> Trajectory:
+        episode = Episode(
+            Prompt("p", "source", (), answer, (ord("?"),)),
+            Trajectory("p", 0, 7),
+            engine=generate,
+            codec=codec,
+            tools=make_toolbox(config, "http://127.0.0.1:9"),
+            limits=Limits(config.rollout.max_turns, None, 4000, 4096),
+        )
+        return await play(make_environment(config.rollout), episode)
+
+    trajectory = asyncio.run(play_it())
+    return codec.decode(trajectory.token_ids[1:]).replace(chr(STOP), "|"), trajectory

@@ -1,0 +1,48 @@
+"""The environment of docs/extend.md, as a reader would save it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron.config import Config, Extension
+from ctpo_megatron.environments.factory import check_environment, needs_sandbox, tool_schemas
+from ctpo_megatron.extensions import ExtensionError
+from tests.extend.scripted import played, saved_example
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return saved_example("An environment", "my_environment", tmp_path)
+
+
+def test_a_user_answers_until_the_number_is_found(config: Config) -> None:
+    check_environment(config.rollout.environment)
+    assert tool_schemas(config.rollout) == []
+    assert not needs_sandbox(config.rollout)
+    text, trajectory = played(config, "50", " many", "42", answer="42")
+    assert text == ("50|[user: Too high. Please try again.] many|[user: Say a number. Please try again.]42|")
+    assert (trajectory.finish_reason, trajectory.final_text) == ("answer", "42")
+    assert sum(trajectory.response_mask) == len("50 many42") + 3
+    assert trajectory.turn[-1] == 3
+
+
+def test_guesses_run_out(config: Config) -> None:
+    guesses = [str(guess) for guess in range(config.rollout.max_turns)]
+    _, trajectory = played(config, *guesses, answer="42")
+    assert (trajectory.finish_reason, trajectory.final_text) == ("max_turns", "")
+    assert trajectory.turn[-1] == config.rollout.max_turns
+
+
+def test_environments_that_are_refused(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "slow_environment.py").write_text("class Plain:\n    def run(self, episode):\n        pass\n")
+    for name, arguments, reason in (
+        ("my_environment:GuessTheNumber", {"rude": True}, "unexpected keyword argument 'rude'"),
+        ("my_environment:Message", {"role": "", "content": ""}, "has no method run"),
+        ("slow_environment:Plain", {}, "run must be an `async def`"),
+        ("chess", {}, "write tools, or package.module:Name"),
+    ):
+        with pytest.raises(ExtensionError, match=reason):
+            check_environment(Extension(name=name, arguments=arguments))
