@@ -31,6 +31,7 @@ from ctpo_megatron.tracking import (
     PhaseTimer,
     discard_dumps,
     evaluation_metrics,
+    open_trackers,
     phase_peaks,
     print_summary,
     read_trajectories,
@@ -66,7 +67,8 @@ class Session:
             engines=engines if config.rollout.replay is None else 0,  # reading a file is no sampling
         )
         if self.is_rank_zero:
-            self._metrics = self._exit.enter_context(MetricsWriter(self.directory, config.tracking.tensorboard))
+            self._trackers = self._exit.enter_context(open_trackers(config, self.directory))
+            self._metrics = self._exit.enter_context(MetricsWriter(self.directory, self._trackers))
             title = f"{config.run.name}, {config.objective.preset}"
             self._display = self._exit.enter_context(Display(config.tracking.live, config.run.steps, title=title))
             self._display.note(f"writing to {self.directory}")
@@ -241,7 +243,7 @@ class Session:
         if not self.is_rank_zero:
             return
         if step == 1:
-            writer = MetricsWriter(self.directory, self.config.tracking.tensorboard, "sft.jsonl")
+            writer = MetricsWriter(self.directory, self._trackers, "sft.jsonl")
             writer.truncate_after(0)  # lines of an interrupted attempt
             self._sft = self._exit.enter_context(writer)
         metrics = {**metrics, **self.timer.metrics()}
@@ -283,7 +285,6 @@ class Session:
             "weights_version": version,
             "sampler": self._sampler.state_dict(),
             "metrics": self._metrics.latest,
-            "trackers": self._metrics.trackers,
         }
 
     def find_checkpoint(self) -> Path | None:

@@ -48,13 +48,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.rewards": ("ctpo_megatron.data.records", "ctpo_megatron.config", "ctpo_megatron.signals"),
     "ctpo_megatron.data": ("ctpo_megatron.config",),
     "ctpo_megatron.run": ("ctpo_megatron.config", "ctpo_megatron.tracking", "ctpo_megatron.policy"),
-    "ctpo_megatron.tracking": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
+    "ctpo_megatron.tracking": (
+        "ctpo_megatron.data.records",
+        "ctpo_megatron.config",
+        "ctpo_megatron.extensions",
+        "ctpo_megatron.signals",
+    ),
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
     "ctpo_launchers": ("ctpo_megatron.config",),
 }
-# Every package may ask the root package for its version.
-ALWAYS = ("ctpo_megatron.__version__",)
+# Every package may ask the root package for its version, and keep secrets out of what it prints.
+ALWAYS = ("ctpo_megatron.__version__", "ctpo_megatron.redact")
 # Modules other packages may name directly; everything else is reached through the package's front door (`__init__.py`).
 SIDE_DOORS = (
     "ctpo_megatron.data.records",

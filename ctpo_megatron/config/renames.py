@@ -12,6 +12,10 @@ RENAMED_KEYS: Mapping[str, str] = {
     "prepare.tokenizer_traces": "prepare.tokenizer_conversations",
 }
 """Dotted path of version 0.1 -> the path now. A renamed section stands for all keys below it."""
+REMOVED_KEYS: Mapping[str, str] = {
+    "tracking.tensorboard": "tensorboard is on by default; tracking.trackers lists it or leaves it out, as in []",
+}
+"""Dotted path that is gone without a successor of the same form -> what to do instead."""
 
 
 def renamed(key: str) -> str | None:

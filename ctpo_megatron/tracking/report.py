@@ -150,6 +150,8 @@ def checks(run: RunData) -> Iterator[Check]:
         series = run.series(metric)
         if series:
             yield Check(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
+    if failures := run.series("tracking/failures"):
+        yield Check("Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run went on")
     yield from _packing(run)
     nonfinite = run.series("tracking/nonfinite")
     count = sum(nonfinite.values) if nonfinite else 0.0
