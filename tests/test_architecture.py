@@ -80,6 +80,7 @@ ALWAYS = ("ctpo_megatron.__version__", "ctpo_megatron.redact")
 # Modules other packages may name directly; everything else is reached through the package's front door (`__init__.py`).
 SIDE_DOORS = (
     "ctpo_megatron.data.records",
+    "ctpo_megatron.config.extension",
     "ctpo_megatron.config.schema",
     "ctpo_megatron.environments",
     "ctpo_megatron.weights",

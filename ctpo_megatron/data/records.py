@@ -112,8 +112,18 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Trajectory:
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`; also reads records of earlier versions."""
+        record = with_current_names(record)
         return cls(**{**record, "tool_calls": [ToolCall(**call) for call in record["tool_calls"]]})
+
+
+_OLD_NAMES = {"behaviour_logp": "rollout_log_probs", "model_mask": "response_mask"}
+"""Fields of a recorded trajectory that earlier versions called otherwise."""
+
+
+def with_current_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded trajectory, of this or an earlier version, under the present names of its fields."""
+    return {_OLD_NAMES.get(name, name): value for name, value in record.items()}
 
 
 @dataclass(slots=True)

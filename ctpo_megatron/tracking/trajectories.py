@@ -55,13 +55,15 @@ def write_trajectories(
 
 def read_trajectories(path: Path) -> list[dict[str, Any]]:
     """The records of one dump; `trajectory_of` turns one into a Trajectory."""
+    # Imported here: the report reads dumps on machines that have no training stack.
+    from ctpo_megatron.data.records import with_current_names
+
     with Path(path).open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return [with_current_names(json.loads(line)) for line in file]
 
 
 def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
     """The Trajectory in a record of a dump."""
-    # Imported here: the report reads dumps on machines that have no training stack.
     from ctpo_megatron.data.records import Trajectory
 
     names = {field.name for field in dataclasses.fields(Trajectory)}
