@@ -1,4 +1,4 @@
-"""A run of version 0.1 (an excerpt of a quickstart): its report is whole, and resuming it is refused in one sentence."""
+"""A run of version 0.1 (an excerpt of a quickstart): its report is whole, and resuming it is one clear refusal."""
 
 from __future__ import annotations
 

@@ -87,12 +87,12 @@ def test_failures_are_in_the_metrics_and_in_the_report(tmp_path, config_in):
     with open_trackers(config_in(), tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as writer:
         writer.log(1, {"a/x": 1})
         trackers._active["tensorboard"]._tracker.log = lambda step, metrics: 1 / 0
-        writer.log(2, {"a/x": 1})
-        writer.log(2, {"a/y": 1})
+        for name in ("a/x", "a/y", "a/z"):
+            writer.log(2, {name: 1})
         writer.log(3, {"a/x": 1})
-    assert [record.get("tracking/failures") for record in read_metrics(tmp_path)] == [None, 1.0, 1.0]
+    assert [record.get("tracking/failures") for record in read_metrics(tmp_path)] == [None, 2.0, 1.0]
     found = {check.label: check for check in checks(RunData.load(tmp_path))}
-    assert found["Tracker failures"].value == "2" and found["Tracker failures"].good is False
+    assert found["Tracker failures"].value == "3" and found["Tracker failures"].good is False
 
 
 CANARY = "canary-0815-not-to-be-seen"

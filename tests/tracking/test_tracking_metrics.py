@@ -82,6 +82,7 @@ def test_resume_drops_what_will_be_written_again(tmp_path, config_in):
             writer.log(step, {"a/x": step})
     with open_trackers(config_in(), tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as writer:
         writer.truncate_after(2)
+        assert writer.latest["step"] == 2 and len(read_metrics(tmp_path)) == 3
         writer.log(3, {"a/x": 30})
     assert [record["a/x"] for record in read_metrics(tmp_path)] == [0, 1, 2, 30]
     assert [record["a/x"] for record in read_metrics(tmp_path, "discarded_metrics.jsonl")] == [3, 4]
