@@ -101,8 +101,8 @@ def _check_resumable(directory: Path) -> None:
     if "version" not in facts:
         written = facts.get("packages", {}).get("ctpo-megatron", "0.1")
         raise RunDirectoryError(
-            f"{directory} was written by ctpo-megatron {written}; version {__version__} has other names for settings and "
-            f"files and cannot go on with it. Finish it with version {written}, or start anew with run.name=other. "
+            f"{directory} was written by ctpo-megatron {written}; version {__version__} has other names for settings "
+            f"and files and cannot go on with it. Finish it with version {written}, or start anew with run.name=other. "
             f"`ctpo report` and rollout.replay read it as it is"
         )
 
