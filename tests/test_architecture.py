@@ -81,16 +81,22 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.weights",
         "ctpo_sandbox",
     ),
-    "ctpo_megatron.tracking": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
+    "ctpo_megatron.tracking": (
+        "ctpo_megatron.data.records",
+        "ctpo_megatron.config",
+        "ctpo_megatron.extensions",
+        "ctpo_megatron.signals",
+    ),
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
     "ctpo_launchers": ("ctpo_megatron.config",),
 }
-# Every package may ask the root package for its version.
-ALWAYS = ("ctpo_megatron.__version__",)
+# Every package may ask the root package for its version, and keep secrets out of what it prints.
+ALWAYS = ("ctpo_megatron.__version__", "ctpo_megatron.redact")
 # Modules other packages may name directly; everything else is reached through the package's front door (`__init__.py`).
 SIDE_DOORS = (
     "ctpo_megatron.data.records",
+    "ctpo_megatron.config.extension",
     "ctpo_megatron.config.schema",
     "ctpo_megatron.config.doctor",
     "ctpo_megatron.environments",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +15,10 @@ from pydantic_core import ErrorDetails
 
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
-from ctpo_megatron.config.renames import renamed, renamed_value
+from ctpo_megatron.config.renames import REMOVED_KEYS, renamed, renamed_value
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
+from ctpo_megatron.redact import secrets_in
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -35,6 +36,7 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     if OmegaConf.select(values, "extensions.path") is None and OmegaConf.is_dict(values.get("extensions")):
         values.extensions.path = [str(Path(path).resolve().parent)]
     tree = _resolve(values, (), sources, problems)
+    problems += _secrets(tree, sources)
     broken = {problem.key for problem in problems}
     try:
         # Strict, and from JSON: "3", 3.0 and true are no integers, yet a list still makes a tuple.
@@ -49,6 +51,16 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
 def dump(config: Config) -> str:
     """The resolved configuration as YAML; `load_config` of it gives an equal Config."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _secrets(tree: Any, sources: Sources) -> Iterator[Problem]:
+    """Arguments of parts that hold a secret: the configuration is written to the run directory and shown in reports."""
+    for key in secrets_in(tree):
+        if ".arguments." in key:
+            message = "looks like a secret, and the configuration is written to the run directory"
+            yield Problem(
+                key, message, "give it in an environment variable", where=sources.where(tuple(key.split(".")))
+            )
 
 
 def _explained(key: str, broken: set[str]) -> bool:
@@ -106,6 +118,8 @@ def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
         return Problem(key, f"renamed to {now}", f"write {shown} in its place", NO_VALUE, where)
     if kind == "literal_error" and (now := renamed_value(key, value)):
         return Problem(key, f"renamed to {now}", "", value, where)
+    if kind == "extra_forbidden" and key in REMOVED_KEYS:
+        return Problem(key, "removed", REMOVED_KEYS[key], NO_VALUE, where)
     if kind == "extra_forbidden":
         return Problem(key, "unknown key", _did_you_mean(nearest(key)) or _siblings(key), value, where)
     if kind == "missing" and isinstance(detail["loc"][-1], str):

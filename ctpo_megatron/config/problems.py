@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from ctpo_megatron.redact import redacted
+
 NO_VALUE: Any = object()
 """A problem without an offending value, e.g. a missing key."""
 
@@ -26,10 +28,11 @@ class Problem:
     severity: Literal["error", "warning"] = "error"
 
     def __str__(self) -> str:
-        subject = self.key if self.value is NO_VALUE else f"{self.key} = {show(self.value)}".lstrip()
+        value = redacted(self.value, self.key)
+        subject = self.key if value is NO_VALUE else f"{self.key} = {show(value)}".lstrip()
         head = ": ".join(part for part in (self.where, subject) if part)
         text = f"{head}: {self.message}" if head else self.message
-        return f"{text}; {self.fix}" if self.fix else text
+        return f"{text}; {redacted(self.fix)}" if self.fix else text
 
 
 class ConfigError(Exception):

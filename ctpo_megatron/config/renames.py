@@ -19,6 +19,10 @@ RENAMED_KEYS: Mapping[str, str] = {
     "objective.token_normalizer": "objective.loss_scale_factor",
 }
 """Dotted path of version 0.1 -> the path now. A renamed section stands for all keys below it."""
+REMOVED_KEYS: Mapping[str, str] = {
+    "tracking.tensorboard": "tensorboard is on by default; tracking.trackers lists it or leaves it out, as in []",
+}
+"""Dotted path that is gone without a successor of the same form -> what to do instead."""
 
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
     "objective.ratio_mode": {"cumulative": "cumprod", "sequence_geomean": "sequence-geomean"},

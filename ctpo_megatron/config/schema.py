@@ -414,12 +414,22 @@ class ExportConfig(Section):
 
 
 class TrackingConfig(Section):
-    """What is written beside `metrics.jsonl`."""
+    """What is written beside `metrics.jsonl`, which every run has."""
 
     live: Literal["auto", "plain", "off"] = Field(
         default="auto", description="auto: live display on a terminal, else plain"
     )
-    tensorboard: bool = Field(default=True, description="write TensorBoard event files")
+    trackers: tuple[Extension, ...] = Field(
+        default=(Extension(name="tensorboard"),),
+        description="where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, or `package.module:Name`",
+    )
+    python: str | None = Field(
+        default=None,
+        description="interpreter that runs the trackers whose packages this environment cannot hold; null: this one",
+    )
+    timeout_s: PositiveFloat = Field(
+        default=60.0, description="deadline of one call to a tracker; one that exceeds it is switched off"
+    )
     trajectories: bool = Field(default=True, description="write every trajectory of every step")
     report: bool = Field(default=True, description="write report.html and figures at the end")
     peak_flops: PositiveFloat | None = Field(

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ctpo_megatron import __version__
+from ctpo_megatron.redact import redacted
 from ctpo_megatron.run.owner import OWNER_FILE, claim
 from ctpo_megatron.tracking.run_data import CONFIG_FILE, ENVIRONMENT_FILE
 
@@ -94,6 +96,15 @@ def _check_resumable(directory: Path) -> None:
             f"run.resume=true, but {directory} holds no run ({CONFIG_FILE} is missing). "
             f"Drop run.resume=true to start one, or type run.name=other for the run you mean"
         )
+    environment = directory / ENVIRONMENT_FILE
+    facts = json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {"version": __version__}
+    if "version" not in facts:
+        written = facts.get("packages", {}).get("ctpo-megatron", "0.1")
+        raise RunDirectoryError(
+            f"{directory} was written by ctpo-megatron {written}; version {__version__} has other names for settings "
+            f"and files and cannot go on with it. Finish it with version {written}, or start anew with run.name=other. "
+            f"`ctpo report` and rollout.replay read it as it is"
+        )
 
 
 def _is_occupied(directory: Path, config: Config) -> bool:
@@ -153,7 +164,8 @@ def _report_changes(directory: Path, config: Config) -> None:
         if former.get(key) != current.get(key) and key not in ("run.overwrite", "run.resume", "checkpoint.load")
     ]
     for key in changed:
-        log.warning("resuming with another value: %s = %s (was %s)", key, current.get(key), former.get(key))
+        now, was = redacted(current.get(key), key), redacted(former.get(key), key)
+        log.warning("resuming with another value: %s = %s (was %s)", key, now, was)
     if changed:
         _write_aside(directory / "config.previous.yaml", former_text)
 
@@ -169,6 +181,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def _write_environment(directory: Path) -> None:
     """Record versions and machine, so that the report needs nothing but the run directory."""
     facts = {
+        "version": __version__,
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),

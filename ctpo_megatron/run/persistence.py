@@ -81,7 +81,6 @@ class Persistence:
             "weights_version": run.version,
             "rollouts": self._services.rollouts.state_dict(),
             "metrics": self._report.latest,
-            "trackers": self._report.trackers,
         }
 
     def _score(self, step: int) -> float | None:

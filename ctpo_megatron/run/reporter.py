@@ -19,6 +19,7 @@ from ctpo_megatron.tracking import (
     MetricsWriter,
     PhaseTimer,
     discard_dumps,
+    open_trackers,
     phase_peaks,
     print_summary,
     sft_metrics,
@@ -57,11 +58,6 @@ class Reporter:
     def latest(self) -> Mapping[str, Any]:
         """The record of the latest step, `step` included; without any, that of step -1."""
         return {"step": -1}
-
-    @property
-    def trackers(self) -> Mapping[str, str]:
-        """Tracker -> identity of this run there, for a resumed run to go on with."""
-        return {}
 
     def note(self, text: str) -> None:
         """Show a line that stays."""
@@ -103,7 +99,8 @@ class RankZeroReporter(Reporter):
         self._peaks = phase_peaks(config.tracking.peak_flops or peak, trainers=trainers, engines=engines)
         self._exit = ExitStack()
         title = f"{config.run.name}, {config.objective.preset}"
-        self._metrics = self._exit.enter_context(MetricsWriter(directory, config.tracking.tensorboard))
+        self._trackers = self._exit.enter_context(open_trackers(config, directory))
+        self._metrics = self._exit.enter_context(MetricsWriter(directory, self._trackers))
         self._display = self._exit.enter_context(Display(config.tracking.live, config.run.steps, title=title))
         self._sft: MetricsWriter | None = None
         self.note(f"writing to {directory}")
@@ -114,10 +111,6 @@ class RankZeroReporter(Reporter):
     @property
     def latest(self) -> Mapping[str, Any]:
         return self._metrics.latest
-
-    @property
-    def trackers(self) -> Mapping[str, str]:
-        return self._metrics.trackers
 
     def note(self, text: str) -> None:
         self._display.note(text)
@@ -151,7 +144,7 @@ class RankZeroReporter(Reporter):
 
     def log_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         if self._sft is None:
-            writer = MetricsWriter(self._directory, self._config.tensorboard, SFT_FILE)
+            writer = MetricsWriter(self._directory, self._trackers, SFT_FILE)
             writer.truncate_after(0)  # lines of an interrupted attempt
             self._sft = self._exit.enter_context(writer)
         metrics = {**metrics, **self.timer.metrics()}

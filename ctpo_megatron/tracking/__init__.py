@@ -1,6 +1,7 @@
-"""observe: everything a run writes for people (metrics, dumps, display, summary, report) and nothing it reads back.
+"""tracking: everything a run writes for people (metrics, dumps, display, summary, report) and nothing it reads back.
 
-    writer = MetricsWriter(directory)                       metrics.jsonl and TensorBoard
+    trackers = open_trackers(config, directory)             TensorBoard, Weights & Biases, MLflow, users' own
+    writer = MetricsWriter(directory, trackers)             metrics.jsonl, and the same to the trackers
     timer = PhaseTimer(directory)                           time/<phase>, and totals per stage
     with Display(config.tracking.live, config.run.steps) as display: ...
     write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.jsonl
@@ -16,6 +17,7 @@ from ctpo_megatron.tracking.report import write_report
 from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
 from ctpo_megatron.tracking.timing import PhaseTimer
+from ctpo_megatron.tracking.trackers import Tracker, Trackers, open_trackers, tracker_problem
 from ctpo_megatron.tracking.trajectories import (
     discard_dumps,
     read_trajectories,
@@ -30,8 +32,11 @@ __all__ = [
     "MetricsWriter",
     "PhaseTimer",
     "Summary",
+    "Tracker",
+    "Trackers",
     "discard_dumps",
     "evaluation_metrics",
+    "open_trackers",
     "phase_peaks",
     "print_summary",
     "read_metrics",
@@ -40,6 +45,7 @@ __all__ = [
     "sft_metrics",
     "summarize",
     "throughput_metrics",
+    "tracker_problem",
     "trajectory_files",
     "trajectory_of",
     "write_report",

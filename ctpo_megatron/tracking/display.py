@@ -25,7 +25,7 @@ def _harmless(method: Callable[Concatenate[Display, P], None]) -> Callable[Conca
     """A display that fails says so once and goes dark: it must never end a run."""
 
     @functools.wraps(method)
-    def guarded(self: Display, *args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(self: Display, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if self.mode == "off":
             return
         try:

@@ -1,35 +1,34 @@
-"""Metrics of a run: one JSON object a step that survives crashes and resumes, and TensorBoard beside it."""
+"""Metrics of a run: one JSON object a step that survives crashes and resumes, and its trackers beside it."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from ctpo_megatron.tracking.old_names import OLD_FILES, with_current_metrics
+from ctpo_megatron.tracking.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SFT_FILE = "sft.jsonl"
-NONFINITE = "tracking/nonfinite"
+NONFINITE, FAILURES = "tracking/nonfinite", "tracking/failures"
 
 
 class MetricsWriter:
     """Appends `{"step": n, "group/name": value, ...}` to a file of the run directory, flushed at every step.
 
-    The default file is that of the RL steps; other stages (sft) name their own. TensorBoard events go to
-    `<run>/tensorboard`, those of another file to a folder of that name below it.
+    This file is the run's own memory: it is always written, a resumed run truncates it, checkpoints and the report read
+    it. `trackers` get the same numbers; they belong to the caller. The default file is that of the RL steps; other
+    stages (sft) name their own.
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool = True, file_name: str = METRICS_FILE) -> None:
+    def __init__(self, run_dir: Path, trackers: Trackers | None = None, file_name: str = METRICS_FILE) -> None:
         self.path = Path(run_dir) / file_name
         records = _read(self.path) if self.path.exists() else []
         if self.path.exists():
@@ -38,14 +37,13 @@ class MetricsWriter:
         self._last: dict[str, Any] = records[-1] if records else {"step": -1}
         self._file = self.path.open("a", encoding="utf-8")
         self._last_offset = self._file.tell() - len(_line(self._last).encode()) if records else 0
-        self._event_folder = "tensorboard" if file_name == METRICS_FILE else f"tensorboard/{self.path.stem}"
-        self._events = _event_writer(Path(run_dir) / self._event_folder, tensorboard)
+        self._trackers = trackers or Trackers()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step; a second call for the latest step adds to its line.
 
-        A non-finite value is written as null and counted under `tracking/nonfinite`. Raises ValueError for a step
-        before the latest one.
+        A non-finite value is written as null and counted under `tracking/nonfinite`, what trackers have failed at since
+        the last call under `tracking/failures`. Raises ValueError for a step before the latest one.
         """
         if step < self._last["step"]:
             raise ValueError(f"{self.path}: step {step} after step {self._last['step']}; call truncate_after first")
@@ -56,18 +54,15 @@ class MetricsWriter:
             self._file.truncate(self._last_offset)
             self._file.seek(self._last_offset)  # tell() would go on counting from the old end
         nonfinite = sum(value is None for value in record.values())
+        if failures := self._trackers.take_failures():
+            record[FAILURES] = failures + record.get(FAILURES, 0.0)
         self._append(step, record | ({NONFINITE: float(nonfinite)} if nonfinite else {}))
-        self._log_events(step, values)
+        self._trackers.log(step, values)
 
     @property
     def latest(self) -> dict[str, Any]:
         """The record of the latest step, `step` included; without any, that of step -1."""
         return dict(self._last)
-
-    @property
-    def trackers(self) -> dict[str, str]:
-        """Tracker -> identity of this run there, for a resumed run to go on with (TensorBoard: a folder of the run)."""
-        return {} if self._events is None else {"tensorboard": self._event_folder}
 
     def truncate_after(self, step: int, record: Mapping[str, Any] | None = None) -> None:
         """Move the lines beyond `step`, which a run resumed from that step is going to write again, out of the file.
@@ -88,14 +83,12 @@ class MetricsWriter:
         self._last = kept[-1] if kept else {"step": -1}
         self._file = self.path.open("a", encoding="utf-8")
         self._last_offset = self._file.tell() - len(_line(self._last).encode()) if kept else 0
-        if self._events is not None:
-            self._events.add_event(_purge_event(step + 1))
+        if self.path.name == METRICS_FILE:
+            self._trackers.rewind(step)
 
     def close(self) -> None:
-        """Flush and close both outputs; the writer cannot be used afterwards."""
+        """Close the file; the writer cannot be used afterwards."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -109,16 +102,16 @@ class MetricsWriter:
         self._file.write(_line(self._last))
         self._file.flush()
 
-    def _log_events(self, step: int, values: Mapping[str, float]) -> None:
-        if self._events is not None:
-            self._events.add_event(_scalar_event(step, values))
-            self._events.flush()
-
 
 def read_metrics(run_dir: Path, file_name: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """All records of a run in step order; a missing file is no records, a half-written last line is left out."""
+    """All records of a run in step order, also of one that an earlier version made, under the present names.
+
+    A missing file is no records, a half-written last line is left out.
+    """
     path = Path(run_dir) / file_name
-    return _read(path) if path.exists() else []
+    if not path.exists() and file_name in OLD_FILES:
+        path = path.with_name(OLD_FILES[file_name])
+    return [with_current_metrics(record) for record in _read(path)] if path.exists() else []
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -146,30 +139,3 @@ def _write_aside(path: Path, records: list[dict[str, Any]]) -> None:
     aside = path.with_name(path.name + ".tmp")
     aside.write_text("".join(map(_line, records)), encoding="utf-8")
     aside.replace(path)
-
-
-def _event_writer(folder: Path, wanted: bool) -> EventFileWriter | None:
-    """TensorBoard's own writer: it imports in a fraction of a second and does not pull in torch."""
-    if not wanted:
-        return None
-    try:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-    except ImportError:
-        log.warning("tensorboard is not installed; only metrics.jsonl is written (pip install tensorboard)")
-        return None
-    return EventFileWriter(str(folder))
-
-
-def _scalar_event(step: int, values: Mapping[str, float]) -> Event:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-    return Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
-
-
-def _purge_event(step: int) -> Event:
-    """Tells TensorBoard to forget what earlier event files say from `step` on."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-    return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))

@@ -189,7 +189,8 @@ _PANELS = (
         "reward",
         "Reward",
         "mean reward",
-        "Mean reward of the trajectories sampled in each step, before they are trained on.",
+        "Mean reward of the trajectories sampled in each step, before they are trained on; "
+        "the tile above is the mean of the last five steps.",
         (Line("reward/mean", "reward"),),
         limits=_SHARE,
         annotate=True,

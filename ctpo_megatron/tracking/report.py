@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from ctpo_megatron.redact import redacted
 from ctpo_megatron.tracking.display_view import duration
 from ctpo_megatron.tracking.figures import write_figures
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
@@ -66,7 +67,7 @@ def write_report(run_dir: Path) -> Path:
         checks=list(checks(run)),
         rank_memory=rank_memory(run),
         facts=list(facts(run)),
-        config=yaml.safe_dump(run.config, sort_keys=False),
+        config=yaml.safe_dump(redacted(run.config), sort_keys=False),
         views=sample_views(run.directory),
     )
     path = run.directory / "report.html"
@@ -109,7 +110,7 @@ def tiles(run: RunData, summary: Summary) -> Iterator[Tile]:
         parts += [f"MFU {_median(mfu):.1%}"] if mfu else []
         yield Tile("Update", f"{_count(_median(update))} tokens/s", note=", ".join(parts))
     if summary.peak_mib:
-        yield Tile("Trainer memory", f"{_count(summary.peak_mib * 2**20)}B", note="peak of the largest rank")
+        yield Tile("Trainer memory", f"{summary.peak_mib / 1024:.3g} GiB", note="peak of the largest rank")
 
 
 def _median(series: Series) -> float:
@@ -150,6 +151,8 @@ def checks(run: RunData) -> Iterator[Check]:
         series = run.series(metric)
         if series:
             yield Check(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
+    if failures := run.series("tracking/failures"):
+        yield Check("Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run went on")
     yield from _packing(run)
     nonfinite = run.series("tracking/nonfinite")
     count = sum(nonfinite.values) if nonfinite else 0.0

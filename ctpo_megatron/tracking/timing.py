@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from ctpo_megatron.tracking.old_names import OLD_STAGES
+
 STAGES_FILE = "stages.json"
 
 
@@ -79,7 +81,8 @@ class PhaseTimer:
 def read_stages(run_dir: Path) -> dict[str, Seconds]:
     """Stage totals of a run directory in the order the stages ended; empty when none was written."""
     path = Path(run_dir) / STAGES_FILE
-    return {name: Seconds(**total) for name, total in json.loads(path.read_text()).items()} if path.exists() else {}
+    stages = json.loads(path.read_text()) if path.exists() else {}
+    return {OLD_STAGES.get(name, name): Seconds(**total) for name, total in stages.items()}
 
 
 @contextmanager

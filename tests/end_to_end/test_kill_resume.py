@@ -36,7 +36,7 @@ SETTINGS = (
     "rollout.mismatch_limit=null",
     "checkpoint.every=1",
     "tracking.live=plain",
-    "tracking.tensorboard=false",
+    "tracking.trackers=[]",
     "tracking.report=false",
     "export.enabled=false",
 )

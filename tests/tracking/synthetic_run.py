@@ -152,10 +152,10 @@ def write_run(root: Path, steps: int = 20, samples: int = 4, prompts: int = 4, f
     """A complete run directory."""
     rng = random.Random(0)
     run_dir = open_run_directory(make_config(root, rollout={"mismatch_limit": 1e-3}))
-    with MetricsWriter(run_dir, tensorboard=False, file_name="sft.jsonl") as sft:
+    with MetricsWriter(run_dir, file_name="sft.jsonl") as sft:
         for step in range(1, 61):
             sft.log(step, {"sft/loss": 3.2 * math.exp(-step / 12) + 0.2 * rng.random(), "sft/grad_norm": 1.0})
-    with MetricsWriter(run_dir, tensorboard=False) as metrics:
+    with MetricsWriter(run_dir) as metrics:
         metrics.log(0, {"val/toolmath/acc/mean@1": 0.40})
         for step in range(1, steps + 1):
             last = {"val/toolmath/acc/mean@1": 0.94, "time/eval": 2.0} if step == steps else {}

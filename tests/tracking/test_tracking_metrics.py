@@ -8,11 +8,11 @@ import logging
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ctpo_megatron.tracking import MetricsWriter, read_metrics
+from ctpo_megatron.tracking import MetricsWriter, open_trackers, read_metrics
 
 
 def test_one_object_a_step_with_sorted_keys(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log(0, {"val/a/acc/mean@1": 0.5})
         writer.log(1, {"reward/mean": 1, "actor/lr": 1e-6})
         lines = writer.path.read_text().splitlines()  # flushed while the run is still going
@@ -24,13 +24,13 @@ def test_one_object_a_step_with_sorted_keys(tmp_path):
 
 
 def test_nonfinite_values_are_null_and_counted(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log(1, {"a/x": float("nan"), "a/y": float("inf"), "a/z": 2.0})
     assert read_metrics(tmp_path) == [{"step": 1, "a/x": None, "a/y": None, "a/z": 2.0, "tracking/nonfinite": 2}]
 
 
 def test_a_second_call_for_the_step_adds_to_its_line(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log(1, {"a/x": 1})
         writer.log(2, {"a/x": 2})
         writer.log(2, {"b/y": 3, "a/x": 4})
@@ -42,7 +42,7 @@ def test_a_second_call_for_the_step_adds_to_its_line(tmp_path):
 
 
 def test_a_step_before_the_latest_is_refused(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log(5, {"a/x": 1})
         with pytest.raises(ValueError, match="truncate_after"):
             writer.log(4, {"a/x": 1})
@@ -54,14 +54,14 @@ def test_a_half_written_last_line_is_left_out_and_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert read_metrics(tmp_path) == [{"step": 1, "a/x": 1.0}]
     assert "incomplete" in caplog.text
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:  # the next line is not glued to the torn one
+    with MetricsWriter(tmp_path) as writer:  # the next line is not glued to the torn one
         writer.log(2, {"a/x": 2})
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_a_file_that_is_only_a_torn_line_is_started_anew(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a/')
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log(1, {"a/x": 1})
     assert read_metrics(tmp_path) == [{"step": 1, "a/x": 1}]
 
@@ -76,12 +76,13 @@ def test_no_file_is_no_records(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_resume_drops_what_will_be_written_again(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+def test_resume_drops_what_will_be_written_again(tmp_path, config_in):
+    with open_trackers(config_in(), tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as writer:
         for step in range(5):
             writer.log(step, {"a/x": step})
-    with MetricsWriter(tmp_path) as writer:
+    with open_trackers(config_in(), tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as writer:
         writer.truncate_after(2)
+        assert writer.latest["step"] == 2 and len(read_metrics(tmp_path)) == 3
         writer.log(3, {"a/x": 30})
     assert [record["a/x"] for record in read_metrics(tmp_path)] == [0, 1, 2, 30]
     assert [record["a/x"] for record in read_metrics(tmp_path, "discarded_metrics.jsonl")] == [3, 4]
@@ -91,7 +92,7 @@ def test_resume_drops_what_will_be_written_again(tmp_path):
 
 
 def test_lines_discarded_at_another_time_are_added(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.truncate_after(-1)
         assert not (tmp_path / "discarded_metrics.jsonl").exists()
         for value in (1, 2):
@@ -101,14 +102,14 @@ def test_lines_discarded_at_another_time_are_added(tmp_path):
 
 
 def test_resume_restores_the_line_that_a_kill_cut_off(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for step in range(3):
             writer.log(step, {"a/x": step})
         saved = writer.latest
         writer.log(2, {"time/checkpoint": 1})
         writer._file.truncate(writer._last_offset)  # killed while the time was being added
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.truncate_after(2, saved)
         writer.log(2, {"b/y": 1})
         writer.log(3, {"a/x": 3})
@@ -116,8 +117,18 @@ def test_resume_restores_the_line_that_a_kill_cut_off(tmp_path):
     assert read_metrics(tmp_path)[2] == {"step": 2, "a/x": 2, "b/y": 1}
 
 
-def test_another_stage_writes_its_own_file_and_events(tmp_path):
-    with MetricsWriter(tmp_path, file_name="sft.jsonl") as writer:
-        writer.log(1, {"sft/loss": 2.0})
-    assert read_metrics(tmp_path, "sft.jsonl") == [{"step": 1, "sft/loss": 2.0}]
-    assert list((tmp_path / "tensorboard" / "sft").iterdir())
+def test_another_stage_writes_its_own_file_and_events(tmp_path, config_in):
+    for values in ((2.0, 1.5, 1.0), (3.0,)):  # the second attempt ended earlier
+        with open_trackers(config_in(), tmp_path) as trackers, MetricsWriter(tmp_path, trackers) as steps:
+            steps.log(0, {"val/a/acc/mean@1": 0.5})
+            with MetricsWriter(tmp_path, trackers, file_name="sft.jsonl") as writer:
+                writer.truncate_after(0)
+                for step, value in enumerate(values, start=1):
+                    writer.log(step, {"sft/loss": value})
+    assert read_metrics(tmp_path, "sft.jsonl") == [{"step": 1, "sft/loss": 3.0}]
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "sft"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("sft/loss")] == [3.0]
+    steps = EventAccumulator(str(tmp_path / "tensorboard"))
+    steps.Reload()
+    assert steps.Tags()["scalars"] == ["val/a/acc/mean@1"]

@@ -98,7 +98,7 @@ def test_views_are_best_and_worst_of_groups(demo_run):
 
 def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):
     run_dir = open_run_directory(make_config(tmp_path))
-    with MetricsWriter(run_dir, tensorboard=False) as writer:
+    with MetricsWriter(run_dir) as writer:
         writer.log(1, {"reward/mean": 0.2, "actor/grad_norm": float("nan")})
     (run_dir / "figures").mkdir()
     (run_dir / "figures" / "is_ratio.png").write_bytes(b"of an earlier report")
@@ -119,7 +119,7 @@ def test_throughput_memory_and_packing_are_told(demo_run, page):
 
 def test_utilization_is_drawn_where_it_is_known(tmp_path):
     run_dir = open_run_directory(make_config(tmp_path))
-    with MetricsWriter(run_dir, tensorboard=False) as writer:
+    with MetricsWriter(run_dir) as writer:
         writer.log(1, {"throughput/update_mfu": 0.41, "throughput/update_tokens_per_s": 9e4})
     run = RunData.load(run_dir)
     (panel,) = [panel for panel in panels(run) if panel.name == "mfu"]
@@ -130,7 +130,7 @@ def test_utilization_is_drawn_where_it_is_known(tmp_path):
 def write_memory(folder: Path, ranks: int) -> RunData:
     """A run of two steps whose rank r held 1000 + r MiB, and twice that in the end."""
     run_dir = open_run_directory(make_config(folder))
-    with MetricsWriter(run_dir, tensorboard=False) as writer:
+    with MetricsWriter(run_dir) as writer:
         for step in (1, 2):
             peaks = {f"memory/rank_{rank}_peak_mib": step * (1000.0 + rank) for rank in range(ranks)}
             writer.log(step, peaks | {"memory/trainer_peak_mib": max(peaks.values())})
@@ -161,10 +161,10 @@ def test_ranks_are_told_apart_as_far_as_they_can_be(tmp_path, ranks, rows, curve
 
 def test_the_speed_of_sft_is_drawn_where_it_is_known(tmp_path):
     run_dir = open_run_directory(make_config(tmp_path))
-    with MetricsWriter(run_dir, tensorboard=False, file_name="sft.jsonl") as writer:
+    with MetricsWriter(run_dir, file_name="sft.jsonl") as writer:
         writer.log(1, {"sft/loss": 2.0, "sft/tokens_per_s": 5e4})
     assert [panel.name for panel in panels(RunData.load(run_dir)) if "sft_" in panel.name] == ["sft_throughput"]
-    with MetricsWriter(run_dir, tensorboard=False, file_name="sft.jsonl") as writer:
+    with MetricsWriter(run_dir, file_name="sft.jsonl") as writer:
         writer.log(2, {"sft/loss": 1.0, "sft/tokens_per_s": 5e4, "sft/mfu": 0.4})
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert 'id="figure-sft_throughput"' in page and 'id="figure-sft_mfu"' in page
@@ -172,7 +172,7 @@ def test_the_speed_of_sft_is_drawn_where_it_is_known(tmp_path):
 
 def test_too_much_padding_is_a_finding(tmp_path):
     run_dir = open_run_directory(make_config(tmp_path))
-    with MetricsWriter(run_dir, tensorboard=False) as writer:
+    with MetricsWriter(run_dir) as writer:
         for step, share in ((1, 0.99), (2, 0.90)):
             writer.log(step, {"packing/useful_token_fraction": share, "time/update_overhead_fraction": 0.2})
     found = {check.label: check for check in checks(RunData.load(run_dir))}
@@ -189,7 +189,7 @@ def test_a_run_without_any_metrics_still_has_a_report(tmp_path):
 def test_long_runs_and_long_texts_stay_small(tmp_path):
     run_dir = write_run(tmp_path, steps=2, samples=2, prompts=2, final="word " * 2_000)
     rng = random.Random(1)
-    with MetricsWriter(run_dir, tensorboard=False) as writer:
+    with MetricsWriter(run_dir) as writer:
         for step in range(3, 400):
             writer.log(step, step_metrics(rng, step, 400))
     path = write_report(run_dir)

@@ -22,6 +22,8 @@ _RUN_DIRECTORY = {
     "evaluation",
     "checkpoints",
     "tensorboard",
+    "trackers",
+    "wandb",
     "logs",
     "figures",
 }

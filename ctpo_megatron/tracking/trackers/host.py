@@ -1,0 +1,153 @@
+"""Holds the trackers of a run: whatever one of them does, the run goes on, and its failures are counted."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ctpo_megatron.redact import hidden, redacted
+from ctpo_megatron.tracking.trackers.process import TrackerEnded, TrackerProcess
+from ctpo_megatron.tracking.trackers.protocol import TENSORBOARD, identity_file, make
+
+if TYPE_CHECKING:
+    from ctpo_megatron.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+IN_A_ROW = 3
+"""So many failures without a success between them switch a tracker off."""
+
+
+class Hosted(Protocol):
+    """A tracker as the run holds it; the lists are outcomes of calls: None, or why one failed."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> list[str | None]: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def close(self) -> list[str | None]: ...
+
+    def kill(self) -> None: ...
+
+
+class InProcess:
+    """TensorBoard, which needs no process of its own."""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> list[str | None]:
+        try:
+            self._tracker.log(step, metrics)
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"]
+        return [None]
+
+    def rewind(self, step: int) -> None:
+        self._tracker.rewind(step)
+
+    def close(self) -> list[str | None]:
+        self._tracker.close()
+        return []
+
+    def kill(self) -> None:
+        pass
+
+
+class Trackers:
+    """All trackers of a run. No method raises what a tracker raises, or waits for one longer than its deadline."""
+
+    def __init__(self) -> None:
+        self._active: dict[str, Hosted] = {}
+        self._in_a_row: Counter[str] = Counter()
+        self._named: set[str] = set()
+        self._failures = 0
+
+    def open(self, name: str, start: Callable[[], Hosted]) -> None:
+        """Add the tracker that `start` gives."""
+        try:
+            self._active[name] = start()
+        except Exception as error:
+            self._end(name, f"cannot start: {type(error).__name__}: {error}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand the metrics of a step to every tracker."""
+        self._each(lambda tracker: tracker.log(step, metrics))
+
+    def rewind(self, step: int) -> None:
+        """Say that the steps after `step` are going to be logged again."""
+        self._each(lambda tracker: tracker.rewind(step))
+
+    def take_failures(self) -> int:
+        """Failures noticed since the last call of this."""
+        failures, self._failures = self._failures, 0
+        return failures
+
+    def close(self) -> None:
+        """Let every tracker send what is left."""
+        self._each(lambda tracker: tracker.close())
+        self._active.clear()
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _each(self, call: Callable[[Hosted], list[str | None] | None]) -> None:
+        for name, tracker in list(self._active.items()):
+            try:
+                for outcome in call(tracker) or ():
+                    self._note(name, outcome)
+            except TrackerEnded as error:
+                self._end(name, str(error))
+            except Exception as error:  # ours or a tracker's: a run is worth more than its curves elsewhere
+                self._end(name, f"{type(error).__name__}: {error}")
+
+    def _note(self, name: str, failure: str | None) -> None:
+        if failure is None:
+            self._in_a_row[name] = 0
+            return
+        self._failures += 1
+        self._in_a_row[name] += 1
+        if name not in self._named:
+            self._named.add(name)
+            log.warning("tracker %s failed (counted as tracking/failures): %s", name, hidden(failure))
+        if self._in_a_row[name] == IN_A_ROW:
+            self._switch_off(name, f"{IN_A_ROW} failures in a row, the last: {failure}")
+
+    def _end(self, name: str, cause: str) -> None:
+        self._failures += 1
+        self._switch_off(name, cause)
+
+    def _switch_off(self, name: str, cause: str) -> None:
+        log.error("tracker %s is switched off, and the run goes on without it: %s", name, hidden(cause))
+        if tracker := self._active.pop(name, None):
+            tracker.kill()
+
+
+def open_trackers(config: Config, directory: Path) -> Trackers:
+    """Start the trackers of a configuration for a run in `directory`; those of a resumed run go on where they were."""
+    trackers = Trackers()
+    settings, tree = config.tracking, redacted(config.model_dump(mode="json"))
+    for extension in settings.trackers:
+        name, arguments = extension.name, extension.arguments
+        if name == TENSORBOARD:
+            trackers.open(name, lambda: InProcess(make(name, arguments, directory, tree)))  # noqa: B023
+            continue
+        start = {
+            "name": name,
+            "arguments": arguments,
+            "run_dir": str(directory.resolve()),
+            "config": tree,
+            "search_path": [str(Path(folder).resolve()) for folder in config.extensions.path or ()],
+        }
+        log_path = directory / "logs" / f"tracker_{identity_file(directory, name).stem}.log"
+        python = settings.python or sys.executable
+        trackers.open(name, lambda: TrackerProcess(start, python, settings.timeout_s, log_path))  # noqa: B023
+    return trackers
