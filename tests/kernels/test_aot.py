@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_kernels import aot
+from tests.support import children
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 PACKAGES = Path(aot.__file__).parents[1]
@@ -21,9 +22,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     """A process of its own: this one may have been told to interpret the kernels."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ |= {"PYTHONPATH": str(PACKAGES), "PYTHONWARNINGS": "ignore"} | environment
-    return subprocess.run(
-        [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=280, check=False
-    )
+    return children.run([sys.executable, *arguments], environment=environ, deadline_s=280)
 
 
 def gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

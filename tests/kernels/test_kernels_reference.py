@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from packings import distance, random_batch, without
 
 from ctpo_kernels.reference import ctpo_loss_reference, linear_ctpo_reference, log_probs_reference
 from ctpo_megatron.objective import PolicyObjective, policy_loss
+from tests.kernels.packings import distance, random_batch, without
 
 RATIOS = {
     "cumulative": "cumprod",

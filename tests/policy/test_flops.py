@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from ctpo_megatron.config import ModelFacts
 from ctpo_megatron.data import token_sequences
 from ctpo_megatron.policy.flops import BACKWARD, forward_flops, known_peak, sequence_flops
+from tests.policy import models
 
 TOKENS = 37
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ctpo_megatron.config import ConfigError, ModelFacts, PolicyConfig
 from ctpo_megatron.config.weight_files import tensor_shapes
 from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed
+from tests.policy import models
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fleet_helpers import MAX_RESPONSE, MAX_TURN, make_config, scripted_tool
-from tiny_model import CALL, build_tiny_model
 from transformers import Qwen3ForCausalLM
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.rollout import Cancelled, GroupFailed, RolloutFleet, Sampling, WeightSyncError, rollout_metrics
+from tests.rollout.fleet_helpers import MAX_RESPONSE, MAX_TURN, make_config, scripted_tool
+from tests.rollout.tiny_model import CALL, build_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 

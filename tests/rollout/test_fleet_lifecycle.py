@@ -12,11 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-from fleet_helpers import make_config, scripted_tool
-from tiny_model import CALL, build_tiny_model
 
 from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.rollout import FleetError, GroupFailed, RolloutFleet, Sampling
+from tests.rollout.fleet_helpers import make_config, scripted_tool
+from tests.rollout.tiny_model import CALL, build_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -81,7 +81,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from fleet_helpers import make_config, scripted_tool
+from tests.rollout.fleet_helpers import make_config, scripted_tool
 from ctpo_megatron.rollout import RolloutFleet
 path, root = Path(sys.argv[1]), Path(sys.argv[2])
 fleet = RolloutFleet(make_config(path, root), str(path), 0, "unused", tool_factory=scripted_tool(root / "flag"))

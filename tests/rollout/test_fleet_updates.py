@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_helpers import make_config, scripted_tool
 from safetensors.torch import load_file
-from tiny_model import build_tiny_model
 
 from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.rollout import RolloutFleet, Sampling
+from tests.rollout.fleet_helpers import make_config, scripted_tool
+from tests.rollout.tiny_model import build_tiny_model
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_model import CHATML, tiny_tokenizer
 
 from ctpo_megatron.environments.template import ObservationTemplate, TemplateError, stop_token_ids
+from tests.rollout.tiny_model import CHATML, tiny_tokenizer
 
 QWEN3_LIKE = (
     "{%- if tools %}{{- '<|im_start|>system\n' }}"

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from attacks import ATTACKS, ESCAPED, ODDITIES, TRACES, Attack
 
 from ctpo_sandbox import SandboxServer, SandboxStartError, start_server
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import PROMISES
+from tests.sandbox.attacks import ATTACKS, ESCAPED, ODDITIES, TRACES, Attack
 
 X86_ONLY = {"libc.syscall", "prot=7"}
 SHORT_S = 0.4
