@@ -1,5 +1,6 @@
 # make quickstart   fresh machine -> .venv -> the whole pipeline on CPU -> report
 # make test         fresh machine -> .venv -> the CPU test suite
+# make mutation     planted bugs, each of which the tests have to see (an hour)
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
@@ -11,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test test-slow test-gpu bench-kernels lint clean
+.PHONY: quickstart test test-slow test-gpu mutation bench-kernels lint clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -20,11 +21,17 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
+# Two processes; tests that share ranks, engines or a sandbox stay together (tests/conftest.py). On a slow machine
+# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long.
+PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 test: $(INSTALLED) $(TRITON)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)
 
 test-slow: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+mutation: $(INSTALLED) $(TRITON)
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 # These two use the environment they find: CUDA machines bring their own torch.
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

