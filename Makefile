@@ -1,6 +1,7 @@
 # make quickstart   fresh machine -> .venv -> the whole pipeline on CPU -> report
 # make test         fresh machine -> .venv -> the CPU test suite
 # make lint         ruff, mypy, and the links of the documents
+# make mutation     planted bugs, each of which the tests have to see (an hour)
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
@@ -12,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test test-slow test-gpu bench-kernels lint clean
+.PHONY: quickstart test test-slow test-gpu mutation bench-kernels lint clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -21,11 +22,28 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
+# Two processes; tests that share ranks, engines or a sandbox stay together (tests/conftest.py). On a slow machine
+# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the folders that start no processes: it
+# nearly doubles their CPU time (22 -> 39 s of three of them), and would not see the forked ranks and engines anyway.
+PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
+PURE := tests/config tests/data tests/objective tests/tracking tests/test_architecture.py tests/test_cli.py
+PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.tracking ctpo_megatron.cli
+PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 test: $(INSTALLED) $(TRITON)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	@status=0; set -x; \
+	$(PYTEST) $(PURE) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered || status=1; \
+	$(PYTEST) $(addprefix --ignore=,$(PURE)) $(PARALLEL) || status=1; \
+	exit $$status
+else
+	$(PYTEST) $(ARGS)
+endif
 
 test-slow: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+mutation: $(INSTALLED) $(TRITON)
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 # These two use the environment they find: CUDA machines bring their own torch.
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

@@ -55,7 +55,16 @@ setup(
         "wandb": ["wandb>=0.19"],
         # Needs an environment of its own: `tracking.python`, requirements/trackers.txt.
         "mlflow": ["mlflow-skinny>=3", "sqlalchemy>=2", "alembic>=1.13", "psutil>=6"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.8", "mypy>=2.4"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "pytest-cov>=6",
+            "hypothesis>=6.100",
+            "allpairspy>=2.5",
+            "ruff>=0.8",
+            "mypy>=2.4",
+        ],
     },
     entry_points={"console_scripts": ["ctpo=ctpo_megatron.cli:main"]},
 )

@@ -1,4 +1,6 @@
-"""Prepares Triton's interpreter before anything imports Triton, and leaves the environment as it was.
+"""Which tests share a process, how long they may take, and Triton's interpreter.
+
+It is prepared before anything imports Triton, and the environment is left as it was.
 
 Triton decides at import whether its own library functions (tl.sum, tl.cumsum, ...) can be interpreted, so it must be
 imported under TRITON_INTERPRET=1 once. Kernels are then interpreted if the variable is set where they are defined
@@ -10,6 +12,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+
+import pytest
+
+from tests.support.deadlines import scaled
+
+RANKS = ("policy", "verify", "support")
+FIRST = ("engines", "ranks")
 
 
 def _import_interpretable_triton() -> None:
@@ -31,3 +40,26 @@ def _import_interpretable_triton() -> None:
 
 
 _import_interpretable_triton()
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of a group run in one process, which starts what they share once: ranks, engines, a sandbox of a level."""
+    folder, _, file = item.location[0].removeprefix("tests/").partition("/")
+    if folder in RANKS or file in ("test_kernels_parallel.py", "test_kill_resume.py"):
+        return "ranks"
+    if folder == "end_to_end" or file.startswith("test_fleet"):
+        return "engines"
+    if file == "test_attacks.py" and hasattr(item, "callspec"):
+        return f"sandbox-{item.callspec.params.get('target', '')}"
+    return item.location[0]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups of tests, the longest first, and deadlines that know how slow the machine is."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+        limit = item.get_closest_marker("timeout")
+        seconds = limit.args[0] if limit else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
+    items.sort(key=lambda item: FIRST.index(group) if (group := _group(item)) in FIRST else len(FIRST))

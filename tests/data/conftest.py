@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from toolmath_small import small_config
 
 from ctpo_megatron.data.toolmath import prepare
+from tests.data.toolmath_small import small_config
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ from importlib import import_module
 
 import pyarrow.parquet as pq
 import pytest
-from toolmath_small import small_config
 
 from ctpo_megatron.data import DataError
 from ctpo_megatron.data.toolmath import prepare
+from tests.data.toolmath_small import small_config
 
 # The package exports the function of the same name.
 prepare_module = import_module("ctpo_megatron.data.toolmath.prepare")

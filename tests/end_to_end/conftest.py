@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_run import Ctpo
+
+from tests.end_to_end.small_run import Ctpo
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +17,7 @@ def ctpo(tmp_path_factory: pytest.TempPathFactory) -> Ctpo:
 @pytest.fixture(scope="session")
 def finished(ctpo: Ctpo) -> Path:
     """The run directory of an uninterrupted run; its output is in `output.txt` there."""
-    done = ctpo.train("run.name=whole")
+    done = ctpo.launch("run.name=whole")
     assert done.returncode == 0, done.stderr[-4000:]
     run = ctpo.directory / "runs" / "whole"
     (run / "output.txt").write_text(done.stdout)

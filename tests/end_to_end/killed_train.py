@@ -1,6 +1,5 @@
-"""`ctpo train ...` that kills itself, with all its processes, at a chosen point.
+"""`ctpo train ...` that kills itself, with all its processes, at a chosen point: the Nth time it is reached in the run.
 
-python killed_train.py SIGNAL POINT N CONFIG [a.b=c ...]: at the Nth time that POINT is reached, over the whole run.
 After SIGTERM the run goes on as it will.
 """
 
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +28,6 @@ def half_a_file(_transforms: Any, _process: int, bucket: tuple[str, Any, Any], *
 
 def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     """Point -> owner, function, and what to do just before the kill, which comes before the function."""
-    # Imported here: processes that the job spawns import this file, and need none of it.
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     from ctpo_megatron.policy import Policy, checkpoint_files
@@ -65,8 +62,10 @@ def arm(number: signal.Signals, point: str, count: int) -> None:
     setattr(owner, name, replacement)
 
 
-if __name__ == "__main__":
-    from ctpo_megatron.cli import main
+def main(command: list[str], kill_at: tuple[str, int] | None, by: str) -> int:
+    """`ctpo` with these arguments, in a process group of its own, that gets the signal `by` at (point, count)."""
+    from ctpo_megatron import cli
 
-    arm(signal.Signals[sys.argv[1]], sys.argv[2], int(sys.argv[3]))
-    sys.exit(main(["train", *sys.argv[4:]]))
+    if kill_at is not None:
+        arm(signal.Signals[by], *kill_at)
+    return cli.main(command)

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import children
+from tests.support import ranks as pool
+from tests.support.deadlines import scaled
+from tests.support.prefork import ROOT, Child
+
 SMALL = (
     "sft.steps=40",
     "run.steps=3",
@@ -60,53 +64,64 @@ class Ctpo:
         paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
         return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
-    def train(self, *overrides: str, ranks: int = 1, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*overrides, ranks=ranks),
-            cwd=self.directory,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+    def launch(self, *overrides: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        """Run the command as a user does."""
+        command = self.command(*overrides, ranks=ranks)
+        return children.run(command, directory=self.directory, environment=self.environment, deadline_s=280)
 
-    def train_until(self, text: str, *overrides: str, timeout: float = 200) -> str:
+    def train(self, *overrides: str) -> subprocess.CompletedProcess[str]:
+        """Run the same in a process that has imported everything."""
+        arguments = self.command(*overrides)[3:]
+        how = {"directory": self.directory, "environment": self.environment, "deadline_s": 280}
+        return pool.prefork().run(train_main, arguments, **how)
+
+    def train_until(self, text: str, *overrides: str) -> str:
         """Run until a line containing `text` appears, then kill -9 the whole process group; returns the output."""
-        with self._running("killed.log", text, *overrides, timeout=timeout) as (process, log):
+        with self._running("killed", text, *overrides) as (process, log):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=30)
+            process.wait(scaled(30))
         return log.read_text()
 
-    def train_disturbed(self, text: str, disturb: Callable[[int], None], *overrides: str) -> tuple[int, str]:
+    def train_disturbed(self, text: str, disturb: Callable[[int], None], *overrides: str) -> tuple[int | None, str]:
         """Run to the end, calling `disturb(process id)` once a line contains `text`; exit status and output."""
-        with self._running("disturbed.log", text, *overrides, timeout=200) as (process, log):
+        with self._running("disturbed", text, *overrides) as (process, log):
             disturb(process.pid)
-            return process.wait(timeout=200), log.read_text()
+            return process.wait(scaled(200)), log.read_text()
 
     @contextlib.contextmanager
-    def _running(
-        self, name: str, text: str, *overrides: str, timeout: float
-    ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    def _running(self, name: str, text: str, *overrides: str) -> Iterator[tuple[Child, Path]]:
         """A run whose output has got to `text`."""
-        log = self.directory / name
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                self.command(*overrides),
-                cwd=self.directory,
-                env=self.environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            try:
-                deadline = time.monotonic() + timeout
-                while text not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
-                    time.sleep(0.2)
-                yield process, log
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait(timeout=30)
+        log = self.directory / f"{name}.log"
+        process = pool.prefork().start(
+            train_main,
+            self.command(*overrides)[3:],
+            log,
+            output=self.directory / name,
+            directory=self.directory,
+            environment=self.environment,
+        )
+        try:
+            deadline = time.monotonic() + scaled(200)
+            while text not in read(log) and process.wait(0.2) is None and time.monotonic() < deadline:
+                pass
+            yield process, log
+        finally:
+            process.end()
+
+
+def train_main(arguments: list[str], log: Path | None = None) -> int:
+    """`python -m ctpo_megatron.train`, with both outputs in one file if one is given."""
+    from ctpo_megatron import cli
+
+    if log is not None:
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    return cli.main(["train", *arguments])
+
+
+def read(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
 
 
 def repeatable(record: dict[str, float]) -> dict[str, float]:

@@ -10,15 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_run import ROOT, Ctpo, records, repeatable
 from transformers import AutoTokenizer
 
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory, load_prompts, prepare
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
+from tests.end_to_end import killed_train
+from tests.end_to_end.small_run import ROOT, Ctpo, records, repeatable
+from tests.support import children, ranks
 
-HERE = Path(__file__).parent
 STEPS = 3
 SETTINGS = (
     f"run.steps={STEPS}",
@@ -79,25 +80,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def command(*overrides: str) -> list[str]:
+    return ["train", str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS, *REPLAY, *overrides]
+
+
 def train(
     folder: Path, *overrides: str, kill_at: tuple[str, int] | None = None, by: str = "SIGKILL"
 ) -> subprocess.CompletedProcess[str]:
-    itself, killed = ["-m", "ctpo_megatron.cli", "train"], [str(HERE / "killed_train.py"), by, *map(str, kill_at or ())]
-    program = itself if kill_at is None else killed
-    return subprocess.run(
-        [sys.executable, *program, str(ROOT / "configs" / "quickstart.yaml"), *SETTINGS, *REPLAY, *overrides],
-        cwd=folder,
-        env=Ctpo(folder).environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        start_new_session=True,
-    )
+    arguments = command(*overrides), kill_at, by
+    how = {"directory": folder, "environment": Ctpo(folder).environment, "deadline_s": 120}
+    return ranks.prefork().run(killed_train.main, *arguments, **how)
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    done = train(folder, "run.name=whole")
+    """By the plain command; the other runs of this file are forked from a process that has imported it."""
+    plain = [sys.executable, "-m", "ctpo_megatron.cli", *command("run.name=whole")]
+    done = children.run(plain, directory=folder, environment=Ctpo(folder).environment, deadline_s=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder / "runs" / "whole"
 

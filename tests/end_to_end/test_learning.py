@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from small_run import ROOT, Ctpo, records
+
+from tests.end_to_end.small_run import Ctpo, records
+from tests.support import children
+from tests.support.prefork import ROOT
 
 
 @pytest.mark.slow
@@ -16,14 +18,8 @@ from small_run import ROOT, Ctpo, records
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_quickstart_learns(tmp_path: Path, seed: int) -> None:
     command = [sys.executable, "-m", "ctpo_megatron.train", str(ROOT / "configs" / "quickstart.yaml")]
-    done = subprocess.run(
-        [*command, f"run.seed={seed}", "tracking.live=plain"],
-        cwd=tmp_path,
-        env=Ctpo(tmp_path).environment,
-        capture_output=True,
-        text=True,
-        timeout=1400,
-    )
+    command += [f"run.seed={seed}", "tracking.live=plain"]
+    done = children.run(command, directory=tmp_path, environment=Ctpo(tmp_path).environment, deadline_s=1400)
     assert done.returncode == 0, done.stderr[-4000:]
     metrics = records(tmp_path / "runs" / "quickstart")
     rewards = [record["reward/mean"] for record in metrics[1:]]

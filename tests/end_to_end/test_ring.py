@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from small_run import Ctpo, records, repeatable
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.end_to_end.small_run import Ctpo, records, repeatable
 
 
 def test_a_run_writes_what_it_promises(finished: Path) -> None:
@@ -177,7 +178,7 @@ def test_an_existing_run_is_never_overwritten_by_accident(ctpo: Ctpo, finished: 
 )
 def test_two_ranks_run_the_same_driver(ctpo: Ctpo, finished: Path, layout: str) -> None:
     name = layout.split("_")[0]
-    done = ctpo.train(f"run.name={name}", f"policy.{layout}=2", "run.steps=1", "checkpoint.every=0", ranks=2)
+    done = ctpo.launch(f"run.name={name}", f"policy.{layout}=2", "run.steps=1", "checkpoint.every=0", ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     ours, theirs = records(ctpo.directory / "runs" / name), records(finished)
     assert [record["step"] for record in ours] == [0, 1]

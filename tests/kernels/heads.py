@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from packings import random_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctpo_kernels import CTPOStats, ctpo_loss, fused_linear_ctpo, use_backend
+from tests.kernels.packings import random_batch
 
 LENGTHS = [30, 0, 22, 17, 9, 1]
 

@@ -1,17 +1,18 @@
-"""What every rank of test_kernels_parallel runs; imported again by the processes that torch spawns."""
+"""What every rank of test_kernels_parallel runs."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from heads import Head, random_head
-from packings import random_batch, without
 from torch import Tensor
+
+from tests.kernels.heads import Head, random_head
+from tests.kernels.packings import random_batch, without
+from tests.support.deadlines import scaled
 
 RANKS = 2
 LENGTHS = [16, 4, 0, 8]  # multiples of 2 R, for the pieces of context parallelism
@@ -53,17 +54,10 @@ def case_batch(dtype: torch.dtype) -> dict[str, Tensor]:
     return batch
 
 
-def main(rank: int, folder: str) -> None:
-    """One rank: every case on every backend; results go to `folder`."""
+def main() -> dict[Any, Any]:
+    """One rank: every case on every backend."""
     os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=scaled(60)))
     import importlib.util
 
     from ctpo_kernels import use_backend
@@ -75,9 +69,9 @@ def main(rank: int, folder: str) -> None:
     for backend, dtype in cases:
         torch.manual_seed(0)
         with use_backend(backend):
-            results[backend, dtype] = run_cases(rank, dtype)
-    torch.save(results, Path(folder) / f"{rank}.pt")
+            results[backend, dtype] = run_cases(dist.get_rank(), dtype)
     dist.destroy_process_group()
+    return results
 
 
 def run_cases(rank: int, dtype: torch.dtype) -> dict[Any, Any]:
@@ -158,7 +152,7 @@ def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict
 
 
 def context_parallel(rank: int, batch: dict[str, Tensor], **keywords: Any) -> dict[str, Any]:
-    from packings import run
+    from tests.kernels.packings import run
 
     found = run(local(batch, rank), cp_group=dist.group.WORLD, **keywords)
     return {

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.kernels import __main__ as bench
 from benchmarks.kernels import goals, measure, roofline, suite_loss
+from tests.support import children
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,15 +22,8 @@ def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A process of its own: torch.compile and a process group of one stay there."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-m", module, *arguments]
+    return children.run(command, environment=environ, directory=ROOT, deadline_s=120)
 
 
 def test_all_suites_run_and_measure_what_a_cpu_can(tmp_path: Path) -> None:

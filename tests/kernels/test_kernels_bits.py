@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from packings import PACKINGS, boundaries, random_batch, run, same_bits, without
 from torch import Tensor
 
 from ctpo_kernels import SUMS, loss_torch, use_backend
@@ -15,6 +14,7 @@ from ctpo_kernels.loss import loss_implementation
 from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.spec import LossKeywords, LossSpec
+from tests.kernels.packings import PACKINGS, boundaries, random_batch, run, same_bits, without
 
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
 LENGTHS = [150, 0, 70, 1, 64, 15]

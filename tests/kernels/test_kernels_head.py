@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from heads import Head, Swept, eager, random_head, sweep
-from packings import assert_stats, distance, dyadic, same_bits, without
 
 from ctpo_kernels import linear_log_probs
 from ctpo_kernels.reference import linear_ctpo_reference
+from tests.kernels.heads import Head, Swept, eager, random_head, sweep
+from tests.kernels.packings import assert_stats, distance, dyadic, same_bits, without
 
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from heads import Head, random_head, sweep
-from packings import distance, same_bits
 from torch import Tensor
 
 from ctpo_kernels import fused_linear_ctpo, linear_log_probs
+from tests.kernels.heads import Head, random_head, sweep
+from tests.kernels.packings import distance, same_bits
 
 
 def with_main_grad(head: Head, start: float = 0.0) -> Tensor:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from heads import random_head
-from packings import random_batch
 
 import ctpo_kernels
 from ctpo_kernels import ctpo_loss, dispatch, fused_linear_ctpo, linear_log_probs, use_backend, vocab_parallel_log_probs
 from ctpo_kernels.spec import LossKeywords
+from tests.kernels.heads import random_head
+from tests.kernels.packings import random_batch
 
 N, B = 36, 3
 

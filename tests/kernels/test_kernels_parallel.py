@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
 from typing import Any
 
-import kernel_ranks
 import pytest
 import torch
-import torch.multiprocessing
-from heads import sweep
-from kernel_ranks import LENGTHS, RANKS, RATIOS, TOKENS, VOCABS, case_batch, head_of, zigzag_rows
-from packings import distance, run, same_bits
 from torch import Tensor
 
 from ctpo_kernels import SUMS, linear_log_probs, use_backend
 from ctpo_kernels.loss_torch import merge_vectors
+from tests.kernels import kernel_ranks
+from tests.kernels.heads import sweep
+from tests.kernels.kernel_ranks import LENGTHS, RANKS, RATIOS, TOKENS, VOCABS, case_batch, head_of, zigzag_rows
+from tests.kernels.packings import distance, run, same_bits
+from tests.support import ranks as pool
 
-DEADLINE_SECONDS = 100
 CASES = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]
 COUNTS = [i for i, name in enumerate(SUMS) if name not in ("loss", "ratio_excess", "ratio_excess_squared")]
 cases = pytest.mark.parametrize(("backend", "dtype"), CASES)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def ranks() -> list[dict[Any, Any]]:
     """What each rank found, from one job for all tests."""
-    folder = tmp_path_factory.mktemp("ranks")
-    job = torch.multiprocessing.spawn(kernel_ranks.main, args=(str(folder),), nprocs=RANKS, join=False)
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not job.join(timeout=max(0.1, end - time.monotonic())):
-        if time.monotonic() > end:
-            for process in job.processes:
-                process.kill()
-            pytest.fail(f"the ranks did not finish within {DEADLINE_SECONDS} s")
-    return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return pool.run(kernel_ranks.main, ranks=RANKS)
 
 
 def of_ranks(ranks: list[dict[Any, Any]], backend: str, dtype: torch.dtype, case: Any) -> list[dict[str, Tensor]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from heads import Head, eager, random_head, sweep, watched
-from packings import boundaries, same_bits
 from torch import Tensor
 
 from ctpo_kernels import linear_log_probs, use_backend
 from ctpo_kernels.linear import TILE, active_runs
+from tests.kernels.heads import Head, eager, random_head, sweep, watched
+from tests.kernels.packings import boundaries, same_bits
 
 VOCAB, WIDTH = 40, 6
 

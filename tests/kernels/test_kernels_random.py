@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from heads import eager, random_head, sweep
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from packings import assert_reference, distance, random_batch, run, same_bits, without
 from torch import Tensor
 
 from ctpo_kernels import use_backend
 from ctpo_kernels.reference import ctpo_loss_reference, linear_ctpo_reference
+from tests.kernels.heads import eager, random_head, sweep
+from tests.kernels.packings import assert_reference, distance, random_batch, run, same_bits, without
 
 
 def interpreted(examples: int) -> settings:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import models
 import torch
 import torch.distributed as dist
 
@@ -20,6 +19,7 @@ from ctpo_megatron.policy import (
     init_distributed,
     summarize_updates,
 )
+from tests.policy import models
 
 
 def one_update(layout: Layout, model: Path, objective: ObjectiveConfig, head: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from objective_reference import packed, random_batch
 from torch import Tensor
 
 from ctpo_megatron.config import Extension
@@ -25,6 +24,7 @@ from ctpo_megatron.objective import (
     policy_loss,
     summarize,
 )
+from tests.objective.objective_reference import packed, random_batch
 
 LENGTHS = [9, 0, 12, 5, 7, 3]
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import function_scenario
-import models
 import pytest
 import torch
 
 from ctpo_megatron.config import Extension, ObjectiveConfig, PolicyConfig
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.policy import destroy_distributed, init_distributed
+from tests.objective import function_scenario
+from tests.policy import models
 
 SOURCE = """
 import torch

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_reference import packed, padded, random_batch
 
 from ctpo_kernels.names import LOSS_AGG_MODES
 from ctpo_megatron.objective import PRESETS, Denominators, PolicyObjective, linear_policy_loss, policy_loss, summarize
 from ctpo_megatron.objective.fused import fused_policy_loss
 from ctpo_megatron.objective.sequences import SequenceBounds
+from tests.objective.objective_reference import packed, padded, random_batch
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 few = settings(max_examples=25, deadline=None, derandomize=True)

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from objective_reference import packed, random_batch
 
 from ctpo_megatron.objective import PRESETS, PolicyObjective, policy_loss
+from tests.objective.objective_reference import packed, random_batch
 
 T = 9  # position of the token under test: s_t = 3
 INSIDE, HIGH, BETWEEN, LOW = 0.1, 0.2, -0.05, -0.1  # log r; bounds at t = 9: low -.075, high .15, dual .15

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_reference import packed, padded, random_batch, reference
 
 from ctpo_kernels.names import LOSS_AGG_MODES
 from ctpo_megatron.config import ObjectiveConfig
@@ -25,6 +24,7 @@ from ctpo_megatron.objective import (
 )
 from ctpo_megatron.objective.ratios import prefix_sum, sequence_sum
 from ctpo_megatron.objective.sequences import SequenceBounds
+from tests.objective.objective_reference import packed, padded, random_batch, reference
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 BATCHES = {"lengths": LENGTHS, "seed": st.integers(0, 10**6), "spread": st.sampled_from([0.0, 0.03, 0.5, 4.0])}

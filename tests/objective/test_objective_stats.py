@@ -6,7 +6,6 @@ import statistics
 
 import pytest
 import torch
-from objective_reference import packed, random_batch, reference
 
 from ctpo_megatron.objective import (
     PRESETS,
@@ -18,6 +17,7 @@ from ctpo_megatron.objective import (
     summarize,
     supervised_loss,
 )
+from tests.objective.objective_reference import packed, random_batch, reference
 
 
 @pytest.mark.parametrize("name", PRESETS)

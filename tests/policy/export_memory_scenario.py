@@ -1,6 +1,6 @@
-"""Peak memory of handing weights on, run by every rank of one job; rank 0 writes what each rank needed.
+"""Peak memory of handing weights on, in every rank of one job; rank 0 returns what each rank needed.
 
-python start_scenario.py export_memory_scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}}, ...}'
+A scenario is {"family": ..., "policy": {...}}; the policy is optional.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import Policy, destroy_distributed, gather_objects, init_distributed
 from ctpo_megatron.weights.shared_file import WeightSnapshot
+from tests.policy.jobs import Results, Scenarios
 
 
 def resident(field: str) -> int:
@@ -52,11 +52,11 @@ def run(model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return {"ranks": gather_objects(found)}
 
 
-def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
+def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
     results = {}
     for name, settings in scenarios.items():
-        results[name] = run(models_dir / settings["family"], output.parent / name, settings)
+        results[name] = run(models_dir / settings["family"], models_dir / f"exported-{name}", settings)
         mpu.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        torch.save(results, output)
+    rank = dist.get_rank()
     destroy_distributed()
+    return results if rank == 0 else None

@@ -1,6 +1,6 @@
-"""Loss and full gradient of one mini-batch by both heads, in every rank of one job; rank 0 writes what tests compare.
+"""Loss and full gradient of one mini-batch by both heads, in every rank of one job; rank 0 returns what tests compare.
 
-python start_scenario.py head_scenario MODELS OUTPUT '{"name": {"family": ..., "preset": ..., "policy": {...}}, ...}'
+A scenario is {"family": ..., "preset": ..., "policy": {...}}, all optional.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import models
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -17,6 +16,8 @@ from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective, summarize
 from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient, supervised
+from tests.policy import models
+from tests.policy.jobs import Results, Scenarios
 
 
 def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -47,13 +48,13 @@ def move_anchor(micro: PackedBatch) -> None:
         micro.old_log_probs = micro.old_log_probs + 0.08 * torch.sin(micro.token_ids * 7.0 + micro.position_ids)
 
 
-def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
+def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
     results: dict[str, Any] = {}
     for name, settings in scenarios.items():
         results[name] = {}
         for head in ("logits", "streaming"):
             results[name][head] = run(models_dir / settings.get("family", "qwen3-tied"), head, settings)
             mpu.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        torch.save(results, output)
+    rank = dist.get_rank()
     destroy_distributed()
+    return results if rank == 0 else None

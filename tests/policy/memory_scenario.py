@@ -1,6 +1,6 @@
-"""Builds models under layouts, run by every rank of one job; rank 0 writes bytes counted and bytes computed.
+"""Builds models under layouts, in every rank of one job; rank 0 returns bytes counted and bytes computed.
 
-python start_scenario.py memory_scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}}, ...}'
+A scenario is {"family": ..., "policy": {...}}, both optional.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import models
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -17,6 +16,8 @@ from megatron.core import parallel_state as mpu
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, Split, layer_activations, stage_memory
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, destroy_distributed, gather_objects, init_distributed, policy_gradient
+from tests.policy import models
+from tests.policy.jobs import Results, Scenarios
 
 
 def count(tensors: Any) -> int:
@@ -74,11 +75,11 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return {"ranks": gather_objects(mine), "activations": (saved, tokens * layers * kept)}
 
 
-def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
+def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
     results = {}
     for name, settings in scenarios.items():
         results[name] = run(models_dir / settings.get("family", "qwen3-tied"), settings)
         mpu.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        torch.save(results, output)
+    rank = dist.get_rank()
     destroy_distributed()
+    return results if rank == 0 else None

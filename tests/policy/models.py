@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24, "tie_word_embeddings": True}),
     "qwen3-untied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, MIXTURE | {"norm_topk_prob": True}),
+    "qwen3-moe-decided": (Qwen3MoeConfig, Qwen3MoeForCausalLM, MIXTURE | {"norm_topk_prob": True}),
     "qwen3-moe-raw-weights": (Qwen3MoeConfig, Qwen3MoeForCausalLM, MIXTURE | {"norm_topk_prob": False}),
     "qwen2.5": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
@@ -66,8 +68,23 @@ def build(family: str, directory: Path) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        if family == "qwen3-moe-decided":
+            _decide(model)
     model.save_pretrained(directory)
     return model
+
+
+def _decide(model: PreTrainedModel) -> None:
+    """Let the token alone choose its two experts in every layer, by far more than activations are rounded.
+
+    Channel e of the residual stream speaks for expert e; a token's embedding sets the channels of its two experts.
+    """
+    experts = MIXTURE["num_experts"]
+    embeddings = model.get_input_embeddings().weight
+    for number, (first, second) in enumerate(combinations(range(experts), 2)):
+        embeddings[number :: experts * (experts - 1) // 2, [first, second]] += 4.0
+    for layer in model.model.layers:
+        layer.mlp.gate.weight[:, :experts] += 2.0 * torch.eye(experts)
 
 
 def trajectories(count: int = 16, seed: int = 0) -> list[Trajectory]:

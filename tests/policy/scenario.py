@@ -1,6 +1,6 @@
-"""Training scenarios, run one after another by every rank of one job; rank 0 writes what the tests compare.
+"""Training scenarios, run one after another by every rank of one job; rank 0 returns what the tests compare.
 
-python start_scenario.py scenario MODELS OUTPUT '{"name": {"family": ..., "policy": {...}, "save": DIR, ...}, ...}'
+A scenario is {"family": ..., "policy": {...}, "save": DIR, "load": DIR, "preset": ..., "steps": ...}, all optional.
 """
 
 from __future__ import annotations
@@ -8,18 +8,44 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import models
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.router import TopKRouter
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient, summarize_updates
+from ctpo_megatron.policy import (
+    Policy,
+    destroy_distributed,
+    gather_objects,
+    init_distributed,
+    policy_gradient,
+    summarize_updates,
+)
+from tests.policy import models
+from tests.policy.jobs import Results, Scenarios
 
 MEASURED = ("time/", "memory/")
 """Metrics that are never the same twice."""
+
+
+def watch_routers(policy: Policy) -> list[float]:
+    """Filled by every later pass: by how much (logits) the last chosen expert leads the next, least over its tokens."""
+    margins: list[float] = []
+
+    @torch.no_grad()
+    def measure(router: TopKRouter, arguments: tuple[torch.Tensor, ...], _output: Any) -> None:
+        logits = router.gating(arguments[0]).flatten(0, -2)
+        ranked = logits.sort(dim=-1, descending=True).values
+        margins.append(float((ranked[:, router.topk - 1] - ranked[:, router.topk]).min()))
+
+    for chunk in policy._model.gpt:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(measure)
+    return margins
 
 
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -28,6 +54,7 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     layout = init_distributed(config, seed=0)
     policy = Policy(config, layout, model, temperature=0.9)
     policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", betas=(0.9, 0.95)), total_steps=20)
+    margins = watch_routers(policy)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     done = policy.load(Path(settings["load"]))["step"] if "load" in settings else 0
     loss = policy_gradient(PolicyObjective.preset(settings.get("preset", "ctpo")), "proximal")
@@ -44,14 +71,16 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
             policy.save(Path(settings["save"]), 1, {"step": 1}, how)
     policy.finish_save()
     weights = {name: tensor.clone() for name, tensor in policy.weights()}
-    return {"steps": steps, "measured": measured, "before": before, "weights": weights}
+    return {"steps": steps, "measured": measured, "before": before, "weights": weights} | {
+        "router_margin": min(margin for part in gather_objects(margins) for margin in part) if margins else None
+    }
 
 
-def main(models_dir: Path, output: Path, scenarios: dict[str, dict[str, Any]]) -> None:
+def main(models_dir: Path, scenarios: Scenarios) -> Results | None:
     results = {}
     for name, settings in scenarios.items():
         results[name] = run(models_dir / settings.get("family", "qwen3-tied"), settings)
         mpu.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        torch.save(results, output)
+    rank = dist.get_rank()
     destroy_distributed()
+    return results if rank == 0 else None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-import models
 import pytest
-from jobs import run_job
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
 from ctpo_megatron.policy import Policy, capabilities, destroy_distributed, device, init_distributed
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
+from tests.policy import models, scenario
+from tests.policy.jobs import run_job
+from tests.support import ranks
+from tests.support.prefork import Prefork
 
 TE, APEX, FUSION, FLASH = "transformer_engine", ("apex", "amp_C"), "fused_weight_gradient_mlp_cuda", "flash_attn"
 
@@ -130,9 +133,10 @@ def test_the_other_package_called_apex_changes_nothing(tmp_path: Path, monkeypat
     foreign.mkdir(parents=True)
     (foreign / "__init__.py").write_text('"""A toolkit for Pyramid, an Apache web server, and Velruse."""\n')
     models.build("qwen3-tied", tmp_path / "qwen3-tied")
-    plain = run_job("scenario.py", tmp_path, tmp_path / "plain.pt", 1, {"run": {}})
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    beside = run_job("scenario.py", tmp_path, tmp_path / "beside.pt", 1, {"run": {}})
+    plain = run_job(scenario.main, tmp_path, 1, {"run": {}})
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with contextlib.closing(Prefork(())) as server:
+        (beside,) = ranks.run(scenario.main, tmp_path, {"run": {}}, server=server)
     assert beside["run"]["steps"] == plain["run"]["steps"]
 
 

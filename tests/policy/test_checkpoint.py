@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import models
 import numpy
 import pytest
 import torch
@@ -20,6 +19,7 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import CheckpointError, Layout, Policy, destroy_distributed, init_distributed, policy_gradient
+from tests.policy import models
 
 ASYNCHRONOUS = CheckpointConfig(asynchronous=True)
 LINEAR = OptimizerConfig(lr=1e-3, schedule="linear")

@@ -6,11 +6,12 @@ import json
 from functools import partial
 from pathlib import Path
 
-import models
 import pytest
-from jobs import Results, run_job
 
-run = partial(run_job, "scenario.py")
+from tests.policy import models, scenario
+from tests.policy.jobs import Results, run_job
+
+run = partial(run_job, scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
@@ -33,7 +34,6 @@ def one(folder: Path) -> Results:
     """Two steps on one rank, saved after the first."""
     return run(
         folder,
-        folder / "one.pt",
         1,
         {
             "plain": {"save": str(folder / "plain")},
@@ -49,7 +49,6 @@ def two(folder: Path, one: Results) -> Results:
     plain, distopt = (str(folder / name / "step_000001") for name in ("plain", "distopt"))
     return run(
         folder,
-        folder / "two.pt",
         2,
         {
             "tp2": {"load": plain, "policy": TP2},
@@ -71,7 +70,6 @@ def back(folder: Path, two: Results) -> Results:
     """The second step on one rank from two ranks' checkpoints."""
     return run(
         folder,
-        folder / "back.pt",
         1,
         {
             "vpp2": {"load": str(folder / "vpp2" / "step_000001")},

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import run_job
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import CheckpointError, Policy, destroy_distributed, init_distributed
+from tests.policy import scenario
+from tests.policy.jobs import run_job
 
-run = partial(run_job, "scenario.py")
+run = partial(run_job, scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
 
 
@@ -27,12 +28,12 @@ def build(directory: Path, vocabulary: int) -> None:
 def test_a_vocabulary_may_be_padded_differently_but_not_be_another_one(tmp_path: Path) -> None:
     build(tmp_path / "m", 600)  # 640 rows on one rank, 768 on two
     build(tmp_path / "larger", 900)
-    one = run(tmp_path, tmp_path / "one.pt", 1, {"m": {"family": "m", "save": str(tmp_path / "one")}})["m"]
+    one = run(tmp_path, 1, {"m": {"family": "m", "save": str(tmp_path / "one")}})["m"]
     from_one = {"family": "m", "load": str(tmp_path / "one" / "step_000001"), "policy": TP2}
     saved = {"family": "m", "save": str(tmp_path / "two"), "policy": TP2}
-    two = run(tmp_path, tmp_path / "two.pt", 2, {"resumed": from_one, "saved": saved})
+    two = run(tmp_path, 2, {"resumed": from_one, "saved": saved})
     back = {"family": "m", "load": str(tmp_path / "two" / "step_000001")}
-    found = run(tmp_path, tmp_path / "back.pt", 1, {"back": back})["back"]
+    found = run(tmp_path, 1, {"back": back})["back"]
     for resumed in (two["resumed"], found):
         for name in ("actor/pg_loss", "actor/grad_norm"):
             assert resumed["steps"][0][name] == pytest.approx(one["steps"][1][name], rel=1e-4, abs=1e-7)

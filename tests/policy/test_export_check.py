@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from jobs import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +19,9 @@ from ctpo_megatron.data import prepare
 from ctpo_megatron.export import layout_of, resolve
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
+from tests.policy import models
+from tests.support import children
+from tests.support.prefork import ROOT
 
 STEP = "step_000003"
 
@@ -87,7 +87,7 @@ def test_two_tensor_parallel_ranks_export_the_same(run: Path, exported: Path, tm
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "ctpo_megatron.cli", "export", str(run / "checkpoints" / STEP), "--check"]
     command += ["--tensor-parallel", "2", "--output", str(tmp_path / "two")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = children.run(command, environment=environment, deadline_s=280)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     one, two = (load_file(folder / "model.safetensors") for folder in (exported, tmp_path / "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

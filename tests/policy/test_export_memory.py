@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Results, run_job
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-run = partial(run_job, "export_memory_scenario.py")
+from tests.policy import export_memory_scenario
+from tests.policy.jobs import Results, run_job
+
+run = partial(run_job, export_memory_scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 # The largest parameter: the embedding of a large vocabulary, or gate and up of a wide MLP.
@@ -40,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Results:
-    return run(folder, folder / "one.pt", 1, ALONE) | run(folder, folder / "two.pt", 2, TWO)
+    return run(folder, 1, ALONE) | run(folder, 2, TWO)
 
 
 @pytest.mark.parametrize("path", ["sync", "export"])

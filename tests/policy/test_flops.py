@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +13,7 @@ from ctpo_megatron.config import read_spec
 from ctpo_megatron.data import token_sequences
 from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.policy.flops import BACKWARD, forward_flops, known_peak, sequence_flops
+from tests.policy import models
 
 TOKENS = 37
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import models
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.verify import batch
 from ctpo_megatron.verify.oracle import Reference
+from tests.policy import models
 
 TEMPERATURE = 0.7
 

@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from jobs import Results, run_job
 
-run = partial(run_job, "head_scenario.py")
+from tests.policy import head_scenario, models
+from tests.policy.jobs import Results, run_job
+
+run = partial(run_job, head_scenario.main)
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
@@ -48,12 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> Results:
-    return run(folder, folder / "one.pt", 1, ONE)
+    return run(folder, 1, ONE)
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Results:
-    return run(folder, folder / "two.pt", 2, TWO)
+    return run(folder, 2, TWO)
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

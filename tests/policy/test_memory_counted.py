@@ -6,13 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from jobs import Results, run_job
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-run = partial(run_job, "memory_scenario.py")
+from tests.policy import memory_scenario, models
+from tests.policy.jobs import Results, run_job
+
+run = partial(run_job, memory_scenario.main)
 BF16 = {"dtype": "bfloat16"}
 DISTOPT = {"use_distributed_optimizer": True}
 ONE: dict[str, dict[str, Any]] = {
@@ -48,12 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> Results:
-    return run(folder, folder / "one.pt", 1, ONE)
+    return run(folder, 1, ONE)
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Results:
-    return run(folder, folder / "two.pt", 2, TWO)
+    return run(folder, 2, TWO)
 
 
 @pytest.mark.parametrize("name", [*ONE, *TWO])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import models
 import pytest
 import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed, policy_gradient
+from tests.policy import models
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,6 +28,7 @@ from ctpo_megatron.policy.flops import sequence_flops
 from ctpo_megatron.policy.layers import AttentionPlan, PackedCausalAttention
 from ctpo_megatron.policy.minibatch import packing_rules
 from ctpo_megatron.policy.workload import SHORTEST_OF_CLASS, length_classes, padded_tokens
+from tests.policy import models
 
 
 @pytest.fixture(scope="module")

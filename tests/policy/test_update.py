@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import models
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig, RolloutConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.rollout import check_mismatch
+from tests.policy import models
 
 LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
 
@@ -33,6 +33,17 @@ def test_the_gradient_norm_is_reported_without_clipping_too(policy: Policy) -> N
         policy.compute_old_log_probs([mini_batch])
         norms.append(policy.update(mini_batch, LOSS).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[1] > 0
+
+
+def test_every_trajectory_of_every_optimizer_step_keeps_its_advantage(policy: Policy) -> None:
+    advantages = [0.25 * index - 1 for index in range(16)]
+    found = {
+        place: set(micro.advantages[tokens].tolist())
+        for mini_batch in policy.mini_batches(models.trajectories(), advantages, size=4)
+        for micro in mini_batch.micro_batches
+        for place, tokens in micro.places()
+    }
+    assert found == {place: {advantage} for place, advantage in enumerate(advantages)}
 
 
 def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Policy) -> None:

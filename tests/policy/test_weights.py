@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctpo_megatron.config import ConfigError, PolicyConfig, read_spec
 from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed
+from tests.policy import models
 
 
 @pytest.fixture(scope="module")

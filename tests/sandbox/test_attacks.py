@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
-from attacks import ATTACKS, ESCAPED, ODDITIES, TRACES, Attack
-from sandbox_http import health, post
 
 from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import PROMISES
+from tests.sandbox.attacks import ATTACKS, ESCAPED, ODDITIES, TRACES, Attack
+from tests.sandbox.sandbox_http import health, post
 from tests.support.deadlines import scaled
 
 X86_ONLY = {"libc.syscall", "prot=7"}

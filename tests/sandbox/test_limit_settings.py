@@ -8,12 +8,12 @@ from dataclasses import asdict, fields
 from types import SimpleNamespace
 
 import pytest
-from sandbox_http import HTTP, post
 
 from ctpo_megatron.config import SandboxConfig
 from ctpo_sandbox import Limits, SandboxServer, start_server
 from ctpo_sandbox.records import option
 from ctpo_sandbox.server import add_arguments
+from tests.sandbox.sandbox_http import HTTP, post
 from tests.support.deadlines import scaled
 
 LOWERED = Limits(

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sandbox_http import health, post, post_bytes
 
 from ctpo_sandbox import ClientStats, ExecutionResult, Limits, SandboxClient, SandboxServer, start_server
+from tests.sandbox.sandbox_http import health, post, post_bytes
 from tests.support.deadlines import scaled
 
 CONCURRENCY = 32

@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from sandbox_http import HTTP, health, post
 
 from ctpo_sandbox import ClientStats, SandboxClient, SandboxStartError, SandboxUnavailable, start_server
+from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.support.deadlines import scaled
 
 _PATH = "/faas/sandbox/"

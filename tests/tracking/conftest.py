@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from synthetic_run import HOSTILE, make_config, write_run
 
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.tracking import write_report
+from tests.tracking.synthetic_run import HOSTILE, make_config, write_run
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-from synthetic_run import decode, encode, make_groups
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.tracking import (
@@ -21,6 +20,7 @@ from ctpo_megatron.tracking import (
     write_trajectories,
 )
 from ctpo_megatron.tracking.timing import read_stages
+from tests.tracking.synthetic_run import decode, encode, make_groups
 
 
 def test_dump_restores_trajectories_and_adds_readable_text(tmp_path):

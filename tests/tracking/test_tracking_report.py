@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from synthetic_run import HOSTILE, make_config, step_metrics, write_run
 
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, print_summary, summarize, write_report
@@ -19,6 +18,7 @@ from ctpo_megatron.tracking.panels import panels
 from ctpo_megatron.tracking.report import checks, rank_memory, tiles
 from ctpo_megatron.tracking.run_data import RunData
 from ctpo_megatron.tracking.trajectory_view import sample_views
+from tests.tracking.synthetic_run import HOSTILE, make_config, step_metrics, write_run
 
 FIGURES = (
     "reward", "accuracy", "tool", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "throughput", "flops",

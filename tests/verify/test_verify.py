@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,21 +11,34 @@ import torch
 
 from ctpo_megatron import cli
 from ctpo_megatron.objective import PRESETS
-from ctpo_megatron.verify import LAYOUTS, Check, batch, run, unsupported_layouts
+from ctpo_megatron.verify import LAYOUTS, Check, batch, job, run, unsupported_layouts
+from tests.support import children
+from tests.support import ranks as pool
 
 SMALL = ("one", "one-micro", "tp2-sp", "vpp2-micro", "cp2-micro", "dp2-distopt", "moe-ep2")
 
 
-def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ctpo_megatron.cli", "verify", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+def run_forked(folder: Path, ranks: int, layouts: list[str]) -> str:
+    """As `run._run_job`, in processes that have imported everything."""
+    pool.run(job.main, folder, layouts, ranks=ranks)
+    return ""
 
 
-def test_a_small_matrix_and_every_objective() -> None:
-    done = verify("--layouts", *SMALL, "--objective", "all")
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+def test_a_small_matrix_and_every_objective(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "_run_job", run_forked)
+    status = cli.main(["verify", "--layouts", *SMALL, "--objective", "all"])
+    printed = capsys.readouterr().out
     total = len(SMALL) * len(PRESETS)
-    assert f"{total} of {total} within 1e-05 of the float64 oracle" in done.stdout
+    assert f"{total} of {total} within 1e-05 of the float64 oracle" in printed and status == 0, printed
+
+
+def test_the_command_starts_its_own_ranks() -> None:
+    command = [sys.executable, "-m", "ctpo_megatron.cli", "verify", "--layouts", "tp2-sp-micro"]
+    done = children.run(command, deadline_s=280)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "1 of 1 within 1e-05 of the float64 oracle" in done.stdout
 
 
 def test_the_matrix_is_large_enough_and_runs_on_two_cores() -> None:
@@ -101,7 +113,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("verify")
     batch.build_model(folder / "model", experts=False)
     oracle = run._prepare(folder, folder / "model", ["ctpo"])
-    assert run._run_job(folder, 1, ["one"]) == ""
+    assert run_forked(folder, 1, ["one"]) == ""
     return folder, oracle
 
 

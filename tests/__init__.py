@@ -1,0 +1,1 @@
+"""The test suite, a package so that its folders can use each other: see tests/support."""

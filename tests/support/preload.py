@@ -1,0 +1,9 @@
+"""Imported once by the server of test processes: what most of them need."""
+
+import transformers.models.qwen3.modeling_qwen3
+import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+
+import ctpo_megatron.policy
+import ctpo_megatron.train
+import ctpo_megatron.verify  # noqa: F401
+import tests.conftest  # noqa: F401  (Triton before anything else, so that it can be interpreted)
