@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -51,13 +51,12 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same micro-batch with its tensors on `device`."""
-        moved = {
+        tensors = {
             name: value.to(device, non_blocking=True)
-            if isinstance(value := getattr(self, name), torch.Tensor)
-            else value
             for name in self.__slots__
+            if isinstance(value := getattr(self, name), torch.Tensor)
         }
-        return PackedBatch(**moved)
+        return replace(self, **tensors)  # type: ignore[arg-type] # only names of tensors
 
 
 @dataclass(frozen=True)

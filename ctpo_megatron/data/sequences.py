@@ -61,5 +61,5 @@ def _sequence(place: int, trajectory: Trajectory) -> TokenSequence:
         np.array(trajectory.loss_mask, np.bool_),
         np.array(trajectory.rollout_log_probs, np.float32),
     )
-    counts = (int(mask.sum()) for mask in (tokens.response_mask, tokens.loss_mask))
-    return TokenSequence(place, name, len(trajectory), *counts, tokens)
+    sampled, loss = (int(mask.sum()) for mask in (tokens.response_mask, tokens.loss_mask))
+    return TokenSequence(place, name, len(trajectory), sampled, loss, tokens)

@@ -37,8 +37,11 @@ def share_sizes(
     dist.broadcast(values, src=0)
     if layout.is_rank_zero:
         return list(sequences), list(advantages)
-    rows = enumerate(sizes.T.tolist())
-    return [TokenSequence(place, f"{place} of the step", *row, None) for place, row in rows], values.tolist()
+    outline = [
+        TokenSequence(place, f"{place} of the step", length, sampled, loss, None)
+        for place, (length, sampled, loss) in enumerate(sizes.T.tolist())
+    ]
+    return outline, values.tolist()
 
 
 def share_tokens(sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], layout: Layout) -> Share:

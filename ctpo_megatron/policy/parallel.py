@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import HashStore  # type: ignore[attr-defined] # re-exported where distributed is built
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import device
@@ -95,7 +96,7 @@ def init_distributed(config: PolicyConfig, seed: int) -> Layout:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     with device.scope():
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,

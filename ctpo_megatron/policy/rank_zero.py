@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # re-exported where distributed is built
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class RankZero:
         host = os.environ.get("MASTER_ADDR", "localhost")
         self._store, port = self._open(host)
         # A client of its own: the store serves one call of a client at a time, and a wait would hold back the beats.
-        self._beats = dist.TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
+        self._beats = TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
         self._calls = 0
         self._lost = ""
         self._closed = threading.Event()
@@ -61,15 +62,15 @@ class RankZero:
         self._thread = threading.Thread(target=self._signs_of_life, name="signs of life", daemon=True)
         self._thread.start()
 
-    def _open(self, host: str) -> tuple[dist.TCPStore, int]:
+    def _open(self, host: str) -> tuple[TCPStore, int]:
         box: list[int | None] = [None]
         store = None
         if self._rank == 0:
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
             box = [store.port]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         assert box[0] is not None
-        return store or dist.TCPStore(host, box[0], is_master=False, timeout=_STORE_TIMEOUT), box[0]
+        return store or TCPStore(host, box[0], is_master=False, timeout=_STORE_TIMEOUT), box[0]
 
     def run(self, action: Callable[[], T]) -> T:
         """Run `action` on rank zero; every rank returns its result, which is pickled.
@@ -100,7 +101,7 @@ class RankZero:
         self._closed.set()
         self._thread.join(timeout=_STORE_TIMEOUT.total_seconds())
         with suppress(dist.DistError):  # rank zero may have left before
-            self._beats.set(f"beat/{self._rank}", _LEFT)
+            self._beats.set(f"beat/{self._rank}", _LEFT.decode())
 
     def _act(self, key: str, action: Callable[[], T]) -> T:
         try:

@@ -97,7 +97,9 @@ def _check_resumable(directory: Path) -> None:
             f"Drop run.resume=true to start one, or type run.name=other for the run you mean"
         )
     environment = directory / ENVIRONMENT_FILE
-    facts = json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {"version": __version__}
+    facts: dict[str, Any] = {"version": __version__}
+    if environment.exists():
+        facts = json.loads(environment.read_text(encoding="utf-8"))
     if "version" not in facts:
         written = facts.get("packages", {}).get("ctpo-megatron", "0.1")
         raise RunDirectoryError(

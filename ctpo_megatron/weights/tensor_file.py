@@ -64,7 +64,7 @@ class TensorFile:
             raise ValueError(f"{self.path}: {len(self._header)} tensors fill the header; start another file")
         data = tensor.detach().cpu().contiguous()
         start = self._end
-        self._write(memoryview(data.flatten().view(torch.uint8).numpy()))
+        self._write(data.flatten().view(torch.uint8).numpy().data)
         begin = _LENGTH + self._room
         self._header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -78,10 +78,10 @@ class TensorFile:
         file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
         done = 0
         while done < self._end:
-            block = os.pread(self._file, min(1 << 24, self._end - done), done)
+            block = os.pread(self._descriptor, min(1 << 24, self._end - done), done)
             # Room for the header has not been written yet: a file without tensors is shorter than it says.
             done += os.pwrite(file, block, done) if block else self._end - done
-        os.close(self._file)
+        os.close(self._descriptor)
         self.path.unlink()
         self.path, self._file = path, file
 
@@ -100,6 +100,12 @@ class TensorFile:
         self._release()
         self.path.unlink(missing_ok=True)
 
+    @property
+    def _descriptor(self) -> int:
+        if self._file is None:
+            raise ValueError(f"{self.path} is closed")
+        return self._file
+
     def _release(self) -> None:
         if self._file is not None:
             os.close(self._file)
@@ -107,6 +113,6 @@ class TensorFile:
 
     def _write(self, data: memoryview) -> None:
         while data:
-            written = os.pwrite(self._file, data, self._end)
+            written = os.pwrite(self._descriptor, data, self._end)
             self._end += written
             data = data[written:]
