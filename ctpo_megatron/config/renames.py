@@ -9,6 +9,7 @@ RENAMED_KEYS: Mapping[str, str] = {
     "observe": "tracking",
     "warmup": "sft",
     "sft.traces_per_step": "sft.conversations_per_step",
+    "reward.kind": "reward.function",
     "prepare.warmup_traces": "prepare.sft_conversations",
     "prepare.tokenizer_traces": "prepare.tokenizer_conversations",
     "objective.ratio": "objective.ratio_mode",
