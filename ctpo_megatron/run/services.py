@@ -43,7 +43,7 @@ def start_services(
         load_prompts,
         tokenizer=AutoTokenizer.from_pretrained(config.model.path),
         max_prompt_tokens=config.data.max_prompt_tokens,
-        tool_schemas=tool_schemas(config.rollout) if config.data.tool_in_prompt else [],
+        tool_schemas=tool_schemas(config.rollout) if config.data.tool_in_prompt else (),
         chat_template_kwargs=config.model.chat_template_kwargs,
     )
     prompts = PromptSampler(read(config.data.train), config.run.seed, config.data.shuffle)

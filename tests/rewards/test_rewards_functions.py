@@ -59,7 +59,8 @@ def group(*texts: str, source: str = "mine") -> Group:
     prompt = Prompt("p", source, ({"role": "user", "content": "?"},), "yes", (7, 8), {"budget": 10})
     trajectories = []
     for index, text in enumerate(texts):
-        trajectory = Trajectory("p", index, 0, final_text=text, tool_calls=[ToolCall(1, "1", "success", "1", 0.1)])
+        call = ToolCall(1, "code_interpreter", {"code": "1"}, "success", "1", 0.1)
+        trajectory = Trajectory("p", index, 0, final_text=text, tool_calls=[call])
         trajectory.append_context([7, 8], turn=0)
         trajectory.append_model([1] * (index + 1), [-0.5] * (index + 1), [1] * (index + 1), turn=1)
         trajectories.append(trajectory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,30 @@ def test_metrics() -> None:
         "tool/b/success": 0.0,
     }
     assert rollout_metrics([]) == {}
+
+
+def test_a_record_restores_exactly() -> None:
+    made = trajectory(0, 3, 2, "answer", [ToolCall(1, "add", {"a": 1, "b": [2.5]}, "success", "3", 0.25)])
+    assert Trajectory.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_records_of_earlier_versions_are_read() -> None:
+    made = trajectory(
+        0,
+        3,
+        2,
+        "answer",
+        [
+            ToolCall(1, "code_interpreter", {"code": "print(1)"}, "success", "1", 0.25),
+            ToolCall(2, "", {}, "parse_error", "[parse_error] invalid JSON", 0.0),
+        ],
+    )
+    old = made.to_json()
+    old["behaviour_logp"], old["model_mask"] = old.pop("rollout_log_probs"), old.pop("response_mask")
+    for call in old["tool_calls"]:
+        call.pop("name")
+        call["code"] = call.pop("arguments").get("code", "")
+    assert Trajectory.from_json(json.loads(json.dumps(old))) == made
 
 
 def test_snapshot_has_a_name_only_while_published() -> None:
