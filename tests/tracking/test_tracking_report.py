@@ -228,7 +228,7 @@ def test_every_metric_that_is_drawn_is_documented(demo_run):
 
 def test_what_users_rewards_return_is_drawn_by_itself(tmp_path):
     (tmp_path / "config.yaml").write_text("run: {name: judged}\n")
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for step in (1, 2):
             writer.log(step, {"reward/mean": 0.2, "reward/std": 0.1, "reward/format": 0.5 * step, "reward/judge": 0.4})
     page = write_report(tmp_path).read_text(encoding="utf-8")
