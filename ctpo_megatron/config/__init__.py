@@ -4,9 +4,9 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
 """
 
-from ctpo_megatron.config.check import check, validate
-from ctpo_megatron.config.check_directories import is_replaceable
-from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
+from ctpo_megatron.config.checks import check, validate
+from ctpo_megatron.config.checks.directories import is_replaceable
+from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory

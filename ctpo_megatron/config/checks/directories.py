@@ -71,7 +71,7 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
         yield from ((key, path) for path in paths)
     single = {
         "model.path": config.model.path,
-        "prepare.directory": config.prepare and config.prepare.directory,
+        "prepare.directory": config.prepare.directory if config.prepare else None,
         "checkpoint.load": config.checkpoint.load,
         "rollout.replay": config.rollout.replay,
     }

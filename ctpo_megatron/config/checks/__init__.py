@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ctpo_megatron.config.check_directories import check_export, check_model_directory
-from ctpo_megatron.config.check_model import check_engine, check_parallel, check_tokens
-from ctpo_megatron.config.check_state import check_checkpoints, check_replay
+from ctpo_megatron.config.checks.directories import check_export, check_model_directory
+from ctpo_megatron.config.checks.engine import check_engine, check_tokens
+from ctpo_megatron.config.checks.parallel import check_parallel
+from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_spec import PREPARED, spec_for, will_be_prepared
 from ctpo_megatron.config.objective import objective_from_config
 from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
