@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -15,12 +15,13 @@ def capture() -> dict[str, Any]:
 
     Plain containers and tensors only: `torch.load` restores them without running code.
     """
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    legacy = cast(tuple[str, numpy.ndarray[Any, Any], int, int, float], numpy.random.get_state())
+    name, keys, position, has_gauss, cached = legacy
     return {
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
-        # On CPU these two are replaced by functions over the CPU generator (device.py).
+        # On CPU these two are replaced by functions over the CPU generator (cpu_megatron.py).
         "device": megatron_random._get_cuda_rng_state(),
         "streams": dict(megatron_random.get_cuda_rng_tracker().get_states()),
     }
