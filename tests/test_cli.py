@@ -96,6 +96,18 @@ def test_dry_run_prints_the_plan_and_touches_nothing(
     assert not hasattr(driver, "config")
 
 
+def test_dry_run_is_light() -> None:
+    code = (
+        "import sys\nfrom ctpo_megatron.cli import main\n"
+        "status = main(['train', 'first.yaml', '--dry-run', 'rollout.engine.kv_cache_mb=64'])\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "data parallel" in done.stdout
+
+
 def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     arguments = ["train", "first.yaml", "--dry-run", "rollout.engine.kv_cache_mb=null"]
