@@ -92,10 +92,11 @@ def _probe(modules: list[str]) -> dict[str, Any]:
         [sys.executable, "-c", _PROBE, *modules], capture_output=True, text=True, timeout=300, check=False
     )
     try:
-        return json.loads(done.stdout.strip().splitlines()[-1])
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):  # an import killed the child
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return {"imports": dict.fromkeys(modules, f"the interpreter died: {reason}"), "apex_extensions": []}
+    return found
 
 
 def _version(distribution: str) -> str | None:

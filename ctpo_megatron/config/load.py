@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -60,11 +60,11 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
     given = OmegaConf.create({})
     for layer in layers:
         try:
-            given = OmegaConf.merge(given, layer.values)
+            given = cast(DictConfig, OmegaConf.merge(given, layer.values))
         except OmegaConfBaseException as error:
             keys = max(layer.places, key=len, default=())
             problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
-    return OmegaConf.merge(defaults(Config, plain(given)), given)  # type: ignore[return-value]
+    return cast(DictConfig, OmegaConf.merge(defaults(Config, plain(given)), given))
 
 
 def _resolve(node: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:

@@ -25,37 +25,49 @@ class Sizing:
     split: Split
 
 
-def _models() -> Mapping[str, ModelSpec]:
-    """Shapes of the published config.json files."""
-    qwen3 = {
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "vocab_size": 151936,
-        "qk_norm": True,
-        "rope_theta": 1e6,
-        "dtype": "bfloat16",
-    }
-    names = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    dense = {
-        "Qwen3-4B": (36, 2560, 32, 8, 9728),
-        "Qwen3-14B": (40, 5120, 40, 8, 17408),
-        "Qwen3-32B": (64, 5120, 64, 8, 25600),
-    }
-    found = {
-        name: ModelSpec(
-            FAMILIES["Qwen3ForCausalLM"],
-            **qwen3,
-            **dict(zip(names, shape, strict=True)),
-            tie_word_embeddings=name == "Qwen3-4B",
-        )
-        for name, shape in dense.items()
-    }
-    shape = dict(zip(names, (48, 2048, 32, 4, 6144), strict=True))
-    experts = {"num_experts": 128, "num_experts_per_token": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
-    return found | {"Qwen3-30B-A3B": ModelSpec(FAMILIES["Qwen3MoeForCausalLM"], **qwen3, **shape, **experts)}
-
-
-MODELS = _models()
+# Shapes of the published config.json files.
+_QWEN3_4B = ModelSpec(
+    family=FAMILIES["Qwen3ForCausalLM"],
+    num_layers=36,
+    hidden_size=2560,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=9728,
+    max_position_embeddings=40960,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+    qk_norm=True,
+    rope_theta=1e6,
+    dtype="bfloat16",
+)
+_QWEN3_14B = replace(
+    _QWEN3_4B,
+    num_layers=40,
+    hidden_size=5120,
+    num_attention_heads=40,
+    intermediate_size=17408,
+    tie_word_embeddings=False,
+)
+_QWEN3_30B_A3B = replace(
+    _QWEN3_14B,
+    family=FAMILIES["Qwen3MoeForCausalLM"],
+    num_layers=48,
+    hidden_size=2048,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    intermediate_size=6144,
+    num_experts=128,
+    num_experts_per_token=8,
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+)
+MODELS: Mapping[str, ModelSpec] = {
+    "Qwen3-4B": _QWEN3_4B,
+    "Qwen3-14B": _QWEN3_14B,
+    "Qwen3-32B": replace(_QWEN3_14B, num_layers=64, num_attention_heads=64, intermediate_size=25600),
+    "Qwen3-30B-A3B": _QWEN3_30B_A3B,
+}
 
 
 def _sizings() -> tuple[Sizing, ...]:

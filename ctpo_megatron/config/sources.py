@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -87,7 +87,7 @@ def _read_file(file: Path, name: str) -> Layer:
         )
     places = {(): name, **dict(_places(root, (), name))}
     try:
-        return Layer(OmegaConf.load(file), places)
+        return Layer(cast(DictConfig, OmegaConf.load(file)), places)  # the root is a mapping
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(error, name)]) from error
     except OmegaConfBaseException as error:

@@ -149,7 +149,7 @@ class ModelFamily:
     def tensors(self, spec: ModelSpec) -> dict[str, Shape]:
         """Name and shape of every tensor that a model is saved as; tied, without that of the output layer."""
         found = {name: shape for row in self.ends(spec) for name, shape in zip(row.hf, row.shapes, strict=True)}
-        in_layer = {}
+        in_layer: dict[str, Shape] = {}
         for row in self.layer(spec):
             for expert in range(spec.num_experts if row.per_expert else 1):
                 in_layer |= {name.format(expert=expert): s for name, s in zip(row.hf, row.shapes, strict=True)}

@@ -112,9 +112,11 @@ def _shard_qkv(tensors: Tensors, spec: ModelSpec, tp: int) -> Tensors:
 
 
 def _unshard_qkv(shard: torch.Tensor, spec: ModelSpec) -> Tensors:
+    import torch
+
     d, queries = spec.head_dim, spec.num_attention_heads // spec.num_key_value_heads
     by_group = shard.reshape(-1, queries + 2, d, *shard.shape[1:])
-    return [part.flatten(0, 2) for part in by_group.split([queries, 1, 1], dim=1)]
+    return [part.flatten(0, 2) for part in torch.split(by_group, [queries, 1, 1], dim=1)]
 
 
 def _shard_gate_up(tensors: Tensors, spec: ModelSpec, tp: int) -> Tensors:

@@ -50,9 +50,9 @@ class Entry:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that the parameter is cut over."""
-        if self.mapping.per_expert:
-            return mpu.get_expert_tensor_parallel_group()
-        return mpu.get_tensor_model_parallel_group()
+        over = mpu.get_expert_tensor_parallel_group if self.mapping.per_expert else mpu.get_tensor_model_parallel_group
+        group: dist.ProcessGroup = over()
+        return group
 
 
 def _entries(model: BuiltModel) -> Iterator[Entry]:
@@ -95,7 +95,8 @@ class WeightFiles:
         if path not in self._open:  # a mixture of experts has thousands of tensors in one file
             self._open[path] = safe_open(path, "pt")
         file = self._open[path]
-        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        return tensor
 
 
 @torch.no_grad()
@@ -190,15 +191,15 @@ def _relay_stage(
     group = mpu.get_pipeline_model_parallel_group()
     source = dist.get_process_group_ranks(group)[stage]
     while True:
-        name, tensor = next(merged, (None, None))
-        box = [None if tensor is None else (name, tuple(tensor.shape), tensor.dtype)]
+        own = next(merged, None)
+        box = [None if own is None else (own[0], tuple(own[1].shape), own[1].dtype)]
         dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
         if box[0] is None:
             return
         name, shape, dtype = box[0]
-        full = torch.empty(shape, dtype=dtype, device=layout.device) if tensor is None else tensor.contiguous()
+        full = torch.empty(shape, dtype=dtype, device=layout.device) if own is None else own[1].contiguous()
         dist.broadcast(full, src=source, group=group)
-        del tensor
+        del own
         yield name, full
         del full
 
@@ -268,7 +269,7 @@ def _name_shards(directory: Path, names: list[list[str]], total: int) -> None:
     if len(names) == 1:
         (directory / "part-1.safetensors").rename(directory / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, members in enumerate(names, start=1):
         final = f"model-{i:05d}-of-{len(names):05d}.safetensors"
         (directory / f"part-{i}.safetensors").rename(directory / final)

@@ -23,7 +23,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # read by megatron's gradient reduction
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel  # read by megatron's gradient reduction
 
 
 class AttentionPlan:
@@ -42,7 +43,7 @@ class AttentionPlan:
         self.split = ContextSplit.of(cu_seqlens)
         lengths = cu_seqlens.diff()
         number = torch.tensor(length_classes(lengths.tolist()), device=cu_seqlens.device)
-        members = [((number == n) & (lengths > 0)).nonzero().squeeze(1) for n in number[lengths > 0].unique()]
+        members = [((number == n) & (lengths > 0)).nonzero().squeeze(1) for n in torch.unique(number[lengths > 0])]
         tokens = [_padded_rows(cu_seqlens, of_class) for of_class in members]
         self.tokens = torch.cat([index.flatten() for index, _ in tokens])
         queries = tokens
@@ -132,16 +133,15 @@ class PackedCausalAttention(MegatronModule):
         if not plan.split.whole:
             both = torch.cat([key, value], dim=-1)
             gathered = gather_from_sequence_parallel_region(both, group=plan.split.group)[plan.split.restore]
-            key, value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
+            key, value = torch.split(gathered, [key.shape[-1], value.shape[-1]], dim=-1)
         # One gather each, then views: the gradient of a gather is as large as all tokens, however few it took.
-        queries = query.index_select(0, plan.queries).split([part.queries.numel() for part in plan.classes])
-        keys, values = (
-            t.index_select(0, plan.tokens).split([part.tokens.numel() for part in plan.classes]) for t in (key, value)
-        )
+        queries = torch.split(query.index_select(0, plan.queries), [part.queries.numel() for part in plan.classes])
+        lengths = [part.tokens.numel() for part in plan.classes]
+        keys, values = (torch.split(t.index_select(0, plan.tokens), lengths) for t in (key, value))
         outputs = []
         for part, *rows in zip(plan.classes, queries, keys, values, strict=True):
             sizes = (part.queries, part.tokens, part.tokens)
-            q, k, v = (t.unflatten(0, size).transpose(1, 2) for t, size in zip(rows, sizes, strict=True))
+            q, k, v = (torch.unflatten(t, 0, size).transpose(1, 2) for t, size in zip(rows, sizes, strict=True))
             out = F.scaled_dot_product_attention(  # [rows, heads, length, d]
                 q,
                 k,

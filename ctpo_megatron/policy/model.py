@@ -41,7 +41,8 @@ class BuiltModel:
         """Output-layer weight of this tensor-parallel rank `[V_padded / tp, H]`; only on the last pipeline stage."""
         last = self.gpt[-1]
         tied = last.share_embeddings_and_output_weights
-        return last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
+        weight: torch.nn.Parameter = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
+        return weight
 
     @property
     def output_options(self) -> dict[str, bool]:

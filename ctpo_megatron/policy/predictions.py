@@ -22,7 +22,9 @@ class Predictions(Protocol):
     n: the rows that this context-parallel rank holds. Losses and statistics are this rank's share.
     """
 
-    targets: Targets
+    @property
+    def targets(self) -> Targets:
+        """What is predicted."""
 
     def log_probs(self) -> torch.Tensor:
         """`[n]`, differentiable."""
