@@ -38,7 +38,8 @@ def share_sizes(
     if layout.is_rank_zero:
         return list(sequences), list(advantages)
     rows = enumerate(sizes.T.tolist())
-    return [TokenSequence(place, f"{place} of the step", *row, None) for place, row in rows], values.tolist()
+    unnamed = [TokenSequence(n, f"{n} of the step", length, sampled, loss, None) for n, (length, sampled, loss) in rows]
+    return unnamed, values.tolist()
 
 
 def share_tokens(sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], layout: Layout) -> Share:

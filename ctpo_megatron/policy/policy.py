@@ -134,12 +134,12 @@ class Policy:
         for micro, found in zip(micro_batches, kept, strict=False):  # nothing is kept before the last stage
             micro.old_log_probs = found["log_probs"]
         mine = _old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
-        found = [totals for totals in gather_objects(mine) if totals is not None]
-        tokens = sum(totals["tokens"] for totals in found)
+        parts = [totals for totals in gather_objects(mine) if totals is not None]
+        tokens = sum(totals["tokens"] for totals in parts)
         return {
-            "mismatch/log_prob_abs_max": max(totals["max"] for totals in found),
-            "mismatch/log_prob_abs_mean": sum(totals["sum"] for totals in found) / tokens,
-            "actor/entropy": sum(totals["entropy"] for totals in found) / tokens,
+            "mismatch/log_prob_abs_max": max(totals["max"] for totals in parts),
+            "mismatch/log_prob_abs_mean": sum(totals["sum"] for totals in parts) / tokens,
+            "actor/entropy": sum(totals["entropy"] for totals in parts) / tokens,
         }
 
     def _forward(self, micro_batches: Sequence[PackedBatch]) -> list[Collected]:
@@ -170,18 +170,20 @@ class Policy:
 
         Raises FloatingPointError when the loss (checked before any weight changes) or the gradient is not finite.
         """
+        if (optimizer := self._optimizer) is None:
+            raise RuntimeError("use_optimizer comes before update")
         clock = _Clock(mini_batch.work.packing_s)
         with self._at_work():
-            self._optimizer.zero_grad()
+            optimizer.zero_grad()
             with clock.busy():
                 kept = self._accumulate(mini_batch, loss_function, temperature or self.temperature)
             stats, ranks = self._over_ranks(kept, mini_batch)
             summary = summarize(stats)
             if not all(math.isfinite(value) for name, value in summary.items() if name.endswith("loss")):
                 raise FloatingPointError(f"the loss of this optimizer step is not finite: {summary}")
-            rate = learning_rate(self._optimizer)
+            rate = learning_rate(optimizer)
             with clock.busy():
-                updated, grad_norm, _ = self._optimizer.step()
+                updated, grad_norm, _ = optimizer.step()
             if not updated or not math.isfinite(grad_norm):
                 raise FloatingPointError(f"the gradient norm of this optimizer step is {grad_norm}")
             self._scheduler.step(increment=1)
@@ -200,7 +202,7 @@ class Policy:
             stats, _ = self._over_ranks(kept, mini_batch)
             if self.config.use_distributed_optimizer:
                 gather_gradient_shards(self._model)
-        return stats, hf.export(self._model, self.layout, value=lambda parameter: parameter.main_grad)
+        return stats, hf.export(self._model, self.layout, value=_main_gradient)
 
     def _accumulate(self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float) -> list[Collected]:
         """Gradients of all micro-batches and ranks, added up in the gradient buffers; what the losses kept."""
@@ -334,8 +336,20 @@ class _Clock:
         return seconds, seconds - self._busy
 
 
+def _main_gradient(parameter: Any) -> torch.Tensor:
+    """Megatron's float32 gradient buffer of a parameter."""
+    gradient: torch.Tensor = parameter.main_grad
+    return gradient
+
+
+def _old_log_probs(micro: PackedBatch) -> torch.Tensor:
+    if micro.old_log_probs is None:
+        raise ValueError("compute_old_log_probs comes before what compares with old log-probs")
+    return micro.old_log_probs
+
+
 def _old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    difference = torch.cat([(m.old_log_probs - m.rollout_log_probs)[m.response_mask].abs() for m in micro_batches])
+    difference = torch.cat([(_old_log_probs(m) - m.rollout_log_probs)[m.response_mask].abs() for m in micro_batches])
     return {
         "max": float(difference.max()),
         "sum": float(difference.sum()),
@@ -346,7 +360,7 @@ def _old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]
 
 def _diagnostics(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyObjective) -> Diagnostics:
     curves = token_diagnostics(
-        log_probs, micro.old_log_probs, micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
+        log_probs, _old_log_probs(micro), micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
     )
     columns = {"log_ratio": curves.log_ratio, "clip_low": curves.low, "clip_high": curves.high}
     return {

@@ -100,16 +100,16 @@ class RankZero:
         self._closed.set()
         self._thread.join(timeout=_STORE_TIMEOUT.total_seconds())
         with suppress(dist.DistError):  # rank zero may have left before
-            self._beats.set(f"beat/{self._rank}", _LEFT)
+            self._beats.set(f"beat/{self._rank}", _LEFT)  # type: ignore[arg-type]  # bytes too
 
     def _act(self, key: str, action: Callable[[], T]) -> T:
         try:
             self.check()
             result = action()
         except Exception as error:
-            self._store.set(key, pickle.dumps((f"{type(error).__name__}: {error}", None)))
+            self._store.set(key, pickle.dumps((f"{type(error).__name__}: {error}", None)))  # type: ignore[arg-type]  # bytes too
             raise
-        self._store.set(key, pickle.dumps(("", result)))
+        self._store.set(key, pickle.dumps(("", result)))  # type: ignore[arg-type]  # bytes too
         return result
 
     def _await(self, key: str) -> None:
