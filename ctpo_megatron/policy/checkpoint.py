@@ -150,9 +150,10 @@ def _start_results_queue() -> None:
 
 @contextmanager
 def _named_failure(directory: Path, *also: type[Exception]) -> Iterator[None]:
+    kinds: tuple[type[BaseException], ...] = (OSError, DistributedWriteError, *also)
     try:
         yield
-    except (OSError, DistributedWriteError, *also) as error:
+    except kinds as error:
         if isinstance(error, DistributedWriteError):
             # Its text is the tracebacks of all ranks.
             reason = "; ".join(f"rank {rank}: {found[0]}" for rank, found in error.failures.items())

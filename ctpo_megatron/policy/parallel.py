@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from torch.distributed import HashStore  # type: ignore[attr-defined] # re-exported where distributed is built
+from torch.distributed import HashStore
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import device

@@ -133,13 +133,13 @@ class Policy:
         kept = self._forward(micro_batches)
         for micro, found in zip(micro_batches, kept, strict=False):  # nothing is kept before the last stage
             micro.old_log_probs = found["log_probs"]
-        own = _old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
-        ranks: list[dict[str, float]] = [totals for totals in gather_objects(own) if totals is not None]
-        tokens = sum(totals["tokens"] for totals in ranks)
+        mine = _old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
+        parts = [totals for totals in gather_objects(mine) if totals is not None]
+        tokens = sum(totals["tokens"] for totals in parts)
         return {
-            "mismatch/log_prob_abs_max": max(totals["max"] for totals in ranks),
-            "mismatch/log_prob_abs_mean": sum(totals["sum"] for totals in ranks) / tokens,
-            "actor/entropy": sum(totals["entropy"] for totals in ranks) / tokens,
+            "mismatch/log_prob_abs_max": max(totals["max"] for totals in parts),
+            "mismatch/log_prob_abs_mean": sum(totals["sum"] for totals in parts) / tokens,
+            "actor/entropy": sum(totals["entropy"] for totals in parts) / tokens,
         }
 
     def _forward(self, micro_batches: Sequence[PackedBatch]) -> list[Collected]:
@@ -170,10 +170,9 @@ class Policy:
 
         Raises FloatingPointError when the loss (checked before any weight changes) or the gradient is not finite.
         """
-        clock = _Clock(mini_batch.work.packing_s)
-        optimizer = self._optimizer
-        if optimizer is None:
+        if (optimizer := self._optimizer) is None:
             raise RuntimeError("use_optimizer comes before update")
+        clock = _Clock(mini_batch.work.packing_s)
         with self._at_work():
             optimizer.zero_grad()
             with clock.busy():
@@ -203,7 +202,7 @@ class Policy:
             stats, _ = self._over_ranks(kept, mini_batch)
             if self.config.use_distributed_optimizer:
                 gather_gradient_shards(self._model)
-        return stats, hf.export(self._model, self.layout, value=lambda parameter: parameter.main_grad)  # type: ignore[attr-defined] # megatron's
+        return stats, hf.export(self._model, self.layout, value=_main_gradient)
 
     def _accumulate(self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float) -> list[Collected]:
         """Gradients of all micro-batches and ranks, added up in the gradient buffers; what the losses kept."""
@@ -336,8 +335,20 @@ class _Clock:
         return seconds, seconds - self._busy
 
 
+def _main_gradient(parameter: Any) -> torch.Tensor:
+    """Megatron's float32 gradient buffer of a parameter."""
+    gradient: torch.Tensor = parameter.main_grad
+    return gradient
+
+
+def _old_log_probs(micro: PackedBatch) -> torch.Tensor:
+    if micro.old_log_probs is None:
+        raise ValueError("compute_old_log_probs comes before what compares with old log-probs")
+    return micro.old_log_probs
+
+
 def _old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    difference = torch.cat([(_old(m) - m.rollout_log_probs)[m.response_mask].abs() for m in micro_batches])
+    difference = torch.cat([(_old_log_probs(m) - m.rollout_log_probs)[m.response_mask].abs() for m in micro_batches])
     return {
         "max": float(difference.max()),
         "sum": float(difference.sum()),
@@ -346,15 +357,9 @@ def _old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]
     }
 
 
-def _old(micro: PackedBatch) -> torch.Tensor:
-    if micro.old_log_probs is None:
-        raise RuntimeError("compute_old_log_probs comes first")
-    return micro.old_log_probs
-
-
 def _diagnostics(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyObjective) -> Diagnostics:
     curves = token_diagnostics(
-        log_probs, _old(micro), micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
+        log_probs, _old_log_probs(micro), micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
     )
     columns = {"log_ratio": curves.log_ratio, "clip_low": curves.low, "clip_high": curves.high}
     return {

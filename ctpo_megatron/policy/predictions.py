@@ -49,7 +49,7 @@ class LogitsPredictions:
 
     def log_probs(self) -> torch.Tensor:
         rows = self._rows()
-        values: torch.Tensor = vocab_parallel_log_probs(  # type: ignore[assignment] # entropy is not asked for
+        values: Any = vocab_parallel_log_probs(
             self.logits[rows],  # a copy, which the gradient may overwrite
             self.targets.labels[rows],
             mpu.get_tensor_model_parallel_group(),
@@ -112,8 +112,8 @@ class StreamingPredictions:
 
     def log_probs_and_entropy(self) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            both: tuple[torch.Tensor, torch.Tensor] = self._linear_log_probs(return_entropy=True)
-            return both
+            log_probs, entropy = self._linear_log_probs(return_entropy=True)
+        return log_probs, entropy
 
     def policy_loss(
         self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # re-exported where distributed is built
+from torch.distributed import TCPStore
 
 T = TypeVar("T")
 
@@ -108,9 +108,9 @@ class RankZero:
             self.check()
             result = action()
         except Exception as error:
-            self._store.set(key, pickle.dumps((f"{type(error).__name__}: {error}", None)))
+            self._store.set(key, pickle.dumps((f"{type(error).__name__}: {error}", None)))  # type: ignore[arg-type]  # bytes too
             raise
-        self._store.set(key, pickle.dumps(("", result)))
+        self._store.set(key, pickle.dumps(("", result)))  # type: ignore[arg-type]  # bytes too
         return result
 
     def _await(self, key: str) -> None:
