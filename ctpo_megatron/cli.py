@@ -31,11 +31,13 @@ from ctpo_megatron.config import (
     validate,
     world_size,
 )
+from ctpo_megatron.run.extensions import check_extensions
 
 # Module (imported already if its error was raised): names of exceptions.
 _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
+    "ctpo_megatron.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
     "ctpo_megatron.policy": ("CheckpointError",),
     "ctpo_megatron.rollout": ("ReplayError",),
@@ -65,6 +67,7 @@ def run_train(args: TrainArgs) -> int:
     config, sources = load_with_sources(args.config_path, args.overrides)
     cuda = args.assume_cuda if args.dry_run and args.assume_cuda else _cuda_available()
     warnings = validate(config, world_size=world_size(), cuda=cuda, sources=sources)
+    check_extensions(config, sources)
     if _is_rank_zero():
         _print_warnings(warnings)
     if args.dry_run:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from itertools import islice
+from contextlib import ExitStack
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from ctpo_megatron.config import Config
-from ctpo_megatron.data import Group, batches, load_conversations
+from ctpo_megatron.data import RolloutBatch, prepare
 from ctpo_megatron.objective import group_advantages, objective_from_config
 from ctpo_megatron.policy import (
+    Layout,
     Policy,
     capabilities,
     destroy_distributed,
     init_distributed,
     policy_gradient,
     summarize_updates,
-    supervised,
 )
-from ctpo_megatron.run.preemption import EXIT_STATUS, Preemption
-from ctpo_megatron.session import Session, check_mismatch
+from ctpo_megatron.rollout import check_mismatch
+from ctpo_megatron.run import (
+    EXIT_STATUS,
+    Bridge,
+    Persistence,
+    Preemption,
+    Reporter,
+    RunState,
+    open_reporter,
+    open_run_directory,
+    start_services,
+)
+from ctpo_megatron.sft import fine_tune
 
 log = logging.getLogger(__name__)
 
@@ -33,102 +41,101 @@ def main(config: Config) -> int:
     preemption = Preemption(config.checkpoint.grace_s)
     layout = init_distributed(config.policy, config.run.seed)
     try:
-        with Session(config, layout, preemption) as session:
-            log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
-            session.prepare()
-            with session.stage("start"):
-                session.open_world()
-                policy = Policy(config.policy, layout, Path(config.model.path), temperature=config.rollout.temperature)
-            checkpoint = session.find_checkpoint()
-            if checkpoint is None and config.sft is not None:
-                with session.stage("sft"):
-                    supervised_stage(config, policy, session)
-            with session.stage("rl"), preemption.deferred():
-                if not reinforce(config, policy, session, checkpoint, preemption):
-                    return EXIT_STATUS
-            if config.export.enabled:
-                with session.stage("export"):
-                    policy.export(session.directory / config.export.directory)
-            session.finish()
+        with ExitStack() as stack:
+            return run_stages(config, layout, preemption, stack)
     finally:
         destroy_distributed()
+
+
+def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: ExitStack) -> int:
+    """Prepare, start, fine-tune, reinforce, export, report. stack: closes what is opened, in reverse order."""
+    directory = layout.on_rank_zero(lambda: open_run_directory(config))
+    report = stack.enter_context(open_reporter(config, layout, directory))
+    log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
+    if (task := config.prepare) is not None:
+        with report.stage("prepare"):
+            layout.on_rank_zero(lambda: prepare(task))
+
+    def cancelled() -> bool:
+        layout.check_ranks()
+        return preemption.asked()
+
+    with report.stage("start"):
+        services = layout.keep_on_rank_zero(
+            lambda: stack.enter_context(start_services(config, directory, report, cancelled))
+        )
+        policy = Policy(config.policy, layout, Path(config.model.path), temperature=config.rollout.temperature)
+    rollouts = Bridge(layout, services, report)
+    persistence = Persistence(config, layout, directory, services, report)
+    checkpoint = persistence.find()
+    if checkpoint is None and config.sft is not None:
+        with report.stage("sft"):
+            fine_tune(config.sft, config.model, config.run.seed, policy, report)
+    with report.stage("rl"), preemption.deferred():
+        run = RunState(config, preemption)
+        policy.use_optimizer(config.policy.optimizer, config.run.steps * run.updates_per_step)
+        persistence.restore(policy, run, checkpoint)
+        reinforce(config, policy, run, rollouts, persistence, report, resumed=checkpoint is not None)
+        if run.preempted:
+            persistence.ensure_saved(policy, run)
+            return EXIT_STATUS
+        policy.finish_save()
+    if config.export.enabled:
+        with report.stage("export"):
+            policy.export(directory / config.export.directory)
+    report.finish()
     return 0
 
 
-def supervised_stage(config: Config, policy: Policy, session: Session) -> None:
-    """Supervised learning on conversations, through the same policy step as RL."""
-    settings = config.sft
-    conversations = load_conversations(
-        settings.data,
-        AutoTokenizer.from_pretrained(config.model.path),
-        chat_template_kwargs=config.model.chat_template_kwargs,
-    )
-    policy.use_optimizer(settings.optimizer, settings.steps)
-    stream = batches(conversations, settings.conversations_per_step, config.run.seed)
-    for step, batch in enumerate(islice(stream, settings.steps), start=1):
-        with session.timer.phase("sft"):
-            (mini_batch,) = policy.mini_batches(batch, None, settings.conversations_per_step)
-            metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
-        session.sft_progress(step, settings.steps, metrics)
-
-
 def reinforce(
-    config: Config, policy: Policy, session: Session, checkpoint: Path | None, preemption: Preemption
-) -> bool:
-    """CTPO: sample groups with the present weights, score, update against the anchor, hand the weights back.
-
-    Returns False when a scheduler wants the machine back: the state after the last whole step is saved then.
-    """
+    config: Config,
+    policy: Policy,
+    run: RunState,
+    rollouts: Bridge,
+    persistence: Persistence,
+    report: Reporter,
+    *,
+    resumed: bool,
+) -> None:
+    """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
     objective = objective_from_config(config.objective)
     loss = policy_gradient(objective, config.objective.anchor)
-    groups_per_update = config.policy.mini_batch_prompts
-    updates_per_step = config.rollout.prompts_per_step // groups_per_update
-    policy.use_optimizer(config.policy.optimizer, config.run.steps * updates_per_step)
-    done, version = session.resume(policy, checkpoint)
-    session.sync(policy, version)
-    if checkpoint is None or session.lacks_evaluation(done):
-        session.log(done, session.evaluate(done))
-    if checkpoint is None and config.checkpoint.every:
-        session.save(policy, 0, version)
-    for step in range(done + 1, config.run.steps + 1):
-        with session.timer.phase("step"):
-            collected = session.collect(step)
-            if collected is None:
-                session.secure(policy, step - 1, version)
-                return False
-            groups, metrics = collected
-            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-            with session.timer.phase("old_log_probs"):
-                mini_batches = policy.mini_batches(
-                    trajectories, advantages(config, groups), groups_per_update * config.rollout.samples_per_prompt
-                )
-                metrics |= policy.compute_old_log_probs(mini_batches)
-            check_mismatch(config, metrics)
-            with session.timer.phase("update"):
+    rollouts.publish(policy, run.version)
+    if not resumed or (run.evaluates and rollouts.lacks_evaluation()):
+        report.log(run.done, rollouts.evaluate(run.done))
+    if not resumed and config.checkpoint.every:
+        persistence.save(policy, run)
+    for step in run.steps():
+        with report.phase("step"):
+            batch = rollouts.next_batch(step)
+            if batch is None:
+                return run.stop()
+            with report.phase("old_log_probs"):
+                mini_batches = policy.share_out(batch.trajectories, advantages(config, batch), run.update_size)
+                metrics = policy.compute_old_log_probs(mini_batches)
+            check_mismatch(config.rollout, metrics)
+            with report.phase("update"):
                 metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
-            with session.timer.phase("token_diagnostics"):
-                diagnostics = (
-                    policy.token_diagnostics(mini_batches[-1], objective) if config.tracking.trajectories else {}
-                )
-            version += 1
-            if not (preempted := preemption.requested()):
-                session.sync(policy, version)
-        session.log(step, metrics | {"weights/version": float(version)}, groups, diagnostics)
-        if not preempted and session.is_evaluated(step):
-            session.log(step, session.evaluate(step))
-        if preempted or preemption.requested():
-            session.secure(policy, step, version)
-            return False
-        if config.checkpoint.every and step % config.checkpoint.every == 0:
-            session.save(policy, step, version)
+            with report.phase("token_diagnostics"):
+                wanted = config.tracking.trajectories
+                diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if wanted else {}
+            version = run.advance()
+            if not run.notice():
+                rollouts.publish(policy, version)
+        report.log_step(step, batch, metrics | {"weights/version": float(version)}, diagnostics)
+        if run.evaluates and not run.preempted:
+            report.log(step, rollouts.evaluate(step))
+        if run.notice():
+            return None
+        if run.saves:
+            persistence.save(policy, run)
         policy.finish_save(wait=False)
-    policy.finish_save()
-    return True
+    return None
 
 
-def advantages(config: Config, groups: Sequence[Group]) -> list[float]:
+def advantages(config: Config, batch: RolloutBatch) -> list[float]:
     """One advantage per trajectory, in the order of the groups and of the samples in them."""
-    return [a for group in groups for a in group_advantages(group.rewards, config.objective.advantage).tolist()]
+    return [a for group in batch.groups for a in group_advantages(group.rewards, config.objective.advantage).tolist()]
 
 
 if __name__ == "__main__":

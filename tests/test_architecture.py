@@ -52,7 +52,24 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.extensions",
     ),
     "ctpo_megatron.data": ("ctpo_megatron.config",),
-    "ctpo_megatron.run": ("ctpo_megatron.config", "ctpo_megatron.tracking", "ctpo_megatron.policy"),
+    "ctpo_megatron.evaluate": (
+        "ctpo_megatron.data.records",
+        "ctpo_megatron.config",
+        "ctpo_megatron.rollout",
+        "ctpo_megatron.tracking",
+    ),
+    "ctpo_megatron.run": (
+        "ctpo_megatron.config",
+        "ctpo_megatron.data",
+        "ctpo_megatron.evaluate",
+        "ctpo_megatron.extensions",
+        "ctpo_megatron.policy",
+        "ctpo_megatron.rewards",
+        "ctpo_megatron.rollout",
+        "ctpo_megatron.tracking",
+        "ctpo_megatron.weights",
+        "ctpo_sandbox",
+    ),
     "ctpo_megatron.tracking": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
@@ -66,8 +83,9 @@ SIDE_DOORS = (
     "ctpo_megatron.config.schema",
     "ctpo_megatron.environments",
     "ctpo_megatron.weights",
-    "ctpo_megatron.run",
     "ctpo_megatron.tracking.run_data",
+    "ctpo_megatron.run.directory",
+    "ctpo_megatron.run.preemption",
 )
 # Heavy packages that a package must not import anywhere, not even lazily.
 NEVER_IMPORT = {
@@ -76,8 +94,8 @@ NEVER_IMPORT = {
     "ctpo_kernels": ("transformers", "ray", "vllm", "megatron"),
 }
 PACKAGES = tuple(name.removeprefix("ctpo_megatron.") for name in MAY_IMPORT if name.startswith("ctpo_megatron."))
-# The loop, and what rank 0 owns around it.
-DRIVER = ("train.py", "session.py")
+# The loop, and the supervised stage before it.
+DRIVER = ("train.py", "sft.py")
 MAX_LINES, MAX_DRIVER_LINES = 500, 150
 
 

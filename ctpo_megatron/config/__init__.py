@@ -5,9 +5,10 @@ warnings = validate(config, world_size=2, cuda=False)                  # ConfigE
 """
 
 from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_train_args, train_args, world_size
-from ctpo_megatron.config.check import check, validate
+from ctpo_megatron.config.check import check, place, validate
 from ctpo_megatron.config.check_directories import is_replaceable
 from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
+from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
 from ctpo_megatron.config.memory import table as memory_table
@@ -37,6 +38,7 @@ from ctpo_megatron.config.schema import (
     TinyModelConfig,
     TrackingConfig,
 )
+from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "ExportConfig",
+    "Extension",
     "Memory",
     "ModelConfig",
     "ModelFacts",
@@ -67,6 +70,7 @@ __all__ = [
     "RunConfig",
     "SandboxConfig",
     "SftConfig",
+    "Sources",
     "Split",
     "Stored",
     "TinyModelConfig",
@@ -82,8 +86,10 @@ __all__ = [
     "load_config",
     "load_with_sources",
     "memory_table",
+    "named_extensions",
     "objective_from_config",
     "parse_train_args",
+    "place",
     "sequence_multiple",
     "stage_memory",
     "stored_tensors",

@@ -8,12 +8,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.data.records import Group, Prompt, ToolCall, Trajectory
+from ctpo_megatron.data.records import Group, Prompt, RolloutBatch, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.conversations import batches, load_conversations
     from ctpo_megatron.data.packing import PackedBatch, PackingRules, micro_batch_count, pack, split_evenly
     from ctpo_megatron.data.prompts import PromptSampler, load_prompts
+    from ctpo_megatron.data.sequences import TokenArrays, TokenSequence, token_sequences
     from ctpo_megatron.data.tables import DataError
     from ctpo_megatron.data.toolmath import prepare
 
@@ -22,6 +23,8 @@ _MODULES = {
     "PackedBatch": "packing",
     "PackingRules": "packing",
     "PromptSampler": "prompts",
+    "TokenArrays": "sequences",
+    "TokenSequence": "sequences",
     "batches": "conversations",
     "load_conversations": "conversations",
     "load_prompts": "prompts",
@@ -29,6 +32,7 @@ _MODULES = {
     "pack": "packing",
     "prepare": "toolmath",
     "split_evenly": "packing",
+    "token_sequences": "sequences",
 }
 
 __all__ = [
@@ -38,6 +42,9 @@ __all__ = [
     "PackingRules",
     "Prompt",
     "PromptSampler",
+    "RolloutBatch",
+    "TokenArrays",
+    "TokenSequence",
     "ToolCall",
     "Trajectory",
     "batches",
@@ -47,6 +54,7 @@ __all__ = [
     "pack",
     "prepare",
     "split_evenly",
+    "token_sequences",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Packs trajectories into micro-batches of flat tokens; what one forward pass of the policy sees."""
+"""Packs the sequences of a step into micro-batches of flat tokens; what one forward pass of the policy sees."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from ctpo_megatron.data.records import Trajectory
+from ctpo_megatron.data.sequences import TokenArrays, TokenSequence
 
 
 @dataclass(slots=True)
@@ -18,8 +19,8 @@ class PackedBatch:
     token_ids, position_ids: [N] int64; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
     response_mask, loss_mask: [N] bool, aligned with the token that is predicted (the first token of a sequence is 0).
     rollout_log_probs, advantages, old_log_probs: [N] fp32 (nats; old_log_probs is filled by the policy's anchor pass).
-    sequences, lengths: (prompt id, sample index) and tokens of each sequence. Alignment may put masked tokens behind
-    them, inside its boundaries, and one masked sequence, not listed, at the end of the micro-batch.
+    sequences, lengths: place in the step and tokens of each sequence. Alignment may put masked tokens behind them,
+    inside its boundaries, and one masked sequence, not listed, at the end of the micro-batch.
     """
 
     token_ids: torch.Tensor
@@ -29,7 +30,7 @@ class PackedBatch:
     loss_mask: torch.Tensor
     rollout_log_probs: torch.Tensor
     advantages: torch.Tensor
-    sequences: tuple[tuple[str, int], ...]
+    sequences: tuple[int, ...]
     lengths: tuple[int, ...]
     old_log_probs: torch.Tensor | None = None
 
@@ -42,11 +43,11 @@ class PackedBatch:
     def max_seqlen(self) -> int:
         return int(self.cu_seqlens.diff().max())
 
-    def places(self) -> Iterator[tuple[tuple[str, int], slice]]:
-        """(prompt id, sample index) of each sequence, and where its tokens are; alignment is left out."""
+    def places(self) -> Iterator[tuple[int, slice]]:
+        """Place of each sequence in the step, and where its tokens are; alignment is left out."""
         starts = self.cu_seqlens.tolist()
-        for key, start, length in zip(self.sequences, starts, self.lengths, strict=False):
-            yield key, slice(start, start + length)
+        for place, start, length in zip(self.sequences, starts, self.lengths, strict=False):
+            yield place, slice(start, start + length)
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same micro-batch with its tensors on `device`."""
@@ -78,17 +79,17 @@ class PackingRules:
 
 
 def split_evenly(
-    trajectories: Sequence[Trajectory], parts: int, costs: Sequence[float] | None = None
+    sequences: Sequence[TokenSequence], parts: int, costs: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Indices of the trajectories for each of `parts` data-parallel ranks: the costliest first, to the least loaded.
+    """Indices of the sequences for each of `parts` data-parallel ranks: the costliest first, to the least loaded.
 
-    costs: positive, one per trajectory; None: token counts. No part is empty if there are as many trajectories as
+    costs: positive, one per sequence; None: token counts. No part is empty if there are as many sequences as
     parts. The largest load is at most 4/3 - 1/(3 parts) times the best possible (Graham 1969).
     """
-    costs = [len(t) for t in trajectories] if costs is None else costs
+    costs = [len(t) for t in sequences] if costs is None else costs
     loads = [0.0] * parts
     result: list[list[int]] = [[] for _ in range(parts)]
-    for index in sorted(range(len(trajectories)), key=lambda i: (-costs[i], i)):
+    for index in sorted(range(len(sequences)), key=lambda i: (-costs[i], i)):
         target = loads.index(min(loads))
         result[target].append(index)
         loads[target] += costs[index]
@@ -96,7 +97,7 @@ def split_evenly(
 
 
 def pack(
-    trajectories: Sequence[Trajectory],
+    sequences: Sequence[TokenSequence],
     advantages: Sequence[float] | None,
     rules: PackingRules,
     *,
@@ -104,41 +105,38 @@ def pack(
 ) -> list[PackedBatch]:
     """Pack into as few micro-batches as first-fit-decreasing finds, or `at_least` so many.
 
-    advantages: one per trajectory, broadcast to its tokens (None: 0). More micro-batches than sequences leave some of
+    advantages: one per sequence, broadcast to its tokens (None: 0). More micro-batches than sequences leave some of
     one masked sequence: nothing is learned from it, but ranks that wait for each other run the same number of passes.
-    The result depends only on the arguments. Raises ValueError for a trajectory that is empty, longer than
-    `rules.max_tokens`, or starts with a model token.
+    The result depends only on the arguments. Raises ValueError for a sequence longer than `rules.max_tokens`.
     """
     return [
         _concatenate(
-            [trajectories[i] for i in members],
+            [sequences[i] for i in members],
             [0.0] * len(members) if advantages is None else [advantages[i] for i in members],
             rules,
         )
-        for members in _bins(trajectories, rules, at_least)
+        for members in _bins(sequences, rules, at_least)
     ]
 
 
-def micro_batch_count(trajectories: Sequence[Trajectory], rules: PackingRules) -> int:
+def micro_batch_count(sequences: Sequence[TokenSequence], rules: PackingRules) -> int:
     """How many micro-batches `pack` makes of them."""
-    return len(_bins(trajectories, rules, 0))
+    return len(_bins(sequences, rules, 0))
 
 
-def _bins(trajectories: Sequence[Trajectory], rules: PackingRules, at_least: int) -> list[list[int]]:
-    """Indices of the trajectories of each micro-batch."""
-    for t in trajectories:
-        if not len(t) or rules.padded(len(t)) > rules.max_tokens:
+def _bins(sequences: Sequence[TokenSequence], rules: PackingRules, at_least: int) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch."""
+    for sequence in sequences:
+        if rules.padded(len(sequence)) > rules.max_tokens:
             raise ValueError(
-                f"trajectory {t.prompt_id}#{t.sample_index} has {len(t)} tokens, but a micro-batch holds "
+                f"trajectory {sequence.name} has {len(sequence)} tokens, but a micro-batch holds "
                 f"{rules.max_tokens} (policy.micro_batch_tokens x policy.context_parallel_size); raise it, or lower "
                 "rollout.max_response_tokens"
             )
-        if t.response_mask[0]:
-            raise ValueError(f"trajectory {t.prompt_id}#{t.sample_index} starts with a model token; it needs a prompt")
     bins: list[list[int]] = []
     used: list[int] = []
-    for index in sorted(range(len(trajectories)), key=lambda i: (-len(trajectories[i]), i)):
-        length = rules.padded(len(trajectories[index]))
+    for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
+        length = rules.padded(len(sequences[index]))
         place = next((b for b, tokens in enumerate(used) if tokens + length <= rules.max_tokens), None)
         if place is None:
             bins.append([index])
@@ -147,34 +145,39 @@ def _bins(trajectories: Sequence[Trajectory], rules: PackingRules, at_least: int
             bins[place].append(index)
             used[place] += length
     wanted = math.ceil(max(len(bins), at_least) / rules.count_multiple) * rules.count_multiple
-    return _divided(trajectories, bins, wanted)
+    return _divided(sequences, bins, wanted)
 
 
-def _divided(trajectories: Sequence[Trajectory], bins: list[list[int]], count: int) -> list[list[int]]:
+def _divided(sequences: Sequence[TokenSequence], bins: list[list[int]], count: int) -> list[list[int]]:
     """The same work in `count` or more micro-batches: the largest are halved; what is still missing is empty."""
     while len(bins) < count:
         divisible = [b for b, members in enumerate(bins) if len(members) > 1]
         if not divisible:
             return bins + [[]] * (count - len(bins))
-        largest = max(divisible, key=lambda b: (sum(len(trajectories[i]) for i in bins[b]), -b))
+        largest = max(divisible, key=lambda b: (sum(len(sequences[i]) for i in bins[b]), -b))
         members = bins[largest]
-        halves = split_evenly([trajectories[i] for i in members], 2)
+        halves = split_evenly([sequences[i] for i in members], 2)
         bins[largest : largest + 1] = [[members[i] for i in half] for half in halves]
     return bins
 
 
-def _concatenate(chosen: list[Trajectory], advantages: list[float], rules: PackingRules) -> PackedBatch:
+def _concatenate(chosen: list[TokenSequence], advantages: list[float], rules: PackingRules) -> PackedBatch:
     lengths = [len(t) for t in chosen]
     sizes = [rules.padded(length) for length in lengths]
     multiple = math.lcm(rules.sequence_multiple, rules.batch_multiple)
     filler = -sum(sizes) % multiple if chosen else multiple
     if filler:
         sizes.append(filler)
-    gaps = [size - length for size, length in zip(sizes, [*lengths, 0], strict=False)]
+    starts = np.cumsum([0, *sizes]).tolist()
 
-    def flat(field: str, dtype: torch.dtype) -> torch.Tensor:
-        values = [value for t, gap in zip(chosen, gaps, strict=False) for value in (*getattr(t, field), *[0] * gap)]
-        return torch.tensor(values + [0] * filler, dtype=dtype)
+    tokens = [_tokens(sequence) for sequence in chosen]
+
+    def flat(column: str, dtype: torch.dtype) -> torch.Tensor:
+        values = torch.zeros(sum(sizes), dtype=dtype)
+        for start, arrays in zip(starts, tokens, strict=False):
+            array = getattr(arrays, column)
+            values[start : start + len(array)] = torch.from_numpy(array)
+        return values
 
     in_order = torch.tensor(sizes)
     cu_seqlens = torch.zeros(len(sizes) + 1, dtype=torch.int32)
@@ -187,6 +190,12 @@ def _concatenate(chosen: list[Trajectory], advantages: list[float], rules: Packi
         loss_mask=flat("loss_mask", torch.bool),
         rollout_log_probs=flat("rollout_log_probs", torch.float32),
         advantages=torch.tensor([*advantages, *[0.0] * bool(filler)]).repeat_interleave(in_order),
-        sequences=tuple((t.prompt_id, t.sample_index) for t in chosen),
+        sequences=tuple(sequence.place for sequence in chosen),
         lengths=tuple(lengths),
     )
+
+
+def _tokens(sequence: TokenSequence) -> TokenArrays:
+    if sequence.tokens is None:
+        raise ValueError(f"trajectory {sequence.name} belongs to another data-parallel rank")
+    return sequence.tokens

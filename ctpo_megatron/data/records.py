@@ -1,8 +1,8 @@
-"""The records that travel round the ring: Prompt, ToolCall, Trajectory, Group."""
+"""The records of a training step: Prompt, ToolCall, Trajectory, Group, RolloutBatch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -132,3 +132,23 @@ class Group:
         if missing:
             raise ValueError(f"group {self.prompt.id}: samples {missing} have no reward")
         return [float(t.reward) for t in self.trajectories]  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """What a rollout source hands over for one training step.
+
+    groups: complete and scored; empty on ranks other than zero, which get the tokens they train on as arrays.
+    metrics: of sampling and scoring. weight_versions: the versions that sampled its tokens, ascending.
+    sampler: position of the prompt stream after this batch, as a checkpoint keeps it.
+    """
+
+    groups: list[Group]
+    metrics: dict[str, float] = field(default_factory=dict)
+    weight_versions: tuple[int, ...] = ()
+    sampler: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories, group by group in sample order."""
+        return [trajectory for group in self.groups for trajectory in group.trajectories]

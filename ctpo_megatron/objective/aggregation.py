@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +41,9 @@ class Denominators:
         return cls(*counts(layout.mask(loss_mask, "loss_mask"), layout).tolist())
 
     @classmethod
-    def of_lists(cls, loss_masks: Iterable[Sequence[int]]) -> Denominators:
-        """Counts of trajectories, each given by its loss mask as a plain list."""
-        tokens = [sum(1 for value in mask if value) for mask in loss_masks]
+    def of_counts(cls, loss_tokens: Iterable[int]) -> Denominators:
+        """Counts of sequences, each given by its number of loss tokens."""
+        tokens = list(loss_tokens)
         return cls(len(tokens), sum(1 for n in tokens if n), sum(tokens))
 
     def __add__(self, other: Denominators) -> Denominators:

@@ -25,14 +25,17 @@ from ctpo_megatron.policy.device import capabilities, max_ranks
 from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.policy.parallel import Layout, RankZeroError, destroy_distributed, gather_objects, init_distributed
-from ctpo_megatron.policy.policy import Policy, Update, summarize_updates
+from ctpo_megatron.policy.parallel import Layout, destroy_distributed, gather_objects, init_distributed
+from ctpo_megatron.policy.policy import Diagnostics, Policy, Update, summarize_updates
+from ctpo_megatron.policy.rank_zero import RankLost, RankZeroError
 
 __all__ = [
     "CheckpointError",
+    "Diagnostics",
     "Layout",
     "MiniBatch",
     "Policy",
+    "RankLost",
     "RankZeroError",
     "Update",
     "capabilities",

@@ -87,7 +87,7 @@ class Writer:
         """
         self.finish()
         _start_results_queue()
-        aside: Path = self._layout.first(lambda: files.begin(directory, step))
+        aside: Path = self._layout.on_rank_zero(lambda: files.begin(directory, step))
         # What is neither model nor optimizer is written at once, by torch's own archive writer.
         with _named_failure(directory, RuntimeError):
             request = dist_checkpointing.save(
@@ -136,7 +136,9 @@ class Writer:
         shares = gather_objects(files.digests(aside, mine))
         manifest = {name: entry for share in shares for name, entry in share.items()}
         marker = Marker(step, score, run_state, dict(sorted(manifest.items())))
-        self._layout.first(lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best))
+        self._layout.on_rank_zero(
+            lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best)
+        )
 
 
 def _start_results_queue() -> None:

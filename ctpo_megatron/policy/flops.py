@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from ctpo_megatron.config import ModelFacts, PolicyConfig
-from ctpo_megatron.data import Trajectory
+from ctpo_megatron.data import TokenSequence
 from ctpo_megatron.policy import device
 
 BACKWARD = 2
@@ -57,9 +57,9 @@ def forward_flops(facts: ModelFacts, tokens: int, predicted: int) -> float:
     return float(facts.num_layers * (tokens * (attention + mlp) + pairs) + predicted * 2 * hidden * facts.vocab_size)
 
 
-def trajectory_flops(facts: ModelFacts, trajectories: Iterable[Trajectory]) -> list[float]:
-    """`forward_flops` of each trajectory: the estimate of its cost that ranks are balanced by."""
-    return [forward_flops(facts, len(t), sum(t.response_mask)) for t in trajectories]
+def sequence_flops(facts: ModelFacts, sequences: Iterable[TokenSequence]) -> list[float]:
+    """`forward_flops` of each sequence: the estimate of its cost that ranks are balanced by."""
+    return [forward_flops(facts, s.length, s.sampled_tokens) for s in sequences]
 
 
 def peak_flops(policy: PolicyConfig) -> float | None:

@@ -1,4 +1,4 @@
-"""Cuts a batch of trajectories into optimizer steps, and each step into this rank's packed micro-batches."""
+"""Cuts the sequences of a training step into optimizer steps, and each step into this rank's packed micro-batches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ctpo_megatron.config import ModelFacts, PolicyConfig, sequence_multiple
-from ctpo_megatron.data import PackedBatch, PackingRules, Trajectory, micro_batch_count, pack, split_evenly
+from ctpo_megatron.data import PackedBatch, PackingRules, TokenSequence, micro_batch_count, pack, split_evenly
 from ctpo_megatron.objective import Denominators
-from ctpo_megatron.policy.flops import trajectory_flops
+from ctpo_megatron.policy.exchange import share_tokens
+from ctpo_megatron.policy.flops import sequence_flops
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.workload import Workload, padded_tokens
 
@@ -24,7 +25,7 @@ class MiniBatch:
 
 
 def make_mini_batches(
-    trajectories: Sequence[Trajectory],
+    sequences: Sequence[TokenSequence],
     advantages: Sequence[float] | None,
     *,
     size: int,
@@ -32,31 +33,34 @@ def make_mini_batches(
     layout: Layout,
     facts: ModelFacts,
     padded_attention: bool,
+    from_rank_zero: bool = False,
 ) -> list[MiniBatch]:
-    """Consecutive runs of `size` trajectories, one per optimizer step, each shared out over data-parallel ranks.
+    """Consecutive runs of `size` sequences, one per optimizer step, each shared out over data-parallel ranks.
 
-    Every rank passes the same trajectories and keeps its share; shares are balanced by model FLOPs. advantages: one per
-    trajectory; None: zeros (supervised). padded_attention: attention pads within length classes (the local layer
+    Every rank passes the same sequences and keeps its share; shares are balanced by model FLOPs. from_rank_zero: the
+    tokens are on rank zero only and are sent to the ranks that train on them; collective then. advantages: one per
+    sequence; None: zeros (supervised). padded_attention: attention pads within length classes (the local layer
     spec), which counts as computed tokens. Raises ValueError when a mini-batch would leave a data-parallel rank without
     work.
     """
     rules = packing_rules(config)
     result = []
-    for start in range(0, len(trajectories), size):
+    for start in range(0, len(sequences), size):
         began = time.perf_counter()
-        chunk = trajectories[start : start + size]
+        chunk = sequences[start : start + size]
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} trajectories cannot feed {layout.dp_size} replicas")
-        flops = trajectory_flops(facts, chunk)
+        flops = sequence_flops(facts, chunk)
         shares = split_evenly(chunk, layout.dp_size, flops)
-        mine = shares[layout.dp_rank]
+        indices = shares[layout.dp_rank]
+        own = share_tokens(chunk, shares, layout) if from_rank_zero else [chunk[i] for i in indices]
         packed = pack(
-            [chunk[i] for i in mine],
-            None if advantages is None else [advantages[start + i] for i in mine],
+            own,
+            None if advantages is None else [advantages[start + i] for i in indices],
             rules,
             at_least=_equal_count(chunk, shares, rules) if layout.ep_size > 1 else 0,
         )
-        denominators = Denominators.of_lists(t.loss_mask for t in chunk)
+        denominators = Denominators.of_counts(sequence.loss_tokens for sequence in chunk)
         micro_batches = [micro.to(layout.device) for micro in packed]
         largest = max(sum(flops[i] for i in share) for share in shares)
         work = Workload(
@@ -82,6 +86,6 @@ def packing_rules(config: PolicyConfig) -> PackingRules:
     )
 
 
-def _equal_count(chunk: Sequence[Trajectory], shares: Sequence[Sequence[int]], rules: PackingRules) -> int:
+def _equal_count(chunk: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rules: PackingRules) -> int:
     """Micro-batches of the replica that needs most: experts are reached by all replicas in the same pass."""
     return max(micro_batch_count([chunk[i] for i in share], rules) for share in shares)

@@ -15,17 +15,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import device
+from ctpo_megatron.policy.rank_zero import RankZero
 
 T = TypeVar("T")
-
-_PATIENCE = timedelta(days=7)
-"""How long ranks wait for what rank 0 does alone: sampling a batch, evaluating. Each of these has deadlines of its own
-(`rollout.group_timeout_s`, ...), and together they take longer than any exchange of tensors may. A rank 0 that dies
-closes its connections, which ends the wait at once."""
-
-
-class RankZeroError(RuntimeError):
-    """Rank 0 failed and says why itself; this rank stops with it. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +37,10 @@ class Layout:
     dp_rank: int
     dp_size: int
     device: torch.device
-    waiting: dist.ProcessGroup | None = field(default=None, repr=False)
-    """All ranks, with patience for rank 0 (`first`); None where there is only one."""
+    dp_ranks: tuple[int, ...] = (0,)
+    """Data-parallel rank of every rank of the job."""
+    rank_zero: RankZero | None = field(default=None, repr=False)
+    """None where there is only one rank."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -66,31 +60,30 @@ class Layout:
         """One rank of each data-parallel replica, which knows the log-probs of all its tokens."""
         return self.has_loss and self.cp_rank == 0
 
-    def on_rank_zero(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 only; every rank returns its (pickled) result.
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.rank == 0
 
-        When it raises, so does rank 0; the others raise RankZeroError. They wait up to a week: deadlines are those
-        of the action.
-        """
-        if self.world_size == 1:
-            return action()
-        result, problem = None, None
-        if self.rank == 0:
-            try:
-                result = action()
-            except Exception as error:
-                broadcast_object((None, f"{type(error).__name__}: {error}"), group=self.waiting)
-                raise
-        result, problem = broadcast_object((result, problem), group=self.waiting)
-        if problem is not None:
-            raise RankZeroError(f"rank {self.rank} stops, rank 0 failed: {problem.splitlines()[0]}")
-        return result
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank zero only; every rank returns its (pickled) result. See `RankZero.run`."""
+        return action() if self.rank_zero is None else self.rank_zero.run(action)
+
+    def keep_on_rank_zero(self, action: Callable[[], T]) -> T | None:
+        """Run `action` on rank zero only, which keeps the result; the others wait for it and return None."""
+        kept: list[T] = []
+        self.on_rank_zero(lambda: kept.append(action()))
+        return kept[0] if kept else None
+
+    def check_ranks(self) -> None:
+        """Raises RankLost when another rank is known to be gone; for long work on rank zero."""
+        if self.rank_zero is not None:
+            self.rank_zero.check()
 
 
 def init_distributed(config: PolicyConfig, seed: int) -> Layout:
     """Join the job that torchrun describes in the environment (alone without it) and cut it into parallel groups.
 
-    Every collective has the deadline `policy.timeout_minutes`, what waits for rank 0 alone a longer one. Raises
+    Every collective has the deadline `policy.timeout_minutes`; what rank zero does alone has its own. Raises
     RuntimeError when a rank does not arrive.
     """
     device.install()
@@ -113,7 +106,6 @@ def init_distributed(config: PolicyConfig, seed: int) -> Layout:
             distributed_timeout_minutes=config.timeout_minutes,
         )
         model_parallel_cuda_manual_seed(seed)
-    several = dist.get_world_size() > 1
     return Layout(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -128,17 +120,9 @@ def init_distributed(config: PolicyConfig, seed: int) -> Layout:
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         device=here,
-        waiting=dist.new_group(backend="gloo", timeout=_PATIENCE) if several else None,
+        dp_ranks=tuple(gather_objects(mpu.get_data_parallel_rank())),
+        rank_zero=_open_rank_zero(),
     )
-
-
-def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Every rank returns rank `source`'s value (pickled; deadline of `group`, by default that of all collectives)."""
-    if dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
-    return box[0]
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -150,8 +134,34 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def gather_on_rank_zero(value: Any) -> list[Any] | None:
+    """Rank zero returns the list of all ranks' values, in rank order; the others None."""
+    if dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values
+
+
+_rank_zero: RankZero | None = None
+"""Of this process, as megatron's parallel state is."""
+
+
+def _open_rank_zero() -> RankZero | None:
+    global _rank_zero
+    _close_rank_zero()
+    _rank_zero = RankZero() if dist.get_world_size() > 1 else None
+    return _rank_zero
+
+
+def _close_rank_zero() -> None:
+    if _rank_zero is not None:
+        _rank_zero.close()
+
+
 def destroy_distributed() -> None:
     """Leave the groups; safe to call when nothing was initialized."""
+    _close_rank_zero()
     if dist.is_initialized():
         mpu.destroy_model_parallel()
         dist.destroy_process_group()

@@ -16,22 +16,23 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
-from ctpo_megatron.data import PackedBatch, Trajectory
+from ctpo_megatron.data import PackedBatch, TokenSequence, Trajectory, token_sequences
 from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
 from ctpo_megatron.policy import checkpoint, device, hf
+from ctpo_megatron.policy.exchange import share_sizes
 from ctpo_megatron.policy.losses import LossFunction
 from ctpo_megatron.policy.minibatch import MiniBatch, make_mini_batches
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards, resolve_layer_spec
 from ctpo_megatron.policy.offload import Offload
 from ctpo_megatron.policy.optimizer import build_optimizer, learning_rate
-from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.policy.parallel import Layout, gather_objects, gather_on_rank_zero
 from ctpo_megatron.policy.predictions import Predictions
 from ctpo_megatron.policy.step import Collected, run_schedule
 from ctpo_megatron.policy.workload import Cost, RankReport, cost_metrics
 
 log = logging.getLogger(__name__)
 
-Diagnostics = dict[tuple[str, int], dict[str, Any]]
+Diagnostics = dict[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,30 @@ class Policy:
     def mini_batches(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float] | None, size: int
     ) -> list[MiniBatch]:
-        """Optimizer steps of `size` trajectories each, in order; see `make_mini_batches`."""
+        """Optimizer steps of `size` trajectories each, in order, of trajectories that every rank has.
+
+        See `make_mini_batches`.
+        """
+        return self._mini_batches(token_sequences(trajectories), advantages, size)
+
+    def share_out(self, trajectories: Sequence[Trajectory], advantages: Sequence[float], size: int) -> list[MiniBatch]:
+        """`mini_batches` of trajectories that only rank zero has; the others pass none and get what they train on."""
+        sequences, advantages = share_sizes(token_sequences(trajectories), advantages, self.layout)
+        return self._mini_batches(sequences, advantages, size, from_rank_zero=True)
+
+    def _mini_batches(
+        self,
+        sequences: Sequence[TokenSequence],
+        advantages: Sequence[float] | None,
+        size: int,
+        *,
+        from_rank_zero: bool = False,
+    ) -> list[MiniBatch]:
         return make_mini_batches(
-            trajectories,
+            sequences,
             advantages,
             size=size,
+            from_rank_zero=from_rank_zero,
             config=self.config,
             layout=self.layout,
             facts=self.facts,
@@ -127,13 +147,14 @@ class Policy:
     def token_diagnostics(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Diagnostics:
         """How far the weights have moved on each trajectory of a mini-batch since `compute_old_log_probs`.
 
-        (prompt id, sample index) -> `advantage`, and `log_ratio`, `clip_low`, `clip_high` (nats) per token.
+        Place in the step -> `advantage`, and `log_ratio`, `clip_low`, `clip_high` (nats) per token; on rank zero only.
         """
         kept = self._forward(mini_batch.micro_batches)
         mine: Diagnostics = {}
         for micro, found in zip(mini_batch.micro_batches if self.layout.reports else [], kept, strict=False):
             mine |= _diagnostics(micro, found["log_probs"], objective)
-        return {key: fields for part in gather_objects(mine) for key, fields in part.items()}
+        parts = gather_on_rank_zero(mine) or []
+        return {place: fields for part in parts for place, fields in part.items()}
 
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
         """One optimizer step; `temperature` replaces the rollouts' (a supervised loss wants 1).
@@ -272,7 +293,7 @@ class Policy:
         mine = {
             (number, self.layout.tp_rank): found["logits"][place]
             for micro, found in zip(mini_batch.micro_batches, kept, strict=False)
-            for (_, number), place in micro.places()
+            for number, place in micro.places()
         }
         shards = {key: value for part in gather_objects(mine) for key, value in part.items()}
         return [

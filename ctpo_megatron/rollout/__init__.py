@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.environments.tools import TOOL_SCHEMA
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.replay import Replay, ReplayError
+from ctpo_megatron.rollout.source import Collector, Engines, Phase, RolloutSource, SampledRollouts, check_mismatch
 from ctpo_megatron.rollout.tasks import Cancelled, Sampling
 
 if TYPE_CHECKING:
@@ -29,13 +30,19 @@ _LAZY = {
 __all__ = [
     "TOOL_SCHEMA",
     "Cancelled",
+    "Collector",
+    "Engines",
     "FleetError",
     "GroupFailed",
+    "Phase",
     "Replay",
     "ReplayError",
     "RolloutFleet",
+    "RolloutSource",
+    "SampledRollouts",
     "Sampling",
     "WeightSyncError",
+    "check_mismatch",
     "rollout_metrics",
 ]
 

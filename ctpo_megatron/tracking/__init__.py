@@ -11,7 +11,7 @@ Training code calls these and ignores what they return. Every metric is defined 
 
 from ctpo_megatron.tracking.display import Display
 from ctpo_megatron.tracking.groups import evaluation_metrics, reward_metrics
-from ctpo_megatron.tracking.metrics import MetricsWriter, read_metrics
+from ctpo_megatron.tracking.metrics import SFT_FILE, MetricsWriter, read_metrics
 from ctpo_megatron.tracking.report import write_report
 from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
@@ -25,6 +25,7 @@ from ctpo_megatron.tracking.trajectories import (
 )
 
 __all__ = [
+    "SFT_FILE",
     "Display",
     "MetricsWriter",
     "PhaseTimer",

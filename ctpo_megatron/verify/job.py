@@ -21,9 +21,10 @@ def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str,
     policy = Policy(config, layout, Path(work["model"]), temperature=work["temperature"])
     (mini_batch,) = policy.mini_batches(work["trajectories"], work["advantages"], size=len(work["trajectories"]))
     policy.compute_old_log_probs([mini_batch])
+    keys = [(trajectory.prompt_id, trajectory.sample_index) for trajectory in work["trajectories"]]
     mine = {}
     for micro in mini_batch.micro_batches if layout.reports else []:
-        mine |= {key: micro.old_log_probs[place].cpu() for key, place in micro.places()}
+        mine |= {keys[number]: micro.old_log_probs[place].cpu() for number, place in micro.places()}
     log_probs = {key: values for part in gather_objects(mine) for key, values in part.items()}
     loss, gradient = {}, {}
     for name in work["objectives"]:

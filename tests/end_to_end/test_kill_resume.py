@@ -135,17 +135,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_continued_from(fold
 
 
 def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Path) -> None:
-    run = folder / "runs" / "given_up"
+    run = folder / "runs" / "discarded"
     shutil.copytree(whole, run)
-    load = "checkpoint.load=runs/given_up/checkpoints/step_000002"
-    killed = train(folder, "run.name=given_up", "run.resume=true", load, kill_at=("score", 1))
+    load = "checkpoint.load=runs/discarded/checkpoints/step_000002"
+    killed = train(folder, "run.name=discarded", "run.resume=true", load, kill_at=("score", 1))
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
-    assert "gives up later checkpoints of this run, now named discarded_step_000003." in killed.stderr
+    assert "discards later checkpoints of this run, now named discarded_step_000003." in killed.stderr
     assert [path.name for path in sorted((run / "trajectories").glob("step_*"))] == [
         "step_000001.jsonl",
         "step_000002.jsonl",
     ]
-    resumed = train(folder, "run.name=given_up", "run.resume=true")
+    resumed = train(folder, "run.name=discarded", "run.resume=true")
     assert resumed.returncode == 0, resumed.stderr[-4000:]
     assert "continuing after step 2" in resumed.stdout
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]

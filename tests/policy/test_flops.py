@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ctpo_megatron.config import ModelFacts
-from ctpo_megatron.policy.flops import BACKWARD, forward_flops, known_peak, trajectory_flops
+from ctpo_megatron.data import token_sequences
+from ctpo_megatron.policy.flops import BACKWARD, forward_flops, known_peak, sequence_flops
 
 TOKENS = 37
 
@@ -80,7 +81,7 @@ def test_prompts_and_tool_output_need_no_output_layer(tmp_path: Path) -> None:
     models.build("qwen3-tied", tmp_path)
     facts = ModelFacts.read(tmp_path)
     (trajectory,) = models.trajectories(1)
-    (found,) = trajectory_flops(facts, [trajectory])
+    (found,) = sequence_flops(facts, token_sequences([trajectory]))
     left_out = len(trajectory) - sum(trajectory.response_mask)
     assert left_out > 0
     everywhere = forward_flops(facts, len(trajectory), len(trajectory))

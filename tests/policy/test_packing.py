@@ -14,9 +14,17 @@ from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from ctpo_megatron.config import ModelFacts, PolicyConfig
-from ctpo_megatron.data import PackingRules, Trajectory, micro_batch_count, pack, split_evenly
+from ctpo_megatron.data import (
+    PackingRules,
+    TokenSequence,
+    Trajectory,
+    micro_batch_count,
+    pack,
+    split_evenly,
+    token_sequences,
+)
 from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
-from ctpo_megatron.policy.flops import trajectory_flops
+from ctpo_megatron.policy.flops import sequence_flops
 from ctpo_megatron.policy.layers import AttentionPlan, PackedCausalAttention
 from ctpo_megatron.policy.minibatch import packing_rules
 from ctpo_megatron.policy.workload import SHORTEST_OF_CLASS, length_classes, padded_tokens
@@ -28,14 +36,14 @@ def layout() -> Iterator[Layout]:
     destroy_distributed()
 
 
-def of_lengths(lengths: list[int]) -> list[Trajectory]:
+def of_lengths(lengths: list[int]) -> list[TokenSequence]:
     result = []
     for index, length in enumerate(lengths):
         trajectory = Trajectory(f"p{index}", 0, seed=0)
         trajectory.append_context([index], turn=0)
         trajectory.append_model(list(range(1, length)), [-0.5] * (length - 1), [3] * (length - 1), turn=1)
         result.append(trajectory)
-    return result
+    return token_sequences(result)
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,12 +69,12 @@ def test_every_token_is_packed_once_within_the_rules(
         assert bounds[0] == 0 and bounds[-1] == batch.num_tokens
         assert not (bounds.diff() % piece).any() and (bounds.diff() > 0).all()
         real = torch.zeros(batch.num_tokens, dtype=torch.bool)
-        for number, (key, place) in enumerate(batch.places()):
-            index = int(key[0][1:])
-            original = trajectories[index]
+        for number, (index, place) in enumerate(batch.places()):
+            original = trajectories[index].tokens
+            assert original is not None
             assert place.start == bounds[number] and place.stop <= bounds[number + 1]
-            assert batch.token_ids[place].tolist() == original.token_ids
-            assert batch.position_ids[place].tolist() == list(range(len(original)))
+            assert batch.token_ids[place].tolist() == original.token_ids.tolist()
+            assert batch.position_ids[place].tolist() == list(range(lengths[index]))
             assert batch.response_mask[place].tolist() == [bool(m) for m in original.response_mask]
             assert set(batch.advantages[place].tolist()) == {float(index)}
             real[place] = True
@@ -117,11 +125,11 @@ def test_replicas_share_all_trajectories_evenly(lengths: list[int], parts: int, 
 def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
     facts = ModelFacts("Qwen3ForCausalLM", 1, 8, 1, 1, 8, 8, 4096, 32)
     trajectories = of_lengths([4000, *[1000] * 4])
-    by_cost = split_evenly(trajectories, 2, trajectory_flops(facts, trajectories))
+    by_cost = split_evenly(trajectories, 2, sequence_flops(facts, trajectories))
     assert by_cost == [[0], [1, 2, 3, 4]]
     six = of_lengths([4000, *[1000] * 6])
     assert split_evenly(six, 2)[0] != [0]  # 5000 tokens each
-    assert split_evenly(six, 2, trajectory_flops(facts, six))[0] == [0]
+    assert split_evenly(six, 2, sequence_flops(facts, six))[0] == [0]
 
 
 def test_a_trajectory_beyond_the_budget_names_the_keys() -> None:
@@ -135,7 +143,7 @@ def test_a_trajectory_without_prompt_is_refused() -> None:
     trajectory = Trajectory("p", 0, seed=0)
     trajectory.append_model([1, 2], [-1.0, -1.0], [0, 0], turn=1)
     with pytest.raises(ValueError, match="needs a prompt"):
-        pack([trajectory], None, PackingRules(10))
+        token_sequences([trajectory])
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 4, 31, 32, 33, 7], [64, 1, 1]])
@@ -165,7 +173,7 @@ def test_packed_attention_equals_attention_per_sequence(lengths: list[int], layo
 
 
 def test_length_classes_hold_every_token_once_and_little_else(layout: Layout) -> None:
-    batch = pack(models.trajectories(), None, PackingRules(4096))[0]
+    batch = pack(token_sequences(models.trajectories()), None, PackingRules(4096))[0]
     plan = AttentionPlan(batch.cu_seqlens)
     assert plan.queries[plan.back].tolist() == list(range(batch.num_tokens))
     rows = sum(part.queries.numel() for part in plan.classes)

@@ -1,52 +1,125 @@
-"""What rank 0 does alone: the others get its result, or stop with it in one line."""
+"""What rank zero does alone: the others get its result, its failure, or the name of the rank that died meanwhile."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
-from jobs import run_job
+import torch.distributed as dist
 
-from ctpo_megatron.policy import Layout, RankZeroError, parallel
+from ctpo_megatron.policy import RankLost, RankZeroError
+from ctpo_megatron.policy.rank_zero import RankZero
 
-
-def layout(rank: int) -> Layout:
-    alone = {f"{kind}_{what}": size for kind in ("tp", "pp", "cp", "ep") for what, size in (("rank", 0), ("size", 1))}
-    return Layout(rank=rank, world_size=2, dp_rank=rank, dp_size=2, device=torch.device("cpu"), **alone)
+RANKS = 3
+DEADLINE_S = 120
 
 
-def refuse() -> str:
-    raise ValueError("runs/x exists\nand more")
+def _rank(rank: int, port: int, play: Callable[[RankZero, int], Any], answers: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    bridge = RankZero(beat_s=0.2, lost_after_s=3.0)
+    try:
+        answers.put((rank, os.getpid(), play(bridge, rank)))
+    except (RankLost, RankZeroError, ValueError) as error:
+        answers.put((rank, os.getpid(), error))
+    answers.close()
+    answers.join_thread()
+    time.sleep(1.0 if rank == 0 else 0.0)  # the store ends with rank zero
+    os._exit(0)
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What rank 0 broadcast, in a process that plays both ranks after each other."""
-    box: list[Any] = []
-
-    def broadcast(value: Any, group: object = None) -> Any:
-        if value != (None, None):  # the placeholder of a rank that receives
-            box.append(value)
-        return box[-1]
-
-    monkeypatch.setattr(parallel, "broadcast_object", broadcast)
-    return box
-
-
-def test_every_rank_has_the_result_of_the_first(sent: list[Any]) -> None:
-    assert [layout(0).first(lambda: "done"), layout(1).first(refuse)] == ["done", "done"]
-
-
-def test_the_first_raises_and_the_others_stop_with_it(sent: list[Any]) -> None:
-    with pytest.raises(ValueError, match="runs/x exists"):
-        layout(0).first(refuse)
-    with pytest.raises(RankZeroError) as caught:
-        layout(1).first(refuse)
-    assert str(caught.value) == "rank 1 stops, rank 0 failed: ValueError: runs/x exists"
+def play_on_ranks(play: Callable[[RankZero, int], Any], dying: int | None = None) -> tuple[dict[int, Any], list[int]]:
+    """Answers of the ranks that live, by rank, and the process ids of all."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [context.Process(target=_rank, args=(rank, port, play, answers)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    try:
+        found = [answers.get(timeout=DEADLINE_S) for _ in range(RANKS - (dying is not None))]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return {rank: answer for rank, _, answer in found}, [process.pid or 0 for process in ranks]
 
 
-def test_it_may_take_longer_than_a_collective(tmp_path: Path) -> None:
-    settings = {"timeout_s": 3.0, "work_s": 6.0}
-    assert run_job("wait_scenario.py", tmp_path, tmp_path / "found.pt", 2, settings) == ["done", "done"]
+def test_every_rank_has_the_result_though_it_took_longer_than_a_collective_may() -> None:
+    def play(bridge: RankZero, rank: int) -> list[Any]:
+        slow = bridge.run(lambda: time.sleep(4.0) or f"done by {rank}")
+        return [slow, *(bridge.run(lambda n=n: n * n) for n in range(50))]
+
+    answers, _ = play_on_ranks(play)
+    assert answers == {rank: ["done by 0", *(n * n for n in range(50))] for rank in range(RANKS)}
+
+
+def test_rank_zero_raises_and_the_others_stop_with_it() -> None:
+    def play(bridge: RankZero, rank: int) -> None:
+        def refuse() -> None:
+            raise ValueError("runs/x exists\nand more")
+
+        bridge.run(refuse)
+
+    answers, _ = play_on_ranks(play)
+    assert isinstance(answers[0], ValueError)
+    for rank in (1, 2):
+        assert isinstance(answers[rank], RankZeroError)
+        assert str(answers[rank]) == f"rank {rank} stops, rank 0 failed: ValueError: runs/x exists"
+
+
+def test_a_rank_that_dies_while_rank_zero_samples_is_named() -> None:
+    def play(bridge: RankZero, rank: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def sample() -> None:
+            while True:  # ends by RankLost, or the test fails at its deadline
+                bridge.check()
+                time.sleep(0.05)
+
+        bridge.run(sample)
+
+    answers, processes = play_on_ranks(play, dying=1)
+    name = f"rank 1 (process {processes[1]} on {socket.gethostname()}) gave no sign of life for"
+    assert isinstance(answers[0], RankLost) and str(answers[0]).startswith(name)
+    assert name in str(answers[2])
+
+
+def test_rank_zero_that_dies_is_named_by_all() -> None:
+    def play(bridge: RankZero, rank: int) -> None:
+        bridge.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    answers, processes = play_on_ranks(play, dying=0)
+    for rank in (1, 2):
+        assert isinstance(answers[rank], RankLost)
+        assert f"rank 0 (process {processes[0]} on {socket.gethostname()}) is gone" in str(answers[rank])
+
+
+def test_a_rank_that_left_on_purpose_is_not_missed() -> None:
+    def play(bridge: RankZero, rank: int) -> str:
+        bridge.run(lambda: None)
+        if rank == 1:
+            bridge.close()
+            return "left"
+        time.sleep(5.0)  # longer than a silent rank is waited for
+        bridge.check()
+        return "stayed"
+
+    answers, _ = play_on_ranks(play)
+    assert answers == {0: "stayed", 1: "left", 2: "stayed"}
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_results_of_any_size_arrive_whole(size: int) -> None:
+    answers, _ = play_on_ranks(lambda bridge, rank: bridge.run(lambda: bytes(range(256)) * (size // 256 + 1)))
+    assert {len(answer) for answer in answers.values()} == {256 * (size // 256 + 1)}

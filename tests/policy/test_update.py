@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
+from ctpo_megatron.session import check_mismatch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
-from ctpo_megatron.session import check_mismatch
 
 LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
 

@@ -1,0 +1,49 @@
+"""When held-out prompts are answered and scored, and with what result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+from ctpo_megatron.config.schema import EvalConfig
+from ctpo_megatron.data.records import Group, Prompt
+from ctpo_megatron.rollout import Cancelled, Collector, Phase, Sampling
+from ctpo_megatron.tracking import evaluation_metrics
+
+
+class Evaluation:
+    """Answers `prompts` with the weights published last; lives on rank zero."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        collector: Collector,
+        prompts: Sequence[Prompt],
+        dump: Callable[[int, Sequence[Group]], None],
+        phase: Phase,
+    ) -> None:
+        """prompts: none where there is nothing to evaluate. dump: keeps the groups of a step for people to read."""
+        self._config, self._collector = config, collector
+        self._prompts, self._dump, self._phase = prompts[: config.prompts], dump, phase
+
+    def run(self, step: int) -> dict[str, float]:
+        """`val/*` metrics; empty without prompts, or when the run was asked to end meanwhile."""
+        if not self._prompts:
+            return {}
+        with self._phase("eval"):
+            try:
+                groups, _ = self._collector.collect(
+                    self._prompts,
+                    step=step,
+                    samples=self._config.samples,
+                    sampling=Sampling(self._config.temperature, 1.0, 0),
+                    phase=lambda _: nullcontext(),  # its parts are no phases of a training step
+                )
+            except Cancelled:
+                return {}
+            self._dump(step, groups)
+        return evaluation_metrics(groups)
+
+    def lacks(self, record: Mapping[str, object]) -> bool:
+        """Whether the metrics of a step hold no evaluation though there are prompts."""
+        return bool(self._prompts) and not any(name.startswith("val/") for name in record)

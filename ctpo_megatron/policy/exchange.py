@@ -1,0 +1,96 @@
+"""From rank zero's trajectories of a step: the sizes of all to every rank, the tokens to those that train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ctpo_megatron.data import TokenArrays, TokenSequence
+from ctpo_megatron.policy.parallel import Layout
+
+Share = list[TokenSequence]
+_LOSS, _RESPONSE = 1, 2
+"""Bits of a token in the byte that carries both masks."""
+
+
+def share_sizes(
+    sequences: Sequence[TokenSequence], advantages: Sequence[float], layout: Layout
+) -> tuple[list[TokenSequence], list[float]]:
+    """The sequences of rank zero without their tokens, and their advantages, on every rank; collective.
+
+    int64 `[3, B]` and float64 `[B]` travel. Ranks other than zero pass empty sequences. Rank zero keeps its tokens.
+    """
+    if layout.world_size == 1:
+        return list(sequences), list(advantages)
+    count = torch.tensor([len(sequences)])
+    dist.broadcast(count, src=0)
+    sizes = torch.zeros(3, int(count), dtype=torch.int64)
+    values = torch.zeros(int(count), dtype=torch.float64)
+    if layout.is_rank_zero:
+        sizes[:] = torch.tensor([[s.length, s.sampled_tokens, s.loss_tokens] for s in sequences]).T
+        values[:] = torch.tensor(advantages, dtype=torch.float64)
+    dist.broadcast(sizes, src=0)
+    dist.broadcast(values, src=0)
+    if layout.is_rank_zero:
+        return list(sequences), list(advantages)
+    rows = enumerate(sizes.T.tolist())
+    return [TokenSequence(place, f"{place} of the step", *row, None) for place, row in rows], values.tolist()
+
+
+def share_tokens(sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], layout: Layout) -> Share:
+    """This rank's share with its tokens; collective.
+
+    sequences: as `share_sizes` gave them. shares: for each data-parallel rank the indices it trains on. A token travels
+    as int32 id, one byte of masks and float32 log-prob, to the ranks of the replica that trains on it.
+    """
+    own = [sequences[index] for index in shares[layout.dp_rank]]
+    if layout.world_size == 1:
+        return own
+    if not layout.is_rank_zero:
+        return _receive(own)
+    sending = [work for rank in range(1, layout.world_size) for work in _send(sequences, shares, rank, layout)]
+    for work in sending:
+        work.wait()
+    return own
+
+
+def _send(
+    sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rank: int, layout: Layout
+) -> Iterator[dist.Work]:
+    arrays = [sequences[index].tokens for index in shares[layout.dp_ranks[rank]]]
+    for column in _columns([tokens for tokens in arrays if tokens is not None]):
+        work = dist.isend(column, dst=rank)
+        assert work is not None  # only on ranks outside of the group
+        yield work
+
+
+def _receive(own: Sequence[TokenSequence]) -> Share:
+    total = sum(len(sequence) for sequence in own)
+    columns = [torch.zeros(total, dtype=dtype) for dtype in (torch.int32, torch.uint8, torch.float32)]
+    for column in columns:
+        dist.recv(column, src=0)
+    ids, masks, log_probs = (column.numpy() for column in columns)
+    ends = np.cumsum([len(sequence) for sequence in own])
+    result = []
+    for sequence, end in zip(own, ends, strict=True):
+        part = slice(end - len(sequence), end)
+        bits = masks[part]
+        tokens = TokenArrays(ids[part], (bits & _RESPONSE) != 0, (bits & _LOSS) != 0, log_probs[part])
+        result.append(
+            TokenSequence(
+                sequence.place, sequence.name, sequence.length, sequence.sampled_tokens, sequence.loss_tokens, tokens
+            )
+        )
+    return result
+
+
+def _columns(arrays: Sequence[TokenArrays]) -> tuple[Tensor, Tensor, Tensor]:
+    """int32 ids, uint8 masks, float32 log-probs, each `[N]`, of sequences laid end to end."""
+    ids = np.concatenate([tokens.token_ids for tokens in arrays])
+    masks = np.concatenate([_LOSS * tokens.loss_mask + _RESPONSE * tokens.response_mask for tokens in arrays])
+    log_probs = np.concatenate([tokens.rollout_log_probs for tokens in arrays])
+    return torch.from_numpy(ids), torch.from_numpy(masks.astype(np.uint8)), torch.from_numpy(log_probs)

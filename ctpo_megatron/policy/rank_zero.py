@@ -1,0 +1,152 @@
+"""Rank zero acts alone while the others wait: results by a key-value store, and news of a rank that died meanwhile.
+
+A collective cannot do this: its deadline is that of an exchange of tensors, and sampling a batch takes longer.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+BEAT_S = 5.0
+"""Seconds between two signs of life of a rank."""
+LOST_AFTER_S = 40.0
+"""A rank that gave no sign of life for so long is lost."""
+_STORE_TIMEOUT = timedelta(seconds=60)
+_LEFT = b"left"
+"""In place of a sign of life: the rank is through."""
+_POLL_S = (0.005, 0.25)
+"""First and longest pause between two looks for a result."""
+
+
+class RankZeroError(RuntimeError):
+    """Rank zero failed and says why itself; this rank stops with it. The message is one line."""
+
+
+class RankLost(RuntimeError):
+    """Another rank of the job is gone or hangs; the message names it."""
+
+
+class RankZero:
+    """One per rank; made, called and closed by all ranks of the job in the same order.
+
+    beat_s, lost_after_s: see `BEAT_S`, `LOST_AFTER_S`.
+    """
+
+    def __init__(self, *, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._beat_s, self._lost_after_s = beat_s, lost_after_s
+        host = os.environ.get("MASTER_ADDR", "localhost")
+        self._store, port = self._open(host)
+        # A client of its own: the store serves one call of a client at a time, and a wait would hold back the beats.
+        self._beats = dist.TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
+        self._calls = 0
+        self._lost = ""
+        self._closed = threading.Event()
+        self._beats.set(f"beat/{self._rank}", "0")
+        self._names = [""] * self._world_size
+        dist.all_gather_object(self._names, f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()})")
+        self._thread = threading.Thread(target=self._signs_of_life, name="signs of life", daemon=True)
+        self._thread.start()
+
+    def _open(self, host: str) -> tuple[dist.TCPStore, int]:
+        box: list[int | None] = [None]
+        store = None
+        if self._rank == 0:
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+            box = [store.port]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        assert box[0] is not None
+        return store or dist.TCPStore(host, box[0], is_master=False, timeout=_STORE_TIMEOUT), box[0]
+
+    def run(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank zero; every rank returns its result, which is pickled.
+
+        There is no deadline but the action's own. When it raises, so does rank zero, and the others raise
+        RankZeroError. Raises RankLost within a minute when a rank that is waited for is gone.
+        """
+        self._calls += 1
+        key = f"call/{self._calls}"
+        if self._rank == 0:
+            return self._act(key, action)
+        self._await(key)
+        problem, result = pickle.loads(self._store.get(key))
+        if self._store.add(f"{key}/read", 1) == self._world_size - 1:
+            self._store.delete_key(key)
+            self._store.delete_key(f"{key}/read")
+        if problem:
+            raise RankZeroError(f"rank {self._rank} stops, rank 0 failed: {problem.splitlines()[0]}")
+        return result  # type: ignore[no-any-return] # what rank zero pickled
+
+    def check(self) -> None:
+        """Raises RankLost when a rank gave no sign of life; for actions that take long."""
+        if self._lost:
+            raise RankLost(self._lost)
+
+    def close(self) -> None:
+        """Say that this rank leaves on purpose; the store ends with rank zero's process."""
+        self._closed.set()
+        self._thread.join(timeout=_STORE_TIMEOUT.total_seconds())
+        with suppress(dist.DistError):  # rank zero may have left before
+            self._beats.set(f"beat/{self._rank}", _LEFT)
+
+    def _act(self, key: str, action: Callable[[], T]) -> T:
+        try:
+            self.check()
+            result = action()
+        except Exception as error:
+            self._store.set(key, pickle.dumps((f"{type(error).__name__}: {error}", None)))
+            raise
+        self._store.set(key, pickle.dumps(("", result)))
+        return result
+
+    def _await(self, key: str) -> None:
+        pause, longest = _POLL_S
+        while True:
+            self.check()
+            try:
+                if self._store.check([key]):
+                    return
+            except dist.DistNetworkError as error:
+                raise RankLost(f"rank {self._rank} stops: {self._names[0]} is gone") from error
+            time.sleep(pause)
+            pause = min(longest, 2 * pause)
+
+    def _signs_of_life(self) -> None:
+        """Beat, and look whether the others do: rank zero at all of them, the others at rank zero and what it says."""
+        watched = range(1, self._world_size) if self._rank == 0 else range(1)
+        seen = {rank: (b"", time.monotonic()) for rank in watched}
+        count = 0
+        while not (self._closed.wait(self._beat_s) or self._lost):
+            count += 1
+            try:
+                self._beats.set(f"beat/{self._rank}", str(count))
+                beats = self._beats.multi_get([f"beat/{rank}" for rank in watched])
+                if self._rank != 0 and self._beats.check(["lost"]):
+                    self._lost = f"rank {self._rank} stops: {self._beats.get('lost').decode()}"
+            except dist.DistError:
+                self._lost = f"rank {self._rank} stops: {self._names[0]} is gone"
+                return
+            now = time.monotonic()
+            for rank, beat in zip(watched, beats, strict=True):
+                if seen[rank][0] != beat or beat == _LEFT:
+                    seen[rank] = (beat, now)
+                elif now - seen[rank][1] > self._lost_after_s and not self._lost:
+                    self._lose(f"{self._names[rank]} gave no sign of life for {now - seen[rank][1]:.0f} s")
+
+    def _lose(self, news: str) -> None:
+        self._lost = news
+        if self._rank == 0:
+            self._beats.set("lost", news)

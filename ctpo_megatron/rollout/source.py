@@ -1,0 +1,142 @@
+"""Where training batches come from: the protocol of rollout sources, and the one that samples with present weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ctpo_megatron.config.schema import RolloutConfig
+from ctpo_megatron.data.records import Group, Prompt, RolloutBatch
+from ctpo_megatron.rollout.metrics import rollout_metrics
+from ctpo_megatron.rollout.tasks import Cancelled, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+Phase = Callable[[str], Any]
+"""Times a part of the step: `with phase("rollout"): ...`."""
+
+
+class RolloutSource(Protocol):
+    """Hands over scored batches in prompt order and takes new weights; lives on rank zero."""
+
+    def next_batch(self, step: int) -> RolloutBatch | None:
+        """The batch of RL step `step`; None when the run is asked to end, and no prompt counts as consumed then."""
+
+    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Sample with these weights (Hugging Face names, full shapes) from now on, and say so: they are `version`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run gets the batches that this one would have got."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`. Raises ValueError when it is of other prompts."""
+
+
+class Engines(Protocol):
+    """Plays episodes: `RolloutFleet`, or `Replay` from a recording."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        samples: int,
+        sampling: Sampling,
+        cancelled: Callable[[], bool] = ...,
+    ) -> list[Group]:
+        """A group of `samples` trajectories for every prompt, in order."""
+
+    def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take these weights as `version`."""
+
+    def stats(self) -> dict[str, float]:
+        """Counts and seconds since the last call."""
+
+
+class PromptStream(Protocol):
+    """Prompts in the order of the run: `data.PromptSampler`."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the stream."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position."""
+
+
+Score = Callable[[Sequence[Group]], dict[str, float]]
+"""Gives every trajectory its reward; returns `reward/*` metrics."""
+
+
+class Collector:
+    """Generates groups and scores them; used for training and for evaluation."""
+
+    def __init__(self, engines: Engines, score: Score, cancelled: Callable[[], bool]) -> None:
+        """cancelled: asked about every second; when true, `collect` raises Cancelled. It may raise, too."""
+        self._engines, self._score, self._cancelled = engines, score, cancelled
+
+    def collect(
+        self, prompts: Sequence[Prompt], *, step: int, samples: int, sampling: Sampling, phase: Phase
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Scored groups of the prompts and their metrics. Raises what `Engines.generate` raises."""
+        with phase("rollout"):
+            groups = self._engines.generate(
+                prompts, step=step, samples=samples, sampling=sampling, cancelled=self._cancelled
+            )
+        with phase("reward"):
+            scores = self._score(groups)
+        engines = {f"rollout/{name}": value for name, value in self._engines.stats().items()}
+        return groups, rollout_metrics(groups) | scores | engines
+
+
+class SampledRollouts:
+    """Samples every batch when it is asked for, with the weights published last: a `RolloutSource`."""
+
+    def __init__(
+        self, config: RolloutConfig, collector: Collector, engines: Engines, prompts: PromptStream, phase: Phase
+    ) -> None:
+        self._config, self._collector, self._engines = config, collector, engines
+        self._prompts, self._phase = prompts, phase
+
+    def next_batch(self, step: int) -> RolloutBatch | None:
+        """See `RolloutSource`."""
+        config = self._config
+        before = self._prompts.state_dict()
+        try:
+            groups, metrics = self._collector.collect(
+                self._prompts.take(config.prompts_per_step),
+                step=step,
+                samples=config.samples_per_prompt,
+                sampling=Sampling(config.temperature, config.top_p, config.top_k),
+                phase=self._phase,
+            )
+        except Cancelled:
+            self._prompts.load_state_dict(before)
+            return None
+        versions = {v for group in groups for t in group.trajectories for v in t.weight_version if v >= 0}
+        return RolloutBatch(groups, metrics, tuple(sorted(versions)), self._prompts.state_dict())
+
+    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `RolloutSource`."""
+        self._engines.sync(named_tensors, version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position of the prompt stream."""
+        return self._prompts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `RolloutSource`."""
+        self._prompts.load_state_dict(state)
+
+
+def check_mismatch(config: RolloutConfig, metrics: Mapping[str, float]) -> None:
+    """Raises RuntimeError when sampler and trainer log-probs differ by more than `rollout.mismatch_limit` (nats)."""
+    limit, difference = config.mismatch_limit, metrics["mismatch/log_prob_abs_max"]
+    if limit is not None and not difference <= limit:  # a NaN is beyond every limit
+        raise RuntimeError(
+            f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="
+            f"{limit}: a weight sync did not arrive, or the two sides compute in different precision"
+        )

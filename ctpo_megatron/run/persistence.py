@@ -1,0 +1,126 @@
+"""What a run needs to go on: checkpoints of policy and run state; what lies beyond one is set aside at resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.config import Config
+from ctpo_megatron.policy import CheckpointError, Layout, Policy, discard_checkpoints, latest_checkpoint
+from ctpo_megatron.run.reporter import Reporter
+from ctpo_megatron.run.services import Services
+from ctpo_megatron.run.state import RunState
+
+log = logging.getLogger(__name__)
+
+
+class Persistence:
+    """Saves and restores a run; every method is collective."""
+
+    def __init__(
+        self, config: Config, layout: Layout, directory: Path, services: Services | None, report: Reporter
+    ) -> None:
+        """services: None on ranks other than zero, whose state a checkpoint does not keep."""
+        self._config, self._layout, self._services, self._report = config, layout, services, report
+        self._directory = directory / "checkpoints"
+        self._saved: int | None = None
+
+    def find(self) -> Path | None:
+        """The checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else none."""
+        if self._config.checkpoint.load is not None:
+            return Path(self._config.checkpoint.load)
+        if not self._config.run.resume:
+            return None
+        return self._layout.on_rank_zero(lambda: latest_checkpoint(self._directory))
+
+    def restore(self, policy: Policy, run: RunState, checkpoint: Path | None) -> None:
+        """Put policy, rollouts and `run` where `checkpoint` was saved; without one the run starts from its beginning.
+
+        What lies beyond is set aside: checkpoints, dumps and lines of metrics get names that nothing reads. Raises
+        CheckpointError when the checkpoint is damaged, of another model or version, or of a run on other prompts.
+        """
+        if checkpoint is None:
+            self._layout.on_rank_zero(self._start_over)
+            return
+        state = policy.load(checkpoint)
+        if "rollouts" not in state:
+            raise CheckpointError(
+                f"{checkpoint} was written by version 0.1, whose run state this version does not read: finish the run "
+                "with that version, or give its export as model.path of a new run"
+            )
+        policy.set_scheduler_step(state["step"] / self._config.run.steps)
+        if checkpoint.resolve().parent == self._directory.resolve():
+            self._saved = state["step"]
+        self._layout.on_rank_zero(lambda: self._rewind(checkpoint, state))
+        run.done, run.version = state["step"], state["weights_version"]
+
+    def save(self, policy: Policy, run: RunState) -> None:
+        """Checkpoint the policy and the state of the run after the steps done."""
+        with self._report.phase("checkpoint"):
+            settings, state = self._config.checkpoint, self._state(run)
+            policy.save(self._directory, run.done, state, settings, self._score(run.done))
+            policy.release()
+        self._saved = run.done
+        self._report.log(run.done, {})
+
+    def ensure_saved(self, policy: Policy, run: RunState) -> None:
+        """Make sure that a complete checkpoint of the steps done exists."""
+        self._report.timer.metrics()  # of a step that was cut short, they belong to no line
+        policy.finish_save()
+        if self._saved != run.done:
+            self.save(policy, run)
+            policy.finish_save()
+
+    def _state(self, run: RunState) -> dict[str, Any]:
+        if self._services is None:
+            return {}
+        return {
+            "step": run.done,
+            "weights_version": run.version,
+            "rollouts": self._services.rollouts.state_dict(),
+            "metrics": self._report.latest,
+            "trackers": self._report.trackers,
+        }
+
+    def _score(self, step: int) -> float | None:
+        if self._services is None:
+            return None
+        settings = self._config.checkpoint
+        score = self._report.latest.get(settings.best_metric)
+        if settings.keep_best and score is None:
+            log.warning("step %d has no %s (checkpoint.best_metric): not among the best", step, settings.best_metric)
+        return score
+
+    def _start_over(self) -> None:
+        lost = self._report.latest["step"]
+        if lost > 0:
+            log.warning(
+                "%s has no checkpoint: its %d steps are discarded, and it starts from its beginning. If it was begun "
+                "with checkpoint.load, stop it and give that again",
+                self._directory.parent,
+                lost,
+            )
+        self._discard(after=-1)
+
+    def _rewind(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        try:
+            assert self._services is not None  # an action of rank zero
+            self._services.rollouts.load_state_dict(state["rollouts"])
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
+        self._discard(state["step"], state["metrics"])
+        self._report.note(f"continuing after step {state['step']}, from {checkpoint}")
+
+    def _discard(self, after: int, record: Mapping[str, Any] | None = None) -> None:
+        # Checkpoints first: a plain resume after a kill in between then rewinds to the same step again.
+        renamed = discard_checkpoints(self._directory, after)
+        if renamed:
+            log.warning(
+                "checkpoint.load=%s discards later checkpoints of this run, now named %s. Leave checkpoint.load out "
+                "from now on: with it every restart begins there again",
+                self._config.checkpoint.load,
+                ", ".join(path.name for path in reversed(renamed)),
+            )
+        self._report.discard(after, record)

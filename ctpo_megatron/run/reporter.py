@@ -1,0 +1,192 @@
+"""What a run writes for people while it goes: metrics, display, dumps of trajectories, time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from ctpo_megatron.config import Config
+from ctpo_megatron.data import Group, RolloutBatch
+from ctpo_megatron.policy import Layout, peak_flops
+from ctpo_megatron.tracking import (
+    SFT_FILE,
+    Display,
+    MetricsWriter,
+    PhaseTimer,
+    discard_dumps,
+    phase_peaks,
+    print_summary,
+    sft_metrics,
+    throughput_metrics,
+    write_report,
+    write_trajectories,
+)
+
+Decode = Callable[[Sequence[int]], str]
+_SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")
+
+
+class Reporter:
+    """Times phases and stages, and writes nothing: what ranks other than zero have."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.timer = PhaseTimer(directory)
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a part of the current step."""
+        return self.timer.phase(name)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Show and time one stage of the run."""
+        with self.timer.stage(name):
+            yield
+
+    @property
+    def latest(self) -> Mapping[str, Any]:
+        """The record of the latest step, `step` included; without any, that of step -1."""
+        return {"step": -1}
+
+    @property
+    def trackers(self) -> Mapping[str, str]:
+        """Tracker -> identity of this run there, for a resumed run to go on with."""
+        return {}
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the line of a step, with the time since the last call."""
+
+    def log_step(
+        self,
+        step: int,
+        batch: RolloutBatch,
+        metrics: Mapping[str, float],
+        diagnostics: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        """Write and show a finished RL step; dump its trajectories with what `diagnostics` adds by place."""
+
+    def log_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Write and show one supervised step."""
+
+    def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep the answers to held-out prompts."""
+
+    def discard(self, after: int, record: Mapping[str, Any] | None) -> None:
+        """Set aside dumps and metrics beyond step `after`; see `MetricsWriter.truncate_after`."""
+
+    def finish(self) -> None:
+        """Write the report and print the summary."""
+
+
+class RankZeroReporter(Reporter):
+    """The reporter of rank zero."""
+
+    def __init__(self, config: Config, directory: Path, decode: Decode, *, trainers: int, peak: float | None) -> None:
+        """decode: token ids to text, special tokens kept. peak: FLOP/s of one device; None where not known."""
+        super().__init__(directory)
+        self._config, self._directory, self._decode = config.tracking, directory, decode
+        sampling = config.rollout.replay is None  # reading a file is no sampling
+        engines = config.rollout.engines * config.rollout.engine.tensor_parallel_size if sampling else 0
+        self._peaks = phase_peaks(config.tracking.peak_flops or peak, trainers=trainers, engines=engines)
+        self._exit = ExitStack()
+        title = f"{config.run.name}, {config.objective.preset}"
+        self._metrics = self._exit.enter_context(MetricsWriter(directory, config.tracking.tensorboard))
+        self._display = self._exit.enter_context(Display(config.tracking.live, config.run.steps, title=title))
+        self._sft: MetricsWriter | None = None
+        self.note(f"writing to {directory}")
+
+    def __exit__(self, *error: Any) -> None:
+        self._exit.__exit__(*error)
+
+    @property
+    def latest(self) -> Mapping[str, Any]:
+        return self._metrics.latest
+
+    @property
+    def trackers(self) -> Mapping[str, str]:
+        return self._metrics.trackers
+
+    def note(self, text: str) -> None:
+        self._display.note(text)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._display.stage(name)
+        with super().stage(name):
+            yield
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics.log(step, self._with_speed(metrics))
+
+    def log_step(
+        self,
+        step: int,
+        batch: RolloutBatch,
+        metrics: Mapping[str, float],
+        diagnostics: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        record = self._with_speed({**batch.metrics, **metrics})
+        self._metrics.log(step, record)
+        self._display.step(step, record)
+        if self._config.trajectories:
+            keys = [(t.prompt_id, t.sample_index) for t in batch.trajectories]
+            extra = {keys[place]: fields for place, fields in diagnostics.items()}
+            write_trajectories(self._directory, step, batch.groups, self._decode, extra=extra)
+
+    def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
+        write_trajectories(self._directory, step, groups, self._decode, folder="evaluation")
+
+    def log_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        if self._sft is None:
+            writer = MetricsWriter(self._directory, self._config.tensorboard, SFT_FILE)
+            writer.truncate_after(0)  # lines of an interrupted attempt
+            self._sft = self._exit.enter_context(writer)
+        metrics = {**metrics, **self.timer.metrics()}
+        record = sft_metrics(metrics | throughput_metrics(metrics, self._peaks))
+        self._sft.log(step, record)
+        self._display.progress(step, total, {name: record[name] for name in _SFT_SHOWN})
+
+    def discard(self, after: int, record: Mapping[str, Any] | None) -> None:
+        discard_dumps(self._directory, after)
+        self._metrics.truncate_after(after, record)
+
+    def finish(self) -> None:
+        with self.stage("report"):
+            if self._config.report:
+                write_report(self._directory)
+        self._display.stop()
+        print_summary(self._directory)
+
+    def _with_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics, the time since the last call, and the rates that follow."""
+        metrics = {**metrics, **self.timer.metrics()}
+        if "time/step" in metrics and "tokens/total" in metrics:
+            metrics["tokens/per_second"] = metrics["tokens/total"] / metrics["time/step"]
+        return metrics | throughput_metrics(metrics, self._peaks)
+
+
+def open_reporter(config: Config, layout: Layout, directory: Path) -> Reporter:
+    """The reporter of this rank."""
+    if not layout.is_rank_zero:
+        return Reporter()
+    peak = peak_flops(config.policy)
+    return RankZeroReporter(config, directory, _decoder(config.model.path), trainers=layout.world_size, peak=peak)
+
+
+def _decoder(model_path: str) -> Decode:
+    """The tokenizer is read when it is first needed: `prepare` may still have to write it."""
+    read = functools.cache(lambda: AutoTokenizer.from_pretrained(model_path))
+    return lambda token_ids: str(read().decode(token_ids))

@@ -1,0 +1,81 @@
+"""What runs beside the trainer, on rank zero: prompts, sandbox, engines or a recording, scorers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from ctpo_megatron.config import Config
+from ctpo_megatron.data import Group, PromptSampler, load_prompts
+from ctpo_megatron.evaluate import Evaluation
+from ctpo_megatron.rewards import RewardPool
+from ctpo_megatron.rollout import TOOL_SCHEMA, Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
+from ctpo_megatron.run.reporter import Reporter
+from ctpo_megatron.tracking import read_trajectories, reward_metrics, trajectory_files, trajectory_of
+from ctpo_sandbox import start_server
+
+
+@dataclass(frozen=True)
+class Services:
+    """What rank zero owns beside its share of the policy."""
+
+    rollouts: RolloutSource
+    evaluation: Evaluation
+
+
+@contextmanager
+def start_services(
+    config: Config, directory: Path, report: Reporter, cancelled: Callable[[], bool]
+) -> Iterator[Services]:
+    """Read the prompts and start sandbox, engines and scorers; the engines load in the background.
+
+    cancelled: whether the run is asked to end; looked at while groups are sampled. Raises DataError for bad prompts.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    reading = {
+        "max_prompt_tokens": config.data.max_prompt_tokens,
+        "tool_schema": TOOL_SCHEMA if config.data.tool_in_prompt else None,
+        "chat_template_kwargs": config.model.chat_template_kwargs,
+    }
+    prompts = PromptSampler(load_prompts(config.data.train, tokenizer, **reading), config.run.seed, config.data.shuffle)
+    # A recording has no answers of these weights to the held-out prompts.
+    evaluates = config.data.eval and config.rollout.replay is None
+    held_out = load_prompts(config.data.eval, tokenizer, **reading) if evaluates else []
+    with ExitStack() as stack:
+        engines = stack.enter_context(_engines(config, directory, stack))
+        engines.start()
+        scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
+
+        def score(groups: Sequence[Group]) -> dict[str, float]:
+            return reward_metrics(groups, scorers.score(groups))
+
+        collector = Collector(engines, score, cancelled)
+        rollouts = SampledRollouts(config.rollout, collector, engines, prompts, report.phase)
+        evaluation = Evaluation(config.eval, collector, held_out, report.dump_evaluation, report.phase)
+        yield Services(rollouts, evaluation)
+
+
+def _engines(config: Config, directory: Path, stack: ExitStack) -> RolloutFleet | Replay:
+    if config.rollout.replay is None:
+        return RolloutFleet(config, config.model.path, config.run.seed, _sandbox_url(config, directory, stack))
+    recorded = trajectory_files(Path(config.rollout.replay))
+    return Replay(lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])])
+
+
+def _sandbox_url(config: Config, directory: Path, stack: ExitStack) -> str:
+    sandbox = config.sandbox
+    if sandbox.url is not None:
+        return sandbox.url
+    server = start_server(
+        slots=sandbox.slots,
+        memory_mb=sandbox.memory_mb,
+        max_run_timeout_s=sandbox.run_timeout_s,
+        start_timeout_s=sandbox.start_timeout_s,
+        require=sandbox.require,
+        log_path=directory / "logs" / "sandbox.log",
+    )
+    return stack.enter_context(server).url

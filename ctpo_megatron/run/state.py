@@ -1,0 +1,66 @@
+"""Where a run stands: steps done, version of the weights, and whether a scheduler wants the machine back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ctpo_megatron.config import Config
+from ctpo_megatron.run.preemption import Preemption
+
+
+@dataclass
+class RunState:
+    """The same on every rank.
+
+    done: RL steps finished. version: of the policy's weights; 1 before the first step. preempted: a scheduler asked for
+    the machine, and the loop ends after the step in which it was noticed.
+    """
+
+    config: Config
+    preemption: Preemption
+    done: int = 0
+    version: int = 1
+    preempted: bool = False
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps still to do; ends early when the run is preempted. Collective."""
+        while self.done < self.config.run.steps and not self.preempted:
+            yield self.done + 1
+
+    def stop(self) -> None:
+        """End the loop: the rollout source was asked to end."""
+        self.preempted = True
+
+    def notice(self) -> bool:
+        """Whether any rank was asked to end; collective."""
+        self.preempted = self.preempted or self.preemption.requested()
+        return self.preempted
+
+    def advance(self) -> int:
+        """A step's updates are done: the new version of the weights."""
+        self.done += 1
+        self.version += 1
+        return self.version
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one RL step."""
+        return self.config.rollout.prompts_per_step // self.config.policy.mini_batch_prompts
+
+    @property
+    def update_size(self) -> int:
+        """Trajectories of one optimizer step, over all ranks."""
+        return self.config.policy.mini_batch_prompts * self.config.rollout.samples_per_prompt
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation is due after the steps done: first, every `eval.every`, and last."""
+        every = self.config.eval.every
+        return self.done in (0, self.config.run.steps) or (every > 0 and self.done % every == 0)
+
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is due after the steps done."""
+        every = self.config.checkpoint.every
+        return every > 0 and self.done % every == 0
