@@ -4,7 +4,6 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
 """
 
-from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_train_args, train_args, world_size
 from ctpo_megatron.config.check import check, place, validate
 from ctpo_megatron.config.check_directories import is_replaceable
 from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
@@ -12,9 +11,10 @@ from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
 from ctpo_megatron.config.memory import table as memory_table
-from ctpo_megatron.config.model_facts import ModelFacts, facts_for
-from ctpo_megatron.config.objective import PRESETS, PolicyObjective, RatioKind, objective_from_config
+from ctpo_megatron.config.model_spec import family_for, load_family, read_spec, spec_for
+from ctpo_megatron.config.objective import PolicyObjective, objective_from_config
 from ctpo_megatron.config.plan import Plan
+from ctpo_megatron.config.presets import PRESETS
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import (
     AdvantageConfig,
@@ -39,6 +39,7 @@ from ctpo_megatron.config.schema import (
     TrackingConfig,
 )
 from ctpo_megatron.config.sources import Sources
+from ctpo_megatron.config.torchrun import world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
 __all__ = [
@@ -56,7 +57,6 @@ __all__ = [
     "Extension",
     "Memory",
     "ModelConfig",
-    "ModelFacts",
     "ObjectiveConfig",
     "OptimizerConfig",
     "Plan",
@@ -64,7 +64,6 @@ __all__ = [
     "PolicyObjective",
     "PrepareConfig",
     "Problem",
-    "RatioKind",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -75,26 +74,25 @@ __all__ = [
     "Stored",
     "TinyModelConfig",
     "TrackingConfig",
-    "TrainArgs",
-    "add_train_arguments",
     "check",
     "check_parallel",
     "dump",
-    "facts_for",
+    "family_for",
     "is_replaceable",
     "layer_activations",
     "load_config",
+    "load_family",
     "load_with_sources",
     "memory_table",
     "named_extensions",
     "objective_from_config",
-    "parse_train_args",
     "place",
+    "read_spec",
     "sequence_multiple",
+    "spec_for",
     "stage_memory",
     "stored_tensors",
     "tokenizer_problems",
-    "train_args",
     "validate",
     "world_size",
 ]
