@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,28 @@ def load(name: str) -> Any:
             raise ExtensionError(f"{name}: {module_name} has no {attribute!r}")
         found = getattr(found, part)
     return found
+
+
+@dataclass(frozen=True)
+class Door:
+    """What may stand at a key of the configuration that names a part.
+
+    words: our own parts by word, as import paths. problem: what is wrong with a user's part and its arguments, or "".
+    """
+
+    words: Mapping[str, str]
+    problem: Callable[[Any, Mapping[str, Any]], str]
+
+
+def call_problem(part: Callable[..., Any], positional: Sequence[str], arguments: Mapping[str, Any]) -> str:
+    """Why `part(*positional, **arguments)` cannot be called, or ""."""
+    try:
+        signature = inspect.signature(part)
+    except (TypeError, ValueError):  # written in C without a signature: it cannot be told
+        return ""
+    try:
+        signature.bind(*positional, **arguments)
+    except TypeError as error:
+        call = ", ".join([*positional, *(f"{name}=..." for name in arguments)])
+        return f"cannot be called with ({call}): {error}; its signature is {signature}"
+    return ""

@@ -103,6 +103,7 @@ SIDE_DOORS = (
     "ctpo_megatron.weights",
     "ctpo_megatron.tracking.run_data",
     "ctpo_megatron.run.directory",
+    "ctpo_megatron.run.extensions",
     "ctpo_megatron.run.preemption",
 )
 # Heavy packages that a package must not import anywhere, not even lazily.

@@ -23,6 +23,7 @@ from ctpo_megatron.config import (
     validate,
     world_size,
 )
+from ctpo_megatron.run.extensions import check_extensions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
     warnings = validate(config, world_size=world_size(), cuda=cuda, sources=sources)
+    check_extensions(config, sources)
     if is_rank_zero():
         _print_warnings(warnings)
     if args.dry_run:

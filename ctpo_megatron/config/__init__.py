@@ -4,10 +4,10 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
 """
 
-from ctpo_megatron.config.checks import check, validate
+from ctpo_megatron.config.checks import check, place, validate
 from ctpo_megatron.config.checks.directories import is_replaceable
 from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
-from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.machine import has_cuda_device
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
@@ -39,6 +39,7 @@ from ctpo_megatron.config.schema import (
     TinyModelConfig,
     TrackingConfig,
 )
+from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.torchrun import world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
@@ -69,6 +70,7 @@ __all__ = [
     "RunConfig",
     "SandboxConfig",
     "SftConfig",
+    "Sources",
     "Split",
     "Stored",
     "TinyModelConfig",
@@ -84,7 +86,9 @@ __all__ = [
     "load_family",
     "load_with_sources",
     "memory_table",
+    "named_extensions",
     "objective_from_config",
+    "place",
     "read_spec",
     "sequence_multiple",
     "spec_for",

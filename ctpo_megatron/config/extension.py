@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -25,11 +26,10 @@ class Extension(BaseModel):
     def _from_name(cls, value: Any) -> Any:
         if isinstance(value, str):
             return {"name": value}
-        if isinstance(value, Extension) or (
-            isinstance(value, dict) and {"name"} <= value.keys() <= set(cls.model_fields)
-        ):
+        is_mapping = isinstance(value, dict) and {"name"} <= value.keys() <= cls.model_fields.keys()
+        if is_mapping or isinstance(value, Extension):
             return value
-        raise PydanticCustomError("extension", "must be a name, or {{name: ..., arguments: {{...}}}}")
+        raise PydanticCustomError("extension", "must be a name, or {name: ..., arguments: {...}}")
 
     @property
     def is_path(self) -> bool:
@@ -38,3 +38,20 @@ class Extension(BaseModel):
 
     def __str__(self) -> str:
         return self.name
+
+
+def named_extensions(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Extension]]:
+    """Dotted key and Extension of every part that a configuration names; items of lists are counted from 0."""
+    for name in type(section).model_fields:
+        yield from _within(getattr(section, name), f"{prefix}{name}")
+
+
+def _within(value: Any, key: str) -> Iterator[tuple[str, Extension]]:
+    if isinstance(value, Extension):
+        yield key, value
+    elif isinstance(value, BaseModel):
+        yield from named_extensions(value, f"{key}.")
+    elif isinstance(value, dict | tuple | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, item in items:
+            yield from _within(item, f"{key}.{name}")

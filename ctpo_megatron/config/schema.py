@@ -29,6 +29,9 @@ class RunConfig(Section):
     steps: NonNegativeInt = Field(description="CTPO batches (rollout + update) to run in all, resumed ones included")
     overwrite: bool = Field(default=False, description="delete an existing run directory of this name and start anew")
     resume: bool = Field(default=False, description="continue from the last complete checkpoint of this run")
+    accept_changed_code: bool = Field(
+        default=False, description="resume although users' own parts (`extensions`) are not the code it was begun with"
+    )
 
     @property
     def directory(self) -> Path:

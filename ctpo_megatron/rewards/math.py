@@ -49,12 +49,13 @@ def score_math(final_text: str, answer: str) -> float:
 def _parse(expression: str, *, raise_on_error: bool) -> list[object]:
     from math_verify import LatexExtractionConfig, parse
 
-    return parse(
+    found: list[object] = parse(
         f"\\boxed{{{expression}}}",
         extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
         parsing_timeout=None,
         raise_on_error=raise_on_error,
     )
+    return found
 
 
 class MathVerify:

@@ -13,18 +13,19 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.extensions import ExtensionError
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.protocol import RESERVED, Reward
-from ctpo_megatron.rewards.worker import Failure, Outcome, Pair
+from ctpo_megatron.rewards.worker import Failure, Outcome, Pair, Routes
 from ctpo_megatron.signals import children_spared_sigterm
 
 if TYPE_CHECKING:
-    from ctpo_megatron.config.schema import RewardConfig
+    from ctpo_megatron.config import Extension, RewardConfig
     from ctpo_megatron.data.records import Group, Trajectory
 
 _START_TIMEOUT_S = 120.0
@@ -75,8 +76,8 @@ class RewardPool:
         Raises ExtensionError when a function cannot be imported, RuntimeError when the workers do not come up.
         """
         self._config = config
-        named = {None: config.function, **config.by_source}
-        routes = {source: (extension.name, extension.arguments) for source, extension in named.items()}
+        named: dict[str | None, Extension] = {None: config.function, **config.by_source}
+        routes: Routes = {source: (extension.name, extension.arguments) for source, extension in named.items()}
         context = multiprocessing.get_context("forkserver")
         # Imported once by the fork server, so that replacing a killed worker costs milliseconds.
         ours = ["math_verify"] if any(name == "math_verify" for name, _ in routes.values()) else []
@@ -87,12 +88,12 @@ class RewardPool:
         self._pool = ProcessPool(
             max_workers=config.workers,
             initializer=worker.start,
-            initargs=(routes, tuple(search_path or ())),
+            initargs=(routes, [str(Path(folder).resolve()) for folder in search_path or ()]),
             context=context,
         )
         try:
             ready = [self._pool.schedule(worker.traits, timeout=_START_TIMEOUT_S) for _ in range(config.workers)]
-            self._traits = [future.result() for future in ready][0]
+            self._traits, *_ = [future.result() for future in ready]
         except ExtensionError:
             self.close()
             raise
@@ -171,7 +172,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Stop the workers at once; calling it again does nothing."""
-        self._pool.stop()
+        self._pool.stop()  # type: ignore[no-untyped-call]
         self._pool.join()
 
     def __enter__(self) -> RewardPool:
@@ -184,7 +185,8 @@ class RewardPool:
 def _text_of(pair: Pair) -> Pair:
     """Without the per-token lists: of 8000 tokens they take longer to send than math-verify takes for a verdict."""
     trajectory, prompt = pair
-    return replace(trajectory, **{name: [] for name in _PER_TOKEN}), replace(prompt, token_ids=())
+    empty: dict[str, Any] = {name: [] for name in _PER_TOKEN}
+    return replace(trajectory, **empty), replace(prompt, token_ids=())
 
 
 def _check(reward: Reward, trajectory: Trajectory) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from ctpo_megatron.extensions import Door, call_problem
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.records import Prompt, Trajectory
@@ -42,3 +45,16 @@ class RewardFunction(Protocol):
     def __call__(
         self, trajectory: Trajectory, prompt: Prompt, /, **arguments: Any
     ) -> float | Reward | Awaitable[float | Reward]: ...
+
+
+def _problem(part: Any, arguments: Mapping[str, Any]) -> str:
+    seen = ("trajectory", "prompt")
+    if not isinstance(part, type):
+        return call_problem(part, seen, arguments) if callable(part) else "is neither a function nor a class"
+    if not any("__call__" in vars(base) for base in part.__mro__):
+        return "is a class without __call__(self, trajectory, prompt)"
+    method = inspect.getattr_static(part, "__call__")
+    return call_problem(part, (), arguments) or call_problem(method, ("self", *seen), {})
+
+
+DOOR = Door(WORDS, _problem)

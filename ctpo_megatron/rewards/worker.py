@@ -138,7 +138,7 @@ async def _awaited(function: Callable[..., Any], trajectory: Trajectory, prompt:
 
 
 def _reward(result: Any) -> Reward:
-    """Plain Python numbers, whatever kind of number the function returned; raises TypeError or ValueError for others."""
+    """Plain Python numbers, whatever kind the function returned; raises TypeError or ValueError for anything else."""
     if not isinstance(result, Reward):
         return Reward(float(result))
     components = {name: float(value) for name, value in result.components.items()}

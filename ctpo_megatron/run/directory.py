@@ -18,6 +18,7 @@ import yaml
 
 from ctpo_megatron import __version__
 from ctpo_megatron.redact import redacted
+from ctpo_megatron.run.extensions import COPIES, changed_code, describe, loaded_files, record_extensions
 from ctpo_megatron.run.owner import OWNER_FILE, claim
 from ctpo_megatron.tracking.run_data import CONFIG_FILE, ENVIRONMENT_FILE
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ONE_TIME = ("overwrite", "resume", "accept_changed_code")  # switches of one start, not of the run
 _REPORTED_PACKAGES = (
     "ctpo-megatron",
     "torch",
@@ -56,6 +58,7 @@ def open_run_directory(config: Config) -> Path:
     if run.resume:
         _check_resumable(directory)
         _own(directory)
+        _check_code(directory, config)
         _report_changes(directory, config)
     elif (directory / CONFIG_FILE).exists():
         if not run.overwrite:
@@ -78,6 +81,7 @@ def open_run_directory(config: Config) -> Path:
         _own(directory)
     _write_config(directory, config)
     _write_environment(directory)
+    record_extensions(config, directory)
     return directory
 
 
@@ -106,6 +110,16 @@ def _check_resumable(directory: Path) -> None:
             f"{directory} was written by ctpo-megatron {written}; version {__version__} has other names for settings "
             f"and files and cannot go on with it. Finish it with version {written}, or start anew with run.name=other. "
             f"`ctpo report` and rollout.replay read it as it is"
+        )
+
+
+def _check_code(directory: Path, config: Config) -> None:
+    changes = {} if config.run.accept_changed_code else changed_code(config, directory)
+    if changes:
+        raise RunDirectoryError(
+            f"run.resume=true, but users' own code is not what {directory} was begun with (copies are in "
+            f"{directory / COPIES}):\n{describe(changes)}\n"
+            f"Restore it, or type run.accept_changed_code=true to go on with the code as it is now"
         )
 
 
@@ -143,6 +157,7 @@ def _inputs(config: Config) -> list[Path]:
     sft = config.sft.data if config.sft else ()
     former = [path for path in (config.checkpoint.load, config.rollout.replay) if path is not None]
     paths = [Path(path) for path in (config.model.path, *config.data.train, *config.data.eval, *sft, *former)]
+    paths += loaded_files(config).values()
     prepared = Path(config.prepare.directory).resolve() if config.prepare else None
     return [path for path in paths if prepared is None or not path.resolve().is_relative_to(prepared)]
 
@@ -150,7 +165,7 @@ def _inputs(config: Config) -> list[Path]:
 def _write_config(directory: Path, config: Config) -> None:
     """Write the resolved configuration, with the one-time switches off: the file can be trained from again safely."""
     resolved = config.model_dump(mode="json")
-    resolved["run"] |= {"overwrite": False, "resume": False}
+    resolved["run"] |= dict.fromkeys(_ONE_TIME, False)
     resolved["checkpoint"] |= {"load": None}
     _write_aside(directory / CONFIG_FILE, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
 
@@ -160,10 +175,11 @@ def _report_changes(directory: Path, config: Config) -> None:
     former_text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
     former = dict(_flatten(yaml.safe_load(former_text) or {}))
     current = dict(_flatten(config.model_dump(mode="json")))
+    not_compared = {"checkpoint.load", *(f"run.{name}" for name in _ONE_TIME)}
     changed = [
         key
         for key in sorted(former.keys() | current.keys())
-        if former.get(key) != current.get(key) and key not in ("run.overwrite", "run.resume", "checkpoint.load")
+        if former.get(key) != current.get(key) and key not in not_compared
     ]
     for key in changed:
         now, was = redacted(current.get(key), key), redacted(former.get(key), key)

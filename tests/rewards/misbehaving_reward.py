@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -46,10 +47,8 @@ async def misbehaving_async(trajectory: Any, prompt: Any) -> Any:
         await asyncio.Event().wait()
     if trajectory.final_text == "refuse to be cancelled":
         while True:
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                pass
     return misbehaving(trajectory, prompt)
 
 

@@ -32,7 +32,7 @@ def validate(config: Config, *, world_size: int, cuda: bool, sources: Sources | 
     except ConfigError as unreadable:
         found += unreadable.problems
     found += check(config, world_size, spec, cuda=cuda)
-    placed = [_place(problem, sources) for problem in found]
+    placed = [place(problem, sources) for problem in found]
     errors = [problem for problem in placed if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)
@@ -61,7 +61,8 @@ def check(config: Config, world_size: int, spec: ModelSpec | None, *, cuda: bool
     return sorted(found, key=lambda problem: problem.severity)  # errors first
 
 
-def _place(problem: Problem, sources: Sources | None) -> Problem:
+def place(problem: Problem, sources: Sources | None) -> Problem:
+    """The problem with the file and line that its key was written at, if the sources know."""
     if problem.where or sources is None or not problem.key:
         return problem
     keys = tuple(problem.key.split("."))

@@ -1,0 +1,149 @@
+"""Users' parts in a run: checked before it starts, copied into its directory, and the same code when it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.config import Config, ConfigError, Extension, Problem, Sources, named_extensions, place
+from ctpo_megatron.extensions import Door, ExtensionError, activate, load
+
+log = logging.getLogger(__name__)
+
+COPIES, RECORD = "extensions", "extensions.json"
+
+DOORS: dict[str, str] = {
+    "reward.function": "ctpo_megatron.rewards.protocol:DOOR",
+    "reward.by_source": "ctpo_megatron.rewards.protocol:DOOR",
+}
+"""Key of the configuration (with all keys below it) -> import path of its Door, loaded only when it is looked at."""
+
+
+def check_extensions(config: Config, sources: Sources | None = None) -> None:
+    """Raises ConfigError with all that is wrong with the parts that the configuration names, and where it says so.
+
+    Imports users' modules into this process.
+    """
+    folders = config.extensions.path or ()
+    activate(folders)
+    problems = [
+        Problem("extensions.path", "no such folder", "give folders that hold your modules", folder)
+        for folder in folders
+        if not Path(folder).is_dir()
+    ]
+    for key, extension in named_extensions(config):
+        if message := _problem(key, extension):
+            problems.append(Problem(key, message, value=extension.name))
+    if problems:
+        raise ConfigError([place(problem, sources) for problem in problems])
+
+
+def loaded_files(config: Config) -> dict[str, Path]:
+    """Source files that the configured users' parts were loaded from, by name in `extensions.path`; imports them.
+
+    Raises ExtensionError when a part cannot be imported.
+    """
+    folders = [Path(folder).resolve() for folder in config.extensions.path or ()]
+    activate(folders)
+    paths = [extension.name for _, extension in named_extensions(config) if extension.is_path]
+    for path in paths:
+        load(path)
+    files = {}
+    for name, module in sorted(sys.modules.items()) if paths else ():
+        file = Path(getattr(module, "__file__", None) or "")
+        if name.split(".")[0] in _NOT_USERS or not file.is_absolute() or not file.is_file():
+            continue  # torch has modules that claim files which are nowhere
+        if folder := _folder_of(file.resolve(), folders):
+            files[str(file.resolve().relative_to(folder))] = file.resolve()
+    return files
+
+
+def _problem(key: str, extension: Extension) -> str:
+    path = next((DOORS[door] for door in DOORS if key == door or key.startswith(f"{door}.")), None)
+    door: Door | None = load(path) if path else None
+    if not extension.is_path:
+        known = ", ".join(door.words) if door else extension.name
+        return "" if extension.name in known.split(", ") else f"no such part; write {known} or package.module:Name"
+    try:
+        json.dumps(extension.arguments)
+        return door.problem(load(extension.name), extension.arguments) if door else load(extension.name) and ""
+    except ExtensionError as error:
+        return str(error).removeprefix(f"{extension.name}: ")
+    except TypeError as error:
+        return f"its arguments cannot be handed to another process: {error}"
+
+
+_NOT_USERS = {"__main__", "__mp_main__", "ctpo_megatron", "ctpo_kernels", "ctpo_sandbox", "ctpo_launchers"}
+
+
+def _folder_of(file: Path, folders: Sequence[Path]) -> Path | None:
+    """The folder of `extensions.path` that a module comes from; None if it is installed, even somewhere below."""
+    installed = [Path(entry).resolve() for entry in (*sys.path, sys.prefix, sys.base_prefix) if entry]
+    candidates = [folder for folder in (*folders, *installed) if file.is_relative_to(folder)]
+    nearest = max(candidates, key=lambda folder: len(folder.parts), default=None)
+    return nearest if nearest in folders else None
+
+
+def changed_code(config: Config, directory: Path) -> dict[str, tuple[str | None, str | None]]:
+    """Files that differ from those the run was begun with: name -> sha256 recorded and sha256 now (None: no such file).
+
+    Raises ExtensionError when a part cannot be imported.
+    """
+    before, now = recorded_digests(directory), _digests(loaded_files(config))
+    return {
+        name: (before.get(name), now.get(name))
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    }
+
+
+def describe(changes: Mapping[str, tuple[str | None, str | None]]) -> str:
+    """One line a file: its name, and what its SHA-256 was and is."""
+    return "\n".join(f"  {name}: {old or 'absent'} -> {new or 'absent'}" for name, (old, new) in changes.items())
+
+
+def recorded_digests(directory: Path) -> dict[str, str]:
+    """Name -> sha256 of the users' files that a run was begun with; empty when it had none."""
+    path = directory / RECORD
+    if not path.exists():
+        return {}
+    files: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["files"]
+    return files
+
+
+def record_extensions(config: Config, directory: Path) -> None:
+    """Copy the users' source files to `<run>/extensions` and write their digests to `<run>/extensions.json`.
+
+    Where they changed (a resume that accepts it), the former copies go to `extensions.previous`, and the record keeps
+    what was changed. Raises ExtensionError when a part cannot be imported.
+    """
+    files = loaded_files(config)
+    changes, begun = changed_code(config, directory), (directory / RECORD).exists()
+    if not changes:
+        return
+    copies, previous = directory / COPIES, directory / f"{COPIES}.previous"
+    accepted: list[Any] = []
+    if begun:
+        log.warning("run.accept_changed_code=true: going on with changed code\n%s", describe(changes))
+        former = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        accepted = [*former["accepted"], {name: {"was": old, "is": new} for name, (old, new) in changes.items()}]
+        shutil.rmtree(previous, ignore_errors=True)
+        if copies.exists():
+            copies.rename(previous)
+    for name, file in files.items():
+        (copies / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copies / name)
+    record = {"files": _digests(files), "accepted": accepted}
+    aside = directory / f"{RECORD}.tmp"
+    aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    aside.replace(directory / RECORD)
+
+
+def _digests(files: Mapping[str, Path]) -> dict[str, str]:
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}

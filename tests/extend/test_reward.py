@@ -1,0 +1,35 @@
+"""The reward of docs/extend.md, from a file outside of the package, through a whole run on a recording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ctpo_megatron.config.schema import RewardConfig
+from ctpo_megatron.data.records import Group, Prompt, ToolCall, Trajectory
+from ctpo_megatron.rewards import RewardPool, ScoreReport
+from tests.extend.examples import example
+
+
+def answered(text: str, tokens: int, source: str = "mine", failed: bool = False) -> Group:
+    trajectory = Trajectory("p", 0, 0, final_text=text)
+    trajectory.append_model([1] * tokens, [-0.5] * tokens, [1] * tokens, turn=1)
+    trajectory.tool_calls.append(ToolCall(1, "1", "timeout" if failed else "success", "", 0.1))
+    return Group(Prompt("p", source, (), "4", (), {}), [trajectory])
+
+
+def test_the_reward_of_the_document(tmp_path: Path) -> None:
+    _, settings = example("reward", tmp_path)
+    config = RewardConfig.model_validate(yaml.safe_load(settings)["reward"])
+    groups = [
+        answered(r"\boxed{4}", 256),
+        answered(r"\boxed{5}", 128, failed=True),
+        answered(r"\boxed{\frac{8}{2}}", 64, source="openai/gsm8k"),
+    ]
+    with RewardPool(config, [str(tmp_path)]) as pool:
+        report = pool.score(groups)
+    assert [group.trajectories[0].reward for group in groups] == [pytest.approx(1.05), 0.0, 1.0]
+    assert groups[0].trajectories[0].reward_components == {"right": 1.0, "short": 0.5}
+    assert report == ScoreReport(3, 0, 0, {"right": 0.5, "short": 0.625, "failed_tools": 1.0, "no_box": 0.0})
