@@ -47,8 +47,13 @@ def same_decisions(a: LossPass, b: LossPass) -> bool:
     )
 
 
-@pytest.mark.parametrize("power", [0.5, 0.3])
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(
+    ("ratio", "power"),
+    [
+        *((ratio, (0.5, 0.3)[i % 2]) for i, ratio in enumerate(RATIOS)),
+        *(pytest.param(ratio, (0.3, 0.5)[i % 2], marks=pytest.mark.slow) for i, ratio in enumerate(RATIOS)),
+    ],
+)
 def test_interpreter_and_twin_decide_alike(interpreter: None, ratio: str, power: float) -> None:
     from ctpo_kernels import loss_triton
 
@@ -69,8 +74,17 @@ def test_interpreter_and_twin_agree_on_every_packing(interpreter: None, name: st
     assert same_bits(found.per_token.clip, twin.per_token.clip)
 
 
-@pytest.mark.parametrize("block", [16, 64, 512])
-@pytest.mark.parametrize("form", ["tile", "segment"])
+@pytest.mark.parametrize(
+    ("form", "block"),
+    [
+        ("tile", 64),
+        ("tile", 512),
+        ("segment", 16),
+        ("segment", 512),
+        pytest.param("tile", 16, marks=pytest.mark.slow),
+        pytest.param("segment", 64, marks=pytest.mark.slow),
+    ],
+)
 def test_launch_forms_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, form: str, block: int) -> None:
     """LOOK of 4 makes long sequences look back several times."""
     from ctpo_kernels import loss_triton
