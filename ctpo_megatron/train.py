@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from ctpo_megatron.config import Config
+from ctpo_megatron.config import Config, family_for
 from ctpo_megatron.data import RolloutBatch, prepare
 from ctpo_megatron.objective import group_advantages, objective_from_config
 from ctpo_megatron.policy import (
@@ -65,7 +65,8 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         services = layout.keep_on_rank_zero(
             lambda: stack.enter_context(start_services(config, directory, report, cancelled))
         )
-        policy = Policy(config.policy, layout, Path(config.model.path), temperature=config.rollout.temperature)
+        path, temperature = Path(config.model.path), config.rollout.temperature
+        policy = Policy(config.policy, layout, path, temperature=temperature, family=family_for(config))
     rollouts = Bridge(layout, services, report)
     persistence = Persistence(config, layout, directory, services, report)
     checkpoint = persistence.find()

@@ -21,12 +21,14 @@ SEPARATE = {
 # Package -> what of ours it may import, as a prefix of the dotted name. Its own modules are always allowed.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.cli": ("ctpo_megatron", "ctpo_sandbox"),
-    "ctpo_megatron.config": (),
+    "ctpo_megatron.models": (),
+    "ctpo_megatron.config": ("ctpo_megatron.models", "ctpo_megatron.extensions", "ctpo_kernels.names"),
     "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_kernels"),
     "ctpo_megatron.weights": (),
     "ctpo_megatron.environments": ("ctpo_megatron.data.records", "ctpo_megatron.config"),
     "ctpo_megatron.policy": (
         "ctpo_megatron.objective",
+        "ctpo_megatron.models",
         "ctpo_megatron.config",
         "ctpo_megatron.data",
         "ctpo_megatron.signals",
@@ -36,6 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.verify": (
         "ctpo_megatron.policy",
         "ctpo_megatron.objective",
+        "ctpo_megatron.models",
         "ctpo_megatron.config",
         "ctpo_megatron.data",
     ),
@@ -47,7 +50,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.weights",
         "ctpo_sandbox",
     ),
-    "ctpo_megatron.rewards": ("ctpo_megatron.data.records", "ctpo_megatron.config", "ctpo_megatron.signals"),
+    "ctpo_megatron.rewards": (
+        "ctpo_megatron.data.records",
+        "ctpo_megatron.config",
+        "ctpo_megatron.signals",
+        "ctpo_megatron.extensions",
+    ),
     "ctpo_megatron.data": ("ctpo_megatron.config",),
     "ctpo_megatron.evaluate": (
         "ctpo_megatron.data.records",
@@ -87,6 +95,7 @@ SIDE_DOORS = (
 )
 # Heavy packages that a package must not import anywhere, not even lazily.
 NEVER_IMPORT = {
+    "ctpo_megatron.models": ("transformers", "ray", "vllm", "megatron"),  # torch where a tensor is, never at import
     "ctpo_megatron.config": ("torch", "transformers", "ray", "vllm", "megatron"),
     "ctpo_sandbox": ("torch", "transformers", "ray", "vllm"),
     "ctpo_kernels": ("transformers", "ray", "vllm", "megatron"),

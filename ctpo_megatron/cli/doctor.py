@@ -32,13 +32,13 @@ def run(_: argparse.Namespace) -> int:
 def sandbox_rows() -> list[tuple[str, str, str]]:
     """What the sandbox enforces here, by starting one and asking it."""
     try:
-        from ctpo_sandbox import SandboxStartError, start_server
+        from ctpo_sandbox import Limits, SandboxStartError, start_server
     except ImportError as error:
         return [("sandbox", "note", f"does not import: {error}")]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "sandbox.log"
         try:
-            with start_server(slots=1, memory_mb=512, max_run_timeout_s=5, start_timeout_s=60, log_path=log) as server:
+            with start_server(slots=1, limits=Limits(run_timeout_s=5), start_timeout_s=60, log_path=log) as server:
                 health = server.health
         except SandboxStartError as error:
             return [("sandbox", "note", f"does not start: {error}")]

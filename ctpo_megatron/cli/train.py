@@ -16,9 +16,9 @@ from ctpo_megatron.config import (
     Problem,
     Split,
     dump,
-    facts_for,
     load_with_sources,
     memory_table,
+    spec_for,
     validate,
     world_size,
 )
@@ -63,5 +63,5 @@ def _print_plan(config: Config) -> None:
     print(dump(config), end="", flush=True)
     for title, rows in Plan.of(config, world_size()).tables().items():
         print_table(title, ("", "value", "from"), rows)
-    memory = memory_table(facts_for(config), Split.of(config.policy, world_size()))
+    memory = memory_table(spec_for(config), Split.of(config.policy, world_size()))
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)

@@ -7,13 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import PRESETS
+from ctpo_megatron.config import PRESETS, Extension, load_family
+from ctpo_megatron.models import ModelFamily
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = "Run one optimizer step under many layouts and compare loss, log-probs and the full gradient."
     parser.add_argument("--model", type=Path, help="Hugging Face directory, small; default: a tiny random model")
+    parser.add_argument("--family", metavar="MODULE:NAME", help="model family of your own, found from this folder")
     parser.add_argument("--layouts", nargs="+", metavar="NAME", help="default: all that --max-ranks allows")
     parser.add_argument("--objective", nargs="+", default=["ctpo"], metavar="PRESET", help="presets, or: all")
     parser.add_argument("--max-ranks", type=int, metavar="N", help="default: GPU count; without GPUs max(4, cores)")
@@ -27,12 +29,13 @@ def run(args: argparse.Namespace) -> int:
 
     objectives = list(PRESETS) if args.objective == ["all"] else args.objective
     _refuse_unknown("preset", objectives, PRESETS)
-    layouts, skipped = _choose_layouts(args.model, args.layouts, args.max_ranks)
+    family = load_family(Extension(name=args.family), [str(Path.cwd())]) if args.family else None
+    layouts, skipped = _choose_layouts(args.model, family, args.layouts, args.max_ranks)
     for reason in dict.fromkeys(skipped.values()):
         print(f"skipped: {', '.join(name for name in skipped if skipped[name] == reason)}: {reason}")
     print(f"{'layout':<25}{'objective':<14}{'ranks':>5}{'loss':>10}{'log_probs':>10}{'gradient':>10}  worst tensor")
     failed = total = 0
-    for check in verify(args.model, layouts, objectives):
+    for check in verify(args.model, layouts, objectives, family):
         good = check.passed(args.tolerance)
         failed, total = failed + (not good), total + 1
         print(check.row() + ("" if good else "  FAILED"), *check.problem.splitlines(), sep="\n    ", flush=True)
@@ -41,14 +44,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose_layouts(
-    model: Path | None, named: Sequence[str] | None, limit: int | None
+    model: Path | None, family: ModelFamily | None, named: Sequence[str] | None, limit: int | None
 ) -> tuple[list[str], dict[str, str]]:
     """Layouts to check, and those left out, each with the reason. Named ones must all fit the model."""
     from ctpo_megatron.policy import max_ranks
     from ctpo_megatron.verify import LAYOUTS, unsupported_layouts
 
     _refuse_unknown("layout", named or (), LAYOUTS)
-    unfit = unsupported_layouts(model)
+    unfit = unsupported_layouts(model, family)
     if named:
         if wrong := [f"{name} cannot run {model}: {unfit[name]}" for name in named if name in unfit]:
             raise UsageError("\nctpo verify: ".join(wrong))

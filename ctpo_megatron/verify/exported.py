@@ -39,7 +39,7 @@ def check_exported(directory: Path, policy: Policy, layout: Layout, tolerance: f
     tolerance: of a logit, relative to the largest one; None: `TOLERANCE` of the policy's precision. policy: as
     `Policy.logits` needs it.
     """
-    vocabulary = policy.facts.vocab_size
+    vocabulary = policy.spec.vocab_size
     draw = random.Random(0)
     count = max(len(_LENGTHS), layout.dp_size)
     sequences = [[draw.randrange(vocabulary) for _ in range(_LENGTHS[i % len(_LENGTHS)])] for i in range(count)]
