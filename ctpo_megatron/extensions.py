@@ -6,7 +6,6 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +41,6 @@ def load(name: str) -> Any:
             raise ExtensionError(f"{name}: {module_name} has no {attribute!r}")
         found = getattr(found, part)
     return found
-
-
-@dataclass(frozen=True)
-class Door:
-    """What may stand at a key of the configuration that names a part.
-
-    words: our own parts by word, as import paths. problem: what is wrong with a user's part and its arguments, or "".
-    """
-
-    words: Mapping[str, str]
-    problem: Callable[[Any, Mapping[str, Any]], str]
 
 
 def call_problem(part: Callable[..., Any], positional: Sequence[str], arguments: Mapping[str, Any]) -> str:

@@ -2,6 +2,16 @@
 
 from ctpo_megatron.rewards.math import last_boxed, score_math
 from ctpo_megatron.rewards.pool import RewardPool, ScoreReport
-from ctpo_megatron.rewards.protocol import RESERVED, Reward, RewardFunction
+from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward, RewardFunction, reward_problem
 
-__all__ = ["RESERVED", "Reward", "RewardFunction", "RewardPool", "ScoreReport", "last_boxed", "score_math"]
+__all__ = [
+    "RESERVED",
+    "WORDS",
+    "Reward",
+    "RewardFunction",
+    "RewardPool",
+    "ScoreReport",
+    "last_boxed",
+    "reward_problem",
+    "score_math",
+]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ctpo_megatron.extensions import Door, call_problem
+from ctpo_megatron.extensions import call_problem
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.records import Prompt, Trajectory
@@ -47,7 +47,8 @@ class RewardFunction(Protocol):
     ) -> float | Reward | Awaitable[float | Reward]: ...
 
 
-def _problem(part: Any, arguments: Mapping[str, Any]) -> str:
+def reward_problem(part: Any, arguments: Mapping[str, Any]) -> str:
+    """Why a user's object cannot score with these arguments, or ""."""
     seen = ("trajectory", "prompt")
     if not isinstance(part, type):
         return call_problem(part, seen, arguments) if callable(part) else "is neither a function nor a class"
@@ -55,6 +56,3 @@ def _problem(part: Any, arguments: Mapping[str, Any]) -> str:
         return "is a class without __call__(self, trajectory, prompt)"
     method = inspect.getattr_static(part, "__call__")
     return call_problem(part, (), arguments) or call_problem(method, ("self", *seen), {})
-
-
-DOOR = Door(WORDS, _problem)

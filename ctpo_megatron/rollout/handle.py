@@ -39,16 +39,13 @@ class EngineHandle:
     def launch(self) -> None:
         """Begin a (new) engine process; it is not live until `register` succeeded."""
         self.live = False
-        self._actor: Any = (
-            ray.remote(RolloutEngine)
-            .options(
-                num_cpus=self._cpus,
-                num_gpus=self._gpus,
-                max_restarts=0,  # a new engine has old weights: the fleet restarts it, so that it can push first
-                max_concurrency=4096,
-            )
-            .remote(self.index, self._spec)
-        )
+        remote: Any = ray.remote(RolloutEngine)
+        self._actor = remote.options(
+            num_cpus=self._cpus,
+            num_gpus=self._gpus,
+            max_restarts=0,  # a new engine has old weights: the fleet restarts it, so that it can push first
+            max_concurrency=4096,
+        ).remote(self.index, self._spec)
         self.ready_ref = self._actor.start.remote()
         self.deadline = time.monotonic() + self._start_timeout_s
 

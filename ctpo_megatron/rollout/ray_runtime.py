@@ -58,7 +58,8 @@ class RayRuntime:
             self._connect()
             import ray
 
-            self._then(float(ray.cluster_resources().get("GPU", 0.0)))
+            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            self._then(float(resources.get("GPU", 0.0)))
         except BaseException as error:  # handed to whoever waits
             self._error = error
         self._up.set()

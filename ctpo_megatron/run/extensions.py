@@ -12,17 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.config import Config, ConfigError, Extension, Problem, Sources, named_extensions, place
-from ctpo_megatron.extensions import Door, ExtensionError, activate, load
+from ctpo_megatron.extensions import ExtensionError, activate, load
+from ctpo_megatron.run.doors import check_of
 
 log = logging.getLogger(__name__)
 
 COPIES, RECORD = "extensions", "extensions.json"
-
-DOORS: dict[str, str] = {
-    "reward.function": "ctpo_megatron.rewards.protocol:DOOR",
-    "reward.by_source": "ctpo_megatron.rewards.protocol:DOOR",
-}
-"""Key of the configuration (with all keys below it) -> import path of its Door, loaded only when it is looked at."""
 
 
 def check_extensions(config: Config, sources: Sources | None = None) -> None:
@@ -38,7 +33,7 @@ def check_extensions(config: Config, sources: Sources | None = None) -> None:
         if not Path(folder).is_dir()
     ]
     for key, extension in named_extensions(config):
-        if message := _problem(key, extension):
+        if message := _problem(key, extension, config):
             problems.append(Problem(key, message, value=extension.name))
     if problems:
         raise ConfigError([place(problem, sources) for problem in problems])
@@ -64,15 +59,11 @@ def loaded_files(config: Config) -> dict[str, Path]:
     return files
 
 
-def _problem(key: str, extension: Extension) -> str:
-    path = next((DOORS[door] for door in DOORS if key == door or key.startswith(f"{door}.")), None)
-    door: Door | None = load(path) if path else None
-    if not extension.is_path:
-        known = ", ".join(door.words) if door else extension.name
-        return "" if extension.name in known.split(", ") else f"no such part; write {known} or package.module:Name"
+def _problem(key: str, extension: Extension, config: Config) -> str:
+    check = check_of(key)
     try:
         json.dumps(extension.arguments)
-        return door.problem(load(extension.name), extension.arguments) if door else load(extension.name) and ""
+        return check(extension, config) if check else ""
     except ExtensionError as error:
         return str(error).removeprefix(f"{extension.name}: ")
     except TypeError as error:

@@ -16,7 +16,9 @@ from tests.extend.examples import example
 def answered(text: str, tokens: int, source: str = "mine", failed: bool = False) -> Group:
     trajectory = Trajectory("p", 0, 0, final_text=text)
     trajectory.append_model([1] * tokens, [-0.5] * tokens, [1] * tokens, turn=1)
-    trajectory.tool_calls.append(ToolCall(1, "1", "timeout" if failed else "success", "", 0.1))
+    trajectory.tool_calls.append(
+        ToolCall(1, "code_interpreter", {"code": "1"}, "timeout" if failed else "success", "", 0.1)
+    )
     return Group(Prompt("p", source, (), "4", (), {}), [trajectory])
 
 
