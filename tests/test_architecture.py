@@ -74,6 +74,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.environments",
         "ctpo_megatron.evaluate",
         "ctpo_megatron.extensions",
+        "ctpo_megatron.objective",
         "ctpo_megatron.policy",
         "ctpo_megatron.rewards",
         "ctpo_megatron.rollout",

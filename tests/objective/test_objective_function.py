@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +171,19 @@ def test_a_file_outside_the_package_is_found_and_bound(tmp_path, monkeypatch) ->
     assert torch.equal(function(inputs), 2 * inputs.log_probs)
     with pytest.raises(ExtensionError, match=r"outside_objective:scaled cannot be called with .*'factor'"):
         load_objective(Extension(name="outside_objective:scaled"))
+
+
+def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "extend.md").read_text(encoding="utf-8")
+    found = re.search(r"```python\n(# my_objective\.py.*?)```", text, re.DOTALL)
+    assert found and len(found.group(1).splitlines()) <= 25
+    (tmp_path / "my_objective.py").write_text(found.group(1))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    activate([tmp_path])
+    function = load_objective(Extension(name="my_objective:soft_clip", arguments={"width": 0.1}))
+    batch = random_batch(5, LENGTHS, 0.1)
+    inputs = inputs_of(batch, step_of(batch))
+    output = function_loss(function, inputs, PolicyObjective(loss_agg_mode="token-mean"))
+    output.loss.backward()
+    assert inputs.log_probs.grad[inputs.loss_mask].any() and not inputs.log_probs.grad[~inputs.loss_mask].any()
+    assert summarize(output.stats)["objective/log_ratio_abs"] > 0
