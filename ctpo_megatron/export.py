@@ -7,14 +7,16 @@ from pathlib import Path
 
 from ctpo_megatron.config import (
     ConfigError,
-    ModelFacts,
     PolicyConfig,
     Problem,
     check_parallel,
+    family_for,
     is_replaceable,
     load_config,
+    read_spec,
     world_size,
 )
+from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed, latest_checkpoint
 from ctpo_megatron.verify import Finding, check_exported
 
@@ -29,16 +31,17 @@ class Request:
     """What is to be exported, and checked.
 
     model: Hugging Face directory that gives architecture and tokenizer. checkpoint: None, to check `target` alone.
-    target: directory to write, or to check.
+    target: directory to write, or to check. family: the user's, as the run's configuration names it.
     """
 
     model: Path
     checkpoint: Path | None
     target: Path
     policy: PolicyConfig
+    family: ModelFamily | None = None
 
 
-def resolve(source: Path, model: Path | None, output: Path | None) -> Request:
+def resolve(source: Path, model: Path | None, output: Path | None, family: ModelFamily | None = None) -> Request:
     """Find out what `source` is: a run directory, one of its checkpoints, or a Hugging Face directory.
 
     A run stands for its newest checkpoint; one without checkpoints, and a Hugging Face directory, for the model that
@@ -47,41 +50,53 @@ def resolve(source: Path, model: Path | None, output: Path | None) -> Request:
     if (source / "config.json").is_file():
         if output is not None:
             raise ConfigError([Problem("--output", f"{source} is in Hugging Face format already", "leave it out")])
-        return Request(source, None, source, _policy(ModelFacts.read(source).dtype))
+        return Request(source, None, source, _policy(read_spec(source, family).dtype), family)
     is_checkpoint = (source / "COMPLETE.json").is_file()
     run = source.resolve().parent.parent if is_checkpoint else source
-    config = load_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
-    checkpoint = source if is_checkpoint else latest_checkpoint(source / "checkpoints")
-    if config is None and not is_checkpoint:
+    if not (run / "config.yaml").is_file():
+        if is_checkpoint:
+            return _request_outside_a_run(source, model, output, family)
         fix = "give a run directory, a checkpoint (with COMPLETE.json), or a Hugging Face directory"
         raise ConfigError([Problem("export", "nothing to export here", fix, str(source))])
+    config = load_config(run / "config.yaml")
+    checkpoint = source if is_checkpoint else latest_checkpoint(source / "checkpoints")
     if checkpoint is None:
-        exported = run / config.export.directory  # type: ignore[union-attr]
+        exported = run / config.export.directory
         if not (exported / "config.json").is_file():
             fix = "train with checkpoint.every=N, or export.enabled=true"
             raise ConfigError([Problem("export", f"{run} has neither checkpoints nor {exported.name}/", fix)])
-        return resolve(exported, model, output)
-    if config is None:
-        needed = {"--model": (model, "the directory that was trained"), "--output": (output, "the one to write")}
-        message = f"{checkpoint} is not in a run directory with config.yaml"
-        missing = [
-            Problem(key, message, f"give {what}: {key} DIR") for key, (given, what) in needed.items() if not given
-        ]
-        if missing:
-            raise ConfigError(missing)
-    model = model or Path(config.model.path)  # type: ignore[union-attr]
+        return resolve(exported, model, output, family_for(config))
+    target = output or run / f"model-{checkpoint.name}"
+    model = model or Path(config.model.path)
+    return _request(checkpoint, model, target, family_for(config), config.policy.dtype)
+
+
+def _request_outside_a_run(
+    checkpoint: Path, model: Path | None, output: Path | None, family: ModelFamily | None
+) -> Request:
+    if model is not None and output is not None:
+        return _request(checkpoint, model, output, family)
+    message = f"{checkpoint} is not in a run directory with config.yaml"
+    needed = {"--model": (model, "the directory that was trained"), "--output": (output, "the one to write")}
+    raise ConfigError(
+        [Problem(key, message, f"give {what}: {key} DIR") for key, (given, what) in needed.items() if given is None]
+    )
+
+
+def _request(
+    checkpoint: Path, model: Path, target: Path, family: ModelFamily | None, dtype: str | None = None
+) -> Request:
+    """dtype: None, that of the model's files."""
     if not (model / "config.json").is_file():
         fix = "export from the folder that the run was started in, or give the directory: --model DIR"
         raise ConfigError([Problem("model.path", "not found from here", fix, str(model))])
-    dtype = config.policy.dtype if config else ModelFacts.read(model).dtype
-    target = output or run / f"model-{checkpoint.name}"
     if model.resolve().is_relative_to(target.resolve()):
         message = f"would replace the model that was trained, {model}"
         raise ConfigError([Problem("--output", message, "choose another directory", str(target))])
     if not is_replaceable(target):
         fix = "choose a directory that does not exist, or an exported model, which is replaced"
         raise ConfigError([Problem("--output", "exists and is no exported model", fix, str(target))])
-    return Request(model, checkpoint, target, _policy(dtype))
+    return Request(model, checkpoint, target, _policy(dtype or read_spec(model, family).dtype), family)
 
 
 def _policy(dtype: str) -> PolicyConfig:
@@ -91,15 +106,15 @@ def _policy(dtype: str) -> PolicyConfig:
 
 def layout_of(request: Request, tensor_parallel: int, pipeline_parallel: int) -> PolicyConfig:
     """The policy under a layout. Raises ConfigError naming the options that ranks or model do not fit."""
-    facts = ModelFacts.read(request.model)
+    spec = read_spec(request.model, request.family)
     policy = request.policy.model_copy(
         update={
             "tensor_model_parallel_size": tensor_parallel,
             "pipeline_model_parallel_size": pipeline_parallel,
-            "sequence_parallel": tensor_parallel > 1 and facts.num_experts > 0,  # experts route each rank's own tokens
+            "sequence_parallel": tensor_parallel > 1 and spec.num_experts > 0,  # experts route each rank's own tokens
         }
     )
-    problems = list(check_parallel(policy, world_size(), facts, cuda=False))
+    problems = list(check_parallel(policy, world_size(), spec, cuda=False))
     if problems:
         raise ConfigError([replace(problem, key=_OPTIONS.get(problem.key, problem.key)) for problem in problems])
     return policy
@@ -115,7 +130,7 @@ def export(
     config = layout_of(request, tensor_parallel, pipeline_parallel)
     layout: Layout = init_distributed(config, seed=0)
     try:
-        policy = Policy(config, layout, request.model, temperature=1.0)
+        policy = Policy(config, layout, request.model, temperature=1.0, family=request.family)
         if request.checkpoint is not None:
             policy.load_weights(request.checkpoint)
             policy.export(request.target)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import runpy
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from ctpo_megatron.config import Config
+from ctpo_megatron.config import Config, family_for
 from ctpo_megatron.data import RolloutBatch, prepare
 from ctpo_megatron.objective import group_advantages, objective_from_config
 from ctpo_megatron.policy import (
@@ -64,7 +65,8 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         services = layout.keep_on_rank_zero(
             lambda: stack.enter_context(start_services(config, directory, report, cancelled))
         )
-        policy = Policy(config.policy, layout, Path(config.model.path), temperature=config.rollout.temperature)
+        path, temperature = Path(config.model.path), config.rollout.temperature
+        policy = Policy(config.policy, layout, path, temperature=temperature, family=family_for(config))
     rollouts = Bridge(layout, services, report)
     persistence = Persistence(config, layout, directory, services, report)
     checkpoint = persistence.find()
@@ -139,6 +141,6 @@ def advantages(config: Config, batch: RolloutBatch) -> list[float]:
 
 
 if __name__ == "__main__":
-    from ctpo_megatron.cli import main as command
-
-    sys.exit(command(["train", *sys.argv[1:]]))
+    # As torchrun starts it. The command line imports this module, which therefore does not import it.
+    sys.argv.insert(1, "train")
+    runpy.run_module("ctpo_megatron.cli", run_name="__main__")

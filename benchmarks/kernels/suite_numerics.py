@@ -11,9 +11,9 @@ import ctpo_kernels as ck
 from benchmarks.kernels import rivals, suite_head
 from benchmarks.kernels.measure import Session
 from benchmarks.kernels.rivals import HeadCase
-from ctpo_kernels.ctpo_loss import loss_implementation
+from ctpo_kernels.loss import loss_implementation
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import FRACTION_BITS, LossSpec
+from ctpo_kernels.spec import FRACTION_BITS, LossKeywords, LossSpec
 
 SHAPE, QUICK_SHAPE = (4096, 2560, 151936), (256, 32, 500)
 SAMPLE = 256
@@ -102,16 +102,7 @@ def windows(session: Session, tokens: int) -> None:
     """Whether gradient and final prefix have the same bits however the sweep is cut, and in one pass."""
     log_probs, _, given = one_sequence(session, tokens)
     batch = PackedTokens.of(*given, None, None)
-    spec = LossSpec.of(
-        clip_low=0.025,
-        clip_high=0.05,
-        clip_c=0.05,
-        clip_power=0.5,
-        clip_mode="log_power",
-        ratio_mode="cumprod",
-        loss_agg_mode="token-mean",
-        loss_scale_factor=1.0,
-    )
+    spec = LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
     implementation = loss_implementation(log_probs)
     whole = implementation.loss_pass(batch, spec, 1.0).gradient
     for size in (tokens, 4096, 1000, 129):

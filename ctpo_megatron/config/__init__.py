@@ -4,16 +4,17 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
 """
 
-from ctpo_megatron.config.args import TrainArgs, add_train_arguments, parse_train_args, train_args, world_size
 from ctpo_megatron.config.check import check, validate
 from ctpo_megatron.config.check_directories import is_replaceable
 from ctpo_megatron.config.check_model import NEED_TE, check_parallel, sequence_multiple
+from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
 from ctpo_megatron.config.memory import table as memory_table
-from ctpo_megatron.config.model_facts import ModelFacts, facts_for
-from ctpo_megatron.config.objective import PRESETS, PolicyObjective, RatioKind, objective_from_config
+from ctpo_megatron.config.model_spec import family_for, load_family, read_spec, spec_for
+from ctpo_megatron.config.objective import PolicyObjective, objective_from_config
 from ctpo_megatron.config.plan import Plan
+from ctpo_megatron.config.presets import PRESETS
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import (
     AdvantageConfig,
@@ -37,6 +38,7 @@ from ctpo_megatron.config.schema import (
     TinyModelConfig,
     TrackingConfig,
 )
+from ctpo_megatron.config.torchrun import world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
 __all__ = [
@@ -51,9 +53,9 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "ExportConfig",
+    "Extension",
     "Memory",
     "ModelConfig",
-    "ModelFacts",
     "ObjectiveConfig",
     "OptimizerConfig",
     "Plan",
@@ -61,7 +63,6 @@ __all__ = [
     "PolicyObjective",
     "PrepareConfig",
     "Problem",
-    "RatioKind",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -71,24 +72,23 @@ __all__ = [
     "Stored",
     "TinyModelConfig",
     "TrackingConfig",
-    "TrainArgs",
-    "add_train_arguments",
     "check",
     "check_parallel",
     "dump",
-    "facts_for",
+    "family_for",
     "is_replaceable",
     "layer_activations",
     "load_config",
+    "load_family",
     "load_with_sources",
     "memory_table",
     "objective_from_config",
-    "parse_train_args",
+    "read_spec",
     "sequence_multiple",
+    "spec_for",
     "stage_memory",
     "stored_tensors",
     "tokenizer_problems",
-    "train_args",
     "validate",
     "world_size",
 ]

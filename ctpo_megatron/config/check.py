@@ -14,22 +14,23 @@ from pathlib import Path
 from ctpo_megatron.config.check_directories import check_export, check_model_directory
 from ctpo_megatron.config.check_model import check_engine, check_parallel, check_tokens
 from ctpo_megatron.config.check_state import check_checkpoints, check_replay
-from ctpo_megatron.config.model_facts import PREPARED, ModelFacts, facts_for, will_be_prepared
+from ctpo_megatron.config.model_spec import PREPARED, spec_for, will_be_prepared
 from ctpo_megatron.config.objective import objective_from_config
 from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
 from ctpo_megatron.config.schema import Config, OptimizerConfig
 from ctpo_megatron.config.sources import Sources
+from ctpo_megatron.models import ModelSpec
 
 
 def validate(config: Config, *, world_size: int, cuda: bool, sources: Sources | None = None) -> list[Problem]:
     """Run every check; returns the warnings, raises ConfigError with all errors (and names file and line if it can)."""
     found: list[Problem] = []
-    facts = None
+    spec = None
     try:
-        facts = facts_for(config)
+        spec = spec_for(config)
     except ConfigError as unreadable:
         found += unreadable.problems
-    found += check(config, world_size, facts, cuda=cuda)
+    found += check(config, world_size, spec, cuda=cuda)
     placed = [_place(problem, sources) for problem in found]
     errors = [problem for problem in placed if problem.severity == "error"]
     if errors:
@@ -37,21 +38,21 @@ def validate(config: Config, *, world_size: int, cuda: bool, sources: Sources | 
     return placed
 
 
-def check(config: Config, world_size: int, model_facts: ModelFacts | None, *, cuda: bool) -> list[Problem]:
-    """All problems, errors and warnings; without model facts, the checks that need them are left out."""
+def check(config: Config, world_size: int, spec: ModelSpec | None, *, cuda: bool) -> list[Problem]:
+    """All problems, errors and warnings; without the model's spec, the checks that need them are left out."""
     found = [
         *_run(config),
-        *check_parallel(config.policy, world_size, model_facts, cuda=cuda),
+        *check_parallel(config.policy, world_size, spec, cuda=cuda),
         *_batch(config, world_size),
-        *check_tokens(config, model_facts),
-        *check_engine(config, model_facts, cuda=cuda),
+        *check_tokens(config, spec),
+        *check_engine(config, spec, cuda=cuda),
         *_objective(config),
         *_sampling(config),
         *_schedules(config),
         *_evaluation(config),
         *_deadlines(config),
         *_files(config),
-        *check_model_directory(config, model_facts),
+        *check_model_directory(config, spec),
         *check_export(config),
         *check_checkpoints(config),
         *check_replay(config),

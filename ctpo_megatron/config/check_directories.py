@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ctpo_megatron.config.model_facts import ModelFacts
 from ctpo_megatron.config.problems import Problem, error
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.weight_files import stored_tensors, tokenizer_problems
+from ctpo_megatron.models import ModelSpec
 
 _RUN_DIRECTORY = {
     "config.yaml",
@@ -28,11 +28,11 @@ _RUN_DIRECTORY = {
 """What a run writes into its directory besides the export."""
 
 
-def check_model_directory(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+def check_model_directory(config: Config, spec: ModelSpec | None) -> Iterator[Problem]:
     """Weights that are whole and fit config.json, and a tokenizer; nothing of a model still to be prepared."""
     directory = Path(config.model.path)
     if (directory / "config.json").is_file():
-        yield from stored_tensors(directory, facts)[1]
+        yield from stored_tensors(directory, spec)[1]
         yield from tokenizer_problems(directory)
 
 

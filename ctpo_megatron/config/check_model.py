@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ctpo_megatron.config.model_facts import ModelFacts
 from ctpo_megatron.config.problems import Problem, error, warning
 from ctpo_megatron.config.schema import Config, EngineConfig, PolicyConfig
+from ctpo_megatron.models import ModelSpec
 
 _BFLOAT16_MISMATCH = 0.05
 """Sampler and trainer in bfloat16 differ by up to 0.011 on a tiny random model; trained ones show more."""
@@ -40,11 +40,11 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32's CPU attention kernels; with another size the engine dies at its first request."""
 
 
-def check_parallel(policy: PolicyConfig, world_size: int, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+def check_parallel(policy: PolicyConfig, world_size: int, spec: ModelSpec | None, *, cuda: bool) -> Iterator[Problem]:
     """Ranks, and the model's shape against the parallel layout."""
     yield from _ranks(policy, world_size)
-    yield from _stages(policy, facts)
-    yield from _memory(policy, facts, cuda=cuda)
+    yield from _stages(policy, spec)
+    yield from _memory(policy, spec, cuda=cuda)
     tp = policy.tensor_model_parallel_size
     if policy.sequence_parallel and tp == 1:
         fix = "switch it off, or raise policy.tensor_model_parallel_size"
@@ -59,17 +59,17 @@ def check_parallel(policy: PolicyConfig, world_size: int, facts: ModelFacts | No
         if missing:
             message = f"Transformer Engine needs {' and '.join(missing)}"
             yield _error(policy, "layer_spec", message, "set auto or local")
-    if facts is None:
+    if spec is None:
         return
     for name, amount in (
-        ("attention heads", facts.num_attention_heads),
-        ("key/value heads", facts.num_key_value_heads),
-        ("MLP channels", facts.moe_intermediate_size or facts.intermediate_size),
+        ("attention heads", spec.num_attention_heads),
+        ("key/value heads", spec.num_key_value_heads),
+        ("MLP channels", spec.moe_intermediate_size or spec.intermediate_size),
     ):
         if amount % tp:
             message = f"does not divide the model's {amount} {name}"
             yield _error(policy, "tensor_model_parallel_size", message)
-    yield from _experts(policy, world_size, facts)
+    yield from _experts(policy, world_size, spec)
 
 
 def sequence_multiple(policy: PolicyConfig) -> int:
@@ -100,24 +100,24 @@ def _ranks(policy: PolicyConfig, world_size: int) -> Iterator[Problem]:
         yield _error(policy, "data_parallel_size", message, fix)
 
 
-def _stages(policy: PolicyConfig, facts: ModelFacts | None) -> Iterator[Problem]:
+def _stages(policy: PolicyConfig, spec: ModelSpec | None) -> Iterator[Problem]:
     """Pipeline stages, and the chunks of layers on each."""
     pp, chunks = policy.pipeline_model_parallel_size, policy.virtual_pipeline_model_parallel_size
     if chunks is not None and (pp == 1 or chunks == 1):
         message = "needs pipeline stages" if pp == 1 else "is one chunk a rank, which is the plain pipeline"
         fix = "leave it null" + (", or raise policy.pipeline_model_parallel_size" if pp == 1 else ", or set 2 or more")
         yield _error(policy, "virtual_pipeline_model_parallel_size", message, fix)
-    if facts is None:
+    if spec is None:
         return
-    if facts.num_layers % pp:
-        message = f"does not divide the model's {facts.num_layers} layers"
+    if spec.num_layers % pp:
+        message = f"does not divide the model's {spec.num_layers} layers"
         yield _error(policy, "pipeline_model_parallel_size", message)
-    elif chunks is not None and facts.num_layers % (pp * chunks):
-        message = f"x pipeline_model_parallel_size {pp} does not divide the model's {facts.num_layers} layers"
+    elif chunks is not None and spec.num_layers % (pp * chunks):
+        message = f"x pipeline_model_parallel_size {pp} does not divide the model's {spec.num_layers} layers"
         yield _error(policy, "virtual_pipeline_model_parallel_size", message)
 
 
-def _memory(policy: PolicyConfig, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+def _memory(policy: PolicyConfig, spec: ModelSpec | None, *, cuda: bool) -> Iterator[Problem]:
     """Recomputation and offloading."""
     if policy.offload != "none":
         needs = {"CUDA": cuda, "policy.use_distributed_optimizer": policy.use_distributed_optimizer}
@@ -129,32 +129,32 @@ def _memory(policy: PolicyConfig, facts: ModelFacts | None, *, cuda: bool) -> It
     if policy.recompute != "selective" and policy.recompute_modules != default:
         yield _error(policy, "recompute_modules", "has no effect", "set policy.recompute: selective")
     if policy.recompute == "selective":
-        yield from _recomputed(policy, facts, cuda=cuda)
+        yield from _recomputed(policy, spec, cuda=cuda)
 
 
-def _recomputed(policy: PolicyConfig, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+def _recomputed(policy: PolicyConfig, spec: ModelSpec | None, *, cuda: bool) -> Iterator[Problem]:
     """Modules that the layers have, and that give memory back when they are recomputed."""
     asked, key = set(policy.recompute_modules), "recompute_modules"
     fused = " and ".join(sorted(NEED_TE & asked))
     if fused and (not cuda or policy.layer_spec == "local" or policy.dtype != "bfloat16"):
         message = f"{fused} need Transformer Engine's layers, and they need CUDA and policy.dtype: bfloat16"
         yield _error(policy, key, message, "choose among core_attn, mlp, moe")
-    if facts is None:
+    if spec is None:
         return
-    kind, others = ("mixture of experts", {"mlp"}) if facts.num_experts else ("dense model", _OF_EXPERTS)
+    kind, others = ("mixture of experts", {"mlp"}) if spec.num_experts else ("dense model", _OF_EXPERTS)
     absent = " and ".join(sorted(asked & others))
     if absent:
         yield _error(policy, key, f"{absent}: not in the layers of a {kind}", "remove it from the list")
 
 
-def _experts(policy: PolicyConfig, world_size: int, facts: ModelFacts) -> Iterator[Problem]:
+def _experts(policy: PolicyConfig, world_size: int, spec: ModelSpec) -> Iterator[Problem]:
     tp, ep = policy.tensor_model_parallel_size, policy.expert_model_parallel_size
-    if not facts.num_experts:
+    if not spec.num_experts:
         if ep > 1:
             yield _error(policy, "expert_model_parallel_size", "the model has no experts", "set 1")
         return
-    if facts.num_experts % ep:
-        message = f"does not divide the model's {facts.num_experts} experts"
+    if spec.num_experts % ep:
+        message = f"does not divide the model's {spec.num_experts} experts"
         yield _error(policy, "expert_model_parallel_size", message)
     replicas, rest = divmod(world_size, tp * policy.pipeline_model_parallel_size)
     if not rest and replicas % ep:
@@ -165,15 +165,15 @@ def _experts(policy: PolicyConfig, world_size: int, facts: ModelFacts) -> Iterat
         yield _error(policy, "sequence_parallel", message, "set true")
 
 
-def check_tokens(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
+def check_tokens(config: Config, spec: ModelSpec | None) -> Iterator[Problem]:
     """Prompt + response <= engine <= model, and every sequence fits into a micro-batch."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     longest, engine = prompt + response, config.rollout.engine.max_model_len
     budget = f"data.max_prompt_tokens ({prompt}) + rollout.max_response_tokens ({response}) = {longest}"
     if longest > engine:
         yield error(config, "rollout.engine.max_model_len", f"is less than {budget}", f"set at least {longest}")
-    if facts is not None and engine > facts.max_position_embeddings:
-        message = f"exceeds the model's max_position_embeddings ({facts.max_position_embeddings})"
+    if spec is not None and engine > spec.max_position_embeddings:
+        message = f"exceeds the model's max_position_embeddings ({spec.max_position_embeddings})"
         yield error(
             config, "rollout.engine.max_model_len", message, "shorten the token budgets, or scale the positions"
         )
@@ -190,22 +190,22 @@ def check_tokens(config: Config, facts: ModelFacts | None) -> Iterator[Problem]:
         yield warning(config, "rollout.max_turn_tokens", message)
 
 
-def check_engine(config: Config, facts: ModelFacts | None, *, cuda: bool) -> Iterator[Problem]:
+def check_engine(config: Config, spec: ModelSpec | None, *, cuda: bool) -> Iterator[Problem]:
     """vLLM: memory, precision, and extra arguments that would undo what the trainer relies on."""
     engine = config.rollout.engine
     if not cuda:
         yield from _cpu(config, engine)
     yield from _extra(config, engine)
-    if facts is None:
+    if spec is None:
         return
-    if facts.num_attention_heads % engine.tensor_parallel_size:
-        message = f"does not divide the model's {facts.num_attention_heads} attention heads"
+    if spec.num_attention_heads % engine.tensor_parallel_size:
+        message = f"does not divide the model's {spec.num_attention_heads} attention heads"
         yield error(config, "rollout.engine.tensor_parallel_size", message)
-    if not cuda and facts.head_dim not in _CPU_HEAD_SIZES:
+    if not cuda and spec.head_dim not in _CPU_HEAD_SIZES:
         fix = f"it supports {', '.join(map(str, _CPU_HEAD_SIZES))}"
-        yield error(config, "model.path", f"head_dim {facts.head_dim} is unknown to vLLM's CPU attention", fix)
-    yield from _cache(config, facts)
-    yield from _precision(config, facts)
+        yield error(config, "model.path", f"head_dim {spec.head_dim} is unknown to vLLM's CPU attention", fix)
+    yield from _cache(config, spec)
+    yield from _precision(config, spec)
 
 
 def _cpu(config: Config, engine: EngineConfig) -> Iterator[Problem]:
@@ -224,27 +224,27 @@ def _extra(config: Config, engine: EngineConfig) -> Iterator[Problem]:
             yield Problem(f"rollout.engine.extra.{name}", f"is not for you to set: {_FIXED[name]}", "remove it", value)
 
 
-def _engine_dtype(config: Config, facts: ModelFacts) -> str:
+def _engine_dtype(config: Config, spec: ModelSpec) -> str:
     chosen = config.rollout.engine.dtype
-    return facts.dtype if chosen == "auto" else chosen
+    return spec.dtype if chosen == "auto" else chosen
 
 
-def _cache(config: Config, facts: ModelFacts) -> Iterator[Problem]:
+def _cache(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     """vLLM refuses to start when its cache cannot hold one sequence of max_model_len."""
     engine = config.rollout.engine
     if engine.kv_cache_mb is None:
         return
-    heads = max(1, facts.num_key_value_heads // engine.tensor_parallel_size)
-    bytes_each = 4 if _engine_dtype(config, facts) == "float32" else 2
-    per_token = 2 * facts.num_layers * heads * facts.head_dim * bytes_each
+    heads = max(1, spec.num_key_value_heads // engine.tensor_parallel_size)
+    bytes_each = 4 if _engine_dtype(config, spec) == "float32" else 2
+    per_token = 2 * spec.num_layers * heads * spec.head_dim * bytes_each
     needed = -(-per_token * engine.max_model_len // 2**20)
     if engine.kv_cache_mb < needed:
         message = f"cannot hold one sequence of {engine.max_model_len} tokens ({per_token} bytes each)"
         yield error(config, "rollout.engine.kv_cache_mb", message, f"set at least {needed}")
 
 
-def _precision(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    trainer, sampler = config.policy.dtype, _engine_dtype(config, facts)
+def _precision(config: Config, spec: ModelSpec) -> Iterator[Problem]:
+    trainer, sampler = config.policy.dtype, _engine_dtype(config, spec)
     limit = config.rollout.mismatch_limit
     if trainer != sampler:
         message = f"but the engine runs in {sampler}: sampler and trainer will disagree by rounding"

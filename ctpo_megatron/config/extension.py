@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 
 class Extension(BaseModel):
@@ -22,7 +23,13 @@ class Extension(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"name": value}
+        if isinstance(value, Extension) or (
+            isinstance(value, dict) and {"name"} <= value.keys() <= set(cls.model_fields)
+        ):
+            return value
+        raise PydanticCustomError("extension", "must be a name, or {{name: ..., arguments: {{...}}}}")
 
     @property
     def is_path(self) -> bool:

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
-from ctpo_megatron.config.renames import renamed
+from ctpo_megatron.config.renames import renamed, renamed_value
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 
@@ -102,7 +102,10 @@ def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
     where = sources.where(keys)
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden" and (now := renamed(key)):
-        return Problem(key, f"renamed to {now}", f"write {now} in its place", NO_VALUE, where)
+        shown = f"{now}: {renamed_value(now, value)}" if renamed_value(now, value) else now
+        return Problem(key, f"renamed to {now}", f"write {shown} in its place", NO_VALUE, where)
+    if kind == "literal_error" and (now := renamed_value(key, value)):
+        return Problem(key, f"renamed to {now}", "", value, where)
     if kind == "extra_forbidden":
         return Problem(key, "unknown key", _did_you_mean(nearest(key)) or _siblings(key), value, where)
     if kind == "missing" and isinstance(detail["loc"][-1], str):

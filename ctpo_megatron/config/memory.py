@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ctpo_megatron.config.model_facts import ModelFacts
 from ctpo_megatron.config.schema import PolicyConfig
+from ctpo_megatron.models import ModelSpec, padded_vocabulary
 
 GIB = 1 << 30
 HEAD_CHUNK_BYTES = 1216 << 20
@@ -23,7 +23,6 @@ GPU_GIB = 80
 USABLE = 0.9
 """Share of a GPU that the arithmetic may fill; the rest is for the CUDA context, NCCL and fragmentation."""
 
-_VOCABULARY_MULTIPLE = 128
 _BYTES = {"float32": 4, "bfloat16": 2}
 _MAIN_GRADIENT = 4
 
@@ -121,74 +120,31 @@ class Memory:
         return self.weights if offload == "optimizer" else 0
 
 
-def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """Vocabulary rows that Megatron holds: the next multiple of 128 x tensor-parallel size."""
-    multiple = _VOCABULARY_MULTIPLE * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
-
-
-def parameters(facts: ModelFacts) -> tuple[int, int]:
+def parameters(spec: ModelSpec) -> tuple[int, int]:
     """(all parameters, those that one token uses), as a model card counts them."""
-    dense, experts = _layer_parameters(facts, Split())
-    active = experts * facts.num_experts_per_token // facts.num_experts if facts.num_experts else 0
-    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
-    rest = embeddings + facts.hidden_size
-    return facts.num_layers * (dense + experts) + rest, facts.num_layers * (dense + active) + rest
+    dense, experts = spec.family.layer_parameters(spec)
+    active = experts * spec.num_experts_per_token // spec.num_experts if spec.num_experts else 0
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
+    rest = embeddings + spec.hidden_size
+    return spec.num_layers * (dense + experts) + rest, spec.num_layers * (dense + active) + rest
 
 
-def stage_parameters(facts: ModelFacts, split: Split, stage: int) -> tuple[int, int]:
+def stage_parameters(spec: ModelSpec, split: Split, stage: int) -> tuple[int, int]:
     """(parameters outside experts, parameters of experts) on one rank of a pipeline stage."""
-    dense, experts = _layer_parameters(facts, split)
-    layers = facts.num_layers // split.pipeline
-    embedding = padded_vocabulary(facts.vocab_size, split.tensor) // split.tensor * facts.hidden_size
+    dense, experts = spec.family.layer_parameters(spec, split.tensor, split.expert)
+    layers = spec.num_layers // split.pipeline
+    embedding = padded_vocabulary(spec.vocab_size, split.tensor) // split.tensor * spec.hidden_size
     first, last = stage == 0, stage == split.pipeline - 1
     extra = embedding if first else 0
     if last:
         # Tied embeddings are one tensor where first and last stage are one rank, and a copy elsewhere.
-        extra += facts.hidden_size + (0 if first and facts.tie_word_embeddings else embedding)
+        extra += spec.hidden_size + (0 if first and spec.tie_word_embeddings else embedding)
     return layers * dense + extra, layers * experts
 
 
-def _layer_parameters(facts: ModelFacts, split: Split) -> tuple[int, int]:
-    """Of one layer on one rank: outside experts, in experts. Megatron's expert tensor parallelism is `tensor`."""
-    h, d, t = facts.hidden_size, facts.head_dim, split.tensor
-    projected = (facts.num_attention_heads + 2 * facts.num_key_value_heads) * d
-    dense = projected * h // t + h * facts.num_attention_heads * d // t + 2 * h
-    dense += projected // t if facts.qkv_bias else 0
-    dense += 2 * d if facts.qk_norm else 0
-    if not facts.num_experts:
-        return dense + 3 * h * facts.intermediate_size // t, 0
-    router = facts.num_experts * h
-    return dense + router, facts.num_experts // split.expert * 3 * h * facts.moe_intermediate_size // t
-
-
-def layer_activations(facts: ModelFacts, split: Split) -> dict[str, int]:
-    """Bytes that one layer keeps for backward, per token of a micro-batch of one rank, by `recompute` module.
-
-    input: the residual stream that enters the layer. Experts are assumed to be used evenly.
-    """
-    p, h, d, t = split.element, facts.hidden_size, facts.head_dim, split.tensor
-    whole = h * p // (t if split.sequence_parallel else 1)  # a tensor of the residual stream's shape
-    heads, groups = facts.num_attention_heads, facts.num_key_value_heads
-    q_k_v = (heads + 2 * groups) * d * p // t
-    normed_q_k = (heads + groups) * d * p // t if facts.qk_norm else 0
-    kept = {
-        "input": whole,
-        # What the norms give. Only that of the experts' norm can be recomputed: the other is fused with a projection.
-        "layernorm": whole,
-        "fused norm": whole,
-        "residual": whole,  # the input of the second norm
-        "attention": q_k_v + normed_q_k + heads * d * p // t + 4 * heads // t,  # + log-sum-exp of flash attention
-    }
-    if not facts.num_experts:
-        return kept | {"mlp": 3 * facts.intermediate_size * p // t}
-    # With sequence parallelism a rank routes its share of the tokens; those of all tensor ranks meet in an expert.
-    rows, width = facts.num_experts_per_token, facts.moe_intermediate_size // t
-    routing = 3 * 4 * facts.num_experts // (t if split.sequence_parallel else 1)  # float32 logits, probs, map
-    return kept | {
-        "moe": routing + rows * 2 * h * p + 2 * rows * width * p,  # rows in, rows out, gate and up
-        "moe_act": rows * width * p,
-    }
+def layer_activations(spec: ModelSpec, split: Split) -> dict[str, int]:
+    """Bytes that one layer keeps for backward, per token of a micro-batch of one rank, by `recompute` module."""
+    return spec.family.layer_activations(spec, split)
 
 
 def in_flight(split: Split, stage: int) -> float:
@@ -203,12 +159,12 @@ def in_flight(split: Split, stage: int) -> float:
     return (2 * (p - stage - 1) + (v - 1) * p + 1) / v
 
 
-def stage_memory(facts: ModelFacts, split: Split, stage: int) -> Memory:
+def stage_memory(spec: ModelSpec, split: Split, stage: int) -> Memory:
     """Bytes of one rank of a pipeline stage, when there are at least as many micro-batches as stages."""
-    dense, experts = stage_parameters(facts, split, stage)
+    dense, experts = stage_parameters(spec, split, stage)
     state = 8 + (4 if split.dtype == "bfloat16" else 0)  # two moments, and the float32 copy of bfloat16 weights
     optimizer = state * (dense // split.optimizer_shards + experts // split.expert_optimizer_shards)
-    layer = layer_activations(facts, split)
+    layer = layer_activations(spec, split)
     layer_bytes = sum(layer.values())
     if "full" in split.recompute:
         kept = layer["input"]
@@ -218,7 +174,7 @@ def stage_memory(facts: ModelFacts, split: Split, stage: int) -> Memory:
         kept = sum(size for name, size in layer.items() if name not in dropped)
     # Backward of one layer: gradients the size of its activations, and the activations that are computed again.
     working = layer_bytes + (layer_bytes - kept)
-    layers = facts.num_layers // split.pipeline
+    layers = spec.num_layers // split.pipeline
     activations = split.micro_batch_tokens * (kept * layers * in_flight(split, stage) + working)
     last = stage == split.pipeline - 1
     return Memory(
@@ -227,16 +183,16 @@ def stage_memory(facts: ModelFacts, split: Split, stage: int) -> Memory:
         gradients=_MAIN_GRADIENT * (dense + experts),
         optimizer=optimizer,
         activations=int(activations),
-        head=_head(facts, split) if last else 0,
+        head=_head(spec, split) if last else 0,
     )
 
 
-def _head(facts: ModelFacts, split: Split) -> int:
+def _head(spec: ModelSpec, split: Split) -> int:
     """Final norm, output layer and loss of one micro-batch."""
     n, p = split.micro_batch_tokens, split.element
-    hidden = n * facts.hidden_size * p
+    hidden = n * spec.hidden_size * p
     sharded = split.tensor if split.sequence_parallel else 1
-    columns = padded_vocabulary(facts.vocab_size, split.tensor) // split.tensor
+    columns = padded_vocabulary(spec.vocab_size, split.tensor) // split.tensor
     if not split.streaming_head:
         # Logits, the rows that predict a model token, and their float32 softmax; the gradient replaces the rows.
         return 2 * hidden // sharded + n * columns * (2 * p + 4)
@@ -246,14 +202,14 @@ def _head(facts: ModelFacts, split: Split) -> int:
     return 2 * hidden // sharded + (4 if sharded > 1 else 3) * hidden + 4 * min(rows, n) * columns
 
 
-def memory(facts: ModelFacts, split: Split) -> list[Memory]:
+def memory(spec: ModelSpec, split: Split) -> list[Memory]:
     """One entry a pipeline stage, in order."""
-    return [stage_memory(facts, split, stage) for stage in range(split.pipeline)]
+    return [stage_memory(spec, split, stage) for stage in range(split.pipeline)]
 
 
-def peak(facts: ModelFacts, split: Split) -> Memory:
+def peak(spec: ModelSpec, split: Split) -> Memory:
     """The stage that needs most."""
-    return max(memory(facts, split), key=lambda found: found.total)
+    return max(memory(spec, split), key=lambda found: found.total)
 
 
 def gib(size: float) -> str:
@@ -261,19 +217,19 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 or not size else f"{size / (1 << 20):.1f} MiB"
 
 
-def table(facts: ModelFacts, split: Split) -> list[tuple[str, str, str]]:
+def table(spec: ModelSpec, split: Split) -> list[tuple[str, str, str]]:
     """Rows (what, size, how it follows) of the rank that needs most."""
-    most = peak(facts, split)
+    most = peak(spec, split)
     weights, gradients = most.weights, most.gradients
     shards = split.optimizer_shards
     kept = "+".join(split.recompute) or "nothing"
     state = "float32 weights and two moments, 12 B" if split.dtype == "bfloat16" else "two moments, 8 B"
     where = f"/ {shards}" if shards > 1 else "not split"
-    where += f" (of experts / {split.expert_optimizer_shards})" if facts.num_experts and shards > 1 else ""
+    where += f" (of experts / {split.expert_optimizer_shards})" if spec.num_experts and shards > 1 else ""
     head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"
     last = most.stage == split.pipeline - 1
     verdict = "" if most.fits else f"TOO MUCH for a GPU of {GPU_GIB} GiB; "
-    unknown = "" if facts.vocab_size else ", without the vocabulary that `prepare` will decide"
+    unknown = "" if spec.vocab_size else ", without the vocabulary that `prepare` will decide"
     return [
         ("weights", gib(weights), f"{weights // split.element:,} parameters x {split.element} B{unknown}"),
         ("gradients", gib(gradients), f"x {_MAIN_GRADIENT} B, float32"),

@@ -6,66 +6,70 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
-from ctpo_megatron.config.problems import ConfigError, Problem
+from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES, ClipMode, LossAggMode, RatioMode
+from ctpo_megatron.config.presets import PRESETS
+from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
+from ctpo_megatron.config.renames import renamed, renamed_value
 from ctpo_megatron.config.schema import ObjectiveConfig
 
-RatioKind = Literal["cumulative", "geomean", "token", "sequence", "sequence_geomean"]
-ClipKind = Literal["log_power", "ratio"]
-AggregationKind = Literal["sequence_mean", "token_mean", "sequence_sum"]
+_MODES = {"ratio_mode": RATIO_MODES, "clip_mode": CLIP_MODES, "loss_agg_mode": LOSS_AGG_MODES}
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
     """What the policy loss computes. The defaults are CTPO's. Raises ConfigError with all values that make no loss.
 
-    ratio: what log r_t sums (`objective/ratios.py`).
-    clip: "log_power" bounds log r_t by -low t^power, +high t^power; "ratio" bounds r_t by 1 - low, 1 + high.
-    clip_dual: upper bound for negative advantages: of log r_t, times t^power, or of r_t itself for "ratio".
+    ratio_mode: what log r_t sums (`objective/ratios.py`).
+    clip_mode: "log_power" bounds log r_t by -low t^power, +high t^power; "ratio" bounds r_t by 1 - low, 1 + high.
+    clip_c: upper bound (dual clip) for negative advantages: of log r_t, times t^power, or of r_t itself for "ratio".
         None, or any negative number, switches it off.
     clip_power: exponent of the position t; 0 gives fixed bounds; unused by "ratio".
-    aggregation: how token losses become one number (`objective/aggregation.py`).
+    loss_agg_mode: how token losses become one number (`objective/aggregation.py`).
     count_masked_sequences: whether a sequence without any loss token counts in the mean over sequences.
-    token_normalizer: constant L that "sequence_sum" divides by besides the number of sequences (tokens).
+    loss_scale_factor: constant L that "seq-mean-token-sum" divides by besides the number of sequences (tokens).
     """
 
-    ratio: RatioKind = "cumulative"
-    clip: ClipKind = "log_power"
+    ratio_mode: RatioMode = "cumprod"
+    clip_mode: ClipMode = "log_power"
     clip_low: float = 0.025
     clip_high: float = 0.05
-    clip_dual: float | None = 0.05
+    clip_c: float | None = 0.05
     clip_power: float = 0.5
-    aggregation: AggregationKind = "sequence_mean"
+    loss_agg_mode: LossAggMode = "seq-mean-token-mean"
     count_masked_sequences: bool = True
-    token_normalizer: float = 1.0
+    loss_scale_factor: float = 1.0
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
             raise ConfigError(problems)
-        if self.clip_dual is not None and self.clip_dual < 0:
-            object.__setattr__(self, "clip_dual", None)
+        if self.clip_c is not None and self.clip_c < 0:
+            object.__setattr__(self, "clip_c", None)
 
     def _problems(self) -> Iterator[Problem]:
-        for name, kinds in (("ratio", RatioKind), ("clip", ClipKind), ("aggregation", AggregationKind)):
-            if getattr(self, name) not in get_args(kinds):
-                yield self._problem(name, *_unknown(str(getattr(self, name)), get_args(kinds)))
-        for name in ("clip_low", "clip_high", "clip_dual", "clip_power", "token_normalizer"):
+        for name, modes in _MODES.items():
+            mode = str(getattr(self, name))
+            if now := renamed_value(f"objective.{name}", mode):
+                yield self._problem(name, f"renamed to {now}")
+            elif mode not in modes:
+                yield self._problem(name, *_unknown(mode, modes))
+        for name in ("clip_low", "clip_high", "clip_c", "clip_power", "loss_scale_factor"):
             value = getattr(self, name)
-            if value is None and name == "clip_dual":
+            if value is None and name == "clip_c":
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 yield self._problem(name, "expected a finite number")
             elif name in ("clip_low", "clip_high") and value < 0:
                 yield self._problem(name, "must not be negative")
-            elif name == "clip_low" and self.clip == "ratio" and value > 1:
-                message = "with clip: ratio the lower bound is 1 - clip_low, and a ratio is never negative"
+            elif name == "clip_low" and self.clip_mode == "ratio" and value > 1:
+                message = "with clip_mode: ratio the lower bound is 1 - clip_low, and a ratio is never negative"
                 yield self._problem(name, message, "set at most 1")
-            elif name == "clip_dual" and self.clip == "ratio" and 0 <= value <= 1:
-                message = "with clip: ratio it bounds the ratio itself and must exceed 1"
+            elif name == "clip_c" and self.clip_mode == "ratio" and 0 <= value <= 1:
+                message = "with clip_mode: ratio it bounds the ratio itself and must exceed 1"
                 yield self._problem(name, message, "3 is usual, a negative number switches it off")
-            elif name == "token_normalizer" and value <= 0:
+            elif name == "loss_scale_factor" and value <= 0:
                 yield self._problem(name, "must be positive")
 
     def _problem(self, name: str, message: str, fix: str = "") -> Problem:
@@ -82,23 +86,8 @@ class PolicyObjective:
         known = [field.name for field in fields(cls)]
         unknown = [key for key in overrides if key not in known]
         if unknown:
-            raise ConfigError([Problem(f"objective.{key}", *_unknown(key, known), overrides[key]) for key in unknown])
+            raise ConfigError([_unknown_field(key, overrides[key], known) for key in unknown])
         return cls(**{**PRESETS[name], **overrides})
-
-
-_PPO: dict[str, Any] = {"ratio": "token", "clip": "ratio", "clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "ctpo": {},
-    "ctpo-fixed": {"clip_power": 0.0},
-    "ctpo-geomean": {"ratio": "geomean", "clip_power": -0.5},
-    "grpo": _PPO,
-    "dapo": {**_PPO, "clip_high": 0.28, "aggregation": "token_mean"},
-    "gspo": {"ratio": "sequence_geomean", "clip": "ratio", "clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": None},
-    # PPO's bounds on the product over the whole sequence: the high-variance end of the comparison.
-    "sequence": {**_PPO, "ratio": "sequence"},
-}
-"""Preset name -> fields that differ from the defaults of `PolicyObjective`."""
 
 
 def objective_from_config(config: ObjectiveConfig) -> PolicyObjective:
@@ -109,6 +98,13 @@ def objective_from_config(config: ObjectiveConfig) -> PolicyObjective:
     known = {field.name for field in fields(PolicyObjective)}
     overrides = {k: v for k, v in config.model_dump().items() if k in known and v is not None}
     return PolicyObjective.preset(config.preset, **overrides)
+
+
+def _unknown_field(name: str, value: Any, known: Iterable[str]) -> Problem:
+    key = f"objective.{name}"
+    if now := renamed(key):
+        return Problem(key, f"renamed to {now}", f"write {now.rpartition('.')[2]} in its place", NO_VALUE)
+    return Problem(key, *_unknown(name, known), value)
 
 
 def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:

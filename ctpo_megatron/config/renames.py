@@ -1,19 +1,41 @@
-"""Keys that had another name in an earlier version: a configuration that still uses one is told the new name."""
+"""Keys and values that had another name in an earlier version: a configuration that uses one is told the new name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 RENAMED_KEYS: Mapping[str, str] = {
     "observe": "tracking",
     "warmup": "sft",
     "sft.traces_per_step": "sft.conversations_per_step",
+    "reward.kind": "reward.function",
     "prepare.warmup_traces": "prepare.sft_conversations",
     "prepare.tokenizer_traces": "prepare.tokenizer_conversations",
+    "objective.ratio": "objective.ratio_mode",
+    "objective.clip": "objective.clip_mode",
+    "objective.clip_dual": "objective.clip_c",
+    "objective.aggregation": "objective.loss_agg_mode",
+    "objective.token_normalizer": "objective.loss_scale_factor",
 }
 """Dotted path of version 0.1 -> the path now. A renamed section stands for all keys below it."""
+
+RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "objective.ratio_mode": {"cumulative": "cumprod", "sequence_geomean": "sequence-geomean"},
+    "objective.loss_agg_mode": {
+        "sequence_mean": "seq-mean-token-mean",
+        "token_mean": "token-mean",
+        "sequence_sum": "seq-mean-token-sum",
+    },
+}
+"""Present dotted path -> value of version 0.1 -> the value now."""
 
 
 def renamed(key: str) -> str | None:
     """The present name of a key of an earlier version, or None for a key that never was one."""
     return RENAMED_KEYS.get(key)
+
+
+def renamed_value(key: str, value: Any) -> str | None:
+    """The present name of a value of a key (named as it is now), or None where it never had another one."""
+    return RENAMED_VALUES.get(key, {}).get(value) if isinstance(value, str) else None

@@ -7,6 +7,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from ctpo_kernels.names import ClipMode, LossAggMode, RatioMode
+from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.presets import PresetName
+
 
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
@@ -77,6 +81,10 @@ class ModelConfig(Section):
     """The model to train: a directory in Hugging Face format."""
 
     path: str = Field(description="directory with config.json, weights and tokenizer")
+    family: Extension | None = Field(
+        default=None,
+        description="your own model family, `package.module:Name` (docs/extend.md); null: one of ours",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="passed to the chat template, e.g. {enable_thinking: false}"
     )
@@ -138,26 +146,23 @@ class AdvantageConfig(Section):
 class ObjectiveConfig(Section):
     """The policy loss: a preset, and any field of it overridden (null keeps the preset's value)."""
 
-    preset: Literal["ctpo", "ctpo-fixed", "ctpo-geomean", "grpo", "dapo", "gspo", "sequence"] = Field(
-        default="ctpo", description="named objective whose fields the keys below override"
-    )
+    preset: PresetName = Field(default="ctpo", description="named objective whose fields the keys below override")
     anchor: Literal["proximal", "behaviour"] = Field(
         default="proximal",
         description="ratio against log-probs recomputed by the trainer, or as the sampler reported them",
     )
     advantage: AdvantageConfig = AdvantageConfig()
-    ratio: Literal["cumulative", "geomean", "token", "sequence", "sequence_geomean"] | None = Field(
-        default=None, description="importance ratio of a token"
-    )
-    clip: Literal["log_power", "ratio"] | None = Field(
+    ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
+    clip_mode: ClipMode | None = Field(
         default=None, description="clip window: position-dependent in log space, or fixed on the ratio"
     )
     clip_low: NonNegativeFloat | None = Field(default=None, description="lower clip width")
     clip_high: NonNegativeFloat | None = Field(default=None, description="upper clip width")
-    clip_dual: float | None = Field(default=None, description="dual-clip bound; a negative number switches it off")
+    clip_c: float | None = Field(default=None, description="dual-clip bound; a negative number switches it off")
     clip_power: float | None = Field(default=None, description="window grows as position ** power (log_power only)")
-    aggregation: Literal["sequence_mean", "token_mean", "sequence_sum"] | None = Field(
-        default=None, description="how token losses become one loss"
+    loss_agg_mode: LossAggMode | None = Field(default=None, description="how token losses become one loss")
+    loss_scale_factor: PositiveFloat | None = Field(
+        default=None, description="constant that seq-mean-token-sum divides by, e.g. the longest response; null: 1"
     )
     count_masked_sequences: bool | None = Field(
         default=None, description="fully masked sequences count in the denominator"
@@ -292,7 +297,26 @@ class SandboxConfig(Section):
     )
     slots: PositiveInt = Field(default=2, description="executions at once")
     run_timeout_s: PositiveFloat = Field(default=4.0, description="limit of one execution, counted from its start")
+    cpu_s: PositiveInt | None = Field(
+        default=None,
+        description="CPU seconds of one execution, all threads together; null: its time limit rounded up, plus 1",
+    )
     memory_mb: PositiveInt = Field(default=512, description="address-space limit of one execution in MiB")
+    file_mb: PositiveInt = Field(
+        default=8, description="size limit of each file of one execution in MiB, each of its outputs included"
+    )
+    open_files: PositiveInt = Field(default=256, description="file descriptors of one execution")
+    disk_mb: PositiveInt = Field(
+        default=64, description="size limit of all files of one execution together in MiB, where it has its own mounts"
+    )
+    disk_files: PositiveInt = Field(
+        default=4096, description="number of files of one execution, where it has its own mounts"
+    )
+    threads: PositiveInt = Field(default=128, description="threads of one execution, where each slot has its own user")
+    output_kb: PositiveInt = Field(
+        default=1000, description="thousands of bytes of each output that a reply carries; the rest is cut"
+    )
+    request_mb: PositiveInt = Field(default=16, description="size limit of one request in MiB")
     request_timeout_s: PositiveFloat = Field(
         default=60.0, description="deadline of one tool call as the rollout sees it"
     )
@@ -301,12 +325,20 @@ class SandboxConfig(Section):
 
 
 class RewardConfig(Section):
-    """Answer scoring in worker processes."""
+    """Scoring of trajectories by reward functions, in worker processes."""
 
-    kind: Literal["math_verify"] = Field(default="math_verify", description="scorer")
-    workers: PositiveInt = Field(default=1, description="scorer processes")
+    function: Extension = Field(
+        default=Extension(name="math_verify"), description="reward function: math_verify or package.module:Name"
+    )
+    by_source: dict[str, Extension] = Field(
+        default_factory=dict, description="data_source -> reward function, where another one scores its prompts"
+    )
+    workers: PositiveInt = Field(default=1, description="worker processes")
+    concurrency: PositiveInt = Field(
+        default=64, description="trajectories that one worker awaits at once, if the reward function is async"
+    )
     timeout_s: PositiveFloat = Field(
-        default=5.0, description="hard limit per trajectory; a scorer that exceeds it is killed"
+        default=5.0, description="hard limit per trajectory; a reward function that exceeds it is killed"
     )
 
 

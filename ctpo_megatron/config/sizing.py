@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ctpo_megatron.config.memory import GIB, GPU_GIB, Split, parameters, peak, stage_parameters
-from ctpo_megatron.config.model_facts import ModelFacts
+from ctpo_megatron.models import FAMILIES, ModelSpec
 
 BEGIN = "<!-- sizing: begin (written by `python -m ctpo_megatron.config.sizing docs/parallelism.md`) -->"
 END = "<!-- sizing: end -->"
@@ -25,7 +25,7 @@ class Sizing:
     split: Split
 
 
-def _models() -> Mapping[str, ModelFacts]:
+def _models() -> Mapping[str, ModelSpec]:
     """Shapes of the published config.json files."""
     qwen3 = {
         "head_dim": 128,
@@ -42,14 +42,17 @@ def _models() -> Mapping[str, ModelFacts]:
         "Qwen3-32B": (64, 5120, 64, 8, 25600),
     }
     found = {
-        name: ModelFacts(
-            "Qwen3ForCausalLM", **qwen3, **dict(zip(names, shape, strict=True)), tie_word_embeddings=name == "Qwen3-4B"
+        name: ModelSpec(
+            FAMILIES["Qwen3ForCausalLM"],
+            **qwen3,
+            **dict(zip(names, shape, strict=True)),
+            tie_word_embeddings=name == "Qwen3-4B",
         )
         for name, shape in dense.items()
     }
     shape = dict(zip(names, (48, 2048, 32, 4, 6144), strict=True))
     experts = {"num_experts": 128, "num_experts_per_token": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
-    return found | {"Qwen3-30B-A3B": ModelFacts("Qwen3MoeForCausalLM", **qwen3, **shape, **experts)}
+    return found | {"Qwen3-30B-A3B": ModelSpec(FAMILIES["Qwen3MoeForCausalLM"], **qwen3, **shape, **experts)}
 
 
 MODELS = _models()
@@ -107,14 +110,14 @@ def sizing() -> str:
 
 def _arithmetic(row: Sizing) -> str:
     """One row of the table in words."""
-    facts, s = MODELS[row.model], row.split
-    most = peak(facts, s)
-    whole, active = parameters(facts)
-    size = f"{whole / 1e9:.2f} B" + (f", {active / 1e9:.2f} B active" if facts.num_experts else "")
-    dense, experts = (f"{count / 1e9:.3f} B" for count in stage_parameters(facts, s, most.stage))
-    held = dense + (f" + {experts} of experts" if facts.num_experts else "")
+    spec, s = MODELS[row.model], row.split
+    most = peak(spec, s)
+    whole, active = parameters(spec)
+    size = f"{whole / 1e9:.2f} B" + (f", {active / 1e9:.2f} B active" if spec.num_experts else "")
+    dense, experts = (f"{count / 1e9:.3f} B" for count in stage_parameters(spec, s, most.stage))
+    held = dense + (f" + {experts} of experts" if spec.num_experts else "")
     shards = f"12 P / {s.optimizer_shards}"
-    if facts.num_experts:
+    if spec.num_experts:
         shards = f"12 x {dense} / {s.optimizer_shards} + 12 x {experts} / {s.expert_optimizer_shards}"
     return (
         f"{row.model} ({size}) on {row.gpus}: P = {held}; weights 2 P = {_gib(most.weights)}, "

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.config.model_facts import ModelFacts
 from ctpo_megatron.config.problems import Problem
+from ctpo_megatron.models import ModelSpec, Shape
 
-Shape = tuple[int, ...]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files that hold a vocabulary; without any of them transformers 5 makes an empty tokenizer."""
@@ -36,49 +35,11 @@ class _Unreadable(Exception):
     """A file is not what it should be; the message names it."""
 
 
-def tensor_shapes(facts: ModelFacts) -> dict[str, Shape]:
-    """Name and shape of every tensor that a model of these facts is saved as; tied, without lm_head.weight."""
-    hidden = facts.hidden_size
-    found = {"model.embed_tokens.weight": (facts.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not facts.tie_word_embeddings:
-        found["lm_head.weight"] = (facts.vocab_size, hidden)
-    layer = dict(_layer_shapes(facts))
-    for number in range(facts.num_layers):
-        found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
-        if facts.qkv_bias:
-            found |= {f"model.layers.{number}.{name}.bias": layer[name][:1] for name in _QKV}
-    return found
-
-
-_QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
-
-
-def _layer_shapes(facts: ModelFacts) -> Iterator[tuple[str, Shape]]:
-    hidden, d = facts.hidden_size, facts.head_dim
-    queries, keys = facts.num_attention_heads * d, facts.num_key_value_heads * d
-    yield from zip(_QKV, ((queries, hidden), (keys, hidden), (keys, hidden)), strict=True)
-    yield "self_attn.o_proj", (hidden, queries)
-    if facts.qk_norm:
-        yield from (("self_attn.q_norm", (d,)), ("self_attn.k_norm", (d,)))
-    yield from (("input_layernorm", (hidden,)), ("post_attention_layernorm", (hidden,)))
-    if not facts.num_experts:
-        yield from _mlp_shapes("mlp", hidden, facts.intermediate_size)
-        return
-    yield "mlp.gate", (facts.num_experts, hidden)
-    for expert in range(facts.num_experts):
-        yield from _mlp_shapes(f"mlp.experts.{expert}", hidden, facts.moe_intermediate_size)
-
-
-def _mlp_shapes(prefix: str, hidden: int, width: int) -> Iterator[tuple[str, Shape]]:
-    yield from ((f"{prefix}.{name}_proj", (width, hidden)) for name in ("gate", "up"))
-    yield f"{prefix}.down_proj", (hidden, width)
-
-
-def stored_tensors(directory: Path, facts: ModelFacts | None) -> tuple[dict[str, Stored], list[Problem]]:
+def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, Stored], list[Problem]]:
     """Every tensor of a model directory by name, and everything that is wrong with the files.
 
-    Files that are missing, cut short or no safetensors; with `facts`, also tensors that are missing, surplus or of
-    another shape. A tied model may have an lm_head.weight (of the embedding's shape).
+    Files that are missing, cut short or no safetensors; with `spec`, also tensors that are missing, surplus or of
+    another shape. A tied model may have an output layer (of the embedding's shape).
     """
     try:
         listed = _index(directory)
@@ -97,8 +58,8 @@ def stored_tensors(directory: Path, facts: ModelFacts | None) -> tuple[dict[str,
         lacking = [name for name, file in listed.items() if name not in found or found[name].file != file]
         problems += _list(directory, "named in the index, but not in its file: ", lacking)
         found = {name: stored for name, stored in found.items() if name in listed}
-    if facts is not None and not problems:
-        problems += _misfits(directory, found, facts)
+    if spec is not None and not problems:
+        problems += _wrong_tensors(directory, found, spec)
     return found, problems
 
 
@@ -155,11 +116,12 @@ def _header(file: Path) -> dict[str, Shape]:
     return shapes
 
 
-def _misfits(directory: Path, found: Mapping[str, Stored], facts: ModelFacts) -> Iterator[Problem]:
-    expected = tensor_shapes(facts)
+def _wrong_tensors(directory: Path, found: Mapping[str, Stored], spec: ModelSpec) -> Iterator[Problem]:
+    family = spec.family
+    expected = family.tensors(spec)
     yield from _list(directory, "missing: ", expected.keys() - found.keys())
-    if facts.tie_word_embeddings and "lm_head.weight" in found:
-        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    if spec.tie_word_embeddings and family.head in found:
+        expected[family.head] = expected[family.embedding]
     yield from _list(directory, "not used by this architecture: ", found.keys() - expected.keys())
     other = {name: stored.shape for name, stored in found.items() if expected.get(name, stored.shape) != stored.shape}
     lines = [f"{name} is {other[name]}, but config.json makes it {expected[name]}" for name in other]

@@ -62,8 +62,10 @@ class Trajectory:
     finish_reason: FinishReason | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     final_text: str = ""
-    """Decoded text of the final model turn without its stop token: the only text a scorer may see."""
+    """Decoded text of the final model turn without its stop token."""
     reward: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """The parts of the reward by name, where the reward function gives any."""
 
     def append_model(
         self, token_ids: Sequence[int], rollout_log_probs: Sequence[float], weight_version: Sequence[int], turn: int

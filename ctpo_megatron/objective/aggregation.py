@@ -66,11 +66,12 @@ def token_scale(
 ) -> Tensor:
     """Factor of each token's loss, float64 `[N]`, so that loss = sum_t scale_t l_t. With N sequences in the step:
 
-        sequence_mean   1 / (N |l_i|)      mean over sequences of the mean over a sequence's loss tokens
-        token_mean      1 / sum_i |l_i|    mean over the loss tokens of the step
-        sequence_sum    1 / (N L)          mean over sequences of the sum over tokens, over a constant L
+        seq-mean-token-mean   1 / (N |l_i|)      mean over sequences of the mean over a sequence's loss tokens
+        token-mean            1 / sum_i |l_i|    mean over the loss tokens of the step
+        seq-mean-token-sum    1 / (N L)          mean over sequences of the sum over tokens, over L
 
-    N counts every sequence, or only those with a loss token (`count_masked_sequences`). `denominators` None takes the
+    L is `loss_scale_factor`. N counts every sequence, or only those with a loss token (`count_masked_sequences`).
+    `denominators` None takes the
     batch at hand for the whole step. An empty denominator is taken as 1: the loss is then 0.
     """
     if denominators is None:
@@ -79,10 +80,10 @@ def token_scale(
         sequences, trained, tokens = (max(count, 1) for count in denominators.as_list())
     # Made on the device: moving a host tensor there would wait for the queue.
     one = torch.ones((), dtype=torch.float64, device=loss_mask.device)
-    if objective.aggregation == "token_mean":
+    if objective.loss_agg_mode == "token-mean":
         return (one / tokens).expand(loss_mask.shape)
     n = sequences if objective.count_masked_sequences else trained
-    if objective.aggregation == "sequence_sum":
-        return (one / (n * objective.token_normalizer)).expand(loss_mask.shape)
+    if objective.loss_agg_mode == "seq-mean-token-sum":
+        return (one / (n * objective.loss_scale_factor)).expand(loss_mask.shape)
     lengths = layout.total(loss_mask.to(torch.int64)).clamp(min=1)
     return layout.to_tokens(one / (n * lengths))

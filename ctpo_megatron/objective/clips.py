@@ -39,28 +39,28 @@ def capped(x: Tensor, upper: float) -> Tensor:
 def window(position: Tensor, dtype: torch.dtype, objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor | None]:
     """The low, high and dual bound at each position (int64 `[N]`, from 1); dual is None where it is off.
 
-    They bound log r for clip "log_power" and r for clip "ratio".
+    They bound log r for clip_mode "log_power" and r for clip_mode "ratio".
     """
-    if objective.clip == "log_power":
+    if objective.clip_mode == "log_power":
         scale = position.clamp(min=1).to(dtype) ** objective.clip_power
-        dual = None if objective.clip_dual is None else objective.clip_dual * scale
+        dual = None if objective.clip_c is None else objective.clip_c * scale
         return -objective.clip_low * scale, objective.clip_high * scale, dual
     one = torch.ones_like(position, dtype=dtype)
-    dual = None if objective.clip_dual is None else objective.clip_dual * one
+    dual = None if objective.clip_c is None else objective.clip_c * one
     return (1 - objective.clip_low) * one, (1 + objective.clip_high) * one, dual
 
 
 def surrogate(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective: PolicyObjective) -> Surrogate:
     """Clipped policy-gradient loss per token. All inputs `[N]`, and finite wherever the caller will not use the result.
 
-    With log r_t cut at 10 (zero gradient beyond) and s_t = t^power, clip "log_power" is
+    With log r_t cut at 10 (zero gradient beyond) and s_t = t^power, clip_mode "log_power" is
 
         l1 = -A r_t
         l2 = -A exp(clamp(log r_t, -low s_t, high s_t))
         l  = max(l1, l2);   if A < 0 and dual is set:  l = min(l, -A exp(dual s_t))
 
-    and clip "ratio" the same with r_t bounded by [1 - low, 1 + high] and by dual. The max and min leave exactly one
-    interval per sign of A, which is what the code writes:
+    and clip_mode "ratio" the same with r_t bounded by [1 - low, 1 + high] and by dual. The max and min leave exactly
+    one interval per sign of A, which is what the code writes:
 
         A >= 0:  l = -A min(r, upper bound)
         A <  0:  l = -A min(max(r, lower bound), dual bound)
@@ -69,7 +69,7 @@ def surrogate(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective
     A ratio equal to a bound counts as inside it.
     """
     log_ratio = capped(log_ratio, LOG_RATIO_CAP)
-    x = log_ratio if objective.clip == "log_power" else log_ratio.exp()
+    x = log_ratio if objective.clip_mode == "log_power" else log_ratio.exp()
     low, high, dual = window(position, x.dtype, objective)
     is_high = (advantages > 0) & (x > high)
     is_low = (advantages < 0) & (x < low)
@@ -78,5 +78,5 @@ def surrogate(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective
     bounded = torch.where(is_high, high, torch.where(is_low, low, x))
     if dual is not None:
         bounded = torch.where(is_dual, dual, bounded)
-    clipped_ratio = bounded.exp() if objective.clip == "log_power" else bounded
+    clipped_ratio = bounded.exp() if objective.clip_mode == "log_power" else bounded
     return Surrogate(-advantages * clipped_ratio, log_ratio.detach().exp(), is_high, is_low, is_dual)

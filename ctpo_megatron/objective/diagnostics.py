@@ -39,9 +39,9 @@ def token_diagnostics(
     model = layout.mask(response_mask, "response_mask")
     current = torch.where(model, layout.values(log_probs, "log_probs", torch.float32), 0.0)
     anchor = layout.values(old_log_probs, "old_log_probs", torch.float32)
-    ratios = token_ratios(objective.ratio, current, anchor, model, layout)
+    ratios = token_ratios(objective.ratio_mode, current, anchor, model, layout)
     low, high, _ = window(ratios.position, current.dtype, objective)
-    if objective.clip == "ratio":
+    if objective.clip_mode == "ratio":
         low, high = low.clamp(min=0).log(), high.log()
     fields = (torch.where(model, value, 0.0).reshape(layout.shape) for value in (ratios.log_ratio, low, high))
     return TokenDiagnostics(*fields)

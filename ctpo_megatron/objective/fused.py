@@ -14,19 +14,6 @@ from ctpo_megatron.objective.aggregation import Denominators, counts
 from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.stats import LossStats
 
-RATIO_MODES = {
-    "cumulative": "cumprod",
-    "geomean": "geomean",
-    "token": "token",
-    "sequence": "sequence",
-    "sequence_geomean": "sequence-geomean",
-}
-AGG_MODES = {
-    "sequence_mean": "seq-mean-token-mean",
-    "token_mean": "token-mean",
-    "sequence_sum": "seq-mean-token-sum",
-}
-
 
 @dataclass(frozen=True)
 class LinearPolicyLoss:
@@ -141,12 +128,12 @@ def _keywords(
     return {
         "clip_low": objective.clip_low,
         "clip_high": objective.clip_high,
-        "clip_c": objective.clip_dual,
+        "clip_c": objective.clip_c,
         "clip_power": objective.clip_power,
-        "clip_mode": objective.clip,
-        "ratio_mode": RATIO_MODES[objective.ratio],
-        "loss_agg_mode": AGG_MODES[objective.aggregation],
-        "loss_scale_factor": objective.token_normalizer,
+        "clip_mode": objective.clip_mode,
+        "ratio_mode": objective.ratio_mode,
+        "loss_agg_mode": objective.loss_agg_mode,
+        "loss_scale_factor": objective.loss_scale_factor,
         "batch_num_tokens": tokens,
         "global_batch_size": sequences if objective.count_masked_sequences else trained,
     }

@@ -90,7 +90,7 @@ def policy_loss(
     flat_old_log_probs = layout.values(old_log_probs, "old_log_probs", dtype)
     advantage = torch.where(trained, layout.values(advantages.detach(), "advantages", dtype, per_sequence=True), 0.0)
 
-    ratios = token_ratios(objective.ratio, flat_log_probs, flat_old_log_probs, model, layout)
+    ratios = token_ratios(objective.ratio_mode, flat_log_probs, flat_old_log_probs, model, layout)
     token = surrogate(torch.where(trained, ratios.log_ratio, 0.0), ratios.position, advantage, objective)
     per_token = token.loss
     if weights is not None:

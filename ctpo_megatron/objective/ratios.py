@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ctpo_megatron.config import RatioKind
+from ctpo_kernels.names import RatioMode
 from ctpo_megatron.objective.sequences import SequenceBounds
 
 TOKEN_LOG_RATIO_LIMIT = 20.0
@@ -76,15 +76,15 @@ def sequence_sum(d: Tensor, layout: SequenceBounds) -> Tensor:
 
 
 def token_ratios(
-    kind: RatioKind, log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, layout: SequenceBounds
+    mode: RatioMode, log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, layout: SequenceBounds
 ) -> TokenRatios:
-    """The log-ratio of every token: log r_t = sg[x_t] + log p_t - sg[log p_t], with x_t by `kind` (sg = stop-gradient)
+    """The log-ratio of every token: log r_t = sg[x_t] + log p_t - sg[log p_t], with x_t by `mode` (sg = stop-gradient)
 
-        cumulative         S_t            prefix product of token ratios (CTPO)
+        cumprod            S_t            prefix product of token ratios (CTPO)
         geomean            S_t / t        its geometric mean
         token              d_t            PPO, GRPO, DAPO
         sequence           S_T            product over the whole sequence
-        sequence_geomean   S_T / T        its geometric mean (GSPO, in the token form of its authors)
+        sequence-geomean   S_T / T        its geometric mean (GSPO, in the token form of its authors)
 
     where T counts the model tokens of the sequence. All inputs are `[N]`; `log_probs` must be finite at masked tokens
     (the caller has put 0 there), other masked values never enter.
@@ -92,8 +92,8 @@ def token_ratios(
     d = token_log_ratio(log_probs, old_log_probs, response_mask)
     counts = response_mask.to(torch.int64)
     position = layout.cumulative_sum(counts)
-    match kind:
-        case "cumulative":
+    match mode:
+        case "cumprod":
             x = prefix_sum(d, layout)
         case "geomean":
             x = prefix_sum(d, layout) / position.clamp(min=1)
@@ -101,9 +101,9 @@ def token_ratios(
             x = d
         case "sequence":
             x = sequence_sum(d, layout)
-        case "sequence_geomean":
+        case "sequence-geomean":
             x = sequence_sum(d, layout) / layout.to_tokens(layout.total(counts)).clamp(min=1)
         case _:
-            raise ValueError(f"unknown ratio {kind!r}")
+            raise ValueError(f"unknown ratio_mode {mode!r}")
     # log_probs - sg[log_probs] is exactly 0 in value and 1 in gradient: no other token's log-probability is reached.
     return TokenRatios(log_ratio=x.to(log_probs.dtype) + (log_probs - log_probs.detach()), d=d, position=position)

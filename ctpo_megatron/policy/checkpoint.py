@@ -31,10 +31,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
 
 from ctpo_megatron.config.schema import CheckpointConfig
+from ctpo_megatron.models import padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy import random_state
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
-from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
+from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.signals import children_spared_sigterm
 
@@ -172,7 +173,7 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     """
     marker = verify(checkpoint, layout)
     wanted = _shards(state, is_loading=True)
-    _check_fit(checkpoint, wanted, state.model.facts.vocab_size)
+    _check_fit(checkpoint, wanted, state.model.spec.vocab_size)
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:
@@ -196,7 +197,7 @@ def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[st
     """Restore only the weights of a complete checkpoint of any layout; returns the driver's state. Checks as `load`."""
     marker = verify(checkpoint, layout)
     wanted = {"model": model.sharded_state(_metadata())}
-    _check_fit(checkpoint, wanted, model.facts.vocab_size, whole=False)
+    _check_fit(checkpoint, wanted, model.spec.vocab_size, whole=False)
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:
@@ -269,7 +270,7 @@ def _padded_differently(
 ) -> bool:
     if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor) and ours.allow_shape_mismatch):
         return False
-    rows = {padded_vocab_size(vocab_size, tensor_parallel) for tensor_parallel in range(1, 1 + _MOST_TENSOR_PARALLEL)}
+    rows = {padded_vocabulary(vocab_size, tensor_parallel) for tensor_parallel in range(1, 1 + _MOST_TENSOR_PARALLEL)}
     return (
         saved.dtype == ours.dtype and saved.global_shape[1:] == ours.global_shape[1:] and saved.global_shape[0] in rows
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ctpo_megatron.config import ModelFacts, PolicyConfig
+from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import TokenSequence
+from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.policy import device
 
 BACKWARD = 2
@@ -32,7 +33,7 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 
-def forward_flops(facts: ModelFacts, tokens: int, predicted: int) -> float:
+def forward_flops(spec: ModelSpec, tokens: int, predicted: int) -> float:
     """FLOPs of the matrix products of one forward pass over a sequence; the backward pass needs `BACKWARD` times that.
 
     tokens: length of the sequence. predicted: rows that the output layer is needed for, one per model token. Model
@@ -46,20 +47,13 @@ def forward_flops(facts: ModelFacts, tokens: int, predicted: int) -> float:
 
     In a mixture of experts 6 H I becomes 6 H I_e k + 2 H E: k active experts of width I_e, and the router over E.
     """
-    hidden, width = facts.hidden_size, facts.num_attention_heads * facts.head_dim
-    attention = 2 * hidden * (width + 2 * facts.num_key_value_heads * facts.head_dim) + 2 * width * hidden
-    if facts.num_experts:
-        active = facts.num_experts_per_token * facts.moe_intermediate_size
-        mlp = 6 * hidden * active + 2 * hidden * facts.num_experts
-    else:
-        mlp = 6 * hidden * facts.intermediate_size
-    pairs = 2 * tokens * (tokens + 1) * width
-    return float(facts.num_layers * (tokens * (attention + mlp) + pairs) + predicted * 2 * hidden * facts.vocab_size)
+    layers = spec.num_layers * spec.family.layer_flops(spec, tokens)
+    return float(layers + predicted * 2 * spec.hidden_size * spec.vocab_size)
 
 
-def sequence_flops(facts: ModelFacts, sequences: Iterable[TokenSequence]) -> list[float]:
+def sequence_flops(spec: ModelSpec, sequences: Iterable[TokenSequence]) -> list[float]:
     """`forward_flops` of each sequence: the estimate of its cost that ranks are balanced by."""
-    return [forward_flops(facts, s.length, s.sampled_tokens) for s in sequences]
+    return [forward_flops(spec, s.length, s.sampled_tokens) for s in sequences]
 
 
 def peak_flops(policy: PolicyConfig) -> float | None:

@@ -1,4 +1,4 @@
-"""Hugging Face weights in and out of the Megatron model: one table of names, split and merged per tensor."""
+"""Hugging Face weights in and out of the Megatron model, tensor by tensor, as the model's family maps them."""
 
 from __future__ import annotations
 
@@ -6,172 +6,80 @@ import json
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 
-from ctpo_megatron.config import ConfigError, ModelFacts, Problem, Stored, is_replaceable, stored_tensors
+from ctpo_megatron.config import ConfigError, Problem, Stored, is_replaceable, stored_tensors
+from ctpo_megatron.models import ModelFamily, ModelSpec, ParamMapping, shard_vocabulary
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.model import BuiltModel, padded_vocab_size
+from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.weights.tensor_file import TensorFile
 
-Tensors = list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one Megatron parameter corresponds to one or more Hugging Face tensors.
-
-    split: full HF tensors -> one shard per tensor-parallel rank; parts: one shard -> its part of each HF tensor.
-    dim: along which the parts of all ranks, in their order, make the HF tensors; None: every rank has the whole.
-    expert: None, or which of this rank's experts the parameter belongs to; `hf` then has a place for `{expert}`.
-    padded: the joined tensor has rows behind those of the vocabulary.
-    """
-
-    hf: tuple[str, ...]
-    split: Callable[[Tensors, ModelFacts, int], Tensors]
-    parts: Callable[[torch.Tensor, ModelFacts], Tensors]
-    dim: int | None
-    expert: int | None = None
-    padded: bool = False
-
-    def names(self, experts_each: int, ep_rank: int) -> tuple[str, ...]:
-        """Names on an expert-parallel rank that holds `experts_each` experts of a layer."""
-        if self.expert is None:
-            return self.hf
-        return tuple(name.format(expert=ep_rank * experts_each + self.expert) for name in self.hf)
-
-
-def _replicated(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
-    return tensors * tp
-
-
-def _rows(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
-    return list(tensors[0].chunk(tp, dim=1))
-
-
-def _split_vocab(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
-    (weight,) = tensors
-    rows = padded_vocab_size(weight.shape[0], tp)
-    return list(F.pad(weight, (0, 0, 0, rows - weight.shape[0])).chunk(tp, dim=0))
-
-
-def _split_qkv(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
-    """q, k, v -> per key-value group: its query heads, its key head, its value head (Megatron's interleaving)."""
-    groups, d = facts.num_key_value_heads, facts.head_dim
-    packed = torch.cat([t.reshape(groups, -1, d, *t.shape[1:]) for t in tensors], dim=1)
-    return list(packed.flatten(0, 2).chunk(tp, dim=0))
-
-
-def _q_k_v(shard: torch.Tensor, facts: ModelFacts) -> Tensors:
-    d, queries = facts.head_dim, facts.num_attention_heads // facts.num_key_value_heads
-    by_group = shard.reshape(-1, queries + 2, d, *shard.shape[1:])
-    return [part.flatten(0, 2) for part in by_group.split([queries, 1, 1], dim=1)]
-
-
-def _split_gate_up(tensors: Tensors, facts: ModelFacts, tp: int) -> Tensors:
-    gate, up = (t.chunk(tp, dim=0) for t in tensors)
-    return [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-
-
-def _halves(shard: torch.Tensor, facts: ModelFacts) -> Tensors:
-    return list(shard.chunk(2, dim=0))
-
-
-def _whole(shard: torch.Tensor, facts: ModelFacts) -> Tensors:
-    return [shard]
-
-
-def _norm(*hf: str) -> Rule:
-    return Rule(hf, _replicated, _whole, None)
-
-
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS = 1024
 """Of a vocabulary, compared at once."""
 _CONFIG = "config.json"
-_TEMPLATES = "additional_chat_templates"  # transformers' only folder within a model directory
-_QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
-_TOP = {
-    "embedding.word_embeddings.weight": Rule((_EMBEDDING,), _split_vocab, _whole, 0, padded=True),
-    "decoder.final_layernorm.weight": _norm("model.norm.weight"),
-    "output_layer.weight": Rule((_HEAD,), _split_vocab, _whole, 0, padded=True),
-}
-_LAYER = {
-    "input_layernorm.weight": _norm("input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": _norm("input_layernorm.weight"),  # the TE spec fuses the norm
-    "self_attention.linear_qkv.weight": Rule(tuple(f"{n}.weight" for n in _QKV), _split_qkv, _q_k_v, 0),
-    "self_attention.linear_qkv.bias": Rule(tuple(f"{n}.bias" for n in _QKV), _split_qkv, _q_k_v, 0),
-    "self_attention.q_layernorm.weight": _norm("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": _norm("self_attn.k_norm.weight"),
-    "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), _rows, _whole, 1),
-    "pre_mlp_layernorm.weight": _norm("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": _norm("post_attention_layernorm.weight"),
-    "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), _split_gate_up, _halves, 0),
-    "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), _rows, _whole, 1),
-    "mlp.router.weight": Rule(("mlp.gate.weight",), _replicated, _whole, None),
-}
-_EXPERT = {
-    "linear_fc1": Rule(
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"), _split_gate_up, _halves, 0
-    ),
-    "linear_fc2": Rule(("mlp.experts.{expert}.down_proj.weight",), _rows, _whole, 1),
-}
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT_NAMES = (
-    re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<matrix>linear_fc[12])\.weight"),  # local spec
-    re.compile(r"mlp\.experts\.(?P<matrix>linear_fc[12])\.weight(?P<expert>\d+)"),  # TE's grouped matrices
-)
-
-
-def rule_for(name: str, layer_number: Callable[[int], int]) -> Rule:
-    """The rule of a parameter of a GPTModel, with full HF names. Raises KeyError naming an unknown one.
-
-    layer_number: index of a layer in this model chunk -> its number in the whole model, from 0.
-    """
-    match = _LAYER_NAME.fullmatch(name)
-    rule = _layer_rule(match[2]) if match else _TOP.get(name)
-    if rule is None:
-        raise KeyError(f"no Hugging Face counterpart is known for the Megatron parameter {name!r}")
-    if match is None:
-        return rule
-    prefix = f"model.layers.{layer_number(int(match[1]))}."
-    return replace(rule, hf=tuple(prefix + hf for hf in rule.hf))
-
-
-def _layer_rule(name: str) -> Rule | None:
-    for pattern in _EXPERT_NAMES:
-        if match := pattern.fullmatch(name):
-            return replace(_EXPERT[match["matrix"]], expert=int(match["expert"]))
-    return _LAYER.get(name)
+_TEMPLATES = "additional_chat_templates"  # transformers' only folder within a model directory
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of this rank, its name in Megatron, and its rule."""
+    """One parameter of this rank, how it is mapped, and its place in the model.
 
-    name: str
+    prefix: what its Hugging Face names begin with. expert: which of this rank's experts it belongs to.
+    """
+
     parameter: torch.nn.Parameter
-    rule: Rule
+    mapping: ParamMapping
+    prefix: str = ""
+    expert: int = 0
+
+    def names(self, experts_each: int, ep_rank: int) -> list[str]:
+        """Hugging Face names on an expert-parallel rank that holds `experts_each` experts of a layer."""
+        expert = ep_rank * experts_each + self.expert
+        return [self.prefix + name.format(expert=expert) for name in self.mapping.hf]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that the parameter is cut over."""
+        if self.mapping.per_expert:
+            return mpu.get_expert_tensor_parallel_group()
+        return mpu.get_tensor_model_parallel_group()
 
 
-def _entries(model: BuiltModel) -> list[Entry]:
-    entries = []
+def _entries(model: BuiltModel) -> Iterator[Entry]:
+    """All parameters of this rank. Raises KeyError naming one that the family maps to no Hugging Face tensor."""
+    spec, family = model.spec, model.spec.family
+    ends, in_layer = _by_name(family.ends(spec), spec), _by_name(family.layer(spec), spec)
     for chunk in model.gpt:
-        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         for name, parameter in chunk.named_parameters():
-            if name == "output_layer.weight" and model.facts.tie_word_embeddings:
+            if name == "output_layer.weight" and spec.tie_word_embeddings:
                 continue  # later pipeline stages hold a copy of the embedding under this name
-            entries.append(Entry(name, parameter, rule_for(name, numbers.__getitem__)))
-    return entries
+            match = _LAYER_NAME.fullmatch(name)
+            found = in_layer.get(match[2]) if match else ends.get(name)
+            if found is None:
+                raise KeyError(f"no Hugging Face counterpart is known for the Megatron parameter {name!r}")
+            layer = chunk.decoder.layers[int(match[1])].layer_number - 1 if match else None
+            prefix = "" if layer is None else family.layer_prefix.format(layer=layer)
+            yield Entry(parameter, found[0], prefix, found[1])
+
+
+def _by_name(mappings: Iterable[ParamMapping], spec: ModelSpec) -> dict[str, tuple[ParamMapping, int]]:
+    """Megatron's name -> mapping, and number of the expert on its rank."""
+    return {
+        name.format(expert=expert): (mapping, expert)
+        for mapping in mappings
+        for expert in range(spec.num_experts if mapping.per_expert else 1)
+        for name in mapping.megatron
+    }
 
 
 class WeightFiles:
@@ -197,36 +105,30 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
     Raises ConfigError, before anything is copied, listing every tensor that is missing, unused, or of another shape
     than config.json makes it, and every file that is not whole; or when the two ends of a tied model differ.
     """
-    stored, problems = stored_tensors(directory, model.facts)
+    spec, family = model.spec, model.spec.family
+    stored, problems = stored_tensors(directory, spec)
     if problems:
         raise ConfigError(problems)
     files = WeightFiles(stored)
-    if model.facts.tie_word_embeddings and _HEAD in stored:
-        layout.on_rank_zero(lambda: _check_tied(files, stored[_HEAD].shape[0], directory))
-    experts_each = model.facts.num_experts // layout.ep_size
+    if spec.tie_word_embeddings and family.head in stored:
+        layout.on_rank_zero(lambda: _check_tied(files, stored[family.head].shape[0], family, directory))
+    experts_each = spec.num_experts // layout.ep_size
     for entry in _entries(model):
-        tensors = [files.read(name) for name in entry.rule.names(experts_each, layout.ep_rank)]
-        group = _tensor_group(entry.rule)
-        entry.parameter.copy_(entry.rule.split(tensors, model.facts, group.size())[group.rank()])
-    if model.facts.tie_word_embeddings and layout.pp_size > 1 and layout.is_last_stage:
-        shard = _split_vocab([files.read(_EMBEDDING)], model.facts, layout.tp_size)[layout.tp_rank]
+        tensors = [files.read(name) for name in entry.names(experts_each, layout.ep_rank)]
+        shards = entry.mapping.shard(tensors, spec, entry.group.size())
+        entry.parameter.copy_(shards[entry.group.rank()])
+    if spec.tie_word_embeddings and layout.pp_size > 1 and layout.is_last_stage:
+        shard = shard_vocabulary([files.read(family.embedding)], spec, layout.tp_size)[layout.tp_rank]
         model.gpt[-1].output_layer.weight.copy_(shard)
 
 
-def _check_tied(files: WeightFiles, rows: int, directory: Path) -> None:
+def _check_tied(files: WeightFiles, rows: int, family: ModelFamily, directory: Path) -> None:
     for start in range(0, rows, _ROWS):
         piece = slice(start, start + _ROWS)
-        if not (files.read(_HEAD, piece) == files.read(_EMBEDDING, piece)).all():
-            message = f"config.json ties the embeddings, but {_HEAD} differs from {_EMBEDDING}"
+        if not (files.read(family.head, piece) == files.read(family.embedding, piece)).all():
+            message = f"config.json ties the embeddings, but {family.head} differs from {family.embedding}"
             fix = "set tie_word_embeddings: false there, or remove the tensor that is wrong"
             raise ConfigError([Problem("model.path", message, fix, str(directory))])
-
-
-def _tensor_group(rule: Rule) -> dist.ProcessGroup:
-    """The ranks that a parameter is cut over."""
-    if rule.expert is None:
-        return mpu.get_tensor_model_parallel_group()
-    return mpu.get_expert_tensor_parallel_group()
 
 
 def export(
@@ -252,22 +154,22 @@ def _stage_tensors(
     model: BuiltModel, layout: Layout, value: Callable[[torch.nn.Parameter], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for entry in _entries(model):
-        yield from _full(entry.rule, value(entry.parameter), model.facts, layout)
+        yield from _full(entry, value(entry.parameter), model.spec, layout)
 
 
-def _full(rule: Rule, value: torch.Tensor, facts: ModelFacts, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+def _full(entry: Entry, value: torch.Tensor, spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
     """The HF tensors that a parameter of this pipeline stage, and its counterparts on other ranks, are parts of."""
-    experts_each = facts.num_experts // layout.ep_size
-    for number, part in enumerate(rule.parts(value, facts)):
-        names = [rule.names(experts_each, ep_rank)[number] for ep_rank in range(layout.ep_size)]
-        tensor = _join(part, rule.dim, _tensor_group(rule))
-        if rule.padded:
-            tensor = tensor[: facts.vocab_size]
-        if rule.expert is None or layout.ep_size == 1:
-            yield names[0], tensor
+    mapping, experts_each = entry.mapping, spec.num_experts // layout.ep_size
+    names = [entry.names(experts_each, ep_rank) for ep_rank in range(layout.ep_size)]
+    for number, part in enumerate(mapping.unshard(value, spec)):
+        tensor = _join(part, mapping.dim, entry.group)
+        if mapping.padded:
+            tensor = tensor[: spec.vocab_size]
+        if not mapping.per_expert or layout.ep_size == 1:
+            yield names[0][number], tensor
         else:
             gathered = _join(tensor[None], 0, mpu.get_expert_model_parallel_group())
-            yield from zip(names, gathered, strict=True)
+            yield from zip([of_rank[number] for of_rank in names], gathered, strict=True)
             del gathered
         del tensor
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ctpo_megatron.config import ModelFacts, PolicyConfig, sequence_multiple
+from ctpo_megatron.config import PolicyConfig, sequence_multiple
 from ctpo_megatron.data import PackedBatch, PackingRules, TokenSequence, micro_batch_count, pack, split_evenly
+from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Denominators
 from ctpo_megatron.policy.exchange import share_tokens
 from ctpo_megatron.policy.flops import sequence_flops
@@ -31,7 +32,7 @@ def make_mini_batches(
     size: int,
     config: PolicyConfig,
     layout: Layout,
-    facts: ModelFacts,
+    spec: ModelSpec,
     padded_attention: bool,
     from_rank_zero: bool = False,
 ) -> list[MiniBatch]:
@@ -50,7 +51,7 @@ def make_mini_batches(
         chunk = sequences[start : start + size]
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} trajectories cannot feed {layout.dp_size} replicas")
-        flops = sequence_flops(facts, chunk)
+        flops = sequence_flops(spec, chunk)
         shares = split_evenly(chunk, layout.dp_size, flops)
         indices = shares[layout.dp_rank]
         own = share_tokens(chunk, shares, layout) if from_rank_zero else [chunk[i] for i in indices]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ctpo_megatron.config import NEED_TE, ModelFacts, PolicyConfig
+from ctpo_megatron.config import NEED_TE, PolicyConfig
+from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.layers import local_block_spec
 
@@ -33,7 +33,7 @@ class BuiltModel:
     wrapped: tuple[DistributedDataParallel, ...]
     gpt: tuple[GPTModel, ...]
     config: TransformerConfig
-    facts: ModelFacts
+    spec: ModelSpec
     streaming: bool
 
     @property
@@ -69,29 +69,21 @@ class BuiltModel:
             chunk.load_state_dict(state[f"chunk{i}"], strict=True)
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Vocabulary rows that megatron holds: the next multiple of 128 per tensor-parallel rank."""
-    multiple = 128 * tensor_parallel
-    return math.ceil(vocab_size / multiple) * multiple
-
-
-def transformer_config(facts: ModelFacts, policy: PolicyConfig) -> TransformerConfig:
-    """TransformerConfig of a Qwen2.5, Qwen3, Qwen3-MoE or Llama model under the given layout."""
+def transformer_config(spec: ModelSpec, policy: PolicyConfig) -> TransformerConfig:
+    """TransformerConfig of a model under the given layout."""
     dtype = DTYPES[policy.dtype]
     use_te = resolve_layer_spec(policy) == "transformer_engine"
     chunks = policy.virtual_pipeline_model_parallel_size
     return TransformerConfig(
-        num_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        ffn_hidden_size=facts.intermediate_size,
-        num_attention_heads=facts.num_attention_heads,
-        num_query_groups=facts.num_key_value_heads,
-        kv_channels=facts.head_dim,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.intermediate_size,
+        num_attention_heads=spec.num_attention_heads,
+        num_query_groups=spec.num_key_value_heads,
+        kv_channels=spec.head_dim,
         normalization="RMSNorm",
-        layernorm_epsilon=facts.rms_norm_eps,
-        qk_layernorm=facts.qk_norm,
+        layernorm_epsilon=spec.rms_norm_eps,
         add_bias_linear=False,
-        add_qkv_bias=facts.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
@@ -111,7 +103,8 @@ def transformer_config(facts: ModelFacts, policy: PolicyConfig) -> TransformerCo
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, in dense models too
         overlap_p2p_comm=chunks is not None,  # without it interleaved stages mix up their messages
         **_recompute(policy, use_te=use_te),
-        **(_experts(facts, use_te) if facts.num_experts else {}),
+        **spec.family.transformer_options(spec),
+        **(_routing(use_te) if spec.num_experts else {}),
         **device.transformer_flags(),
     )
 
@@ -130,14 +123,9 @@ def _recompute(policy: PolicyConfig, *, use_te: bool) -> dict[str, Any]:
     return {}
 
 
-def _experts(facts: ModelFacts, use_te: bool) -> dict[str, Any]:
-    """Mixture of experts in every layer, as Qwen3-MoE routes."""
+def _routing(use_te: bool) -> dict[str, Any]:
+    """How a mixture of experts is trained, of whatever family."""
     return {
-        "num_moe_experts": facts.num_experts,
-        "moe_router_topk": facts.num_experts_per_token,
-        "moe_ffn_hidden_size": facts.moe_intermediate_size,
-        # Softmax over the chosen experts only is softmax over all of them, renormalized.
-        "moe_router_pre_softmax": not facts.norm_topk_prob,
         "moe_router_dtype": "fp32",
         # The policy gradient alone: a balancing loss would move weights that no reward asked for.
         "moe_router_load_balancing_type": "none",
@@ -146,11 +134,11 @@ def _experts(facts: ModelFacts, use_te: bool) -> dict[str, Any]:
     }
 
 
-def build_model(facts: ModelFacts, policy: PolicyConfig, here: torch.device) -> BuiltModel:
+def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> BuiltModel:
     """The randomly initialized model of this rank; weights come from `hf.load`."""
-    config = transformer_config(facts, policy)
+    config = transformer_config(spec, policy)
     chunks = policy.virtual_pipeline_model_parallel_size
-    gpt = [_build_gpt(config, facts, policy, stage).to(here) for stage in (range(chunks) if chunks else (None,))]
+    gpt = [_build_gpt(config, spec, policy, stage).to(here) for stage in (range(chunks) if chunks else (None,))]
     streaming = policy.head == "streaming"
     if streaming and gpt[-1].post_process:
         # The module stays where it is: its weight has names in checkpoints, gradient buffers and conversions.
@@ -170,34 +158,28 @@ def build_model(facts: ModelFacts, policy: PolicyConfig, here: torch.device) -> 
     config.finalize_model_grads_func = _finalize_without_rescaling
     no_sync = [chunk.no_sync for chunk in wrapped]
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return BuiltModel(wrapped, tuple(gpt), config, facts, streaming)
+    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming)
 
 
-def _build_gpt(config: TransformerConfig, facts: ModelFacts, policy: PolicyConfig, stage: int | None) -> GPTModel:
+def _build_gpt(config: TransformerConfig, spec: ModelSpec, policy: PolicyConfig, stage: int | None) -> GPTModel:
     """The model chunk of one virtual pipeline stage (None: the only one)."""
     use_te = resolve_layer_spec(policy) == "transformer_engine"
-    spec = (
+    layers = (
         get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         if use_te
         else local_block_spec(config, stage)
     )
-    scaling = facts.rope_scaling or {}
-    factor = float(scaling.get("factor", 8.0))
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=spec,
-        vocab_size=padded_vocab_size(facts.vocab_size, policy.tensor_model_parallel_size),
-        max_sequence_length=facts.max_position_embeddings,
+        transformer_layer_spec=layers,
+        vocab_size=padded_vocabulary(spec.vocab_size, policy.tensor_model_parallel_size),
+        max_sequence_length=spec.max_position_embeddings,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=facts.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=facts.rope_theta,
-        rope_scaling=scaling.get("rope_type") == "llama3",
-        rope_scaling_factor=factor,
-        seq_len_interpolation_factor=factor if scaling.get("rope_type") == "linear" else None,
+        share_embeddings_and_output_weights=spec.tie_word_embeddings,
         vp_stage=stage,
+        **spec.family.gpt_options(spec),
     )
     for name, parameter in gpt.named_parameters():
         if ".mlp.experts." in name:

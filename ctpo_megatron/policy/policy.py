@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import PackedBatch, TokenSequence, Trajectory, token_sequences
+from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.exchange import share_sizes
@@ -49,17 +50,25 @@ class Policy:
     """A Megatron-Core language model under training; every method is collective over all ranks.
 
     The architecture and the weights come from the Hugging Face directory `model_path`. Log-probs are those of
-    softmax(logits / temperature), the distribution that rollouts are sampled from.
+    softmax(logits / temperature), the distribution that rollouts are sampled from. family: the user's, or None.
     """
 
-    def __init__(self, config: PolicyConfig, layout: Layout, model_path: Path, *, temperature: float) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        layout: Layout,
+        model_path: Path,
+        *,
+        temperature: float,
+        family: ModelFamily | None = None,
+    ) -> None:
         self.config = config
         self.layout = layout
         self.temperature = temperature
         self.source = model_path
-        self.facts = ModelFacts.read(model_path)
+        self.spec = read_spec(model_path, family)
         with device.scope():
-            self._model = build_model(self.facts, config, layout.device)
+            self._model = build_model(self.spec, config, layout.device)
             hf.load(self._model, model_path, layout)
         self._offload = Offload(config, self._model)
         self._optimizer: MegatronOptimizer | None = None
@@ -111,7 +120,7 @@ class Policy:
             from_rank_zero=from_rank_zero,
             config=self.config,
             layout=self.layout,
-            facts=self.facts,
+            spec=self.spec,
             padded_attention=resolve_layer_spec(self.config) == "local",
         )
 
@@ -297,7 +306,7 @@ class Policy:
         }
         shards = {key: value for part in gather_objects(mine) for key, value in part.items()}
         return [
-            torch.cat([shards[number, rank] for rank in range(self.layout.tp_size)], dim=1)[:, : self.facts.vocab_size]
+            torch.cat([shards[number, rank] for rank in range(self.layout.tp_size)], dim=1)[:, : self.spec.vocab_size]
             for number in range(len(sequences))
         ]
 

@@ -75,7 +75,7 @@ def _forward_step(
 
 def _predictions(model: BuiltModel, output: torch.Tensor, targets: Targets, temperature: float) -> Predictions:
     if not model.streaming:
-        return LogitsPredictions(output, targets, temperature, model.facts.vocab_size)
+        return LogitsPredictions(output, targets, temperature, model.spec.vocab_size)
     return StreamingPredictions(
-        output, model.output_weight, targets, temperature, model.facts.vocab_size, model.config.sequence_parallel
+        output, model.output_weight, targets, temperature, model.spec.vocab_size, model.config.sequence_parallel
     )

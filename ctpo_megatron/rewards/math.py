@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
+
+from ctpo_megatron.rewards.protocol import Reward
+
+if TYPE_CHECKING:
+    from ctpo_megatron.data.records import Prompt, Trajectory
 
 _BOX = "\\boxed{"
 
@@ -51,11 +57,23 @@ def _parse(expression: str, *, raise_on_error: bool) -> list[object]:
     )
 
 
-def warm_up() -> None:
-    """Import math-verify and build its grammar, so that the first real answer does not pay for it."""
-    # It warns once that timeouts are off; here that is the design.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    score_math("\\boxed{1}", "1")
+class MathVerify:
+    """The reward function `math_verify`: `score_math` of the final turn. Tool output and earlier turns never count.
+
+    Its metric `no_box` counts final turns without a complete `\\boxed{...}`.
+    """
+
+    text_only = True
+
+    def __init__(self) -> None:
+        """Import math-verify and build its grammar, so that the first real answer does not pay for it."""
+        # It warns once that timeouts are off; here that is the design.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        score_math("\\boxed{1}", "1")
+
+    def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:
+        text = trajectory.final_text
+        return Reward(score_math(text, prompt.answer), metrics={"no_box": last_boxed(text) is None})
 
 
 def _closing_brace(text: str, start: int) -> int | None:

@@ -1,32 +1,37 @@
-"""Scores trajectories in worker processes that are killed when a scorer hangs."""
+"""Scores trajectories in worker processes that are killed when a reward function hangs."""
 
 from __future__ import annotations
 
 import logging
 import math
 import multiprocessing
-import signal
-from collections.abc import Callable, Sequence
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
 from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
-from ctpo_megatron.rewards.math import last_boxed, score_math, warm_up
+from ctpo_megatron.extensions import ExtensionError
+from ctpo_megatron.rewards import worker
+from ctpo_megatron.rewards.protocol import RESERVED, Reward
+from ctpo_megatron.rewards.worker import Failure, Outcome, Pair
 from ctpo_megatron.signals import children_spared_sigterm
 
 if TYPE_CHECKING:
     from ctpo_megatron.config.schema import RewardConfig
-    from ctpo_megatron.data.records import Trajectory
-
-Scorer = Callable[[str, str], float]
-"""(final model turn, ground truth) -> reward. Importable by name, since it runs in other processes."""
+    from ctpo_megatron.data.records import Group, Trajectory
 
 _START_TIMEOUT_S = 120.0
-_SCORERS: dict[str, Scorer] = {"math_verify": score_math}
+# Several trajectories that one worker awaits are given up one by one; the process is killed only if it does not.
+_GRACE_S = 1.0
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_PER_TOKEN = ("token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn")
 
 log = logging.getLogger(__name__)
 
@@ -35,82 +40,134 @@ log = logging.getLogger(__name__)
 class ScoreReport:
     """What happened in one call of `RewardPool.score`, in trajectories.
 
-    scored: a verdict was reached (those without a box included). no_box: had no complete \\boxed{...}.
-    timeouts: the scorer was killed. failures: the scorer raised or its process died twice.
-    scored + timeouts + failures is the number of items; timeouts and failures have reward 0.0.
+    scored: there is a reward. timeouts: the deadline passed. failures: the function raised or its process died twice.
+    scored + timeouts + failures is the number of trajectories; timeouts and failures have reward 0.0.
+    metrics: means and counts of the components and metrics that the functions returned, by name (`Reward`).
     """
 
     scored: int
-    no_box: int
     timeouts: int
     failures: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What one task of a worker scores: one trajectory, or several of one source that are awaited together."""
+
+    route: str | None
+    pairs: tuple[Pair, ...]
 
 
 class RewardPool:
-    """Worker processes for a scorer, each task with a hard deadline. A context manager.
+    """Worker processes for the configured reward functions, with a hard deadline for every trajectory.
 
-    One process scores one trajectory at a time, so a hang or crash costs the guilty trajectory only; its process
-    is replaced. Workers come from a fork server: they share no threads, devices or signal handlers with the caller.
-    A SIGTERM to the whole job passes them by, since the step at hand still needs its rewards.
+    A process calls a function for one trajectory at a time, so a hang or crash costs the guilty trajectory only; its
+    process is replaced. An `async` function is called for up to `concurrency` at once; when its process hangs or dies,
+    each of them is scored again alone. Workers come from a fork server: they share no threads, devices or signal
+    handlers with the caller. A SIGTERM to the whole job passes them by, since the step at hand still needs its rewards.
+    A context manager.
     """
 
-    def __init__(self, config: RewardConfig, scorer: Scorer | None = None) -> None:
-        """Start and warm up `config.workers` processes; `scorer` replaces the one that `config.kind` names.
+    def __init__(self, config: RewardConfig, search_path: Iterable[str] | None = None) -> None:
+        """Start `config.workers` processes and make the reward functions in each; `search_path`: `extensions.path`.
 
-        Raises RuntimeError when the workers do not come up.
+        Raises ExtensionError when a function cannot be imported, RuntimeError when the workers do not come up.
         """
-        self._scorer = scorer or _SCORERS[config.kind]
-        self._timeout_s = config.timeout_s
+        self._config = config
+        named = {None: config.function, **config.by_source}
+        routes = {source: (extension.name, extension.arguments) for source, extension in named.items()}
         context = multiprocessing.get_context("forkserver")
         # Imported once by the fork server, so that replacing a killed worker costs milliseconds.
-        context.set_forkserver_preload(["__main__", "math_verify", __name__])
+        ours = ["math_verify"] if any(name == "math_verify" for name, _ in routes.values()) else []
+        context.set_forkserver_preload(["__main__", *ours, __name__, "ctpo_megatron.data.records"])
         with children_spared_sigterm():
             forkserver.ensure_running()
         CONSTS.term_timeout = 0.0  # how long pebble waits for SIGTERM to act before it kills
-        self._pool = ProcessPool(max_workers=config.workers, initializer=_start_worker, context=context)
+        self._pool = ProcessPool(
+            max_workers=config.workers,
+            initializer=worker.start,
+            initargs=(routes, tuple(search_path or ())),
+            context=context,
+        )
         try:
-            for future in [self._pool.schedule(_ready, timeout=_START_TIMEOUT_S) for _ in range(config.workers)]:
-                future.result()
+            ready = [self._pool.schedule(worker.traits, timeout=_START_TIMEOUT_S) for _ in range(config.workers)]
+            self._traits = [future.result() for future in ready][0]
+        except ExtensionError:
+            self.close()
+            raise
         except Exception as error:
             self.close()
-            raise RuntimeError(f"the {config.workers} reward workers did not start: {error}") from error
+            raise RuntimeError(f"the {config.workers} reward workers did not start: {error!r}") from error
 
-    def score(self, items: Sequence[tuple[Trajectory, str]]) -> ScoreReport:
-        """Set `reward` of every (trajectory, ground truth) and count what happened.
+    def score(self, groups: Sequence[Group]) -> ScoreReport:
+        """Set `reward` and `reward_components` of every trajectory, and count what happened.
 
-        Only `final_text` is scored: tool output and earlier turns never count. Timeouts, exceptions and crashes
-        give 0.0 and are logged with prompt and sample; a crash is tried again once, as something else may have killed
-        the process. Raises ValueError when a scorer returns a number that is not finite, RuntimeError when the
-        workers as a whole are gone.
+        Timeouts, exceptions and crashes give 0.0 and are logged with prompt and sample; a crash is tried again once, as
+        something else may have killed the process. Raises ValueError when a function returns a number that is not
+        finite, or a name that cannot be a metric; RuntimeError when the workers as a whole are gone.
         """
-        futures = [self._schedule(*item) for item in items]
-        timeouts = failures = 0
-        for (trajectory, answer), future in zip(items, futures, strict=True):
-            trajectory.reward = 0.0
-            try:
-                try:
-                    reward = future.result()
-                except ProcessExpired:
-                    reward = self._schedule(trajectory, answer).result()
-                trajectory.reward = _finite(reward, trajectory)
-            except FutureTimeoutError:
-                timeouts += 1
-                log.warning("%s: the scorer was killed after %g s, reward 0", _name(trajectory), self._timeout_s)
-            except _NotFinite as error:
-                raise ValueError(str(error)) from None
-            except BrokenProcessPool as error:
-                raise RuntimeError(
-                    f"{_name(trajectory)}: no verdict, the reward workers are gone ({error}); was something killed?"
-                ) from error
-            except Exception as error:
-                # A scorer may raise anything, and its process may die: neither may end the run or pass unseen.
-                failures += 1
-                log.warning("%s: the scorer failed (%r), reward 0", _name(trajectory), error)
-        no_box = sum(last_boxed(trajectory.final_text) is None for trajectory, _ in items)
-        return ScoreReport(len(items) - timeouts - failures, no_box, timeouts, failures)
+        chunks = list(self._chunks(groups))
+        futures = [self._schedule(chunk) for chunk in chunks]
+        rewards: list[Reward] = []
+        failures: list[Failure] = []
+        for chunk, future in zip(chunks, futures, strict=True):
+            for (trajectory, _), outcome in zip(chunk.pairs, self._outcomes(chunk, future), strict=True):
+                if isinstance(outcome, Failure):
+                    self._fail(trajectory, outcome)
+                    failures.append(outcome)
+                    continue
+                _check(outcome, trajectory)
+                trajectory.reward, trajectory.reward_components = outcome.value, dict(outcome.components)
+                rewards.append(outcome)
+        timeouts = sum(failure.timed_out for failure in failures)
+        return ScoreReport(len(rewards), timeouts, len(failures) - timeouts, _summary(rewards))
 
-    def _schedule(self, trajectory: Trajectory, answer: str) -> ProcessFuture[float]:
-        return self._pool.schedule(self._scorer, args=(trajectory.final_text, answer), timeout=self._timeout_s)
+    def _chunks(self, groups: Sequence[Group]) -> Iterator[_Chunk]:
+        """One trajectory each; of those with an `async` function as many as a worker's fair share, up to the limit."""
+        together: dict[str | None, list[Pair]] = defaultdict(list)
+        for group in groups:
+            source = group.prompt.data_source
+            route = source if source in self._config.by_source else None
+            pairs = [(trajectory, group.prompt) for trajectory in group.trajectories]
+            if self._traits[route].is_async:
+                together[route] += pairs
+            else:
+                yield from (_Chunk(route, (pair,)) for pair in pairs)
+        for route, pairs in together.items():
+            size = min(self._config.concurrency, math.ceil(len(pairs) / self._config.workers))
+            yield from (_Chunk(route, tuple(pairs[i : i + size])) for i in range(0, len(pairs), size))
+
+    def _schedule(self, chunk: _Chunk) -> ProcessFuture[list[Outcome]]:
+        timeout_s = self._config.timeout_s
+        pairs = tuple(map(_text_of, chunk.pairs)) if self._traits[chunk.route].text_only else chunk.pairs
+        grace_s = _GRACE_S if len(pairs) > 1 else 0.0
+        return self._pool.schedule(worker.score, args=(chunk.route, pairs, timeout_s), timeout=timeout_s + grace_s)
+
+    def _outcomes(self, chunk: _Chunk, future: ProcessFuture[list[Outcome]], again: bool = True) -> list[Outcome]:
+        try:
+            return future.result()
+        except (FutureTimeoutError, ProcessExpired) as error:
+            if len(chunk.pairs) > 1:
+                alone = [_Chunk(chunk.route, (pair,)) for pair in chunk.pairs]
+                futures = [self._schedule(one) for one in alone]
+                return [o for one, f in zip(alone, futures, strict=True) for o in self._outcomes(one, f)]
+            if again and isinstance(error, ProcessExpired):
+                return self._outcomes(chunk, self._schedule(chunk), again=False)
+            return [Failure(repr(error), timed_out=isinstance(error, FutureTimeoutError))]
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                f"{_name(chunk.pairs[0][0])}: no verdict, the reward workers are gone ({error}); was something killed?"
+            ) from error
+        except Exception as error:  # what cannot travel between processes: neither may end the run or pass unseen
+            return [Failure(repr(error)) for _ in chunk.pairs]
+
+    def _fail(self, trajectory: Trajectory, failure: Failure) -> None:
+        trajectory.reward, trajectory.reward_components = 0.0, {}
+        if failure.timed_out:
+            log.warning("%s: the scorer was killed after %g s, reward 0", _name(trajectory), self._config.timeout_s)
+        else:
+            log.warning("%s: the scorer failed (%s), reward 0", _name(trajectory), failure.reason)
 
     def close(self) -> None:
         """Stop the workers at once; calling it again does nothing."""
@@ -124,26 +181,39 @@ class RewardPool:
         self.close()
 
 
-class _NotFinite(Exception):
-    """A scorer returned NaN or an infinity: a bug in the scorer that must not reach the advantages."""
+def _text_of(pair: Pair) -> Pair:
+    """Without the per-token lists: of 8000 tokens they take longer to send than math-verify takes for a verdict."""
+    trajectory, prompt = pair
+    return replace(trajectory, **{name: [] for name in _PER_TOKEN}), replace(prompt, token_ids=())
 
 
-def _finite(value: float, trajectory: Trajectory) -> float:
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise _NotFinite(f"{_name(trajectory)}: the scorer returned {reward}")
-    return reward
+def _check(reward: Reward, trajectory: Trajectory) -> None:
+    """A bug in a reward function that must not reach the advantages or the metrics file is a ValueError."""
+    if not math.isfinite(reward.value):
+        raise ValueError(f"{_name(trajectory)}: the scorer returned {reward.value}")
+    names = [*reward.components, *reward.metrics]
+    for name, value in (*reward.components.items(), *reward.metrics.items()):
+        if not math.isfinite(value):
+            raise ValueError(f"{_name(trajectory)}: the scorer returned {name}={value}")
+        if name in RESERVED or names.count(name) > 1 or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{_name(trajectory)}: the scorer returned a component or metric named {name!r}. Names must be unique, "
+                f"of letters, digits, `_`, `.` and `-`, and none of {', '.join(sorted(RESERVED))}"
+            )
+
+
+def _summary(rewards: Sequence[Reward]) -> dict[str, float]:
+    """Mean of every component and metric over the trajectories that have it; of flags the count."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for reward in rewards:
+        for name, value in (*reward.components.items(), *reward.metrics.items()):
+            found[name].append(value)
+    return {name: _count_or_mean(values) for name, values in found.items()}
+
+
+def _count_or_mean(values: Sequence[float]) -> float:
+    return float(sum(values)) if all(isinstance(value, bool) for value in values) else statistics.fmean(values)
 
 
 def _name(trajectory: Trajectory) -> str:
     return f"prompt {trajectory.prompt_id} sample {trajectory.sample_index}"
-
-
-def _start_worker() -> None:
-    # Also where the fork server was there before and did not hand down that the signal is blocked.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    warm_up()
-
-
-def _ready() -> None:
-    """The task that shows a worker is up."""

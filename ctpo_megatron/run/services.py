@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import TOOL_SCHEMA, Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.tracking import read_trajectories, reward_metrics, trajectory_files, trajectory_of
-from ctpo_sandbox import start_server
+from ctpo_sandbox import Limits, start_server
 
 
 @dataclass(frozen=True)
@@ -35,24 +36,22 @@ def start_services(
 
     cancelled: whether the run is asked to end; looked at while groups are sampled. Raises DataError for bad prompts.
     """
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    reading = {
-        "max_prompt_tokens": config.data.max_prompt_tokens,
-        "tool_schema": TOOL_SCHEMA if config.data.tool_in_prompt else None,
-        "chat_template_kwargs": config.model.chat_template_kwargs,
-    }
-    prompts = PromptSampler(load_prompts(config.data.train, tokenizer, **reading), config.run.seed, config.data.shuffle)
+    read = functools.partial(
+        load_prompts,
+        tokenizer=AutoTokenizer.from_pretrained(config.model.path),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        tool_schema=TOOL_SCHEMA if config.data.tool_in_prompt else None,
+        chat_template_kwargs=config.model.chat_template_kwargs,
+    )
+    prompts = PromptSampler(read(config.data.train), config.run.seed, config.data.shuffle)
     # A recording has no answers of these weights to the held-out prompts.
-    evaluates = config.data.eval and config.rollout.replay is None
-    held_out = load_prompts(config.data.eval, tokenizer, **reading) if evaluates else []
+    held_out = read(config.data.eval) if config.data.eval and config.rollout.replay is None else []
     with ExitStack() as stack:
-        engines = stack.enter_context(_engines(config, directory, stack))
-        engines.start()
-        scorers = stack.enter_context(RewardPool(config.reward))
+        engines = _engines(config, directory, stack)
+        scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
 
         def score(groups: Sequence[Group]) -> dict[str, float]:
-            counts = scorers.score([(t, group.prompt.answer) for group in groups for t in group.trajectories])
-            return reward_metrics(groups, counts)
+            return reward_metrics(groups, scorers.score(groups))
 
         collector = Collector(engines, score, cancelled)
         rollouts = SampledRollouts(config.rollout, collector, engines, prompts, report.phase)
@@ -62,7 +61,10 @@ def start_services(
 
 def _engines(config: Config, directory: Path, stack: ExitStack) -> RolloutFleet | Replay:
     if config.rollout.replay is None:
-        return RolloutFleet(config, config.model.path, config.run.seed, _sandbox_url(config, directory, stack))
+        url = _sandbox_url(config, directory, stack)
+        fleet = stack.enter_context(RolloutFleet(config, config.model.path, config.run.seed, url))
+        fleet.start()
+        return fleet
     recorded = trajectory_files(Path(config.rollout.replay))
     return Replay(lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])])
 
@@ -73,8 +75,7 @@ def _sandbox_url(config: Config, directory: Path, stack: ExitStack) -> str:
         return sandbox.url
     server = start_server(
         slots=sandbox.slots,
-        memory_mb=sandbox.memory_mb,
-        max_run_timeout_s=sandbox.run_timeout_s,
+        limits=Limits.of(sandbox),
         start_timeout_s=sandbox.start_timeout_s,
         require=sandbox.require,
         log_path=directory / "logs" / "sandbox.log",

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.records import Group
 
 
-class ScoreCounts(Protocol):
-    """What a scorer reports besides the rewards, in trajectories."""
+class ScoreReport(Protocol):
+    """What scoring reports besides the rewards: trajectories without one, and the reward functions' own metrics."""
 
-    no_box: int
-    timeouts: int
-    failures: int
+    @property
+    def timeouts(self) -> int: ...
+
+    @property
+    def failures(self) -> int: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
-def reward_metrics(groups: Sequence[Group], counts: ScoreCounts) -> dict[str, float]:
-    """`reward/*`: mean and standard deviation over trajectories, share of groups that carry a signal, scorer counts."""
+def reward_metrics(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
+    """`reward/*`: mean and standard deviation over trajectories, share of groups that carry a signal, counts, and what
+    the reward functions add."""
     rewards = [reward for group in groups for reward in group.rewards]
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/groups_mixed": sum(len(set(group.rewards)) > 1 for group in groups) / len(groups),
-        "reward/no_box": float(counts.no_box),
-        "reward/timeouts": float(counts.timeouts),
-        "reward/failures": float(counts.failures),
+        "reward/timeouts": float(report.timeouts),
+        "reward/failures": float(report.failures),
+        **{f"reward/{name}": value for name, value in report.metrics.items()},
     }
 
 

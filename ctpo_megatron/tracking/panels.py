@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -80,7 +81,9 @@ _FROM_ZERO = (0.0, None)
 
 def panels(run: RunData) -> list[Panel]:
     """All figures, in the order of the report."""
-    return [_PANELS[0], _accuracy(run), *_PANELS[1:], *_sft_speed(run), *_utilization(run), _memory(run)]
+    reward, tool, signal, *others = _PANELS
+    first = [reward, _accuracy(run), tool, signal, *_no_box(run), *_reward_parts(run)]
+    return [*first, *others, *_sft_speed(run), *_utilization(run), _memory(run)]
 
 
 def _accuracy(run: RunData) -> Panel:
@@ -99,6 +102,30 @@ def _accuracy(run: RunData) -> Panel:
         limits=_SHARE,
         annotate=len(lines) <= 2,
     )
+
+
+def _no_box(run: RunData) -> list[Panel]:
+    """Nothing where another reward than math_verify scores."""
+    caption = "Trajectories that end without \\boxed{}: whatever they say, they earn nothing."
+    lines = (Line(_NO_BOX, "no boxed answer", "orange"),)
+    panel = Panel("no_box", "Answers without a box", "trajectories per step", caption, lines, limits=_FROM_ZERO)
+    return [panel] if _NO_BOX in run.names else []
+
+
+def _reward_parts(run: RunData) -> list[Panel]:
+    """What users' reward functions return besides the reward itself; nothing where they return a number alone."""
+    names = [name for name in run.names if name.startswith("reward/") and name not in {*_REWARD, _NO_BOX}]
+    colours = itertools.cycle(("blue", "orange", "green", "purple", "cyan", "red"))
+    lines = tuple(
+        Line(name, name.removeprefix("reward/"), colour) for name, colour in zip(names, colours, strict=False)
+    )
+    caption = "Components and metrics of the reward functions: means over the trajectories of a step, or counts."
+    return [Panel("reward_parts", "Parts of the reward", "mean or count", caption, lines)] if lines else []
+
+
+_NO_BOX = "reward/no_box"
+_REWARD = frozenset(f"reward/{name}" for name in ("mean", "std", "groups_mixed", "timeouts", "failures"))
+"""What every run has, whichever function scores."""
 
 
 def _sft_speed(run: RunData) -> list[Panel]:
@@ -185,14 +212,6 @@ _PANELS = (
         "Only groups with right and wrong answers teach anything. A trajectory cut off by its budget earns nothing.",
         (Line("reward/groups_mixed", "groups with signal", "green"), Line("rollout/truncated", "cut off", "grey")),
         limits=_SHARE,
-    ),
-    Panel(
-        "no_box",
-        "Answers without a box",
-        "trajectories per step",
-        "Trajectories that end without \\boxed{}: whatever they say, they earn nothing.",
-        (Line("reward/no_box", "no boxed answer", "orange"),),
-        limits=_FROM_ZERO,
     ),
     Panel(
         "clip",

@@ -1,4 +1,4 @@
-"""Holds a Hugging Face directory to the Megatron model whose weights it should have: `ctpo export --check`."""
+"""Compares a Hugging Face directory with the Megatron model that it was exported from: `ctpo export --check`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_exported(directory: Path, policy: Policy, layout: Layout, tolerance: f
     tolerance: of a logit, relative to the largest one; None: `TOLERANCE` of the policy's precision. policy: as
     `Policy.logits` needs it.
     """
-    vocabulary = policy.facts.vocab_size
+    vocabulary = policy.spec.vocab_size
     draw = random.Random(0)
     count = max(len(_LENGTHS), layout.dp_size)
     sequences = [[draw.randrange(vocabulary) for _ in range(_LENGTHS[i % len(_LENGTHS)])] for i in range(count)]
@@ -93,11 +93,12 @@ def _tokenizer(directory: Path) -> tuple[Any, str]:
 
 def _tensors(directory: Path, policy: Policy, layout: Layout) -> Finding:
     """Every tensor bit for bit, one at a time."""
-    where = {}
+    where: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")) if layout.rank == 0 else ():
         with safe_open(path, "pt") as file:
             where |= dict.fromkeys(file.keys(), path)
-    names, wrong = set(), []
+    names: set[str] = set()
+    wrong = []
     for name, tensor in policy.weights():
         names.add(name)
         if layout.rank == 0 and name in where:
@@ -107,7 +108,7 @@ def _tensors(directory: Path, policy: Policy, layout: Layout) -> Finding:
                 wrong.append(name)
         del tensor
     problems = [f"missing: {name}" for name in sorted(names - where.keys())]
-    problems += [f"surplus: {name}" for name in sorted(where.keys() - names - {"lm_head.weight"})]
+    problems += [f"not in the model: {name}" for name in sorted(where.keys() - names - {"lm_head.weight"})]
     problems += [f"differs: {name}" for name in wrong]
     detail = f"{len(names)} tensors, equal bit for bit"
     if problems:

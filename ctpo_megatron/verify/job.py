@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from torch import Tensor
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.objective import PolicyObjective, summarize
@@ -18,14 +19,15 @@ from ctpo_megatron.verify.layouts import LAYOUTS
 
 def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str, Any]:
     """Log-probs, losses and gradients of one layout, the same on every rank."""
-    policy = Policy(config, layout, Path(work["model"]), temperature=work["temperature"])
+    policy = Policy(config, layout, Path(work["model"]), temperature=work["temperature"], family=work["family"])
     (mini_batch,) = policy.mini_batches(work["trajectories"], work["advantages"], size=len(work["trajectories"]))
     policy.compute_old_log_probs([mini_batch])
     keys = [(trajectory.prompt_id, trajectory.sample_index) for trajectory in work["trajectories"]]
-    mine = {}
+    local: dict[tuple[str, int], Tensor] = {}
     for micro in mini_batch.micro_batches if layout.reports else []:
-        mine |= {keys[number]: micro.old_log_probs[place].cpu() for number, place in micro.places()}
-    log_probs = {key: values for part in gather_objects(mine) for key, values in part.items()}
+        assert micro.old_log_probs is not None  # just computed
+        local |= {keys[number]: micro.old_log_probs[place].cpu() for number, place in micro.places()}
+    log_probs = {key: values for part in gather_objects(local) for key, values in part.items()}
     loss, gradient = {}, {}
     for name in work["objectives"]:
         objective = PolicyObjective.preset(name)

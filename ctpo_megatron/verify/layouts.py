@@ -35,7 +35,7 @@ class LayoutCase:
     def ranks(self) -> int:
         """Processes it runs on."""
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        return self.replicas * math.prod(self.policy.get(size, 1) for size in sizes)
+        return self.replicas * math.prod(int(self.policy.get(size, 1)) for size in sizes)
 
 
 LAYOUTS: dict[str, LayoutCase] = {

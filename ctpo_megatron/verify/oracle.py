@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ctpo_megatron.config import ModelFacts
+from ctpo_megatron.config import read_spec
 from ctpo_megatron.data import Trajectory
+from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.objective import PolicyObjective, policy_loss
 
 Key = tuple[str, int]
@@ -32,9 +33,9 @@ class Oracle:
 class Reference:
     """The model in float64."""
 
-    def __init__(self, directory: Path, temperature: float) -> None:
+    def __init__(self, directory: Path, temperature: float, family: ModelFamily | None = None) -> None:
         # Eager experts are the only ones that multiply in float64 everywhere.
-        options = {"experts_implementation": "eager"} if ModelFacts.read(directory).num_experts else {}
+        options = {"experts_implementation": "eager"} if read_spec(directory, family).num_experts else {}
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **options)
         # transformers drops the gradient of the padding token's embedding; as a token of a sequence it has one.
         self._model.get_input_embeddings().padding_idx = None

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from ctpo_megatron.config import ModelFacts, PolicyConfig, check_parallel
+from ctpo_megatron.config import PolicyConfig, check_parallel, read_spec
+from ctpo_megatron.models import ModelFamily, ModelSpec
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.verify import batch
 from ctpo_megatron.verify.layouts import LAYOUTS, LayoutCase
@@ -48,52 +49,62 @@ class Check:
     worst_name: str = ""
     problem: str = ""
 
+    def row(self) -> str:
+        """One line of the table; the figures are left out where there are none."""
+        names = f"{self.layout:<25}{self.objective:<14}{self.ranks:>5}"
+        figures = f"{self.loss:>10.1e}{self.log_probs:>10.1e}{self.gradient:>10.1e}  {self.worst:.1e} {self.worst_name}"
+        return names if self.problem else names + figures
+
     def passed(self, tolerance: float) -> bool:
         """Loss, log-probs and the gradient as a whole within `tolerance`."""
         return not self.problem and all(value <= tolerance for value in (self.loss, self.log_probs, self.gradient))
 
 
-def unsupported_layouts(model: Path | None) -> dict[str, str]:
+def unsupported_layouts(model: Path | None, family: ModelFamily | None = None) -> dict[str, str]:
     """Why layouts (by name) cannot run a model; those that can are not in it. Raises ConfigError for what is no model.
 
-    model: a Hugging Face directory; None, the two models made here, which every layout can run.
+    model: a Hugging Face directory, of the user's `family` if there is one; None, the two models made here, which every
+        layout can run.
     """
     if model is None:
         return {}
-    facts = ModelFacts.read(model)
-    reasons = {name: _misfit(layout, facts) for name, layout in LAYOUTS.items()}
+    spec = read_spec(model, family)
+    reasons = {name: _reason_against(layout, spec) for name, layout in LAYOUTS.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _misfit(layout: LayoutCase, facts: ModelFacts) -> str:
-    if layout.experts != (facts.num_experts > 0):
+def _reason_against(layout: LayoutCase, spec: ModelSpec) -> str:
+    if layout.experts != (spec.num_experts > 0):
         return f"for {'a mixture of experts' if layout.experts else 'a dense model'}"
     found = check_parallel(
-        PolicyConfig.model_validate(layout.policy), layout.ranks, facts, cuda=torch.cuda.is_available()
+        PolicyConfig.model_validate(layout.policy), layout.ranks, spec, cuda=torch.cuda.is_available()
     )
     return "; ".join(str(problem) for problem in found if problem.severity == "error")
 
 
-def verify(model: Path | None, layouts: Sequence[str], objectives: Sequence[str]) -> Iterator[Check]:
+def verify(
+    model: Path | None, layouts: Sequence[str], objectives: Sequence[str], family: ModelFamily | None = None
+) -> Iterator[Check]:
     """Check layouts (names of `LAYOUTS` that fit) and objectives (preset names), one after another.
 
     model: a Hugging Face directory small enough for float64; None makes a tiny dense one and a tiny mixture of experts.
+    family: the user's, which the processes of the jobs can import; None: one of ours.
     """
     disable_progress_bar()
     for experts in (False, True):
         chosen = [name for name in layouts if LAYOUTS[name].experts == experts]
         if chosen:
             with tempfile.TemporaryDirectory(prefix="ctpo-verify-") as name:
-                yield from _verify_model(Path(name), model, chosen, objectives, experts=experts)
+                folder = Path(name)
+                if model is None:
+                    batch.build_model(folder / "model", experts=experts)
+                yield from _verify_model(folder, model or folder / "model", chosen, objectives, family)
 
 
 def _verify_model(
-    folder: Path, model: Path | None, layouts: Sequence[str], objectives: Sequence[str], *, experts: bool
+    folder: Path, model: Path, layouts: Sequence[str], objectives: Sequence[str], family: ModelFamily | None
 ) -> Iterator[Check]:
-    if model is None:
-        model = folder / "model"
-        batch.build_model(model, experts=experts)
-    oracle = _prepare(folder, model, objectives)
+    oracle = _prepare(folder, model, objectives, family)
     groups: dict[int, list[str]] = defaultdict(list)
     for layout in layouts:
         groups[LAYOUTS[layout].ranks].append(layout)
@@ -118,9 +129,9 @@ def _run_all(folder: Path, ranks: int, layouts: list[str]) -> Iterator[tuple[str
             layouts = []
 
 
-def _prepare(folder: Path, model: Path, objectives: Sequence[str]) -> Oracle:
-    trajectories = batch.trajectories(ModelFacts.read(model).vocab_size)
-    reference = Reference(model, TEMPERATURE)
+def _prepare(folder: Path, model: Path, objectives: Sequence[str], family: ModelFamily | None = None) -> Oracle:
+    trajectories = batch.trajectories(read_spec(model, family).vocab_size)
+    reference = Reference(model, TEMPERATURE, family)
     with torch.no_grad():
         for index, trajectory in enumerate(trajectories):
             log_probs = reference.log_probs(trajectory).tolist()
@@ -130,6 +141,7 @@ def _prepare(folder: Path, model: Path, objectives: Sequence[str]) -> Oracle:
             ]
     work: dict[str, Any] = {
         "model": str(model),
+        "family": family,
         "temperature": TEMPERATURE,
         "trajectories": trajectories,
         "advantages": batch.advantages(),
@@ -200,4 +212,4 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _together(norms: dict[str, float]) -> float:
-    return sum(value**2 for value in norms.values()) ** 0.5
+    return float(sum(value**2 for value in norms.values()) ** 0.5)

@@ -4,14 +4,14 @@
 - `vocab_parallel_log_probs`: log-probs of given logits; `linear_log_probs`: of hidden states, logits in chunks.
 - `fused_linear_ctpo`: output layer, log-probs, loss and gradients in one sweep.
 - `use_backend`: which implementation runs. `CTPOStats`, `PerToken`, `SUMS`, `MAXIMA`: what a loss reports.
+
+torch is imported when the first of these is used: `ctpo_kernels.names` alone does not need it.
 """
 
-from ctpo_kernels.ctpo_loss import ctpo_loss
-from ctpo_kernels.dispatch import use_backend
-from ctpo_kernels.fused_linear_ctpo import fused_linear_ctpo
-from ctpo_kernels.linear import linear_log_probs
-from ctpo_kernels.logprob import vocab_parallel_log_probs
-from ctpo_kernels.stats import MAXIMA, SUMS, CTPOStats, PerToken
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "MAXIMA",
@@ -24,3 +24,25 @@ __all__ = [
     "use_backend",
     "vocab_parallel_log_probs",
 ]
+
+if TYPE_CHECKING:
+    from ctpo_kernels.dispatch import use_backend
+    from ctpo_kernels.fused_linear import fused_linear_ctpo
+    from ctpo_kernels.linear import linear_log_probs
+    from ctpo_kernels.logprob import vocab_parallel_log_probs
+    from ctpo_kernels.loss import ctpo_loss
+    from ctpo_kernels.stats import MAXIMA, SUMS, CTPOStats, PerToken
+else:
+    _MODULES = {
+        "use_backend": "dispatch",
+        "fused_linear_ctpo": "fused_linear",
+        "linear_log_probs": "linear",
+        "vocab_parallel_log_probs": "logprob",
+        "ctpo_loss": "loss",
+        **dict.fromkeys(("MAXIMA", "SUMS", "CTPOStats", "PerToken"), "stats"),
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

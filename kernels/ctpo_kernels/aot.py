@@ -30,10 +30,9 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels import dispatch
-from ctpo_kernels.ctpo_loss import ctpo_loss
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import Shard
-from ctpo_kernels.spec import LossSpec
+from ctpo_kernels.spec import LossKeywords, LossSpec
 
 ARCHITECTURES = (80, 90, 100)
 
@@ -228,19 +227,13 @@ def _batch(
     )
 
 
-def _spec(**changes: Any) -> LossSpec:
-    defaults = inspect.signature(ctpo_loss).parameters
-    names = [name for name in inspect.signature(LossSpec.of).parameters if name in defaults]
-    return LossSpec.of(**({name: defaults[name].default for name in names} | changes))
-
-
 def _launch_loss(size: tuple[int, int], options: dict[str, Any], *, stream: bool = False) -> None:
     from ctpo_kernels import loss_triton
 
     options = dict(options)
     per_token, pieces = options.pop("per_token", False), options.pop("pieces", False)
     shape = {name: options.pop(name) for name in inspect.signature(_batch).parameters if name in options}
-    batch, spec = _batch(*size, **shape), _spec(**options)
+    batch, spec = _batch(*size, **shape), LossSpec.of(LossKeywords(**options))
     inverse = spec.inverse_denominator(None, None, batch)
     totals = torch.ones(batch.segments, 4, dtype=torch.int64)
     state = torch.zeros(batch.segments, 3, dtype=torch.int64)

@@ -12,8 +12,9 @@ from torch import Tensor
 from ctpo_kernels import loss_kernels as kernels
 from ctpo_kernels import loss_tile
 from ctpo_kernels.loss_torch import LossPass, empty_vector, position_scale, segment_totals
+from ctpo_kernels.names import RATIO_MODES
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import RATIO_MODES, LossSpec
+from ctpo_kernels.spec import LossSpec
 from ctpo_kernels.stats import MAXIMA, SUMS, PerToken
 
 __all__ = ["LossStream", "loss_pass", "segment_totals"]

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ctpo_kernels.spec import LossKeywords
+
 CUT = 20.0
 CAP = 10.0
 IGNORED_LABEL = -100
@@ -65,20 +67,17 @@ def ctpo_loss_reference(
     advantages: Numbers,
     cu_seqlens: Numbers,
     *,
-    clip_low: float = 0.025,
-    clip_high: float = 0.05,
-    clip_c: float | None = 0.05,
-    clip_power: float = 0.5,
-    clip_mode: str = "log_power",
-    ratio_mode: str = "cumprod",
     loss_mask: Numbers | None = None,
     weights: Numbers | None = None,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    loss_scale_factor: float = 1.0,
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
+    **loss_keywords: Any,
 ) -> LossReference:
-    """What `ctpo_loss` computes, with its arguments, tensors or lists. Raises KeyError for an unknown mode."""
+    """What `ctpo_loss` computes, with its arguments, tensors or lists; loss_keywords: as `LossKeywords`.
+
+    Raises KeyError for an unknown mode, TypeError for an unknown keyword.
+    """
+    o = LossKeywords(**loss_keywords)
     new = _list(log_probs)
     n = len(new)
     bounds = [int(x) for x in _list(cu_seqlens)]
@@ -113,17 +112,17 @@ def ctpo_loss_reference(
                 "token": d[i],
                 "sequence": whole,
                 "sequence-geomean": whole / len(d),
-            }[ratio_mode]
+            }[o.ratio_mode]
             out.prefix[i], out.log_ratio[i] = prefix, log_ratio
             if not counted[i]:
                 continue
             a = advantage[i]
             log_r = CAP if log_ratio > CAP else log_ratio
             r = _exp(log_r)
-            low, high, dual = _window(clip_mode, clip_low, clip_high, clip_c, t**clip_power)
+            low, high, dual = _window(o.clip_mode, o.clip_low, o.clip_high, o.clip_c, t**o.clip_power)
             # The bounds are stated for log r or for r: the decision is taken on that very quantity.
-            x = log_r if clip_mode == "log_power" else r
-            as_ratio = _exp if clip_mode == "log_power" else float
+            x = log_r if o.clip_mode == "log_power" else r
+            as_ratio = _exp if o.clip_mode == "log_power" else float
             l1 = -a * r
             l2 = -a * as_ratio(min(max(x, low), high)) if not math.isnan(x) else math.nan
             token_loss = max(l1, l2)
@@ -140,8 +139,8 @@ def ctpo_loss_reference(
             share = {
                 "token-mean": 1.0 / tokens,
                 "seq-mean-token-mean": 1.0 / (sequences * own_loss_tokens),
-                "seq-mean-token-sum": 1.0 / (sequences * loss_scale_factor),
-            }[loss_agg_mode]
+                "seq-mean-token-sum": 1.0 / (sequences * o.loss_scale_factor),
+            }[o.loss_agg_mode]
             out.token_loss[i] = token_loss * weight[i]
             out.gradient[i] = -a * r * weight[i] * share if code == 0 else 0.0
             out.clip[i] = code

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES
 from ctpo_kernels.packed import PackedTokens
 
 D_LIMIT = 20.0
@@ -20,17 +21,27 @@ LOG_RATIO_CAP = 10.0
 FRACTION_BITS = 40
 """S_t is summed in integer units of 2^-40 nats. |d| <= 20 takes 45 bits: 2^18 tokens at the limit fit into 64."""
 
-RATIO_MODES = ("cumprod", "geomean", "token", "sequence", "sequence-geomean")
-CLIP_MODES = ("log_power", "ratio")
-AGG_MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
+
+@dataclass(frozen=True)
+class LossKeywords:
+    """The keywords that say what a loss call computes, as `ctpo_loss` documents them, with its defaults."""
+
+    clip_low: float = 0.025
+    clip_high: float = 0.05
+    clip_c: float | None = 0.05
+    clip_power: float = 0.5
+    clip_mode: str = "log_power"
+    ratio_mode: str = "cumprod"
+    loss_agg_mode: str = "seq-mean-token-mean"
+    loss_scale_factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class LossSpec:
     """What a loss call computes, in the form in which kernels compare.
 
-    ratio: one of RATIO_MODES. low, high, dual: bounds of log r_t in nats, times t^power; dual is inf where it is off.
-    agg: one of AGG_MODES; loss_scale_factor: the constant L that seq-mean-token-sum divides by.
+    ratio: one of `names.RATIO_MODES`. low, high, dual: bounds of log r_t in nats, times t^power; dual is inf where off.
+    agg: one of `names.LOSS_AGG_MODES`; loss_scale_factor: the constant L that seq-mean-token-sum divides by.
     """
 
     ratio: str
@@ -76,58 +87,48 @@ class LossSpec:
         return 1.0 / (max(count, 1) * factor)
 
     @classmethod
-    def of(
-        cls,
-        *,
-        clip_low: float,
-        clip_high: float,
-        clip_c: float | None,
-        clip_power: float,
-        clip_mode: str,
-        ratio_mode: str,
-        loss_agg_mode: str,
-        loss_scale_factor: float,
-    ) -> LossSpec:
+    def of(cls, given: LossKeywords) -> LossSpec:
         """Checked keywords. Bounds on the ratio itself become bounds on its logarithm, where kernels decide.
 
         Raises ValueError naming every bad keyword, its value and what is allowed.
         """
-        problems = [
-            f"{name}: unknown {value!r}; did you mean {_nearest(value, known)!r}? Known: {', '.join(known)}"
-            for name, value, known in (
-                ("ratio_mode", ratio_mode, RATIO_MODES),
-                ("clip_mode", clip_mode, CLIP_MODES),
-                ("loss_agg_mode", loss_agg_mode, AGG_MODES),
-            )
-            if value not in known
-        ]
-        dual = math.inf if clip_c is None or clip_c < 0 else clip_c
-        finite = {"clip_low": clip_low, "clip_high": clip_high, "clip_power": clip_power}
-        finite |= {"loss_scale_factor": loss_scale_factor}
-        problems += [
-            f"{name}: must be a finite number; got {v!r}" for name, v in finite.items() if not math.isfinite(v)
-        ]
-        problems += [f"{name}: must not be negative; got {finite[name]}" for name in finite if _negative(name, finite)]
-        if math.isnan(dual):
-            problems.append("clip_c: must be a number, or None for no dual clip; got nan")
-        if not loss_scale_factor > 0:
-            problems.append(f"loss_scale_factor: must be positive; got {loss_scale_factor}")
-        if clip_mode == "ratio":
-            if clip_low > 1:
-                problems.append(f"clip_low: 1 - clip_low bounds a ratio, which is never negative; got {clip_low}")
-            if dual <= 1:
-                problems.append(f"clip_c: with clip_mode 'ratio' it bounds r itself and must exceed 1; got {clip_c}")
+        problems = [*_unknown_modes(given), *_bad_numbers(given)]
         if problems:
             raise ValueError("; ".join(problems))
-        if clip_mode == "ratio":
-            clip_low = -math.log1p(-clip_low) if clip_low < 1 else math.inf
-            clip_high, dual, clip_power = math.log1p(clip_high), math.log(dual), 0.0
-        return cls(ratio_mode, clip_low, clip_high, dual, clip_power, loss_agg_mode, loss_scale_factor)
+        low, high, power = given.clip_low, given.clip_high, given.clip_power
+        dual = _dual(given)
+        if given.clip_mode == "ratio":
+            low = -math.log1p(-low) if low < 1 else math.inf
+            high, dual, power = math.log1p(high), math.log(dual), 0.0
+        return cls(given.ratio_mode, low, high, dual, power, given.loss_agg_mode, given.loss_scale_factor)
 
 
-def _negative(name: str, values: dict[str, float]) -> bool:
-    return name in ("clip_low", "clip_high") and values[name] < 0
+def _dual(given: LossKeywords) -> float:
+    return math.inf if given.clip_c is None or given.clip_c < 0 else given.clip_c
 
 
-def _nearest(value: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(str(value), list(known), n=1, cutoff=0.0)[0]
+def _unknown_modes(given: LossKeywords) -> Iterator[str]:
+    for name, known in (("ratio_mode", RATIO_MODES), ("clip_mode", CLIP_MODES), ("loss_agg_mode", LOSS_AGG_MODES)):
+        value = getattr(given, name)
+        if value not in known:
+            nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)[0]
+            yield f"{name}: unknown {value!r}; did you mean {nearest!r}? Known: {', '.join(known)}"
+
+
+def _bad_numbers(given: LossKeywords) -> Iterator[str]:
+    for name in ("clip_low", "clip_high", "clip_power", "loss_scale_factor"):
+        value = getattr(given, name)
+        if not math.isfinite(value):
+            yield f"{name}: must be a finite number; got {value!r}"
+        elif name in ("clip_low", "clip_high") and value < 0:
+            yield f"{name}: must not be negative; got {value}"
+    dual = _dual(given)
+    if math.isnan(dual):
+        yield "clip_c: must be a number, or None for no dual clip; got nan"
+    if not given.loss_scale_factor > 0:
+        yield f"loss_scale_factor: must be positive; got {given.loss_scale_factor}"
+    if given.clip_mode == "ratio":
+        if given.clip_low > 1:
+            yield f"clip_low: 1 - clip_low bounds a ratio, which is never negative; got {given.clip_low}"
+        if dual <= 1:
+            yield f"clip_c: with clip_mode 'ratio' it bounds r itself and must exceed 1; got {given.clip_c}"

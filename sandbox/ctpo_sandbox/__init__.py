@@ -1,6 +1,6 @@
 """Isolated Python execution service and its client; no torch, usable without the rest of the project.
 
-    with start_server(slots=2, memory_mb=512, max_run_timeout_s=10, start_timeout_s=60, log_path=log) as server:
+    with start_server(slots=2, start_timeout_s=60, log_path=log, limits=Limits(memory_mb=384)) as server:
         client = SandboxClient(server.url, max_concurrency=64, request_timeout_s=60)
         result = await client.run("print(1 + 1)", run_timeout_s=4)
 
@@ -9,10 +9,12 @@ The contract, the limits and what is not enforced: docs/sandbox.md.
 
 from ctpo_sandbox.client import ClientStats, ExecutionResult, SandboxClient, SandboxUnavailable
 from ctpo_sandbox.launch import SandboxServer, SandboxStartError, start_server
+from ctpo_sandbox.records import Limits
 
 __all__ = [
     "ClientStats",
     "ExecutionResult",
+    "Limits",
     "SandboxClient",
     "SandboxServer",
     "SandboxStartError",

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ from ctpo_sandbox.selftest import NEVER_ENFORCED, PROTECTIONS
 Verdict = Literal["success", "timeout", "runtime_error"]
 EXECUTE_PATH = "/faas/sandbox/"
 FUSION_PATH = "/run_code"
-MAX_BODY_BYTES = 16 << 20
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -43,8 +42,6 @@ class Execution(BaseModel):
 class ServerState:
     """What `/health` reports besides the pool."""
 
-    max_run_timeout_s: float
-    memory_mb: int
     enforced: dict[str, bool]
     token: str | None = None
     refused_levels: dict[str, str] = field(default_factory=dict)
@@ -130,8 +127,8 @@ async def _run_while_connected(request: Request, pool: Pool, execution: Executio
 class _Gate:
     """Refuses requests without the token (401) and bodies beyond the limit (413), before they are all in memory."""
 
-    def __init__(self, app: ASGIApp, token: str | None, rejected: Callable[[int], None]) -> None:
-        self._app, self._rejected = app, rejected
+    def __init__(self, app: ASGIApp, token: str | None, max_bytes: int, rejected: Callable[[int], None]) -> None:
+        self._app, self._max_bytes, self._rejected = app, max_bytes, rejected
         self._expected = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,8 +145,8 @@ class _Gate:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the request body exceeds {MAX_BODY_BYTES} bytes")
+            if size > self._max_bytes:
+                raise HTTPException(413, f"the request body exceeds {self._max_bytes} bytes")
             return message
 
         return await self._app(scope, counted, send)
@@ -159,7 +156,8 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
     """The application over a started pool."""
     app = FastAPI(title="ctpo sandbox", openapi_url=None)
     metrics = Metrics(pool)
-    app.add_middleware(_Gate, token=state.token, rejected=metrics.rejected)
+    max_bytes = pool.limits.request_mb << 20
+    app.add_middleware(_Gate, token=state.token, max_bytes=max_bytes, rejected=metrics.rejected)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -176,7 +174,7 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
     async def run(execution: Execution, request: Request) -> Run:
         if execution.language != "python":
             raise HTTPException(400, f"language {execution.language[:80]!a} is not supported, only 'python'")
-        timeout_s = min(execution.run_timeout, state.max_run_timeout_s)
+        timeout_s = min(execution.run_timeout, pool.limits.run_timeout_s)
         try:
             finished = await _run_while_connected(request, pool, execution, timeout_s)
         except PoolUnavailable as error:
@@ -212,8 +210,7 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
             "workers": [worker.pid for worker in pool.workers],
             "templates": {name: template.pid for name, template in pool.templates.items()},
             "libraries": {name: list(template.library.modules) for name, template in pool.templates.items()},
-            "memory_mb": state.memory_mb,
-            "max_run_timeout_s": state.max_run_timeout_s,
+            "limits": asdict(pool.limits),
             "enforced": [PROTECTIONS[name] for name, holds in state.enforced.items() if holds],
             "not_enforced": state.not_enforced,
             "missing": pool.missing,

@@ -17,6 +17,7 @@ from ctpo_sandbox.libraries import reseed
 
 SETUP_DONE = b"\0"
 _SETUP_FD = 3
+_WORKER_FILES = 256  # more than a worker ever has open
 _SETUP_FAILED = 70
 _REPORT_FAILED = 1
 _FLUSH_FAILED = 120  # CPython's own code for it
@@ -44,7 +45,7 @@ def become_snippet(
     try:
         source = _enter(files, directory)
         confinement.restrict_files(directory)
-        report = _close_all_but(setup_pipe, confinement.limits.open_files)
+        report = _close_all_but(setup_pipe, max(_WORKER_FILES, confinement.limits.open_files))
         confinement.apply(run_timeout_s=run_timeout_s, worker=worker)
         reseed()
         os.write(report, SETUP_DONE)
@@ -120,7 +121,7 @@ def _report(error: BaseException) -> int:
 def _finish(status: int) -> int:
     """The steps of the interpreter's own shutdown that a snippet can observe."""
     try:
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:

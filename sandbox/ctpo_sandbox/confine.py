@@ -1,20 +1,21 @@
 """Everything a run gives up before its first line, by level of isolation and in the order in which it must go."""
 
-import math
 import os
 import resource
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ctpo_sandbox import landlock, libc, namespaces
 from ctpo_sandbox.records import Limits
 from ctpo_sandbox.remove import remove_tree
 
+if TYPE_CHECKING:
+    from ctpo_sandbox.syscalls import ChildFilter
+
 _MB = 1024 * 1024
-_CPU_SLACK_S = 1
 FIRST_UID = 60500
 """User id of slot 0 where a root server gives each slot one of its own."""
 
@@ -31,11 +32,6 @@ class WorkDirectories(Protocol):
 
     def close(self) -> None:
         """Leave nothing behind."""
-
-
-def cpu_limit_s(run_timeout_s: float) -> int:
-    """CPU seconds after which the kernel ends a child whose wall limit did not."""
-    return math.ceil(run_timeout_s) + _CPU_SLACK_S
 
 
 class _RunDirectory:
@@ -79,7 +75,7 @@ class Confinement:
         self._uid: int | None = None
         self._ruleset: int | None = None
 
-    def _child_filter(self):
+    def _child_filter(self) -> "ChildFilter":
         try:
             from ctpo_sandbox.syscalls import ChildFilter
 
@@ -166,7 +162,7 @@ class Confinement:
         for kind, value in hard.items():
             resource.setrlimit(kind, (value, value))
         # The soft limit raises SIGXCPU, which a snippet may ignore; the hard limit kills one second later.
-        cpu = cpu_limit_s(run_timeout_s)
+        cpu = limits.cpu_limit_s(run_timeout_s)
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
 
 

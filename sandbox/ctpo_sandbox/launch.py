@@ -9,6 +9,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,12 +18,14 @@ from typing import Any, Self
 import httpx
 
 from ctpo_sandbox.client import authorization
+from ctpo_sandbox.records import Limits, option
 
 _POLL_S = 0.05
 _STOP_TIMEOUT_S = 10.0
 _GROUP_GRACE_S = 2.0
 _RESTART_PAUSE_S = 1.0
 _LOG_LINES = 20
+_DEFAULT_LIMITS = Limits()
 _log = logging.getLogger("ctpo_sandbox.launch")
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 
@@ -127,23 +131,25 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def start_server(
     *,
     slots: int,
-    memory_mb: int,
-    max_run_timeout_s: float,
     start_timeout_s: float,
     log_path: Path,
     require: str = "landlock",
     level: str | None = None,
+    limits: Limits = _DEFAULT_LIMITS,
+    tiers: Sequence[str] = (),
 ) -> SandboxServer:
     """Start a server on a free loopback port and wait until it answers; it ends with the calling process.
 
-    `memory_mb` and `max_run_timeout_s` bound each execution, `slots` how many run at once. `require`, `level`: least
-    isolation, and a forced one (docs/sandbox.md). Its log is appended to `log_path`. Raises SandboxStartError when it
-    ends or is not healthy within `start_timeout_s` seconds.
+    `limits` bound each execution, `slots` how many run at once. `require`, `level`: least isolation, and a forced one;
+    `tiers`: libraries imported ahead, default all (docs/sandbox.md). Its log is appended to `log_path`. Raises
+    SandboxStartError when it ends or is not healthy within `start_timeout_s` seconds.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "ctpo_sandbox.server", "--slots", str(slots), "--memory-mb", str(memory_mb)]
-    command += ["--max-run-timeout", str(max_run_timeout_s), "--require", require, "--parent-pid", str(os.getpid())]
-    command += [] if level is None else ["--level", level]
+    command = [sys.executable, "-m", "ctpo_sandbox.server", "--slots", str(slots)]
+    command += ["--require", require, "--parent-pid", str(os.getpid())]
+    command += ["--tiers", ",".join(tiers), *([] if level is None else ["--level", level])]
+    for name, value in asdict(limits).items():
+        command += [] if value is None else [option(name), str(value)]
     return SandboxServer(command, log_path, start_timeout_s)
 
 
@@ -172,7 +178,8 @@ def _wait_for_health(process: subprocess.Popen[bytes], url: str, deadline: float
             try:
                 response = http.get(f"{url}/health", timeout=max(_POLL_S, deadline - time.monotonic()))
                 if response.status_code == httpx.codes.OK:
-                    return response.json()
+                    health: dict[str, Any] = response.json()
+                    return health
             except httpx.TransportError:
                 time.sleep(_POLL_S)
 

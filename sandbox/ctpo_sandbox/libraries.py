@@ -47,12 +47,17 @@ BUILT_IN = (
 )
 
 
-def tiers(extra: Iterable[str] = ()) -> tuple[Library, ...]:
+def tiers(extra: Iterable[str] = (), wanted: Iterable[str] = ()) -> tuple[Library, ...]:
     """The tiers whose packages are installed; `extra` modules make a last one, on top of the one before it.
 
-    Raises ValueError naming extra modules that cannot be found.
+    wanted: names of the tiers to have, the standard library always; default: all. Raises ValueError naming extra
+    modules that cannot be found, and tiers that there are not.
     """
     found = [tier for tier in BUILT_IN if all(_installed(name) for name in tier.modules)]
+    asked, offered = tuple(wanted), [tier.name for tier in found]
+    if not set(asked) <= set(offered):
+        raise ValueError(f"--tiers: there is no {', '.join(sorted(set(asked) - set(offered)))}; there are {offered}")
+    found = [tier for tier in found if not asked or not tier.words or tier.name in asked]
     names = tuple(extra)
     unknown = [name for name in names if not _installed(name)]
     if unknown:

@@ -1,6 +1,10 @@
 """What `GET /metrics` reports, in Prometheus's text format."""
 
+from collections.abc import Iterator
+from dataclasses import asdict
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.samples import Sample
 
 from ctpo_sandbox.pool import Pool, Run
 
@@ -31,13 +35,17 @@ class Metrics:
             ("restarts", "Templates and workers replaced since the start.", lambda: pool.restarts),
         ):
             Gauge(f"ctpo_sandbox_{name}", text, registry=self._registry).set_function(value)
+        limits = Gauge("ctpo_sandbox_limit", "Limits of a run, those that are set.", ["name"], registry=self._registry)
+        for name, limit in asdict(pool.limits).items():
+            if limit is not None:
+                limits.labels(name).set(limit)
 
     @property
     def runs(self) -> int:
         """Finished runs."""
         return int(sum(sample.value for sample in self._samples("ctpo_sandbox_runs_total")))
 
-    def _samples(self, name: str):
+    def _samples(self, name: str) -> Iterator[Sample]:
         return (s for metric in self._registry.collect() for s in metric.samples if s.name == name)
 
     def finished(self, run: Run, status: str) -> None:

@@ -25,7 +25,6 @@ from ctpo_sandbox.template import Boot
 TEMPLATE_START_TIMEOUT_S = 60.0
 WORKER_START_TIMEOUT_S = 15.0
 BACKSTOP_S = 10.0
-REPLY_LIMIT_BYTES = 1_000_000
 _ATTEMPTS = 2
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 # -P: the importing folder must not shadow the snippet's modules; the root is appended only for the import of ours.
@@ -89,7 +88,7 @@ def _append_only(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
 
 
-def _read_output(descriptor: int, limit: int = REPLY_LIMIT_BYTES) -> tuple[str, bool]:
+def _read_output(descriptor: int, limit: int) -> tuple[str, bool]:
     """The text, and whether it was cut."""
     size = os.fstat(descriptor).st_size
     text = os.pread(descriptor, limit, 0).decode("utf-8", errors="replace")
@@ -144,10 +143,10 @@ class Template:
     """A process with one tier of libraries imported, from which workers are forked; replaced when lost."""
 
     def __init__(self, library: Library, level: str, limits: Limits, root: Path) -> None:
-        self.library, self.level = library, level
+        self.library, self.level, self.limits = library, level, limits
         self.missing: dict[str, str] = {}
         self.starts = 0
-        self._limits, self._root = limits, root
+        self._root = root
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: _Channel | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -182,7 +181,7 @@ class Template:
         directory = self._root / f"box-{self.library.name}-{self.starts}"
         directory.mkdir()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        boot = Boot(self.level, self._limits, self.library, str(directory), theirs.fileno(), _PACKAGE_ROOT)
+        boot = Boot(self.level, self.limits, self.library, str(directory), theirs.fileno(), _PACKAGE_ROOT)
         program = _BOOT.format(root=_PACKAGE_ROOT, configuration=boot.encode())
         with theirs:
             self._process = subprocess.Popen(
@@ -259,7 +258,8 @@ class Worker:
             outcome = Outcome.decode(reply)
             if outcome.setup_error is not None:
                 raise WorkerLost(f"{self.name} could not confine a child: {outcome.setup_error}")
-            (stdout, cut), (stderr, also_cut) = (_read_output(output) for output in descriptors[2:])
+            limit = self._template.limits.output_kb * 1000
+            (stdout, cut), (stderr, also_cut) = (_read_output(output, limit) for output in descriptors[2:])
             return outcome, stdout, stderr, cut or also_cut
 
     def kill(self) -> None:
@@ -278,7 +278,7 @@ class Pool:
     """`slots` places behind one first-come queue; each has a worker of every library tier, forked at its first use."""
 
     def __init__(self, *, slots: int, limits: Limits, level: str, libraries: Sequence[Library]) -> None:
-        self.level = level
+        self.level, self.limits = level, limits
         self.lost = 0
         """Attempts that ended with the loss of a template or worker."""
 
@@ -307,9 +307,13 @@ class Pool:
         return [worker for slot in self._slots for worker in slot.values()]
 
     @property
+    def _parts(self) -> list[Worker | Template]:
+        return [*self.workers, *self.templates.values()]
+
+    @property
     def restarts(self) -> int:
         """Templates and workers replaced since the start."""
-        return sum(max(0, part.starts - 1) for part in [*self.workers, *self.templates.values()])
+        return sum(max(0, part.starts - 1) for part in self._parts)
 
     @property
     def idle(self) -> int:
@@ -342,9 +346,9 @@ class Pool:
             self.waiting -= 1
         queue_s = time.monotonic() - queued
         worker = slot[choose(code, self._libraries)]
-        texts = (text.encode("utf-8", errors="surrogatepass") for text in (code, stdin))
+        source, given = (text.encode("utf-8", errors="surrogatepass") for text in (code, stdin))
         try:
-            found = await self._run_with_retry(worker, *texts, run_timeout_s)
+            found = await self._run_with_retry(worker, source, given, run_timeout_s)
         except asyncio.CancelledError:
             worker.kill()
             raise
@@ -369,6 +373,6 @@ class Pool:
 
     def close(self) -> None:
         """Kill every process and remove every work directory."""
-        for part in [*self.workers, *self.templates.values()]:
+        for part in self._parts:
             part.kill()
         remove_tree(str(self._root))

@@ -1,11 +1,13 @@
 """What server, template, worker and child tell each other: limits, levels of isolation, and how a child ended."""
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Self
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
 
 READY = b"ready"
 FAILED = b"failed"
+_CPU_SLACK_S = 1
 MAX_MESSAGE_BYTES = 16 * 1024
 
 LEVELS = {
@@ -18,21 +20,45 @@ LEVELS = {
 """Levels of isolation, the strongest first."""
 
 
+def _limit(default: float | None, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Limits of every run.
+    """Limits of every run: the one declaration of their names, types, defaults and meanings.
 
-    `memory_mb` bounds its address space, `file_mb` each file it writes (both outputs included), `open_files` its
-    descriptors. Where the level allows it, `disk_mb` bounds its files together, `disk_files` their number, and
-    `threads` its threads.
+    The options of the server, what `GET /health` and `GET /metrics` show, and the keys of a training configuration
+    follow from it. Raises ValueError for a limit that is not a positive number.
     """
 
-    memory_mb: int = 512
-    file_mb: int = 8
-    open_files: int = 256
-    disk_mb: int = 64
-    disk_files: int = 4096
-    threads: int = 128
+    run_timeout_s: float = _limit(60.0, "limit of one execution, counted from its start")
+    cpu_s: int | None = _limit(
+        None, "CPU seconds of one execution, all threads together; null: its time limit rounded up, plus 1"
+    )
+    memory_mb: int = _limit(512, "address-space limit of one execution in MiB")
+    file_mb: int = _limit(8, "size limit of each file of one execution in MiB, each of its outputs included")
+    open_files: int = _limit(256, "file descriptors of one execution")
+    disk_mb: int = _limit(64, "size limit of all files of one execution together in MiB, where it has its own mounts")
+    disk_files: int = _limit(4096, "number of files of one execution, where it has its own mounts")
+    threads: int = _limit(128, "threads of one execution, where each slot has its own user")
+    output_kb: int = _limit(1000, "thousands of bytes of each output that a reply carries; the rest is cut")
+    request_mb: int = _limit(16, "size limit of one request in MiB")
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} = {value}: a limit must be a positive number")
+
+    @classmethod
+    def of(cls, source: object) -> Self:
+        """The limits that `source` has as attributes of the same names."""
+        return cls(**{limit.name: getattr(source, limit.name) for limit in fields(cls)})
+
+    def cpu_limit_s(self, run_timeout_s: float) -> int:
+        """CPU seconds after which the kernel ends an execution whose time limit did not."""
+        most = math.ceil(run_timeout_s) + _CPU_SLACK_S
+        return most if self.cpu_s is None else min(self.cpu_s, most)
 
 
 @dataclass(frozen=True)
@@ -56,3 +82,8 @@ class Outcome:
     @classmethod
     def decode(cls, message: bytes) -> Self:
         return cls(**json.loads(message))
+
+
+def option(limit: str) -> str:
+    """The option of the server that sets the limit of this name."""
+    return "--" + limit.replace("_", "-")

@@ -55,7 +55,7 @@ def write(path):
     os.remove(path)
 
 def fill():
-    for number in range(100):
+    for number in range(DISK_MB + 1):
         with open(f"fill-{number}", "wb") as file:
             file.write(bytes(1 << 20))
 
@@ -98,7 +98,8 @@ async def measure(pool: Pool) -> dict[str, bool]:
 
     Raises LevelRefused when one that the pool's level promises does not, PoolUnavailable when the test cannot be run.
     """
-    run = await pool.run(f"SERVERS = {pool.directory!r}\n{_SNIPPET}", "", _TIMEOUT_S)
+    given = f"SERVERS, DISK_MB = {pool.directory!r}, {pool.limits.disk_mb}"
+    run = await pool.run(f"{given}\n{_SNIPPET}", "", _TIMEOUT_S)
     if run.outcome.exit_code != 0:
         raise PoolUnavailable(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
     found = {name: bool(json.loads(run.stdout)[name]) for name in PROTECTIONS}

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import importlib.metadata
 import ipaddress
 import logging
@@ -12,7 +13,7 @@ import platform
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -20,7 +21,7 @@ import uvicorn
 from ctpo_sandbox.app import ServerState, create_app
 from ctpo_sandbox.libraries import tiers
 from ctpo_sandbox.pool import LevelRefused, Pool, PoolUnavailable, WorkerLost
-from ctpo_sandbox.records import LEVELS, Limits
+from ctpo_sandbox.records import LEVELS, Limits, option
 from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, explain, measure
 
 TOKEN_VARIABLE = "SANDBOX_TOKEN"
@@ -30,7 +31,7 @@ _BACKLOG = 2048
 _log = logging.getLogger("ctpo_sandbox.server")
 
 
-def _positive(kind: type[int] | type[float]):
+def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
         if not (value > 0 and math.isfinite(value)):
@@ -49,14 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slots", type=_positive(int), default=cores + 1, help="executions at once (default: cores + 1)"
     )
-    parser.add_argument("--memory-mb", type=_positive(int), default=512, help="address space of one execution")
-    parser.add_argument("--max-run-timeout", type=_positive(float), default=60.0, metavar="S")
+    for limit in dataclasses.fields(Limits):
+        kind = _positive(float if limit.type is float else int)
+        meaning = f"{limit.metadata['meaning']} (default: {limit.default})"
+        parser.add_argument(option(limit.name), type=kind, default=limit.default, metavar="N", help=meaning)
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the URL here once the server is ready")
     parser.add_argument("--parent-pid", type=int, metavar="PID", help="end when this process ends")
     parser.add_argument(
         "--require", choices=list(REQUIREMENTS), default="landlock", help="refuse to start with less isolation"
     )
     parser.add_argument("--level", choices=list(LEVELS), help="use this level of isolation, not the strongest there is")
+    parser.add_argument("--tiers", default="", metavar="A,B", help="tiers to have, e.g. stdlib,numpy; default: all")
     parser.add_argument("--warm", default="", metavar="A,B", help="further modules to import ahead, e.g. scipy,pandas")
 
 
@@ -83,10 +87,10 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
 
     Raises NotEnforceable when no level satisfies `--require`.
     """
-    libraries = tiers(filter(None, args.warm.split(",")))
+    libraries = tiers(*(filter(None, names.split(",")) for names in (args.warm, args.tiers)))
     refused: dict[str, str] = {}
     for level in candidates(args.require, args.level):
-        pool = Pool(slots=args.slots, limits=Limits(memory_mb=args.memory_mb), level=level, libraries=libraries)
+        pool = Pool(slots=args.slots, limits=Limits.of(args), level=level, libraries=libraries)
         try:
             await pool.start()
             return pool, await measure(pool), refused
@@ -111,7 +115,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
     pool, enforced, refused = await _isolated_pool(args)
     try:
         token = os.environ.get(TOKEN_VARIABLE) or None
-        state = ServerState(args.max_run_timeout, args.memory_mb, enforced, token, refused, _versions())
+        state = ServerState(enforced, token, refused, _versions())
         config = uvicorn.Config(
             create_app(pool, state),
             log_level="warning",
@@ -126,7 +130,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         _log.warning(
             "sandbox at %s: %d slots, %d MB each, isolation %s (%s). NOT ENFORCED: %s.",
-            url, args.slots, args.memory_mb, pool.level, LEVELS[pool.level], "; ".join(state.not_enforced),
+            url, args.slots, pool.limits.memory_mb, pool.level, LEVELS[pool.level], "; ".join(state.not_enforced),
         )  # fmt: skip
         if args.announce is not None:
             _announce(args.announce, url)

@@ -13,7 +13,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 
-import pyseccomp
+import pyseccomp  # type: ignore[import-untyped]  # it ships no types
 
 _ALLOWED = {
     "files": (

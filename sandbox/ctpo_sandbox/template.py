@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ctpo_sandbox import libc, namespaces
 from ctpo_sandbox.confine import Confinement, LevelUnavailable
@@ -39,8 +40,9 @@ class Boot:
     @classmethod
     def decode(cls, text: str) -> "Boot":
         fields = json.loads(text)
-        library = {name: tuple(v) if isinstance(v, list) else v for name, v in fields["library"].items()}
-        return cls(**{**fields, "limits": Limits(**fields["limits"]), "library": Library(**library)})
+        given = fields["library"]
+        library = Library(given["name"], tuple(given["modules"]), tuple(given["words"]), given["warm_up"])
+        return cls(**{**fields, "limits": Limits(**fields["limits"]), "library": library})
 
 
 def main(configuration: str) -> None:
@@ -102,7 +104,7 @@ def _serve(control: socket.socket, confinement: Confinement) -> None:
         os.close(handle)
 
 
-def _become_worker(descriptor: int, confinement: Confinement, request: dict, template: int) -> None:
+def _become_worker(descriptor: int, confinement: Confinement, request: dict[str, Any], template: int) -> None:
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -9,7 +9,7 @@ import socket
 import time
 
 from ctpo_sandbox.child import SETUP_DONE, Files, become_snippet
-from ctpo_sandbox.confine import Confinement, WorkDirectories, cpu_limit_s
+from ctpo_sandbox.confine import Confinement, WorkDirectories
 from ctpo_sandbox.records import MAX_MESSAGE_BYTES, READY, Outcome
 
 
@@ -69,8 +69,9 @@ class ForkServer:
         cpu_s = usage.ru_utime + usage.ru_stime
         exit_code = os.waitstatus_to_exitcode(status)
         wall_limit_fired = killed and exit_code == -signal.SIGKILL
+        cpu_limit_s = self._confinement.limits.cpu_limit_s(run_timeout_s)
         return Outcome(
-            timed_out=wall_limit_fired or _cpu_limit_fired(exit_code, cpu_s, run_timeout_s),
+            timed_out=wall_limit_fired or _cpu_limit_fired(exit_code, cpu_s, cpu_limit_s),
             exit_code=exit_code,
             wall_s=wall_s,
             cpu_s=cpu_s,
@@ -106,7 +107,7 @@ def _setup_error(message: bytes, exit_code: int) -> str:
     return message.decode(errors="replace") or f"the child ended with {exit_code} while it gave up its rights"
 
 
-def _cpu_limit_fired(exit_code: int, cpu_s: float, run_timeout_s: float) -> bool:
+def _cpu_limit_fired(exit_code: int, cpu_s: float, cpu_limit_s: float) -> bool:
     """A snippet can send itself the same signals, so the CPU time used has to agree."""
     signalled = exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
-    return signalled and cpu_s > cpu_limit_s(run_timeout_s) - 0.1
+    return signalled and cpu_s > cpu_limit_s - 0.1

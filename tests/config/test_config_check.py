@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import Config, ConfigError, ModelFacts, Plan, check, facts_for, load_with_sources, validate
+from ctpo_megatron.config import Config, ConfigError, Plan, check, load_with_sources, read_spec, spec_for, validate
 from ctpo_megatron.config.keys import known_paths
+from ctpo_megatron.models import FAMILIES, ModelSpec
 
 Make = Callable[..., Config]
-FACTS = ModelFacts(
-    architecture="Qwen3ForCausalLM",
+SPEC = ModelSpec(
+    family=FAMILIES["Qwen3ForCausalLM"],
     num_layers=2,
     hidden_size=96,
     num_attention_heads=4,
@@ -27,8 +28,8 @@ FACTS = ModelFacts(
 )
 
 
-def found(config: Config, world_size: int = 1, facts: ModelFacts | None = FACTS, cuda: bool = False) -> list[str]:
-    return [f"{p.severity}: {p}" for p in check(config, world_size, facts, cuda=cuda)]
+def found(config: Config, world_size: int = 1, spec: ModelSpec | None = SPEC, cuda: bool = False) -> list[str]:
+    return [f"{p.severity}: {p}" for p in check(config, world_size, spec, cuda=cuda)]
 
 
 def test_good_configuration_has_no_problem(config_with: Make) -> None:
@@ -93,9 +94,12 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["rollout.engine.extra={logprobs_mode: raw}"], "the trainer needs the log-probs of the distribution sampled"),
         (["rollout.engine.tensor_parallel_size=3"], "rollout.engine.tensor_parallel_size = 3: does not divide"),
         (["rollout.samples_per_prompt=1"], "samples_per_prompt = 1: gives no advantage 'group'"),
-        (["objective.clip=ratio"], "objective.clip_dual = 0.05: with clip: ratio it bounds the ratio itself"),
-        (["objective.preset=grpo", "objective.clip_low=3"], "objective.clip_low = 3.0: with clip: ratio the lower"),
-        (["objective.preset=gspo", "objective.clip_dual=0.1"], "objective.clip_dual = 0.1: with clip: ratio it"),
+        (["objective.clip_mode=ratio"], "objective.clip_c = 0.05: with clip_mode: ratio it bounds the ratio itself"),
+        (
+            ["objective.preset=grpo", "objective.clip_low=3"],
+            "objective.clip_low = 3.0: with clip_mode: ratio the lower",
+        ),
+        (["objective.preset=gspo", "objective.clip_c=0.1"], "objective.clip_c = 0.1: with clip_mode: ratio it"),
         (
             ["rollout.top_p=0.9", "objective.anchor=behaviour"],
             "error: rollout.top_p = 0.9: the sampler's log-probs",
@@ -145,24 +149,24 @@ def test_no_false_alarms(config_with: Make) -> None:
     assert found(config_with("rollout.samples_per_prompt=1", "objective.advantage.kind=mean_baseline")) == []
     assert found(config_with("rollout.engine.kv_cache_mb=null", "rollout.engine.block_size=16"), cuda=True) == []
     assert found(config_with("rollout.engine.extra={max_num_batched_tokens: 512}")) == []
-    assert found(config_with("objective.clip=ratio", "objective.clip_dual=-1")) == []
+    assert found(config_with("objective.clip_mode=ratio", "objective.clip_c=-1")) == []
 
 
 def test_cache_must_hold_one_sequence(config_with: Make) -> None:
-    wide = replace(FACTS, num_layers=36, num_key_value_heads=8, head_dim=128)
-    (text,) = found(config_with(), facts=wide)
+    wide = replace(SPEC, num_layers=36, num_key_value_heads=8, head_dim=128)
+    (text,) = found(config_with(), spec=wide)
     assert "rollout.engine.kv_cache_mb = 64: cannot hold one sequence of 256 tokens (294912 bytes each)" in text
     assert text.endswith("set at least 72")
 
 
 def test_head_size_that_the_cpu_engine_lacks(config_with: Make) -> None:
-    odd = replace(FACTS, head_dim=24)
-    (text,) = found(config_with(), facts=odd)
+    odd = replace(SPEC, head_dim=24)
+    (text,) = found(config_with(), spec=odd)
     assert "model.path" in text and "head_dim 24" in text and "32, 64" in text
-    assert found(config_with(), facts=odd, cuda=True) == []
+    assert found(config_with(), spec=odd, cuda=True) == []
 
 
-MOE = replace(FACTS, num_layers=4, num_experts=8, num_experts_per_token=2, moe_intermediate_size=64)
+MOE = replace(SPEC, num_layers=4, num_experts=8, num_experts_per_token=2, moe_intermediate_size=64)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,7 @@ def test_settings_that_train_wrongly_are_not_offered() -> None:
     assert [path for path in known_paths() for word in refused if word in path] == []
 
 
-# --- model facts ------------------------------------------------------------------------------------------------
+# --- model spec ------------------------------------------------------------------------------------------------
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -245,6 +249,9 @@ LLAMA3 = {
 }
 
 
+MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+
+
 def write_model(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     raw = {key: value for key, value in {**QWEN3, **changes}.items() if value != "drop"}
@@ -252,27 +259,29 @@ def write_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_facts_of_old_and_new_config_files(tmp_path: Path) -> None:
-    old = ModelFacts.read(write_model(tmp_path))
+def test_spec_of_old_and_new_config_files(tmp_path: Path) -> None:
+    old = read_spec(write_model(tmp_path))
     assert (old.head_dim, old.rope_theta, old.rope_scaling, old.dtype) == (128, 1e6, None, "bfloat16")
     assert (old.qk_norm, old.qkv_bias, old.tie_word_embeddings) == (True, False, True)
     new = {"rope_theta": "drop", "rope_scaling": "drop", "torch_dtype": "drop", "dtype": "bfloat16"}
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    assert ModelFacts.read(write_model(tmp_path, **new, rope_parameters=rope)) == old
+    assert read_spec(write_model(tmp_path, **new, rope_parameters=rope)) == old
 
 
-def test_facts_of_the_other_families(tmp_path: Path) -> None:
-    qwen2 = ModelFacts.read(write_model(tmp_path, architectures=["Qwen2ForCausalLM"]))
+def test_spec_of_the_other_families(tmp_path: Path) -> None:
+    qwen2 = read_spec(write_model(tmp_path, architectures=["Qwen2ForCausalLM"]))
     assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, 80)
-    llama = ModelFacts.read(write_model(tmp_path, architectures=["LlamaForCausalLM"], rope_scaling=LLAMA3))
+    mistral = read_spec(write_model(tmp_path, **MISTRAL, num_key_value_heads="drop"))
+    assert (mistral.num_key_value_heads, mistral.head_dim, mistral.qk_norm) == (8, 80, False)
+    llama = read_spec(write_model(tmp_path, architectures=["LlamaForCausalLM"], rope_scaling=LLAMA3))
     assert (llama.qkv_bias, llama.rope_scaling) == (False, LLAMA3)
     linear = {"type": "linear", "factor": 2.0}
     hidden = {"rope_type": "default", "rope_theta": 5.0}
-    for facts in (
-        ModelFacts.read(write_model(tmp_path, rope_scaling=linear)),
-        ModelFacts.read(write_model(tmp_path, rope_scaling=linear, rope_parameters=hidden)),
+    for spec in (
+        read_spec(write_model(tmp_path, rope_scaling=linear)),
+        read_spec(write_model(tmp_path, rope_scaling=linear, rope_parameters=hidden)),
     ):
-        assert (facts.rope_scaling, facts.rope_theta) == ({"rope_type": "linear", "factor": 2.0}, 1e6)
+        assert (spec.rope_scaling, spec.rope_theta) == ({"rope_type": "linear", "factor": 2.0}, 1e6)
 
 
 @pytest.mark.parametrize(
@@ -316,21 +325,24 @@ def test_facts_of_the_other_families(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"mlp_bias": True}, "mlp_bias is not supported"),
         ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        (MISTRAL | {"sliding_window": 4096}, "sliding-window attention is not supported"),
+        (MISTRAL | {"sliding_window": "drop"}, "sliding-window attention is not supported"),  # transformers' default
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
     ],
 )
 def test_unsupported_models(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match="1 problem") as caught:
-        ModelFacts.read(write_model(tmp_path, **changes))
+        read_spec(write_model(tmp_path, **changes))
     assert expected in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_facts_of_a_model_still_to_be_prepared(config_with: Make, base: Path) -> None:
-    facts = facts_for(config_with("prepare.model.num_layers=3"))
-    assert (facts.num_layers, facts.vocab_size, facts.qk_norm) == (3, 0, True)
+def test_spec_of_a_model_still_to_be_prepared(config_with: Make, base: Path) -> None:
+    spec = spec_for(config_with("prepare.model.num_layers=3"))
+    assert (spec.num_layers, spec.vocab_size, spec.qk_norm) == (3, 0, True)
     write_model(base.parent / "runs" / "task" / "model")
-    assert facts_for(config_with("prepare.model.num_layers=3")).num_layers == 36
+    assert spec_for(config_with("prepare.model.num_layers=3")).num_layers == 36
 
 
 def test_an_export_replaces_a_model_directory_only(config_with: Make) -> None:
@@ -346,38 +358,38 @@ def test_an_export_replaces_a_model_directory_only(config_with: Make) -> None:
 
 def test_missing_model(config_with: Make) -> None:
     with pytest.raises(ConfigError, match=r'model.path = "nowhere": no such directory; .* or runs/task/model which'):
-        facts_for(config_with("model.path=nowhere"))
+        spec_for(config_with("model.path=nowhere"))
     with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-4B --local-dir"):
-        facts_for(config_with("model.path=Qwen/Qwen3-4B", "prepare=null", "data.train=[x]"))
+        spec_for(config_with("model.path=Qwen/Qwen3-4B", "prepare=null", "data.train=[x]"))
 
 
 def test_broken_model_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json: No such file"):
-        ModelFacts.read(tmp_path)
+        read_spec(tmp_path)
     (tmp_path / "config.json").write_text("{\n oops")
     with pytest.raises(ConfigError, match=r"config\.json:2: not valid JSON"):
-        ModelFacts.read(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(A3B))
-    facts = ModelFacts.read(tmp_path)
-    assert (facts.num_experts, facts.num_experts_per_token, facts.moe_intermediate_size) == (128, 8, 768)
-    assert facts.norm_topk_prob and facts.qk_norm
+    spec = read_spec(tmp_path)
+    assert (spec.num_experts, spec.num_experts_per_token, spec.moe_intermediate_size) == (128, 8, 768)
+    assert spec.norm_topk_prob and spec.qk_norm
     renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in A3B.items()}
     (tmp_path / "config.json").write_text(json.dumps(renamed))
-    assert ModelFacts.read(tmp_path) == facts
+    assert read_spec(tmp_path) == spec
 
 
 def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> None:
-    experts = replace(FACTS, num_experts=8, num_experts_per_token=2, moe_intermediate_size=64)
+    experts = replace(SPEC, num_experts=8, num_experts_per_token=2, moe_intermediate_size=64)
     modules = ["policy.recompute=selective", "policy.recompute_modules=[mlp,moe]"]
-    (text,) = found(config_with(*modules), facts=experts)
+    (text,) = found(config_with(*modules), spec=experts)
     assert "policy.recompute_modules" in text and "mlp: not in the layers of a mixture of experts" in text
     fused = ["policy.recompute=selective", "policy.recompute_modules=[layernorm,moe_act]", "policy.dtype=bfloat16"]
     engine = ["rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"]
-    assert found(config_with(*fused, *engine), facts=experts, cuda=True) == []
-    (text,) = found(config_with(*fused, *engine, "policy.layer_spec=local"), facts=experts, cuda=True)
+    assert found(config_with(*fused, *engine), spec=experts, cuda=True) == []
+    (text,) = found(config_with(*fused, *engine, "policy.layer_spec=local"), spec=experts, cuda=True)
     assert "layernorm and moe_act need Transformer Engine's layers" in text
 
 
@@ -385,7 +397,7 @@ def test_experts_that_are_not_supported_are_all_named(tmp_path: Path) -> None:
     raw = {key: value for key, value in A3B.items() if key not in ("num_experts", "moe_intermediate_size")}
     (tmp_path / "config.json").write_text(json.dumps(raw | {"mlp_only_layers": [0]}))
     with pytest.raises(ConfigError, match="3 problems") as caught:
-        ModelFacts.read(tmp_path)
+        read_spec(tmp_path)
     for expected in ("gives no num_experts", "gives no moe_intermediate_size", "dense layers among the layers"):
         assert expected in str(caught.value)
 
@@ -401,7 +413,7 @@ def test_experts_that_are_not_supported_are_all_named(tmp_path: Path) -> None:
 def test_experts_that_cannot_be_routed(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(A3B | changes))
     with pytest.raises(ConfigError, match=expected):
-        ModelFacts.read(tmp_path)
+        read_spec(tmp_path)
 
 
 # --- layout -----------------------------------------------------------------------------------------------------

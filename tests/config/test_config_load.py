@@ -11,7 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from ctpo_megatron.config import Config, ConfigError, dump, load_config, load_with_sources
-from ctpo_megatron.config.keys import known_keys, nearest
+from ctpo_megatron.config.keys import known_keys, known_paths, nearest
+from ctpo_megatron.config.renames import RENAMED_KEYS, RENAMED_VALUES
 
 Refusal = Callable[..., list[str]]
 
@@ -176,6 +177,38 @@ def test_unreadable_override_does_not_hide_the_others(refusal: Refusal) -> None:
 def test_wrong_keys_and_values(refusal: Refusal, override: str, expected: str) -> None:
     problems = refusal(override)
     assert any(problem.startswith("command line: ") and expected in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("objective.clip_dual=0.1", "objective.clip_dual: renamed to objective.clip_c; write objective.clip_c in its"),
+        ("objective.clip=ratio", "objective.clip: renamed to objective.clip_mode; write objective.clip_mode in its"),
+        (
+            "objective.aggregation=sequence_mean",
+            "objective.aggregation: renamed to objective.loss_agg_mode; "
+            "write objective.loss_agg_mode: seq-mean-token-mean in its place",
+        ),
+        ("objective.ratio=cumulative", "renamed to objective.ratio_mode; write objective.ratio_mode: cumprod in its"),
+        ("objective.ratio=geomean", "renamed to objective.ratio_mode; write objective.ratio_mode in its place"),
+        ("objective.ratio_mode=cumulative", 'objective.ratio_mode = "cumulative": renamed to cumprod'),
+        ("objective.ratio_mode=sequence_geomean", "renamed to sequence-geomean"),
+        ("objective.loss_agg_mode=token_mean", 'objective.loss_agg_mode = "token_mean": renamed to token-mean'),
+        ("objective.loss_agg_mode=sequence_sum", "renamed to seq-mean-token-sum"),
+        ("objective.loss_agg_mode=mean", "must be one of seq-mean-token-mean, token-mean, seq-mean-token-sum"),
+    ],
+)
+def test_renamed_keys_and_values(refusal: Refusal, override: str, expected: str) -> None:
+    (problem,) = refusal(override)
+    assert problem.startswith("command line: ") and expected in problem
+
+
+def test_every_renamed_key_and_value_is_known_now() -> None:
+    known = {key.path: key.type for key in known_keys()}
+    for old, new in RENAMED_KEYS.items():
+        assert old not in known and new in known_paths()
+    for key, values in RENAMED_VALUES.items():
+        assert all(f'"{old}"' not in known[key] and f'"{new}"' in known[key] for old, new in values.items())
 
 
 def test_required_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,47 +37,47 @@ def test_parameter_counts_are_those_of_the_model_cards(model: str, whole: float,
 
 @pytest.mark.parametrize("row", SIZINGS, ids=lambda row: f"{row.model}-{row.gpus}")
 def test_recommended_splits_are_possible(row: object) -> None:
-    facts, s = MODELS[row.model], row.split  # type: ignore[attr-defined]
+    spec, s = MODELS[row.model], row.split  # type: ignore[attr-defined]
     assert s.ranks == row.gpus  # type: ignore[attr-defined]
-    width = facts.moe_intermediate_size or facts.intermediate_size
-    assert [n % s.tensor for n in (facts.num_attention_heads, facts.num_key_value_heads, width)] == [0, 0, 0]
-    assert facts.num_layers % s.pipeline == 0
-    assert not facts.num_experts or (facts.num_experts % s.expert == 0 and s.data * s.context % s.expert == 0)
+    width = spec.moe_intermediate_size or spec.intermediate_size
+    assert [n % s.tensor for n in (spec.num_attention_heads, spec.num_key_value_heads, width)] == [0, 0, 0]
+    assert spec.num_layers % s.pipeline == 0
+    assert not spec.num_experts or (spec.num_experts % s.expert == 0 and s.data * s.context % s.expert == 0)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_shards_add_up_to_the_model(model: str) -> None:
     """All ranks of one replica hold the model once, but for norms and routers, padding, and a tied output layer."""
-    facts = MODELS[model]
-    split = Split(tensor=4, pipeline=2, expert=4 if facts.num_experts else 1)
-    dense, experts = map(sum, zip(*(stage_parameters(facts, split, stage) for stage in range(2)), strict=True))
-    whole, _ = parameters(facts)
+    spec = MODELS[model]
+    split = Split(tensor=4, pipeline=2, expert=4 if spec.num_experts else 1)
+    dense, experts = map(sum, zip(*(stage_parameters(spec, split, stage) for stage in range(2)), strict=True))
+    whole, _ = parameters(spec)
     found = 4 * dense + 4 * split.expert * experts
-    copied = 3 * facts.num_layers * (2 * facts.hidden_size + 2 * facts.head_dim + facts.num_experts * facts.hidden_size)
-    copied += 3 * facts.hidden_size
-    copied += facts.vocab_size * facts.hidden_size if facts.tie_word_embeddings else 0
-    padding = (152064 - 151936) * facts.hidden_size * 2  # to a multiple of 4 x 128 rows
+    copied = 3 * spec.num_layers * (2 * spec.hidden_size + 2 * spec.head_dim + spec.num_experts * spec.hidden_size)
+    copied += 3 * spec.hidden_size
+    copied += spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
+    padding = (152064 - 151936) * spec.hidden_size * 2  # to a multiple of 4 x 128 rows
     assert found == whole + copied + padding
 
 
 def test_bytes_of_a_parameter() -> None:
-    facts, count = MODELS["Qwen3-14B"], 14768307200
-    plain = stage_memory(facts, ROW, 0)
+    spec, count = MODELS["Qwen3-14B"], 14768307200
+    plain = stage_memory(spec, ROW, 0)
     assert (plain.weights, plain.gradients, plain.optimizer) == (2 * count, 4 * count, 12 * count)
-    exact = stage_memory(facts, replace(ROW, dtype="float32"), 0)
+    exact = stage_memory(spec, replace(ROW, dtype="float32"), 0)
     assert (exact.weights, exact.gradients, exact.optimizer) == (4 * count, 4 * count, 8 * count)
-    split = stage_memory(facts, replace(ROW, data=4, context=2, distributed_optimizer=True), 0)
+    split = stage_memory(spec, replace(ROW, data=4, context=2, distributed_optimizer=True), 0)
     assert (split.gradients, split.optimizer) == (4 * count, 12 * count // 8)
-    assert stage_memory(facts, replace(ROW, data=8), 0).optimizer == 12 * count
+    assert stage_memory(spec, replace(ROW, data=8), 0).optimizer == 12 * count
     assert [plain.while_sampling(kind) // count for kind in ("none", "optimizer", "all")] == [18, 2, 0]
 
 
 def test_expert_state_is_split_over_the_ranks_that_hold_the_same_experts() -> None:
-    facts = MODELS["Qwen3-30B-A3B"]
+    spec = MODELS["Qwen3-30B-A3B"]
     split = replace(ROW, data=16, expert=8, distributed_optimizer=True)
-    dense, experts = stage_parameters(facts, split, 0)
+    dense, experts = stage_parameters(spec, split, 0)
     assert experts == 16 * 48 * 3 * 2048 * 768
-    assert stage_memory(facts, split, 0).optimizer == 12 * (dense // 16 + experts // 2)
+    assert stage_memory(spec, split, 0).optimizer == 12 * (dense // 16 + experts // 2)
 
 
 def test_activations_of_a_layer_follow_the_papers_terms() -> None:
@@ -87,13 +87,13 @@ def test_activations_of_a_layer_follow_the_papers_terms() -> None:
     has 8 h of those 10 (two norms in, two norms out), and per t: q, k, v and the attention's output 8 h, and 12 h in
     the three tensors of a gated MLP of ffn = 2 h in place of 16 h in two; 4 bytes a head are the log-sum-exp.
     """
-    facts = replace(MODELS["Qwen3-32B"], num_attention_heads=40, num_key_value_heads=40, intermediate_size=2 * 5120)
-    facts = replace(facts, qk_norm=False)
+    spec = replace(MODELS["Qwen3-32B"], num_attention_heads=40, num_key_value_heads=40, intermediate_size=2 * 5120)
+    spec = replace(spec, qk_norm=False)
     h = 5120
     for t in (1, 2, 4):
-        found = sum(layer_activations(facts, Split(tensor=t)).values())
+        found = sum(layer_activations(spec, Split(tensor=t)).values())
         assert found == 8 * h + (8 * h + 12 * h + 4 * 40) // t
-        spread = sum(layer_activations(facts, Split(tensor=t, sequence_parallel=True)).values())
+        spread = sum(layer_activations(spec, Split(tensor=t, sequence_parallel=True)).values())
         assert spread == (8 * h + 8 * h + 12 * h + 4 * 40) // t
 
 
@@ -106,18 +106,18 @@ def test_micro_batches_in_flight() -> None:
 
 
 def test_recomputation_gives_memory_back() -> None:
-    facts = MODELS["Qwen3-14B"]
-    none, mlp, full = (peak(facts, replace(ROW, recompute=r)).activations for r in ((), ("mlp",), ("full",)))
+    spec = MODELS["Qwen3-14B"]
+    none, mlp, full = (peak(spec, replace(ROW, recompute=r)).activations for r in ((), ("mlp",), ("full",)))
     assert full < mlp < none
-    per_token = layer_activations(facts, ROW)
+    per_token = layer_activations(spec, ROW)
     assert none == 16384 * sum(per_token.values()) * 41
     assert full == 16384 * (40 * per_token["input"] + 2 * sum(per_token.values()) - per_token["input"])
 
 
 def test_streaming_head_does_not_grow_with_the_vocabulary() -> None:
     assert CHUNK_BYTES["cuda"] == HEAD_CHUNK_BYTES
-    facts = MODELS["Qwen3-14B"]
-    streaming, logits = (stage_memory(facts, replace(ROW, streaming_head=s), 0).head for s in (True, False))
+    spec = MODELS["Qwen3-14B"]
+    streaming, logits = (stage_memory(spec, replace(ROW, streaming_head=s), 0).head for s in (True, False))
     assert streaming < 2.1 * 2**30 < logits == 2 * 16384 * 5120 * 2 + 16384 * 151936 * 8
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from test_config_check import write_model
 
-from ctpo_megatron.config import Config, ConfigError, ModelFacts, validate
+from ctpo_megatron.config import Config, ConfigError, read_spec, validate
 from ctpo_megatron.config.memory import parameters
 from ctpo_megatron.config.sizing import MODELS
-from ctpo_megatron.config.weight_files import Shape, stored_tensors, tensor_shapes
+from ctpo_megatron.config.weight_files import stored_tensors
+from ctpo_megatron.models import ModelSpec, Shape
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -25,6 +26,10 @@ SMALL = {
     "vocab_size": 10,
     "max_position_embeddings": 512,
 }
+
+
+def tensors_of(spec: ModelSpec) -> dict[str, Shape]:
+    return spec.family.tensors(spec)
 
 
 def write_tensors(file: Path, shapes: Mapping[str, Shape]) -> None:
@@ -42,7 +47,7 @@ def model(tmp_path: Path) -> Path:
     """A whole directory with two shards."""
     directory = write_model(tmp_path / "small", **SMALL)
     (directory / "tokenizer.json").touch()
-    shapes = tensor_shapes(ModelFacts.read(directory))
+    shapes = tensors_of(read_spec(directory))
     weight_map = {name: f"{'first' if '.0.' in name else 'second'}.safetensors" for name in shapes}
     for file in set(weight_map.values()):
         write_tensors(directory / file, {name: shapes[name] for name in shapes if weight_map[name] == file})
@@ -69,15 +74,15 @@ def test_a_whole_directory(model: Path, problems: Callable[[], list[str]]) -> No
     assert problems() == []
     single = model.with_name("single")
     write_model(single, **SMALL)
-    shapes = tensor_shapes(ModelFacts.read(single))
+    shapes = tensors_of(read_spec(single))
     write_tensors(single / "model.safetensors", shapes)
-    stored, wrong = stored_tensors(single, ModelFacts.read(single))
+    stored, wrong = stored_tensors(single, read_spec(single))
     assert wrong == [] and {name: tensor.shape for name, tensor in stored.items()} == shapes
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_add_up_to_the_parameters_of_the_sizing_table(name: str) -> None:
-    assert sum(map(prod, tensor_shapes(MODELS[name]).values())) == parameters(MODELS[name])[0]
+    assert sum(map(prod, tensors_of(MODELS[name]).values())) == parameters(MODELS[name])[0]
 
 
 def test_files_that_are_not_whole_are_all_named(model: Path, problems: Callable[[], list[str]]) -> None:

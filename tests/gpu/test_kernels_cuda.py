@@ -20,20 +20,10 @@ import ctpo_kernels as ck
 from ctpo_kernels import loss_torch, rows_torch
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import Shard
-from ctpo_kernels.spec import LossSpec
+from ctpo_kernels.spec import LossKeywords, LossSpec
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 on_cuda = pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
-DEFAULTS: dict[str, Any] = {
-    "clip_low": 0.025,
-    "clip_high": 0.05,
-    "clip_c": 0.05,
-    "clip_power": 0.5,
-    "clip_mode": "log_power",
-    "ratio_mode": "cumprod",
-    "loss_agg_mode": "seq-mean-token-mean",
-    "loss_scale_factor": 1.0,
-}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "token weights and masks": {"per": "token"},
@@ -117,7 +107,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 def test_both_launch_forms_decide_as_the_twin_does(device: str, form: str, variant: str) -> None:
     options = dict(VARIANTS[variant])
     values = packed(device, per=options.pop("per", "sequence"), spread=options.pop("spread", 0.05))
-    spec = LossSpec.of(**DEFAULTS | options)
+    spec = LossSpec.of(LossKeywords(**options))
     wanted = loss_torch.loss_pass(tokens_of(values), spec, 0.25, per_token=True)
     block = None if device == "cuda" else 64
     found = loss_triton().loss_pass(tokens_of(on(device, values)), spec, 0.25, per_token=True, form=form, block=block)
@@ -135,7 +125,7 @@ def test_both_launch_forms_decide_as_the_twin_does(device: str, form: str, varia
 
 def test_pieces_of_sequences_continue_their_prefix(device: str) -> None:
     values = packed(device, padding=0)
-    spec = LossSpec.of(**DEFAULTS)
+    spec = LossSpec.of(LossKeywords())
     whole = loss_torch.loss_pass(tokens_of(values), spec, 0.25, per_token=True)
     cu = values["cu_seqlens"]
     middle = cu[:-1] + cu.diff() // 3
@@ -160,7 +150,7 @@ def test_pieces_of_sequences_continue_their_prefix(device: str) -> None:
 @pytest.mark.parametrize("windows", [1, 2, 5])
 def test_the_sweep_has_the_same_bits_however_it_is_cut(device: str, windows: int) -> None:
     values = on(device, packed(device, padding=0))
-    spec = LossSpec.of(**DEFAULTS | {"loss_agg_mode": "token-mean"})
+    spec = LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
     whole = loss_triton().loss_pass(tokens_of(values), spec, 1.0)
     batch = tokens_of(values | {"log_probs": torch.zeros_like(values["log_probs"])})
     state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=device)

@@ -10,22 +10,12 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels import SUMS, loss_torch, use_backend
-from ctpo_kernels.ctpo_loss import loss_implementation
+from ctpo_kernels.loss import loss_implementation
 from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossSpec
+from ctpo_kernels.spec import LossKeywords, LossSpec
 from tests.kernels.packings import PACKINGS, boundaries, random_batch, run, same_bits, without
 
-DEFAULTS = {
-    "clip_low": 0.025,
-    "clip_high": 0.05,
-    "clip_c": 0.05,
-    "clip_power": 0.5,
-    "clip_mode": "log_power",
-    "ratio_mode": "cumprod",
-    "loss_agg_mode": "seq-mean-token-mean",
-    "loss_scale_factor": 1.0,
-}
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
 LENGTHS = [150, 0, 70, 1, 64, 15]
 
@@ -40,7 +30,7 @@ def rough(seed: int, lengths: list[int], **options: Any) -> dict[str, Tensor]:
 
 def checked(batch: dict[str, Tensor], **keywords: Any) -> tuple[PackedTokens, LossSpec]:
     """What the implementations take."""
-    return PackedTokens.of(**batch), LossSpec.of(**{**DEFAULTS, **keywords})
+    return PackedTokens.of(**batch), LossSpec.of(LossKeywords(**keywords))
 
 
 def same_decisions(a: LossPass, b: LossPass) -> bool:

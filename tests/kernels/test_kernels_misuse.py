@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import torch
 
 import ctpo_kernels
 from ctpo_kernels import ctpo_loss, dispatch, fused_linear_ctpo, linear_log_probs, use_backend, vocab_parallel_log_probs
+from ctpo_kernels.spec import LossKeywords
 from tests.kernels.heads import random_head
 from tests.kernels.packings import random_batch
 
@@ -244,3 +247,11 @@ def test_interpreter_leaves_no_trace_in_the_environment() -> None:
     packages = str(Path(ctpo_kernels.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": packages}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("function", [ctpo_loss, fused_linear_ctpo])
+def test_both_losses_have_the_keywords_of_the_reference(function: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    for field in dataclasses.fields(LossKeywords):
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[field.name].default == field.default

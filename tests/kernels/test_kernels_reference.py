@@ -7,22 +7,10 @@ import math
 import pytest
 import torch
 
+from ctpo_kernels.names import LOSS_AGG_MODES, RATIO_MODES
 from ctpo_kernels.reference import ctpo_loss_reference, linear_ctpo_reference, log_probs_reference
 from ctpo_megatron.objective import PolicyObjective, policy_loss
 from tests.kernels.packings import distance, random_batch, without
-
-RATIOS = {
-    "cumulative": "cumprod",
-    "geomean": "geomean",
-    "token": "token",
-    "sequence": "sequence",
-    "sequence_geomean": "sequence-geomean",
-}
-AGGREGATIONS = {
-    "sequence_mean": "seq-mean-token-mean",
-    "token_mean": "token-mean",
-    "sequence_sum": "seq-mean-token-sum",
-}
 
 
 def test_by_hand() -> None:
@@ -56,8 +44,8 @@ def test_by_hand() -> None:
     assert found.stats["minus_ratio"] == pytest.approx(-math.exp(-0.1))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("aggregation", LOSS_AGG_MODES)
+@pytest.mark.parametrize("ratio", RATIO_MODES)
 @pytest.mark.parametrize(("clip", "low", "high", "dual"), [("log_power", 0.025, 0.05, 0.05), ("ratio", 0.2, 0.28, 3.0)])
 @pytest.mark.parametrize("spread", [0.03, 0.5, 8.0])
 def test_equals_the_objective(
@@ -65,13 +53,13 @@ def test_equals_the_objective(
 ) -> None:
     batch = random_batch(1, [30, 0, 25, 12, 7], spread=spread, dtype=torch.float64)
     objective = PolicyObjective(
-        ratio=ratio,
-        clip=clip,
+        ratio_mode=ratio,
+        clip_mode=clip,
         clip_low=low,
         clip_high=high,
-        clip_dual=dual,
-        aggregation=aggregation,
-        token_normalizer=5.0,
+        clip_c=dual,
+        loss_agg_mode=aggregation,
+        loss_scale_factor=5.0,
     )
     log_probs = batch["log_probs"].clone().requires_grad_()
     theirs = policy_loss(
@@ -87,8 +75,8 @@ def test_equals_the_objective(
     theirs.loss.backward()
     ours = ctpo_loss_reference(
         **batch,
-        ratio_mode=RATIOS[ratio],
-        loss_agg_mode=AGGREGATIONS[aggregation],
+        ratio_mode=ratio,
+        loss_agg_mode=aggregation,
         clip_mode=clip,
         clip_low=low,
         clip_high=high,

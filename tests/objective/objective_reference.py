@@ -52,25 +52,25 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
                 continue
             t, prefix, a = sum(s.model[: i + 1]), math.fsum(d[: i + 1]), s.advantage[i]
             raw = {
-                "cumulative": prefix,
+                "cumprod": prefix,
                 "geomean": prefix / t,
                 "token": d[i],
                 "sequence": total,
-                "sequence_geomean": total / length,
-            }[o.ratio]
+                "sequence-geomean": total / length,
+            }[o.ratio_mode]
             log_r = min(raw, 10.0)
             r = math.exp(log_r)
-            if o.clip == "log_power":
+            if o.clip_mode == "log_power":
                 scale = t**o.clip_power
                 bounded = math.exp(max(-o.clip_low * scale, min(o.clip_high * scale, log_r)))
                 too_high, too_low = log_r > o.clip_high * scale, log_r < -o.clip_low * scale
-                far = o.clip_dual is not None and log_r > o.clip_dual * scale
-                dual_ratio = None if o.clip_dual is None else math.exp(o.clip_dual * scale)
+                far = o.clip_c is not None and log_r > o.clip_c * scale
+                dual_ratio = None if o.clip_c is None else math.exp(o.clip_c * scale)
             else:
                 bounded = max(1 - o.clip_low, min(1 + o.clip_high, r))
                 too_high, too_low = r > 1 + o.clip_high, r < 1 - o.clip_low
-                far = o.clip_dual is not None and r > o.clip_dual
-                dual_ratio = o.clip_dual
+                far = o.clip_c is not None and r > o.clip_c
+                dual_ratio = o.clip_c
             value = max(-a * r, -a * bounded)
             if a < 0 and dual_ratio is not None:
                 value = min(value, -a * dual_ratio)
@@ -79,10 +79,10 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
             out.ratio.append(r)
             losses[i] = value * s.weight[i]
             share = {
-                "token_mean": 1 / tokens,
-                "sequence_mean": 1 / (sequences * max(1, sum(s.loss))),
-                "sequence_sum": 1 / (sequences * o.token_normalizer),
-            }[o.aggregation]
+                "token-mean": 1 / tokens,
+                "seq-mean-token-mean": 1 / (sequences * max(1, sum(s.loss))),
+                "seq-mean-token-sum": 1 / (sequences * o.loss_scale_factor),
+            }[o.loss_agg_mode]
             out.loss += losses[i] * share
             gradients[i] = 0.0 if any(cut) or raw > 10 else -a * r * s.weight[i] * share
         out.per_token.append(losses)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctpo_kernels.names import LOSS_AGG_MODES
 from ctpo_megatron.objective import PRESETS, Denominators, PolicyObjective, linear_policy_loss, policy_loss, summarize
 from ctpo_megatron.objective.fused import fused_policy_loss
 from ctpo_megatron.objective.sequences import SequenceBounds
@@ -38,14 +39,14 @@ def fused(arguments: dict[str, Any], objective: PolicyObjective, denominators: D
     lengths=LENGTHS,
     seed=st.integers(0, 10**6),
     spread=st.sampled_from([0.0, 0.03, 0.5, 4.0]),
-    aggregation=st.sampled_from(["sequence_mean", "token_mean", "sequence_sum"]),
+    aggregation=st.sampled_from(LOSS_AGG_MODES),
     counted=st.booleans(),
     step=st.sampled_from([None, STEP]),
 )
 @few
 def test_kernels_equal_plain_torch(layout, name, lengths, seed, spread, aggregation, counted, step):
     objective = PolicyObjective.preset(
-        name, aggregation=aggregation, count_masked_sequences=counted, token_normalizer=7.0
+        name, loss_agg_mode=aggregation, count_masked_sequences=counted, loss_scale_factor=7.0
     )
     arguments = layout(random_batch(seed, lengths, spread))
     log_probs = arguments["log_probs"].clone().requires_grad_()

@@ -68,10 +68,10 @@ def test_negative_advantage_above_dual(log_r):
 
 def test_dual_bound_apart_from_high():
     """high bounds nothing for A < 0; dual does, and only when it is set."""
-    assert token_gradient(0.4, -1.0, clip_dual=0.2)[0] == pytest.approx(math.exp(0.4))
-    assert token_gradient(0.7, -1.0, clip_dual=0.2) == (0.0, pytest.approx(math.exp(0.6)))
-    assert token_gradient(0.7, -1.0, clip_dual=-1)[0] == pytest.approx(math.exp(0.7))
-    assert token_gradient(0.4, 1.0, clip_high=0.2, clip_dual=0.01)[0] == pytest.approx(-math.exp(0.4))
+    assert token_gradient(0.4, -1.0, clip_c=0.2)[0] == pytest.approx(math.exp(0.4))
+    assert token_gradient(0.7, -1.0, clip_c=0.2) == (0.0, pytest.approx(math.exp(0.6)))
+    assert token_gradient(0.7, -1.0, clip_c=-1)[0] == pytest.approx(math.exp(0.7))
+    assert token_gradient(0.4, 1.0, clip_high=0.2, clip_c=0.01)[0] == pytest.approx(-math.exp(0.4))
 
 
 @pytest.mark.parametrize("log_r", [LOW, 0.0, INSIDE, HIGH])
@@ -83,7 +83,7 @@ def test_no_advantage_or_no_loss_mask(log_r):
 
 @pytest.mark.parametrize("a", [1.0, -1.0])
 def test_cap_at_ten(a):
-    open_bounds = {"clip_low": 100.0, "clip_high": 100.0, "clip_dual": None}
+    open_bounds = {"clip_low": 100.0, "clip_high": 100.0, "clip_c": None}
     assert token_gradient(9.9, a, **open_bounds)[0] == pytest.approx(-a * math.exp(9.9))
     assert token_gradient(10.1, a, **open_bounds) == (0.0, pytest.approx(-a * math.exp(10)))
 
@@ -103,11 +103,11 @@ def test_limit_of_twenty_changes_the_value_and_not_the_own_gradient(difference):
 def test_equality_with_a_bound_is_inside(power):
     """A bound of 0 at r = 1 is the tie that really happens (first mini-batch): the gradient is whole, not half."""
     for a in (1.0, -1.0):
-        zero = {"clip_low": 0.0, "clip_high": 0.0, "clip_dual": 0.0, "clip_power": power}
+        zero = {"clip_low": 0.0, "clip_high": 0.0, "clip_c": 0.0, "clip_power": power}
         assert token_gradient(0.0, a, spread=False, **zero)[0] == -a
     # .125 s_t with power 0 is exact in binary.
     assert token_gradient(0.125, 1.0, spread=False, clip_high=0.125, clip_power=0.0)[0] == -math.exp(0.125)
-    assert token_gradient(0.125, -1.0, spread=False, clip_dual=0.125, clip_power=0.0)[0] == math.exp(0.125)
+    assert token_gradient(0.125, -1.0, spread=False, clip_c=0.125, clip_power=0.0)[0] == math.exp(0.125)
 
 
 def test_power_zero_is_a_fixed_window():
@@ -190,9 +190,9 @@ def test_nan_surfaces_in_its_own_sequence_from_its_position_on(name, trained, wh
     objective = PolicyObjective.preset(name)
     out = policy_loss(log_probs, objective=objective, **arguments)
     out.per_token.sum().backward()
-    spoiled = {"token": range(9, 10), "sequence": range(6, 14), "sequence_geomean": range(6, 14)}
+    spoiled = {"token": range(9, 10), "sequence": range(6, 14), "sequence-geomean": range(6, 14)}
     expected = torch.zeros(18, dtype=torch.bool)
-    expected[list(spoiled.get(objective.ratio, range(9, 14)))] = True
+    expected[list(spoiled.get(objective.ratio_mode, range(9, 14)))] = True
     expected[9] &= trained
     assert torch.equal(out.per_token.isnan(), expected)
     assert torch.equal(log_probs.grad.isnan(), expected)

@@ -11,7 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctpo_megatron.objective import PRESETS, Denominators, PolicyObjective, merge, policy_loss, supervised_loss
+from ctpo_kernels.names import LOSS_AGG_MODES
+from ctpo_megatron.config import ObjectiveConfig
+from ctpo_megatron.objective import (
+    PRESETS,
+    Denominators,
+    PolicyObjective,
+    merge,
+    objective_from_config,
+    policy_loss,
+    supervised_loss,
+)
 from ctpo_megatron.objective.ratios import prefix_sum, sequence_sum
 from ctpo_megatron.objective.sequences import SequenceBounds
 from tests.objective.objective_reference import packed, padded, random_batch, reference
@@ -30,11 +40,11 @@ def run(arguments: dict, objective: PolicyObjective, **more):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@given(**BATCHES, aggregation=st.sampled_from(["sequence_mean", "token_mean", "sequence_sum"]), counted=st.booleans())
+@given(**BATCHES, aggregation=st.sampled_from(LOSS_AGG_MODES), counted=st.booleans())
 @few
 def test_equals_python_reference(name, lengths, seed, spread, aggregation, counted):
     objective = PolicyObjective.preset(
-        name, aggregation=aggregation, count_masked_sequences=counted, token_normalizer=7.0
+        name, loss_agg_mode=aggregation, count_masked_sequences=counted, loss_scale_factor=7.0
     )
     batch = random_batch(seed, lengths, spread)
     expected = reference(batch, objective)
@@ -52,7 +62,7 @@ def test_equals_python_reference(name, lengths, seed, spread, aggregation, count
 @pytest.mark.parametrize("dual", [None, 0.02, 0.05])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_inputs_are_computed_in_float32(power, dual, dtype):
-    objective = PolicyObjective.preset("ctpo", clip_power=power, clip_dual=dual)
+    objective = PolicyObjective.preset("ctpo", clip_power=power, clip_c=dual)
     batch = random_batch(3, [40, 0, 7, 120], 0.03)
     arguments = packed(batch, dtype)
     exact = {k: v.double() if v.is_floating_point() else v for k, v in arguments.items()}
@@ -96,13 +106,23 @@ def test_packing_order_changes_no_bit(lengths, seed, spread, order, name):
     torch.testing.assert_close(straight.loss, shuffled.loss, rtol=1e-7, atol=1e-9)
 
 
+def test_loss_scale_factor_of_a_configuration_divides_the_loss():
+    arguments = packed(random_batch(0, [5, 7, 3], 0.03))
+    loss = {}
+    for factor in (None, 8.0):
+        config = ObjectiveConfig(loss_agg_mode="seq-mean-token-sum", loss_scale_factor=factor)
+        loss[factor] = run(arguments, objective_from_config(config))[0].loss.item()
+    assert loss[None] != 0
+    assert loss[8.0] == loss[None] / 8  # a power of two: exact
+
+
 @given(**BATCHES, cuts=st.sets(st.integers(1, 5)), name=st.sampled_from(sorted(PRESETS)))
 @few
 def test_micro_batches_add_up_to_the_whole(lengths, seed, spread, cuts, name):
     batch = random_batch(seed, lengths, spread)
     whole_arguments = packed(batch)
-    for aggregation in ("sequence_mean", "token_mean", "sequence_sum"):
-        objective = PolicyObjective.preset(name, aggregation=aggregation)
+    for aggregation in LOSS_AGG_MODES:
+        objective = PolicyObjective.preset(name, loss_agg_mode=aggregation)
         whole, gradient = run(whole_arguments, objective)
         edges = [0, *sorted(c for c in cuts if c < len(batch)), len(batch)]
         parts = [packed(batch[a:b]) for a, b in itertools.pairwise(edges)]
@@ -148,7 +168,7 @@ def test_prefix_sum_survives_wrapping_of_the_batch_total():
 def test_prefix_runs_across_turns_and_skips_observations():
     model = torch.tensor([0, 0, 1, 1, 0, 0, 1, 0, 1])
     d = torch.tensor([9.0, 9.0, 0.1, 0.2, 9.0, 9.0, -0.4, 9.0, 0.05])
-    objective = PolicyObjective.preset("ctpo", clip_low=9, clip_high=9, clip_dual=None)
+    objective = PolicyObjective.preset("ctpo", clip_low=9, clip_high=9, clip_c=None)
     out = policy_loss(d, torch.zeros(9), -torch.ones(9), model, objective, cu_seqlens=torch.tensor([0, 9]))
     expected = torch.tensor([0, 0, 0.1, 0.3, 0, 0, -0.1, 0, -0.05]).exp() * model
     torch.testing.assert_close(out.per_token, expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from ctpo_megatron.config import ConfigError
@@ -9,18 +11,18 @@ from ctpo_megatron.config.schema import ObjectiveConfig
 from ctpo_megatron.objective import PRESETS, PolicyObjective, objective_from_config
 
 NUMBERS = {
-    "ctpo": ("cumulative", "log_power", 0.025, 0.05, 0.05, 0.5, "sequence_mean"),
-    "ctpo-fixed": ("cumulative", "log_power", 0.025, 0.05, 0.05, 0.0, "sequence_mean"),
-    "ctpo-geomean": ("geomean", "log_power", 0.025, 0.05, 0.05, -0.5, "sequence_mean"),
-    "grpo": ("token", "ratio", 0.2, 0.2, 3.0, 0.5, "sequence_mean"),
-    "dapo": ("token", "ratio", 0.2, 0.28, 3.0, 0.5, "token_mean"),
-    "gspo": ("sequence_geomean", "ratio", 3e-4, 4e-4, None, 0.5, "sequence_mean"),
-    "sequence": ("sequence", "ratio", 0.2, 0.2, 3.0, 0.5, "sequence_mean"),
+    "ctpo": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.5, "seq-mean-token-mean"),
+    "ctpo-fixed": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.0, "seq-mean-token-mean"),
+    "ctpo-geomean": ("geomean", "log_power", 0.025, 0.05, 0.05, -0.5, "seq-mean-token-mean"),
+    "grpo": ("token", "ratio", 0.2, 0.2, 3.0, 0.5, "seq-mean-token-mean"),
+    "dapo": ("token", "ratio", 0.2, 0.28, 3.0, 0.5, "token-mean"),
+    "gspo": ("sequence-geomean", "ratio", 3e-4, 4e-4, None, 0.5, "seq-mean-token-mean"),
+    "sequence": ("sequence", "ratio", 0.2, 0.2, 3.0, 0.5, "seq-mean-token-mean"),
 }
 
 
 def test_numbers():
-    assert set(NUMBERS) == set(PRESETS) == set(ObjectiveConfig.model_fields["preset"].annotation.__args__)
+    assert set(NUMBERS) == set(PRESETS) == set(get_args(ObjectiveConfig.model_fields["preset"].annotation))
     for name, (ratio, clip, low, high, dual, power, aggregation) in NUMBERS.items():
         expected = PolicyObjective(ratio, clip, low, high, dual, power, aggregation, True)
         assert PolicyObjective.preset(name) == expected
@@ -31,8 +33,15 @@ def test_unknown_names_get_the_nearest():
         PolicyObjective.preset("ctp0")
     with pytest.raises(ConfigError, match="unknown 'clip_hi'; did you mean 'clip_high'"):
         PolicyObjective.preset("ctpo", clip_hi=1.0)
-    with pytest.raises(ConfigError, match=r"objective\.ratio = .*unknown 'cumulativ'; did you mean 'cumulative'"):
-        PolicyObjective.preset("ctpo", ratio="cumulativ")
+    with pytest.raises(ConfigError, match=r"objective\.ratio_mode = .*unknown 'cumprd'; did you mean 'cumprod'"):
+        PolicyObjective.preset("ctpo", ratio_mode="cumprd")
+
+
+def test_old_names_are_told_the_new_ones():
+    with pytest.raises(ConfigError, match=r"objective\.aggregation: renamed to objective\.loss_agg_mode; write"):
+        PolicyObjective.preset("ctpo", aggregation="sequence_mean")
+    with pytest.raises(ConfigError, match=r'loss_agg_mode = "sequence_mean": renamed to seq-mean-token-mean'):
+        PolicyObjective.preset("ctpo", loss_agg_mode="sequence_mean")
 
 
 @pytest.mark.parametrize(
@@ -42,9 +51,9 @@ def test_unknown_names_get_the_nearest():
         ("ctpo", {"clip_high": float("nan")}, "objective.clip_high = .*: expected a finite number"),
         ("ctpo", {"clip_power": "half"}, "objective.clip_power = .*: expected a finite number"),
         ("ctpo", {"clip_low": None}, "objective.clip_low = .*: expected a finite number"),
-        ("ctpo", {"clip": "ratio"}, "clip_dual = 0.05: .* must exceed 1;"),
+        ("ctpo", {"clip_mode": "ratio"}, "clip_c = 0.05: .* must exceed 1;"),
         ("grpo", {"clip_low": 1.5}, "clip_low = 1.5: .* never negative"),
-        ("ctpo", {"token_normalizer": 0.0}, "must be positive"),
+        ("ctpo", {"loss_scale_factor": 0.0}, "must be positive"),
     ],
 )
 def test_invalid_values_are_refused(name, overrides, message):
@@ -54,19 +63,20 @@ def test_invalid_values_are_refused(name, overrides, message):
 
 def test_all_invalid_values_are_named_at_once():
     with pytest.raises(ConfigError, match="2 problems") as caught:
-        PolicyObjective.preset("ctpo", clip="ratio", clip_low=3.0)
-    assert [problem.key for problem in caught.value.problems] == ["objective.clip_low", "objective.clip_dual"]
+        PolicyObjective.preset("ctpo", clip_mode="ratio", clip_low=3.0)
+    assert [problem.key for problem in caught.value.problems] == ["objective.clip_low", "objective.clip_c"]
 
 
 def test_from_config():
     assert objective_from_config(ObjectiveConfig()) == PolicyObjective()
     config = ObjectiveConfig(
-        preset="dapo", clip_high=0.3, clip_dual=-1, aggregation="sequence_sum", count_masked_sequences=False
+        preset="dapo", clip_high=0.3, clip_c=-1, loss_agg_mode="seq-mean-token-sum", count_masked_sequences=False
     )
     expected = PolicyObjective.preset(
-        "dapo", clip_high=0.3, clip_dual=None, aggregation="sequence_sum", count_masked_sequences=False
+        "dapo", clip_high=0.3, clip_c=None, loss_agg_mode="seq-mean-token-sum", count_masked_sequences=False
     )
     assert objective_from_config(config) == expected
+    assert objective_from_config(ObjectiveConfig(loss_scale_factor=512.0)).loss_scale_factor == 512
     assert objective_from_config(ObjectiveConfig(clip_power=0.0)) == PolicyObjective.preset("ctpo-fixed")
 
 

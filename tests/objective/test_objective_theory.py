@@ -38,13 +38,13 @@ class Tree:
     def expected_gradient(self, ratio: str, advantages: Tensor) -> Tensor:
         """E_mu of the gradient of the loss, unclipped: `[nodes, V]`."""
         free = {
-            "clip": "log_power",
+            "clip_mode": "log_power",
             "clip_low": 1e6,
             "clip_high": 1e6,
-            "clip_dual": None,
-            "aggregation": "sequence_sum",
+            "clip_c": None,
+            "loss_agg_mode": "seq-mean-token-sum",
         }
-        objective = PolicyObjective(ratio=ratio, **free)
+        objective = PolicyObjective(ratio_mode=ratio, **free)
         behaviour = self.log_probs(self.mu)
         probability = behaviour.sum(1).exp()
         out = policy_loss(
@@ -68,7 +68,7 @@ def relative_bias(got: Tensor, true: Tensor) -> float:
 def test_proposition_1_cumulative_ratio_is_unbiased_for_prefix_measurable_advantages(seed):
     tree = Tree(seed)
     true = tree.true_gradient(tree.prefix_advantage)
-    assert relative_bias(tree.expected_gradient("cumulative", tree.prefix_advantage), true) < 3e-12
+    assert relative_bias(tree.expected_gradient("cumprod", tree.prefix_advantage), true) < 3e-12
     assert relative_bias(tree.expected_gradient("token", tree.prefix_advantage), true) > 0.05
 
 
@@ -80,7 +80,7 @@ def test_proposition_1_token_ratio_is_biased_from_the_second_token_on():
         true = tree.true_gradient(only_t)
         bias = relative_bias(tree.expected_gradient("token", only_t), true)
         assert bias < 3e-12 if t == 0 else bias > 0.05
-        assert relative_bias(tree.expected_gradient("cumulative", only_t), true) < 3e-12
+        assert relative_bias(tree.expected_gradient("cumprod", only_t), true) < 3e-12
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -103,6 +103,6 @@ def test_outcome_rewards_leave_the_cumulative_ratio_biased(seed):
     tree = Tree(seed)
     outcome = tree.reward[:, None].expand(-1, H)
     true = tree.true_gradient(outcome)
-    bias = {r: relative_bias(tree.expected_gradient(r, outcome), true) for r in ("cumulative", "token", "sequence")}
-    assert 0.01 < bias["cumulative"] < bias["token"]
+    bias = {r: relative_bias(tree.expected_gradient(r, outcome), true) for r in ("cumprod", "token", "sequence")}
+    assert 0.01 < bias["cumprod"] < bias["token"]
     assert bias["sequence"] < 3e-12

@@ -62,15 +62,15 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     saved = saved_bytes(policy, step)
     parameters = [p for chunk in policy._model.gpt for p in chunk.parameters()]
     split = Split.of(config, layout.world_size)
-    expected = stage_memory(policy.facts, split, layout.pp_rank)
+    expected = stage_memory(policy.spec, split, layout.pp_rank)
     mine = {
         "weights": (count(parameters), expected.weights),
         "gradients": (count(p.main_grad for p in parameters), expected.gradients),
         "optimizer": (optimizer_bytes(policy), expected.optimizer),
     }
     tokens = sum(len(t.token_ids) for t in batch) / layout.dp_size
-    layers = policy.facts.num_layers // layout.pp_size
-    per_token = layer_activations(policy.facts, split)
+    layers = policy.spec.num_layers // layout.pp_size
+    per_token = layer_activations(policy.spec, split)
     kept = per_token["input"] if config.recompute == "full" else sum(per_token.values())
     return {"ranks": gather_objects(mine), "activations": (saved, tokens * layers * kept)}
 

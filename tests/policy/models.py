@@ -11,6 +11,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -42,6 +44,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen2.5": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
     "llama-3.1-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"head_dim": 32, "sliding_window": None}),
     "linear-rope": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR_ROPE}),
 }
 

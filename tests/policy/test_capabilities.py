@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.config import ModelFacts, OptimizerConfig, PolicyConfig
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
 from ctpo_megatron.policy import Policy, capabilities, destroy_distributed, device, init_distributed
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 from tests.policy import models, scenario
@@ -98,7 +98,7 @@ def test_modules_of_transformer_engine_are_not_recomputed_in_local_layers(tmp_pa
     models.build("qwen3-moe", tmp_path)
     policy = PolicyConfig(recompute="selective", recompute_modules=("core_attn", "moe_act"))
     with pytest.raises(RuntimeError, match=r"policy.recompute_modules=\['moe_act'\] need Transformer Engine"):
-        transformer_config(ModelFacts.read(tmp_path), policy)
+        transformer_config(read_spec(tmp_path), policy)
 
 
 def test_flags_follow_what_is_installed(installed) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ctpo_megatron.config import ModelFacts
+from ctpo_megatron.config import read_spec
 from ctpo_megatron.data import token_sequences
+from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.policy.flops import BACKWARD, forward_flops, known_peak, sequence_flops
 from tests.policy import models
 
@@ -27,20 +28,20 @@ def counted(model: torch.nn.Module, backward: bool) -> int:
     return counter.get_total_flops()
 
 
-def masked_pairs(facts: ModelFacts) -> int:
+def masked_pairs(spec: ModelSpec) -> int:
     """FLOPs of the pairs above the diagonal, which a causal model does not need."""
     pairs = TOKENS * (TOKENS - 1) // 2
-    return facts.num_layers * pairs * 4 * facts.num_attention_heads * facts.head_dim
+    return spec.num_layers * pairs * 4 * spec.num_attention_heads * spec.head_dim
 
 
-@pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-untied", "qwen2.5", "llama"])
+@pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-untied", "qwen2.5", "llama", "mistral"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_formula_is_what_torch_counts(family: str, backward: bool, tmp_path: Path) -> None:
     models.build(family, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    facts = ModelFacts.read(tmp_path)
+    spec = read_spec(tmp_path)
     passes = 1 + BACKWARD * backward
-    expected = passes * (forward_flops(facts, TOKENS, TOKENS) + masked_pairs(facts))
+    expected = passes * (forward_flops(spec, TOKENS, TOKENS) + masked_pairs(spec))
     assert counted(model, backward) == expected
 
 
@@ -59,8 +60,8 @@ def test_active_experts_and_router_are_what_torch_counts() -> None:
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    facts = ModelFacts(
-        architecture="Qwen3MoeForCausalLM",
+    spec = ModelSpec(
+        family=FAMILIES["Qwen3MoeForCausalLM"],
         num_layers=2,
         hidden_size=96,
         num_attention_heads=4,
@@ -73,19 +74,19 @@ def test_active_experts_and_router_are_what_torch_counts() -> None:
         num_experts_per_token=3,
         moe_intermediate_size=48,
     )
-    expected = forward_flops(facts, TOKENS, TOKENS) + masked_pairs(facts)
+    expected = forward_flops(spec, TOKENS, TOKENS) + masked_pairs(spec)
     assert counted(Qwen3MoeForCausalLM(config), backward=False) == expected
 
 
 def test_prompts_and_tool_output_need_no_output_layer(tmp_path: Path) -> None:
     models.build("qwen3-tied", tmp_path)
-    facts = ModelFacts.read(tmp_path)
+    spec = read_spec(tmp_path)
     (trajectory,) = models.trajectories(1)
-    (found,) = sequence_flops(facts, token_sequences([trajectory]))
+    (found,) = sequence_flops(spec, token_sequences([trajectory]))
     left_out = len(trajectory) - sum(trajectory.response_mask)
     assert left_out > 0
-    everywhere = forward_flops(facts, len(trajectory), len(trajectory))
-    assert found == everywhere - left_out * 2 * facts.hidden_size * facts.vocab_size
+    everywhere = forward_flops(spec, len(trajectory), len(trajectory))
+    assert found == everywhere - left_out * 2 * spec.hidden_size * spec.vocab_size
 
 
 @pytest.mark.parametrize(

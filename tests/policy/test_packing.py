@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from ctpo_megatron.config import ModelFacts, PolicyConfig
+from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import (
     PackingRules,
     TokenSequence,
@@ -22,6 +22,7 @@ from ctpo_megatron.data import (
     split_evenly,
     token_sequences,
 )
+from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
 from ctpo_megatron.policy.flops import sequence_flops
 from ctpo_megatron.policy.layers import AttentionPlan, PackedCausalAttention
@@ -123,13 +124,13 @@ def test_replicas_share_all_trajectories_evenly(lengths: list[int], parts: int, 
 
 
 def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
-    facts = ModelFacts("Qwen3ForCausalLM", 1, 8, 1, 1, 8, 8, 4096, 32)
+    spec = ModelSpec(FAMILIES["Qwen3ForCausalLM"], 1, 8, 1, 1, 8, 8, 4096, 32)
     trajectories = of_lengths([4000, *[1000] * 4])
-    by_cost = split_evenly(trajectories, 2, sequence_flops(facts, trajectories))
+    by_cost = split_evenly(trajectories, 2, sequence_flops(spec, trajectories))
     assert by_cost == [[0], [1, 2, 3, 4]]
     six = of_lengths([4000, *[1000] * 6])
     assert split_evenly(six, 2)[0] != [0]  # 5000 tokens each
-    assert split_evenly(six, 2, sequence_flops(facts, six))[0] == [0]
+    assert split_evenly(six, 2, sequence_flops(spec, six))[0] == [0]
 
 
 def test_a_trajectory_beyond_the_budget_names_the_keys() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig, RolloutConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.rollout import check_mismatch
@@ -59,7 +58,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Polic
 
 @pytest.mark.parametrize("found", [0.1, math.nan])
 def test_a_mismatch_beyond_the_limit_or_unknown_stops_the_run(found: float) -> None:
-    config = SimpleNamespace(rollout=SimpleNamespace(mismatch_limit=1e-3))
+    config = RolloutConfig(mismatch_limit=1e-3)
     with pytest.raises(RuntimeError, match=r"rollout\.mismatch_limit=0\.001"):
         check_mismatch(config, {"mismatch/log_prob_abs_max": found})
     check_mismatch(config, {"mismatch/log_prob_abs_max": 1e-4})

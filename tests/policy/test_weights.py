@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ctpo_megatron.config import ConfigError, ModelFacts, PolicyConfig
-from ctpo_megatron.config.weight_files import tensor_shapes
+from ctpo_megatron.config import ConfigError, PolicyConfig, read_spec
 from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed
 from tests.policy import models
 
@@ -41,7 +40,8 @@ def test_log_probs_equal_transformers_and_weights_return_unchanged(
 ) -> None:
     model, directory = family
     held = {name: tuple(tensor.shape) for name, tensor in load_file(directory / "model.safetensors").items()}
-    assert tensor_shapes(ModelFacts.read(directory)) == held
+    spec = read_spec(directory)
+    assert spec.family.tensors(spec) == held
     policy = Policy(PolicyConfig(micro_batch_tokens=300), layout, directory, temperature=0.7)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
     policy.compute_old_log_probs([mini_batch])

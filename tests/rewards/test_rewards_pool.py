@@ -1,4 +1,4 @@
-"""Hangs, crashes and exceptions of a scorer cost one trajectory, are counted, and are logged by name."""
+"""Hangs, crashes and exceptions of a reward function cost one trajectory, are counted, and are logged by name."""
 
 from __future__ import annotations
 
@@ -6,90 +6,151 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from misbehaving_scorer import misbehaving
 
 from ctpo_megatron.config.schema import RewardConfig
-from ctpo_megatron.data.records import ToolCall, Trajectory
+from ctpo_megatron.data.records import Group, Prompt, ToolCall, Trajectory
+from ctpo_megatron.extensions import ExtensionError
 from ctpo_megatron.rewards import RewardPool, ScoreReport
+from tests.support.deadlines import scaled
+
+HERE = Path(__file__).parent
 
 
-def item(final_text: str, answer: str = "2", name: str = "p") -> tuple[Trajectory, str]:
-    return Trajectory(prompt_id=name, sample_index=4, seed=0, final_text=final_text), answer
+def group(*final_texts: str, answer: str = "2", name: str = "p", source: str = "test") -> Group:
+    """One prompt with a trajectory for each text."""
+    trajectories = [
+        Trajectory(prompt_id=name, sample_index=4 + n, seed=0, final_text=text) for n, text in enumerate(final_texts)
+    ]
+    return Group(Prompt(name, source, (), answer, (), {}), trajectories)
 
 
-def rewards(items: list[tuple[Trajectory, str]]) -> list[float | None]:
-    return [trajectory.reward for trajectory, _ in items]
+def rewards(groups: list[Group]) -> list[float | None]:
+    return [trajectory.reward for group in groups for trajectory in group.trajectories]
+
+
+def misbehaving(name: str = "misbehaving", timeout_s: float = 0.5, **settings: Any) -> RewardPool:
+    config = RewardConfig(
+        function={"name": f"misbehaving_reward:{name}"},
+        timeout_s=scaled(timeout_s),
+        **settings,
+    )
+    return RewardPool(config, [str(HERE)])
 
 
 @pytest.fixture(scope="module")
-def unruly():
-    with RewardPool(RewardConfig(timeout_s=0.5), scorer=misbehaving) as pool:
+def unruly() -> Iterator[RewardPool]:
+    with misbehaving() as pool:
         yield pool
 
 
-def test_math_scores_in_order_with_counts():
-    boxes = [r"\boxed{2}", r"\boxed{3}", "2", r"\boxed{\frac{4}{2}}"]
-    items = [item(text) for text in boxes] * 64
+def test_math_scores_in_order_with_counts() -> None:
+    groups = [group(r"\boxed{2}", r"\boxed{3}", "2", r"\boxed{\frac{4}{2}}") for _ in range(64)]
     with RewardPool(RewardConfig(workers=2)) as pool:
-        assert pool.score([]) == ScoreReport(0, 0, 0, 0)
-        started = time.perf_counter()
-        report = pool.score(items)
-        wall = time.perf_counter() - started
-    assert report == ScoreReport(scored=256, no_box=64, timeouts=0, failures=0)
-    assert rewards(items) == [1.0, 0.0, 0.0, 1.0] * 64
-    assert wall < 5.0  # about 0.15 s on an idle machine
+        assert pool.score([]) == ScoreReport(0, 0, 0)
+        report = pool.score(groups)
+    assert report == ScoreReport(scored=256, timeouts=0, failures=0, metrics={"no_box": 64.0})
+    assert rewards(groups) == [1.0, 0.0, 0.0, 1.0] * 64
 
 
-def test_tool_output_and_earlier_turns_do_not_count():
-    trajectory, answer = item("I have it.")
-    trajectory.tool_calls.append(ToolCall(1, "print(2)", "success", r"\boxed{2}", 0.0))
+def test_tool_output_and_earlier_turns_do_not_count() -> None:
+    silent = group("I have it.")
+    silent.trajectories[0].tool_calls.append(ToolCall(1, "print(2)", "success", r"\boxed{2}", 0.0))
     with RewardPool(RewardConfig()) as pool:
-        assert pool.score([(trajectory, answer)]) == ScoreReport(1, 1, 0, 0)
-    assert trajectory.reward == 0.0
+        assert pool.score([silent]) == ScoreReport(1, 0, 0, {"no_box": 1.0})
+    assert rewards([silent]) == [0.0]
 
 
 @pytest.mark.parametrize("hang", ["hang in C", "sleep"])
-def test_a_hang_is_killed_in_time_and_costs_only_itself(unruly, hang, caplog):
-    items = [item("2"), item(hang, name="slow"), item("2"), item("5")]
-    started = time.perf_counter()
-    with caplog.at_level(logging.WARNING):
-        report = unruly.score(items)
-    assert time.perf_counter() - started < 8.0  # 0.6 s and a new worker's start on an idle machine
-    assert report == ScoreReport(scored=3, no_box=4, timeouts=1, failures=0)
-    assert rewards(items) == [1.0, 0.0, 1.0, 0.0]
-    assert "prompt slow sample 4: the scorer was killed after 0.5 s" in caplog.text
+def test_a_hang_is_killed_and_costs_only_itself(
+    unruly: RewardPool, hang: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = [group("2"), group(hang, name="slow"), group("2", "5")]
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as thread:
+        # The hang itself would take an hour; the deadline here is far beyond what a busy machine needs.
+        report = thread.submit(unruly.score, groups).result(timeout=scaled(60))
+    assert report == ScoreReport(scored=3, timeouts=1, failures=0)
+    assert rewards(groups) == [1.0, 0.0, 1.0, 0.0]
+    assert f"prompt slow sample 4: the scorer was killed after {scaled(0.5):g} s" in caplog.text
 
 
-@pytest.mark.parametrize(("how", "shown"), [("die", "ProcessExpired"), ("raise", "broken scorer")])
-def test_a_crash_or_exception_is_counted_and_named(unruly, how, shown, caplog):
-    items = [item("2"), item(how, name="bad"), item("2")]
+@pytest.mark.parametrize(
+    ("how", "shown"),
+    [
+        ("die", "ProcessExpired"),
+        ("raise", "KeyError('broken scorer') at "),
+        ("exit", "I give up"),
+        ("none", "TypeError"),
+        ("text", "could not convert string to float"),
+        ("component of text", "could not convert string to float"),
+    ],
+)
+def test_a_crash_or_exception_is_counted_and_named(
+    unruly: RewardPool, how: str, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = [group("2"), group(how, name="bad"), group("2")]
     with caplog.at_level(logging.WARNING):
-        report = unruly.score(items)
-    assert report == ScoreReport(scored=2, no_box=3, timeouts=0, failures=1)
-    assert rewards(items) == [1.0, 0.0, 1.0]
+        report = unruly.score(groups)
+    assert report == ScoreReport(scored=2, timeouts=0, failures=1)
+    assert rewards(groups) == [1.0, 0.0, 1.0]
     assert "prompt bad sample 4: the scorer failed" in caplog.text
     assert shown in caplog.text
 
 
-def test_a_reward_that_is_not_finite_stops_the_run(unruly):
-    with pytest.raises(ValueError, match="prompt odd sample 4: the scorer returned nan"):
-        unruly.score([item("2"), item("nan", name="odd")])
-    items = [item("2")]
-    assert unruly.score(items).scored == 1  # the pool is still usable
+@pytest.mark.parametrize(
+    ("how", "shown"),
+    [
+        ("nan", "returned nan"),
+        ("infinite component", "returned length=inf"),
+        ("reserved name", "named 'mean'"),
+        ("same name twice", "named 'length'"),
+        ("slash in a name", "named 'a/b'"),
+    ],
+)
+def test_a_reward_that_must_not_be_trained_on_stops_the_run(unruly: RewardPool, how: str, shown: str) -> None:
+    with pytest.raises(ValueError, match=rf"prompt odd sample 4: the scorer .*{shown}"):
+        unruly.score([group("2"), group(how, name="odd")])
+    assert unruly.score([group("2")]).scored == 1  # the pool is still usable
 
 
-def test_an_unreadable_ground_truth_is_a_failure_not_a_wrong_answer(caplog):
-    items = [item(r"\boxed{1}", answer="")]
+def test_an_unreadable_ground_truth_is_a_failure_not_a_wrong_answer(caplog: pytest.LogCaptureFixture) -> None:
     with RewardPool(RewardConfig()) as pool:
-        assert pool.score(items) == ScoreReport(scored=0, no_box=0, timeouts=0, failures=1)
+        assert pool.score([group(r"\boxed{1}", answer="")]) == ScoreReport(scored=0, timeouts=0, failures=1)
     assert "cannot read the ground truth" in caplog.text
 
 
-def test_closing_twice_is_harmless():
+def test_async_rewards_that_wait_are_given_up_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    groups = [group("2", "wait for ever", "5", "raise", "refuse to be cancelled", "2")]
+    with misbehaving("misbehaving_async", 1.0) as pool:
+        children = psutil.Process().children(recursive=True)
+        assert pool.score(groups) == ScoreReport(scored=3, timeouts=2, failures=1)
+        assert rewards(groups) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+        assert psutil.Process().children(recursive=True) == children  # no worker had to be killed
+        assert pool.score([group("2", "2")]).scored == 2
+    assert "prompt p sample 5: the scorer was killed" in caplog.text
+    assert "prompt p sample 8: the scorer was killed" in caplog.text
+
+
+@pytest.mark.parametrize(("how", "cost"), [("sleep", (1, 0)), ("die", (0, 1))])
+def test_an_async_reward_that_blocks_or_kills_its_worker_costs_only_itself(how: str, cost: tuple[int, int]) -> None:
+    groups = [group("2", how, "2", "5", "2")]
+    with misbehaving("misbehaving_async", 1.0) as pool:
+        assert pool.score(groups) == ScoreReport(4, *cost)
+    assert rewards(groups) == [1.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_reward_that_is_not_there_is_said_at_the_start() -> None:
+    with pytest.raises(ExtensionError, match="misbehaving_reward has no 'missing'"):
+        misbehaving("missing")
+
+
+def test_closing_twice_is_harmless() -> None:
     pool = RewardPool(RewardConfig())
     pool.close()
     pool.close()
@@ -99,28 +160,28 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
     return [child for child in process.children(recursive=True) if "resource_tracker" not in str(child.cmdline())]
 
 
-def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path):
-    items = [item(f"after {tmp_path / 'go'}")] + [item("2")] * 3
+def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path: Path) -> None:
+    groups = [group(f"after {tmp_path / 'go'}", "2", "2", "2")]
     others = descendants(psutil.Process())
-    with RewardPool(RewardConfig(workers=2, timeout_s=30), scorer=misbehaving) as pool:
+    with misbehaving(workers=2, timeout_s=30) as pool:
         everything = descendants(psutil.Process())
         # The fork server's are the workers.
         workers = [process for process in everything if process not in others and process.ppid() != os.getpid()]
         assert len(workers) == 2
         with ThreadPoolExecutor(1) as thread:
-            scoring = thread.submit(pool.score, items)
+            scoring = thread.submit(pool.score, groups)
             for process in everything:
                 process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             (tmp_path / "go").touch()
-            assert scoring.result(timeout=30) == ScoreReport(scored=4, no_box=4, timeouts=0, failures=0)
-        assert rewards(items) == [1.0] * 4
+            assert scoring.result(timeout=scaled(30)) == ScoreReport(scored=4, timeouts=0, failures=0)
+        assert rewards(groups) == [1.0] * 4
         assert descendants(psutil.Process()) == everything
     assert not any(worker.is_running() for worker in workers)
 
 
-def test_a_worker_killed_by_somebody_else_costs_no_verdict(tmp_path):
-    items = [item(f"die unless {tmp_path / 'died before'}"), item("2")]
-    with RewardPool(RewardConfig(timeout_s=30), scorer=misbehaving) as pool:
-        assert pool.score(items) == ScoreReport(scored=2, no_box=2, timeouts=0, failures=0)
-    assert rewards(items) == [1.0, 1.0]
+def test_a_worker_killed_by_somebody_else_costs_no_verdict(tmp_path: Path) -> None:
+    groups = [group(f"die unless {tmp_path / 'died before'}", "2")]
+    with misbehaving(timeout_s=30) as pool:
+        assert pool.score(groups) == ScoreReport(scored=2, timeouts=0, failures=0)
+    assert rewards(groups) == [1.0, 1.0]

@@ -1,5 +1,7 @@
 """Real servers for the whole folder, and client calls that need no event loop in the tests."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,48 +9,62 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_sandbox import ExecutionResult, SandboxClient, SandboxServer, start_server
+from ctpo_sandbox import ExecutionResult, Limits, SandboxClient, SandboxServer, start_server
+from tests.support.deadlines import scaled
 
 Runner = Callable[..., ExecutionResult]
+HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests that share a server and so a pytest-xdist worker")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What says nothing else uses the shared server."""
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("sandbox"))
 
 
 @pytest.fixture(scope="session")
 def sandbox_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
-    """At the strongest level that the machine offers."""
+    """At the strongest level that the machine offers, with every tier of libraries."""
     log: Path = tmp_path_factory.mktemp("sandbox") / "server.log"
-    with start_server(slots=2, memory_mb=384, max_run_timeout_s=20, start_timeout_s=60, log_path=log) as server:
+    with start_server(slots=2, limits=Limits(memory_mb=384), start_timeout_s=scaled(60), log_path=log) as server:
         yield server
 
 
-@pytest.fixture
-def execute(sandbox_server: SandboxServer) -> Runner:
-    return runner(sandbox_server.url)
+@pytest.fixture(scope="session")
+def execute(sandbox_server: SandboxServer) -> Iterator[Runner]:
+    with runner(sandbox_server.url) as run:
+        yield run
 
 
 @pytest.fixture
 def server_at(tmp_path: Path) -> Callable[[str], AbstractContextManager[Runner]]:
-    """A server of its own at a level of isolation."""
+    """A server of its own at a level of isolation, with the standard library."""
 
     @contextmanager
     def start(level: str) -> Iterator[Runner]:
-        options = {"slots": 1, "memory_mb": 384, "max_run_timeout_s": 20, "start_timeout_s": 60}
-        with start_server(**options, log_path=tmp_path / "server.log", level=level, require="none") as server:
-            yield runner(server.url)
+        options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "require": "none"}
+        with (
+            start_server(**options, log_path=tmp_path / "server.log", level=level) as server,
+            runner(server.url) as run,
+        ):
+            yield run
 
     return start
 
 
-def runner(url: str) -> Runner:
-    """`client.run` as a plain function."""
+@contextmanager
+def runner(url: str) -> Iterator[Runner]:
+    """`client.run` as a plain function, over connections that stay open."""
+    client = SandboxClient(url, max_concurrency=1, request_timeout_s=scaled(40))
+    with asyncio.Runner() as loop:
 
-    def run(code: str, *, stdin: str = "", run_timeout_s: float = 10.0) -> ExecutionResult:
-        async def once() -> ExecutionResult:
-            client = SandboxClient(url, max_concurrency=1, request_timeout_s=40)
-            try:
-                return await client.run(code, stdin=stdin, run_timeout_s=run_timeout_s)
-            finally:
-                await client.aclose()
+        def run(code: str, *, stdin: str = "", run_timeout_s: float = scaled(10)) -> ExecutionResult:
+            return loop.run(client.run(code, stdin=stdin, run_timeout_s=run_timeout_s))
 
-        return asyncio.run(once())
-
-    return run
+        yield run
+        loop.run(client.aclose())

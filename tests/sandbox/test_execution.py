@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
+from tests.support.deadlines import scaled
+
 
 def test_success(execute):
+    started = time.monotonic()
     result = execute("print(1 + 1)")
     assert (result.status, result.stdout, result.stderr) == ("success", "2\n", "")
-    assert 0 < result.wall_s < 5
+    assert 0 < result.wall_s < time.monotonic() - started
 
 
 def test_stdin_is_what_was_given_and_then_ends(execute):
@@ -37,7 +41,7 @@ def test_stdin_is_what_was_given_and_then_ends(execute):
 def test_like_python_main(execute, tmp_path, code):
     (tmp_path / "main.py").write_text(code)
     command = [sys.executable, "-X", "utf8", "main.py"]
-    expected = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    expected = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(30), check=False)
     result = execute(code)
     assert result.status == ("success" if expected.returncode == 0 else "runtime_error")
     assert result.stdout == expected.stdout

@@ -8,17 +8,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-_SHORT_S = 0.5
+from tests.support.deadlines import scaled
+
+_SHORT_S = scaled(0.5)
 
 
 @pytest.mark.parametrize(
     "code", ["while True: pass", "sum(range(9, 10**10))", "pow(73, 99855421)", "import time; time.sleep(60)"]
 )
 def test_endless_code_times_out(execute, code):
-    started = time.monotonic()
     result = execute(f"print('partial', flush=True)\n{code}", run_timeout_s=_SHORT_S)
     assert (result.status, result.stdout) == ("timeout", "partial\n")
-    assert time.monotonic() - started < 5
+    assert _SHORT_S <= result.wall_s < _SHORT_S + scaled(4)
 
 
 def test_timeout_despite_ignored_signals(execute):
@@ -121,10 +122,10 @@ os.symlink('/usr', 'link'); os.mkdir('closed'); open('closed/f', 'w').close(); o
 for _ in range(1500):
     os.mkdir('d'); os.chdir('d')
 """
-    with server_at("landlock") as execute:
+    with server_at("seccomp") as execute:
         directory = Path(execute(code).stdout.strip())
         assert directory.is_relative_to(tmp_path)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + scaled(10)
         while directory.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not directory.exists()

@@ -17,21 +17,22 @@ import psutil
 import pytest
 
 from ctpo_sandbox import ClientStats, SandboxClient, SandboxStartError, SandboxUnavailable, start_server
+from tests.sandbox.sandbox_http import HTTP, health, post
+from tests.support.deadlines import scaled
 
 _PATH = "/faas/sandbox/"
+TIERS = ("stdlib", "numpy")
 
 
 def _post(server, **request) -> httpx.Response:
-    body = json.dumps({"code": "print(1)", **request})
-    headers = {"content-type": "application/json"}
-    return httpx.post(server.url + _PATH, content=body, headers=headers, timeout=30, trust_env=False)
+    return post(server, {"code": "print(1)", **request})
 
 
 def _running_snippet(url: str) -> psutil.Process:
     found: list[psutil.Process] = []
 
     def look() -> bool:
-        workers = [pid for pid in _health(url)["workers"] if pid is not None]
+        workers = [pid for pid in health(url)["workers"] if pid is not None]
         found.extend(child for pid in workers for child in psutil.Process(pid).children())
         return bool(found)
 
@@ -55,7 +56,7 @@ def _gone(processes: list[psutil.Process]) -> bool:
     return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in processes)
 
 
-def _wait_until(condition, awaited: str, timeout_s: float = 15.0) -> None:
+def _wait_until(condition, awaited: str, timeout_s: float = scaled(15)) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {awaited}"
@@ -63,12 +64,8 @@ def _wait_until(condition, awaited: str, timeout_s: float = 15.0) -> None:
 
 
 def _lost(url: str) -> float:
-    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
-    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("ctpo_sandbox_lost "))
-
-
-def _health(url: str) -> dict:
-    return httpx.get(f"{url}/health", timeout=10, trust_env=False).json()
+    lines = HTTP.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("ctpo_sandbox_lost "))
 
 
 def test_reply_has_the_contract(sandbox_server):
@@ -94,19 +91,19 @@ def test_bad_timeouts_are_422(sandbox_server, field, value):
 
 
 def test_code_is_required(sandbox_server):
-    response = httpx.post(sandbox_server.url + _PATH, json={"stdin": "\ud7ff"}, timeout=10, trust_env=False)
+    response = post(sandbox_server, {"stdin": "\ud7ff"})
     assert response.status_code == 422
 
 
 def test_health_states_what_is_enforced(sandbox_server):
-    health = _health(sandbox_server.url)
-    assert health["slots"] == 2
-    assert health["enforced"] and health["not_enforced"]
+    found = health(sandbox_server.url)
+    assert found["slots"] == 2
+    assert found["enforced"] and found["not_enforced"]
 
 
 def test_concurrent_mixed_runs_do_not_mix(sandbox_server):
     async def all_of_them():
-        client = SandboxClient(sandbox_server.url, max_concurrency=20, request_timeout_s=60)
+        client = SandboxClient(sandbox_server.url, max_concurrency=20, request_timeout_s=scaled(60))
         kinds = {
             "success": "print({0}, input())",
             "runtime_error": "import sys\nprint({0}, input())\nsys.exit(1)",
@@ -128,28 +125,28 @@ def test_concurrent_mixed_runs_do_not_mix(sandbox_server):
 
 
 def test_killed_workers_are_replaced_and_the_run_retried(sandbox_server, execute):
-    before = _health(sandbox_server.url)
+    before = health(sandbox_server.url)
     lost = _lost(sandbox_server.url)
     for pid in filter(None, before["workers"]):
         os.kill(pid, signal.SIGKILL)
     for _ in range(before["slots"]):
         assert execute("print('again')").stdout == "again\n"
-    assert _health(sandbox_server.url)["restarts"] > before["restarts"]
+    assert health(sandbox_server.url)["restarts"] > before["restarts"]
     assert _lost(sandbox_server.url) > lost
 
 
 def test_killed_templates_are_replaced(sandbox_server, execute):
-    before = _health(sandbox_server.url)
+    before = health(sandbox_server.url)
     for pid in before["templates"].values():
         os.kill(pid, signal.SIGKILL)
     for code in ("print('again')", "import numpy; print('again')", "import sympy; print('again')"):
         assert execute(code).stdout == "again\n"
-    assert _health(sandbox_server.url)["restarts"] >= before["restarts"] + 3
+    assert health(sandbox_server.url)["restarts"] >= before["restarts"] + 3
 
 
 def test_worker_killed_during_a_run(sandbox_server):
     async def killed_once():
-        client = SandboxClient(sandbox_server.url, max_concurrency=2, request_timeout_s=30)
+        client = SandboxClient(sandbox_server.url, max_concurrency=2, request_timeout_s=scaled(30))
         run = asyncio.ensure_future(client.run("import time; time.sleep(1); print('done')", run_timeout_s=10))
         snippet = await asyncio.to_thread(_running_snippet, sandbox_server.url)
         os.kill(snippet.ppid(), signal.SIGKILL)
@@ -165,14 +162,14 @@ def test_worker_killed_during_a_run(sandbox_server):
 def test_hanging_up_kills_the_snippet(sandbox_server):
     with _endless_run(sandbox_server.url) as snippet:
         assert not _gone([snippet])
-    _wait_until(lambda: _gone([snippet]), "the snippet of a client that left to end", timeout_s=5)
-    _wait_until(lambda: _health(sandbox_server.url)["idle"] == 2, "its slot to be free", timeout_s=5)
+    _wait_until(lambda: _gone([snippet]), "the snippet of a client that left to end", timeout_s=scaled(5))
+    _wait_until(lambda: health(sandbox_server.url)["idle"] == 2, "its slot to be free", timeout_s=scaled(5))
 
 
 def test_nothing_runs_between_requests(sandbox_server, execute):
     execute("import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()")
     execute("while True: pass", run_timeout_s=0.2)
-    workers = [pid for pid in _health(sandbox_server.url)["workers"] if pid is not None]
+    workers = [pid for pid in health(sandbox_server.url)["workers"] if pid is not None]
     assert [psutil.Process(worker).children() for worker in workers] == [[] for _ in workers]
 
 
@@ -188,7 +185,8 @@ def test_no_server_is_never_a_result():
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     error, client = _run_against(url, request_timeout_s=1.0)
     assert url in str(error) and "ConnectError" in str(error) and "Check that the server runs" in str(error)
-    assert (client.stats.retries, client.stats.unavailable) == (4, 1)  # after 0.1, 0.3, 0.7 s
+    assert client.stats.unavailable == 1
+    assert 1 < client.stats.retries <= 4  # the fourth after 0.7 s, where the machine keeps up
 
 
 def test_silent_server_meets_the_deadline():
@@ -211,16 +209,14 @@ def test_client_refuses_to_call_a_bad_request_a_result(sandbox_server, execute):
 
 def test_server_that_cannot_start_says_why(tmp_path: Path):
     with pytest.raises(SandboxStartError, match="invalid choice: 'moon'"):
-        start_server(
-            slots=1, memory_mb=256, max_run_timeout_s=1, start_timeout_s=30, log_path=tmp_path / "log", require="moon"
-        )
+        start_server(slots=1, start_timeout_s=scaled(30), log_path=tmp_path / "log", require="moon")
 
 
 def test_server_ends_with_its_parent(tmp_path: Path):
     code = """
 import pathlib, time
 from ctpo_sandbox import start_server
-server = start_server(slots=1, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=pathlib.Path("log"))
+server = start_server(slots=1, start_timeout_s=60, log_path=pathlib.Path("log"))
 print(server.process.pid, server.url, flush=True)
 time.sleep(60)
 """
@@ -228,38 +224,41 @@ time.sleep(60)
     environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid, url = parent.stdout.readline().split()
-        with _endless_run(url):
-            family = [psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)]
-            assert len(family) >= 6  # server, a template of each tier, a worker, its snippet
-            parent.kill()
-            _wait_until(lambda: _gone(family), "the server and all its processes to end with their parent")
+        try:
+            assert parent.stdout is not None
+            pid, url = parent.stdout.readline().split()
+            with _endless_run(url):
+                family = [psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)]
+                assert len(family) >= 6  # server, a template of each tier, a worker, its snippet
+                parent.kill()
+                _wait_until(lambda: _gone(family), "the server and all its processes to end with their parent")
+        finally:
+            parent.kill()  # its server ends with it
     _wait_until(lambda: not list(tmp_path.glob("ctpo-sandbox-*")), "its files to go")
 
 
 def test_stopping_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     log = tmp_path / "log"
-    with start_server(slots=2, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=log) as server:
+    with start_server(slots=2, tiers=TIERS, start_timeout_s=scaled(60), log_path=log) as server:
         directories = list(tmp_path.glob("ctpo-sandbox-*/box-*"))
         with _endless_run(server.url) as snippet:
             os.kill(snippet.ppid(), signal.SIGKILL)
-    assert len(directories) >= 3
+    assert len(directories) == len(TIERS)
     assert list(tmp_path.iterdir()) == [log]
 
 
 def test_a_killed_server_takes_everything_along_and_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     log = tmp_path / "log"
-    with start_server(slots=1, memory_mb=256, max_run_timeout_s=9, start_timeout_s=30, log_path=log) as server:
+    with start_server(slots=1, tiers=TIERS, start_timeout_s=scaled(60), log_path=log) as server:
         (before,) = tmp_path.glob("ctpo-sandbox-*")
         with _endless_run(server.url):
             family = psutil.Process(server.process.pid).children(recursive=True)
-            assert len(family) >= 5
+            assert len(family) >= 4  # a template of each tier, a worker, its snippet
             server.process.kill()
             _wait_until(lambda: _gone(family), "templates, worker and snippet to end with their server")
-        client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=30)
+        client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=scaled(30))
         assert asyncio.run(client.run("print('back')", run_timeout_s=4)).stdout == "back\n"
         assert server.restarts == 1 and client.stats.retries > 0
         _wait_until(lambda: not before.exists(), "the files of the killed server to go")
@@ -267,7 +266,7 @@ def test_a_killed_server_takes_everything_along_and_is_started_again(tmp_path: P
 
 
 def test_several_servers_share_the_work_and_stand_in_for_each_other(tmp_path: Path):
-    options = {"slots": 1, "memory_mb": 256, "max_run_timeout_s": 9, "start_timeout_s": 30}
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with (
@@ -276,7 +275,7 @@ def test_several_servers_share_the_work_and_stand_in_for_each_other(tmp_path: Pa
     ):
 
         async def many() -> ClientStats:
-            client = SandboxClient([dead, one.url, two.url], max_concurrency=8, request_timeout_s=30)
+            client = SandboxClient([dead, one.url, two.url], max_concurrency=8, request_timeout_s=scaled(30))
             results = await asyncio.gather(
                 *(client.run(f"import time; time.sleep(0.05); print({i})", run_timeout_s=4) for i in range(40))
             )
@@ -285,7 +284,7 @@ def test_several_servers_share_the_work_and_stand_in_for_each_other(tmp_path: Pa
             return client.stats
 
         stats = asyncio.run(many())
-        executions = [_health(server.url)["executions"] for server in (one, two)]
+        executions = [health(server.url)["executions"] for server in (one, two)]
     assert sum(executions) == 40 and min(executions) >= 10
     assert stats.retries > 0 and stats.unavailable == 0
 
@@ -294,17 +293,17 @@ def test_off_loopback_needs_a_token(tmp_path: Path):
     command = [sys.executable, "-m", "ctpo_sandbox.server", "--host", "0.0.0.0", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox")}
     environment.pop("SANDBOX_TOKEN", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 1
     assert "--host 0.0.0.0 is not a loopback address" in done.stderr and "SANDBOX_TOKEN" in done.stderr
 
 
 def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SANDBOX_TOKEN", "secret-of-the-test")
-    options = {"slots": 1, "memory_mb": 256, "max_run_timeout_s": 9, "start_timeout_s": 30}
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
     with start_server(**options, log_path=tmp_path / "log") as server:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-of-the-test"}):
-            response = httpx.post(server.url + _PATH, json={"code": "1"}, headers=headers, timeout=10, trust_env=False)
+            response = HTTP.post(server.url + _PATH, json={"code": "1"}, headers=headers)
             assert response.status_code == 401
         client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=10)
         assert asyncio.run(client.run("print(1)", run_timeout_s=1)).stdout == "1\n"
@@ -316,7 +315,7 @@ def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_metrics_count_verdicts_and_refusals(sandbox_server, execute):
     def counted() -> dict[str, float]:
-        text = httpx.get(f"{sandbox_server.url}/metrics", timeout=10, trust_env=False).text
+        text = HTTP.get(f"{sandbox_server.url}/metrics").text
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
 
     before = counted()
@@ -343,7 +342,7 @@ def test_a_huge_body_is_refused(sandbox_server):
 )
 def test_sandbox_fusion_words(sandbox_server, code, status, run_status, return_code):
     body = {"code": code, "language": "python", "run_timeout": 0.5, "memory_limit_MB": 1024, "files": {}}
-    reply = httpx.post(f"{sandbox_server.url}/run_code", json=body, timeout=30, trust_env=False).json()
+    reply = HTTP.post(f"{sandbox_server.url}/run_code", json=body).json()
     assert (reply["status"], reply["run_result"]["status"]) == (status, run_status)
     assert reply["run_result"]["return_code"] == return_code
     assert reply["run_result"]["execution_time"] > 0
@@ -352,7 +351,7 @@ def test_sandbox_fusion_words(sandbox_server, code, status, run_status, return_c
 def test_importing_the_front_door_is_light():
     code = "import sys, ctpo_sandbox; assert not {'torch', 'fastapi', 'ctpo_megatron'} & set(sys.modules)"
     root = str(Path(__file__).parents[2] / "sandbox")
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}, timeout=scaled(60), check=True)
 
 
 def _ctpo(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -360,7 +359,7 @@ def _ctpo(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(str(folder) for folder in (root, root / "sandbox", root / "kernels"))
     command = [sys.executable, "-m", "ctpo_megatron.cli", "sandbox", *arguments]
     environment = {**os.environ, "PYTHONPATH": paths, **options}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(120), check=False)
 
 
 def test_smoke_passes_on_a_good_server(sandbox_server):
@@ -370,7 +369,7 @@ def test_smoke_passes_on_a_good_server(sandbox_server):
 
 
 def test_smoke_fails_on_a_server_without_isolation(tmp_path: Path):
-    options = {"slots": 1, "memory_mb": 384, "max_run_timeout_s": 9, "start_timeout_s": 30}
+    options = {"slots": 1, "start_timeout_s": scaled(60)}
     with start_server(**options, log_path=tmp_path / "log", level="none", require="none") as server:
         done = _ctpo("smoke", "--url", server.url)
     assert done.returncode == 1
@@ -418,3 +417,13 @@ def test_a_warm_tier_of_ones_own(tmp_path: Path):
     chosen = {code: choose(code, available) for code in ("x = 1", "import numpy", "from sympy import *", "import xml")}
     assert list(chosen.values()) == ["stdlib", "numpy", "sympy", "extra"]
     assert choose("numpyish = sympy_ = 1", available) == "stdlib"
+
+
+def test_tiers_can_be_left_out():
+    from ctpo_sandbox.libraries import choose, tiers
+
+    assert [tier.name for tier in tiers(wanted=["numpy"])] == ["stdlib", "numpy"]
+    assert [tier.name for tier in tiers(["xml.dom"], ["stdlib"])] == ["stdlib", "extra"]
+    assert choose("import sympy, numpy", tiers(wanted=["numpy"])) == "numpy"
+    with pytest.raises(ValueError, match=r"--tiers: there is no scipy; there are \['stdlib', 'numpy', 'sympy'\]"):
+        tiers(wanted=["numpy", "scipy"])

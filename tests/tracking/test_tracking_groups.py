@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
+from ctpo_megatron.rewards import RESERVED
 from ctpo_megatron.tracking import evaluation_metrics, reward_metrics
 
 
@@ -16,11 +17,12 @@ def scored(source: str, *rewards: float) -> Group:
 
 
 def test_reward_metrics_count_groups_with_a_signal():
-    counts = SimpleNamespace(no_box=3, timeouts=2, failures=1)
-    metrics = reward_metrics([scored("a", 1, 0), scored("a", 0, 0), scored("a", 1, 1), scored("a", 0, 0)], counts)
+    report = SimpleNamespace(timeouts=2, failures=1, metrics={"no_box": 3.0})
+    metrics = reward_metrics([scored("a", 1, 0), scored("a", 0, 0), scored("a", 1, 1), scored("a", 0, 0)], report)
     assert metrics["reward/mean"] == pytest.approx(3 / 8)
     assert metrics["reward/groups_mixed"] == 1 / 4
     assert (metrics["reward/no_box"], metrics["reward/timeouts"], metrics["reward/failures"]) == (3, 2, 1)
+    assert set(metrics) == {"reward/no_box"} | {f"reward/{name}" for name in RESERVED}
 
 
 def test_accuracy_is_per_data_source_and_best_needs_several_samples():

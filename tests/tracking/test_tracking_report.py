@@ -224,3 +224,15 @@ def test_every_metric_that_is_drawn_is_documented(demo_run):
         for line in panel.lines:
             named = re.sub(r"rank_\d+", "rank_<r>", line.metric)
             assert f"`{named}`" in documented.replace("<data_source>", "toolmath"), line.metric
+
+
+def test_what_users_rewards_return_is_drawn_by_itself(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {name: judged}\n")
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in (1, 2):
+            writer.log(step, {"reward/mean": 0.2, "reward/std": 0.1, "reward/format": 0.5 * step, "reward/judge": 0.4})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Parts of the reward" in page and "Answers without a box" not in page
+    (panel,) = [panel for panel in panels(RunData.load(tmp_path)) if panel.name == "reward_parts"]
+    assert [line.metric for line in panel.lines] == ["reward/format", "reward/judge"]
+    assert (tmp_path / "figures" / "reward_parts.png").stat().st_size > 5_000

@@ -13,7 +13,7 @@ from ctpo_kernels import context_parallel, dispatch, loss_torch
 from ctpo_kernels.labels import effective
 from ctpo_kernels.loss_torch import LossPass
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossSpec
+from ctpo_kernels.spec import LossKeywords, LossSpec
 from ctpo_kernels.stats import CTPOStats, PerToken
 
 
@@ -64,16 +64,8 @@ def ctpo_loss(
     its own sequence from there on. No host synchronisation where `cu_seqlens` and the data are on one device.
     Raises ValueError or TypeError naming the argument, RuntimeError when a backend that was asked for cannot run.
     """
-    spec = LossSpec.of(
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_c=clip_c,
-        clip_power=clip_power,
-        clip_mode=clip_mode,
-        ratio_mode=ratio_mode,
-        loss_agg_mode=loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-    )
+    keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
+    spec = LossSpec.of(LossKeywords(*keywords))
     batch = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
     cp_group = effective(cp_group)
     spec.require_global_counts(cp_group, batch_num_tokens)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ctpo_kernels import context_parallel
 from ctpo_kernels import labels as arguments
-from ctpo_kernels.ctpo_loss import loss_implementation, whole_pass
 from ctpo_kernels.linear import (
     LinearHead,
     active_rows,
@@ -27,8 +26,9 @@ from ctpo_kernels.linear import (
     reduce_d_hidden,
     scatter,
 )
+from ctpo_kernels.loss import loss_implementation, whole_pass
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossSpec
+from ctpo_kernels.spec import LossKeywords, LossSpec
 from ctpo_kernels.stats import CTPOStats
 
 
@@ -77,16 +77,8 @@ def fused_linear_ctpo(
     0 where the response mask is 0. One backward per forward: a second one raises RuntimeError. Without grad mode only
     the log-probs and the loss are computed. CUDA: synchronises once for the number of rows.
     """
-    spec = LossSpec.of(
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_c=clip_c,
-        clip_power=clip_power,
-        clip_mode=clip_mode,
-        ratio_mode=ratio_mode,
-        loss_agg_mode=loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-    )
+    keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
+    spec = LossSpec.of(LossKeywords(*keywords))
     group = arguments.effective(tp_group)
     n = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
     if accumulate_into_main_grad and getattr(weight, "main_grad", None) is None:

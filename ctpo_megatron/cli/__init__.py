@@ -1,0 +1,49 @@
+"""The `ctpo` command: one module a verb, imported when that verb is asked for, so that `ctpo --help` is immediate."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from ctpo_megatron.cli.errors import report_error
+
+VERBS = {
+    "train": "train from a configuration file",
+    "report": "rebuild the report of a run",
+    "doctor": "what is installed, what is missing",
+    "verify": "compare parallel layouts with a float64 oracle",
+    "export": "write a checkpoint in Hugging Face format, or check one",
+    "sandbox": "the code execution service",
+}
+"""Verb -> its line in `ctpo --help`. `add_arguments` of the module of that name declares arguments and sets `run`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `ctpo`; returns the exit status: 0 done, 1 failed, 2 the request was wrong."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser(verb=argv[0] if argv else "")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and not (args.verb == "train" and all("." in text or "=" in text for text in unknown)):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if "run" not in args:
+        parser.error("the verb comes first")
+    args.unknown = unknown  # overrides that look like options: their reader says how to spell them
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return report_error(error, args.verb)
+
+
+def _parser(verb: str) -> argparse.ArgumentParser:
+    """All verbs by name, and the arguments of one."""
+    parser = argparse.ArgumentParser(prog="ctpo", description="CTPO: reinforcement learning of tool-using models.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, summary in VERBS.items():
+        arguments = verbs.add_parser(name, help=summary)
+        if name == verb:
+            importlib.import_module(f"ctpo_megatron.cli.{name}").add_arguments(arguments)
+    return parser

@@ -1,0 +1,55 @@
+"""What an error becomes: one line where the message is all the user needs, a traceback where it is a bug."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+
+# Module (imported already if its error was raised): names of exceptions.
+_USER_ERRORS = {  # their message is all the user needs
+    "ctpo_megatron.config": ("ConfigError",),
+    "ctpo_megatron.data": ("DataError",),
+    "ctpo_megatron.extensions": ("ExtensionError",),
+    "ctpo_megatron.run.directory": ("RunDirectoryError",),
+    "ctpo_megatron.policy": ("CheckpointError",),
+    "ctpo_megatron.rollout": ("ReplayError",),
+    "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
+}
+_FAILED_ELSEWHERE = {"ctpo_megatron.policy": ("RankZeroError",)}  # the rank that failed has the traceback
+
+
+class UsageError(Exception):
+    """Arguments of a verb that cannot be met; the message says what to change."""
+
+
+def report_error(error: Exception, verb: str) -> int:
+    """Print an error that ended a verb; returns the exit status."""
+    if isinstance(error, UsageError):
+        print(f"ctpo {verb}: {error}", file=sys.stderr)
+        return 2
+    if _is_one_of(error, _FAILED_ELSEWHERE):
+        print(f"ctpo: {error}", file=sys.stderr)
+        return 1
+    if not _is_one_of(error, _USER_ERRORS):
+        traceback.print_exception(error)
+        return 1
+    if is_rank_zero():  # one message per cause, not one per rank
+        print(f"ctpo: {error}", file=sys.stderr)
+    return 2
+
+
+def is_rank_zero() -> bool:
+    """Whether this process speaks for its job: RANK as torchrun sets it."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _is_one_of(error: Exception, kinds_of: Mapping[str, tuple[str, ...]]) -> bool:
+    """By class object, from modules that are loaded: a module that is not cannot have raised anything."""
+    for module, names in kinds_of.items():
+        loaded = sys.modules.get(module)
+        kinds = tuple(kind for name in names if isinstance(kind := getattr(loaded, name, None), type))
+        if isinstance(error, kinds):
+            return True
+    return False

@@ -1,0 +1,67 @@
+"""`ctpo train`: check everything, then train; with --dry-run, print what would run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from ctpo_megatron.cli.console import print_table
+from ctpo_megatron.cli.errors import is_rank_zero
+from ctpo_megatron.cli.machine import torch_has_cuda, torch_would_have_cuda
+from ctpo_megatron.config import (
+    Config,
+    Plan,
+    Problem,
+    Split,
+    dump,
+    load_with_sources,
+    memory_table,
+    spec_for,
+    validate,
+    world_size,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of training, the same under `python -m ctpo_megatron.train`."""
+    parser.description = "Train with CTPO."
+    parser.add_argument("config", metavar="CONFIG", help="YAML file; also looked for in configs/ of the checkout")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="override a key, e.g. policy.optimizer.lr=1e-6")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
+    parser.add_argument(
+        "--cuda", action="store_true", help="with --dry-run: check as for a CUDA machine, even if this one has no GPU"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the configuration against this machine, then train or print the plan."""
+    config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
+    cuda = (args.cuda or torch_would_have_cuda()) if args.dry_run else torch_has_cuda()
+    warnings = validate(config, world_size=world_size(), cuda=cuda, sources=sources)
+    if is_rank_zero():
+        _print_warnings(warnings)
+    if args.dry_run:
+        if is_rank_zero():
+            _print_plan(config)
+        return 0
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
+    from ctpo_megatron.train import main
+
+    return main(config)
+
+
+def _print_warnings(warnings: Sequence[Problem]) -> None:
+    for problem in warnings:
+        print(f"warning: {problem}", file=sys.stderr)
+
+
+def _print_plan(config: Config) -> None:
+    print(dump(config), end="", flush=True)
+    for title, rows in Plan.of(config, world_size()).tables().items():
+        print_table(title, ("", "value", "from"), rows)
+    memory = memory_table(spec_for(config), Split.of(config.policy, world_size()))
+    print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)

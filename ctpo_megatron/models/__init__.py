@@ -1,0 +1,40 @@
+"""Models: one file a family says what its config.json means, and how its weights, memory and FLOPs follow. No torch.
+
+family = FAMILIES["Qwen3ForCausalLM"]
+reasons = list(family.refusals(raw))           # of a config.json; empty: it can be trained
+spec = family.read(raw)
+shapes = family.tensors(spec)                  # what its safetensors files hold
+"""
+
+from ctpo_megatron.models.family import LayerSplit, ModelFamily
+from ctpo_megatron.models.mapping import (
+    ParamMapping,
+    Shape,
+    gate_and_up,
+    padded_vocabulary,
+    query_key_value,
+    replicated,
+    row_parallel,
+    shard_vocabulary,
+    vocabulary,
+)
+from ctpo_megatron.models.refusal import Refusal
+from ctpo_megatron.models.registry import FAMILIES
+from ctpo_megatron.models.spec import ModelSpec
+
+__all__ = [
+    "FAMILIES",
+    "LayerSplit",
+    "ModelFamily",
+    "ModelSpec",
+    "ParamMapping",
+    "Refusal",
+    "Shape",
+    "gate_and_up",
+    "padded_vocabulary",
+    "query_key_value",
+    "replicated",
+    "row_parallel",
+    "shard_vocabulary",
+    "vocabulary",
+]

@@ -1,0 +1,18 @@
+"""Mistral, as far as its attention sees the whole sequence: Llama's layers, with another default of a key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ctpo_megatron.models.family import ModelFamily
+
+
+class Mistral(ModelFamily):
+    """transformers slides a window of 4096 tokens unless config.json has `"sliding_window": null`."""
+
+    architecture = "MistralForCausalLM"
+    default_key_value_heads = 8
+
+    def slides(self, raw: Mapping[str, Any]) -> bool:
+        return raw.get("sliding_window", 4096) is not None or super().slides(raw)

@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values."""
+
+from __future__ import annotations
+
+from ctpo_megatron.models.family import ModelFamily
+
+
+class Qwen2(ModelFamily):
+    """The bias is in transformers' code; no key of config.json says so."""
+
+    architecture = "Qwen2ForCausalLM"
+    default_key_value_heads = 32
+    qkv_bias = True

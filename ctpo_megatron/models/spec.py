@@ -1,0 +1,42 @@
+"""The shape of one model, as its family read it from config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctpo_megatron.models.family import ModelFamily
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of a decoder model.
+
+    vocab_size: rows of the embedding; 0 while `prepare` has not built the tokenizer that decides it.
+    rope_scaling: None, or `rope_type` ("linear" or "llama3") with its numbers, e.g. `factor`.
+    num_experts: 0 for a dense model; else every layer has so many, `num_experts_per_token` of them active, each of
+        width `moe_intermediate_size`. norm_topk_prob: the weights of the active ones add up to 1.
+    """
+
+    family: ModelFamily
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e4
+    rope_scaling: Mapping[str, Any] | None = None
+    dtype: str = "float32"
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False

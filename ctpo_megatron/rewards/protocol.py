@@ -1,0 +1,44 @@
+"""What a reward function is: it sees one trajectory and its prompt, and returns a number or a `Reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ctpo_megatron.data.records import Prompt, Trajectory
+
+WORDS: Mapping[str, str] = {"math_verify": "ctpo_megatron.rewards.math:MathVerify"}
+"""Our own reward functions by the word that names them in a configuration."""
+
+RESERVED = frozenset({"mean", "std", "groups_mixed", "timeouts", "failures"})
+"""Names `reward/<name>` that every run has, and that no component or metric may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What a reward function may return in place of a plain number.
+
+    value: the reward that is trained on; finite.
+    components: the parts that the value is made of, by name. Written with the trajectory; their means over the step's
+        trajectories are the metrics `reward/<name>`.
+    metrics: other figures by name, also `reward/<name>`: a number is averaged over the trajectories that have it, a
+        bool is counted.
+    """
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | bool] = field(default_factory=dict)
+
+
+class RewardFunction(Protocol):
+    """A function, or an instance of a class that each worker makes once with the configured arguments.
+
+    A function is called with the arguments as keywords. Either may be `async`. With an attribute `text_only = True`
+    its trajectories and prompts come without their per-token lists, which saves time when they are long.
+    """
+
+    def __call__(
+        self, trajectory: Trajectory, prompt: Prompt, /, **arguments: Any
+    ) -> float | Reward | Awaitable[float | Reward]: ...

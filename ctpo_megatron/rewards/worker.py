@@ -1,0 +1,156 @@
+"""The part of RewardPool that runs in its worker processes: makes the reward functions and calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import signal
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.extensions import activate, load
+from ctpo_megatron.rewards.protocol import WORDS, Reward
+
+if TYPE_CHECKING:
+    from ctpo_megatron.data.records import Prompt, Trajectory
+
+Pair = tuple["Trajectory", "Prompt"]
+Routes = Mapping[str | None, tuple[str, Mapping[str, Any]]]
+"""Data source -> name and arguments of its reward function; None: of all other sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """No reward could be had: the function raised, its process died, or it took too long."""
+
+    reason: str
+    timed_out: bool = False
+
+
+Outcome = Reward | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the caller has to know of a reward function to give it work."""
+
+    is_async: bool
+    text_only: bool
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What a worker process was started with; a module holds it, since tasks reach nothing else."""
+
+    routes: Routes
+    search_path: Sequence[str]
+
+    @functools.cached_property
+    def functions(self) -> dict[str | None, Callable[..., Any]]:
+        """Made once, also where several sources name the same one; raises what a user's module or class raises."""
+        activate(self.search_path)
+        made: dict[str, Callable[..., Any]] = {}
+        for name, arguments in self.routes.values():
+            key = json.dumps([name, arguments])
+            if key not in made:
+                made[key] = _make(name, arguments)
+        return {source: made[json.dumps([*route])] for source, route in self.routes.items()}
+
+    @functools.cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
+
+
+_setup = _Setup({}, ())
+
+
+def start(routes: Routes, search_path: Sequence[str]) -> None:
+    """Make the reward functions, so that the first trajectory does not pay for it."""
+    global _setup
+    # Also where the fork server was there before and did not hand down that the signal is blocked.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _setup = _Setup(routes, search_path)
+    with contextlib.suppress(Exception):  # the first task raises it again, and its caller sees it
+        _ = _setup.functions
+
+
+def traits() -> dict[str | None, Traits]:
+    """Of every route. Raises what making the functions raised."""
+    return {source: _traits(function) for source, function in _setup.functions.items()}
+
+
+def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Outcome]:
+    """One outcome a pair. Several are awaited at once, each for at most `timeout_s`; one alone has no limit here."""
+    function = _setup.functions[route]
+    if len(pairs) == 1:
+        return [_called(function, *pairs[0])]
+    return _setup.loop.run_until_complete(_awaited_together(function, pairs, timeout_s))
+
+
+def _make(name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    part = load(WORDS.get(name, name))
+    if isinstance(part, type):
+        made: Callable[..., Any] = part(**arguments)
+        return made
+    return functools.partial(part, **arguments)
+
+
+def _traits(function: Callable[..., Any]) -> Traits:
+    inner = function.func if isinstance(function, functools.partial) else function
+    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+    return Traits(is_async, bool(getattr(inner, "text_only", False)))
+
+
+def _called(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt) -> Outcome:
+    try:
+        result = function(trajectory, prompt)
+        if inspect.isawaitable(result):
+            result = _setup.loop.run_until_complete(_value_of(result))
+        return _reward(result)
+    except (Exception, SystemExit) as error:
+        return Failure(_described(error))
+
+
+async def _value_of(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair], timeout_s: float) -> list[Outcome]:
+    tasks = [asyncio.ensure_future(_awaited(function, *pair)) for pair in pairs]
+    _, late = await asyncio.wait(tasks, timeout=timeout_s)
+    outcomes = [Failure("", timed_out=True) if task in late else task.result() for task in tasks]
+    for task in late:
+        task.cancel()
+    await asyncio.sleep(0)  # they are told before the next task of this worker
+    return outcomes
+
+
+async def _awaited(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt) -> Outcome:
+    try:
+        return _reward(await function(trajectory, prompt))
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return Failure(_described(error))
+
+
+def _reward(result: Any) -> Reward:
+    """Plain Python numbers, whatever kind of number the function returned; raises TypeError or ValueError for others."""
+    if not isinstance(result, Reward):
+        return Reward(float(result))
+    components = {name: float(value) for name, value in result.components.items()}
+    metrics = {name: bool(value) if _is_flag(value) else float(value) for name, value in result.metrics.items()}
+    return Reward(float(result.value), components, metrics)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
+
+
+def _described(error: BaseException) -> str:
+    """The error and the line that raised it; the error itself need not survive the way between processes."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{error!r} at {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)

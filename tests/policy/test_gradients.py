@@ -1,0 +1,47 @@
+"""The gradient of one optimizer step under each family's Hugging Face names, against transformers in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.verify import batch
+from ctpo_megatron.verify.oracle import Reference
+from tests.policy import models
+
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[Layout]:
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
+
+
+# `ctpo verify` compares the gradients of Qwen3 and Qwen3-MoE under every layout.
+@pytest.mark.parametrize("family", ["mistral", "qwen2.5"])
+def test_gradient_equals_transformers(family: str, layout: Layout, tmp_path: Path) -> None:
+    models.build(family, tmp_path)
+    reference, objective = Reference(tmp_path, TEMPERATURE), PolicyObjective.preset("ctpo")
+    trajectories = batch.trajectories(models.VOCAB)
+    for index, trajectory in enumerate(trajectories):
+        log_probs = reference.log_probs(trajectory).tolist()
+        trajectory.rollout_log_probs[:] = [
+            value + batch.shift(index, t) if sampled else 0.0
+            for t, (value, sampled) in enumerate(zip(log_probs, trajectory.response_mask, strict=True))
+        ]
+    expected = reference.evaluate(trajectories, batch.advantages(), {"ctpo": objective}).gradient["ctpo"]
+    policy = Policy(PolicyConfig(), layout, tmp_path, temperature=TEMPERATURE)
+    (mini_batch,) = policy.mini_batches(trajectories, batch.advantages(), size=len(trajectories))
+    policy.compute_old_log_probs([mini_batch])
+    _, gradients = policy.gradients(mini_batch, policy_gradient(objective, "behaviour"))
+    found = {name: tensor.double().clone() for name, tensor in gradients}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.linalg.vector_norm(found[name] - tensor) <= 1e-5 * torch.linalg.vector_norm(tensor), name

@@ -1,0 +1,65 @@
+"""Reward functions that misbehave on request; alone in their file because every worker that is replaced imports it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.rewards import Reward
+
+
+def misbehaving(trajectory: Any, prompt: Any) -> Any:
+    """Does what the final turn says."""
+    text = trajectory.final_text
+    if text == "hang in C":
+        return float(sum(range(10**12)))
+    if text == "sleep":
+        time.sleep(3600)
+    if text == "die":
+        os._exit(3)
+    if text == "exit":
+        sys.exit("I give up")
+    if text.startswith("die unless "):
+        died_before = Path(text.removeprefix("die unless "))
+        if not died_before.exists():
+            died_before.touch()
+            os._exit(3)
+        return 1.0
+    if text.startswith("after "):
+        while not Path(text.removeprefix("after ")).exists():
+            time.sleep(0.01)
+        return 1.0
+    if text == "raise":
+        raise KeyError("broken scorer")
+    if text in ANSWERS:
+        return ANSWERS[text]
+    return float(text == prompt.answer)
+
+
+async def misbehaving_async(trajectory: Any, prompt: Any) -> Any:
+    """The same, awaited; it may also wait politely."""
+    if trajectory.final_text == "wait for ever":
+        await asyncio.Event().wait()
+    if trajectory.final_text == "refuse to be cancelled":
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                pass
+    return misbehaving(trajectory, prompt)
+
+
+ANSWERS: dict[str, Any] = {
+    "nan": float("nan"),
+    "infinite component": Reward(1.0, components={"length": float("inf")}),
+    "reserved name": Reward(1.0, metrics={"mean": 1.0}),
+    "same name twice": Reward(1.0, components={"length": 1.0}, metrics={"length": 1.0}),
+    "slash in a name": Reward(1.0, metrics={"a/b": 1.0}),
+    "none": None,
+    "text": "good",
+    "component of text": Reward(1.0, components={"length": "long"}),  # type: ignore[dict-item]
+}

@@ -1,0 +1,104 @@
+"""Every limit is declared once, can be set everywhere, and bites when it is lowered."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from types import SimpleNamespace
+
+import pytest
+
+from ctpo_megatron.config import SandboxConfig
+from ctpo_sandbox import Limits, SandboxServer, start_server
+from ctpo_sandbox.records import option
+from ctpo_sandbox.server import add_arguments
+from tests.sandbox.sandbox_http import HTTP, post
+from tests.support.deadlines import scaled
+
+LOWERED = Limits(
+    run_timeout_s=scaled(5.0),
+    cpu_s=1,
+    memory_mb=128,
+    file_mb=1,
+    open_files=32,
+    disk_mb=4,
+    disk_files=16,
+    threads=8,
+    output_kb=2,
+    request_mb=1,
+)
+PROBES: dict[str, tuple[dict[str, str], str]] = {
+    "run_timeout_s": ({"code": f"import time; time.sleep({scaled(5.0) + 0.3})"}, '"status":"timeout"'),
+    "cpu_s": ({"code": "import time\nwhile time.process_time() < 1.3: pass"}, "SIGXCPU"),
+    "memory_mb": ({"code": "x = bytearray(160 << 20)"}, "MemoryError"),
+    "file_mb": ({"code": "open('f', 'wb').write(bytes(2 << 20))"}, "File too large"),
+    "open_files": ({"code": "x = [open('f', 'w') for _ in range(40)]"}, "Too many open files"),
+    "disk_mb": ({"code": "for i in range(6): open(f'f{i}', 'wb').write(bytes(1 << 20))"}, "No space left"),
+    "disk_files": ({"code": "for i in range(20): open(f'f{i}', 'w').close()"}, "No space left"),
+    "threads": (
+        {"code": "import threading, time\nfor _ in range(12): threading.Thread(target=time.sleep, args=[0.2]).start()"},
+        "can't start new thread",
+    ),
+    "output_kb": ({"code": "print('x' * 5000)"}, "[output cut: the first 2000 of 5001 bytes]"),
+    "request_mb": ({"code": "input()", "stdin": "x" * (1 << 20)}, "the request body exceeds 1048576 bytes"),
+}
+"""Limit -> (a request that the defaults allow, what the reply says under `LOWERED`)."""
+
+OF_THE_SERVER = {"url", "require", "slots", "request_timeout_s", "max_concurrency", "start_timeout_s"}
+
+
+@pytest.fixture(scope="module")
+def lowered_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
+    log = tmp_path_factory.mktemp("lowered") / "log"
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
+    with start_server(**options, limits=LOWERED, log_path=log) as server:
+        yield server
+
+
+def test_every_limit_is_lowered_and_probed() -> None:
+    assert set(PROBES) == set(asdict(Limits()))
+    assert all(value != asdict(Limits())[name] for name, value in asdict(LOWERED).items())
+
+
+def test_the_options_of_the_server_are_the_limits() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert Limits.of(parser.parse_args([])) == Limits()
+    given = [text for name, value in asdict(LOWERED).items() for text in (option(name), str(value))]
+    assert Limits.of(parser.parse_args(given)) == LOWERED
+
+
+def test_the_keys_of_a_configuration_are_the_limits() -> None:
+    keys = SandboxConfig.model_fields
+    assert set(keys) == OF_THE_SERVER | {limit.name for limit in fields(Limits)}
+    assert {limit.name: keys[limit.name].description for limit in fields(Limits)} == {
+        limit.name: limit.metadata["meaning"] for limit in fields(Limits)
+    }
+    assert Limits.of(SandboxConfig()) == Limits(run_timeout_s=4.0)
+    assert Limits.of(SandboxConfig(**asdict(LOWERED))) == LOWERED
+
+
+@pytest.mark.parametrize("name", list(PROBES))
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_a_limit_that_limits_nothing_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} = {value}: a limit must be a positive number"):
+        Limits.of(SimpleNamespace(**{**asdict(Limits()), name: value}))
+
+
+def test_health_and_metrics_show_every_limit(lowered_server: SandboxServer) -> None:
+    assert lowered_server.health["limits"] == asdict(LOWERED)
+    text = HTTP.get(f"{lowered_server.url}/metrics").text
+    for name, value in asdict(LOWERED).items():
+        assert f'ctpo_sandbox_limit{{name="{name}"}} {float(value)}' in text
+
+
+@pytest.mark.parametrize("name", list(PROBES))
+def test_a_lowered_limit_bites(sandbox_server: SandboxServer, lowered_server: SandboxServer, name: str) -> None:
+    if name.startswith("disk") and "limit on the files of a run together" not in lowered_server.health["enforced"]:
+        pytest.skip("runs have no mounts of their own at this level")
+    if name == "threads" and "own user" in lowered_server.health["missing"]:
+        pytest.skip("slots have no users of their own at this level")
+    request, refusal = PROBES[name]
+    assert post(sandbox_server, request).json()["status"] == "success"
+    assert refusal in post(lowered_server, request).text

@@ -1,0 +1,46 @@
+"""What a user of the repository relies on besides code: one version, the licence, the checks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ctpo_megatron
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ("ctpo_megatron", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
+
+
+def test_one_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert citation["version"] == versions[0] == ctpo_megatron.__version__
+
+
+def test_the_licence_is_complete_and_named() -> None:
+    licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License\n                           Version 2.0, January 2004" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["license"] == "Apache-2.0"
+    assert 'license_expression="Apache-2.0"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("package", SHIPPED)
+def test_packages_are_typed(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_a_commit_is_checked_like_make_lint() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    done = subprocess.run(
+        ["make", "--dry-run", "--assume-old=.venv/.installed", "lint"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [hook["entry"] for hook in hooks] == done.stdout.strip().splitlines()
