@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_skipped_and_said(
     short: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
-    monkeypatch.setattr("ctpo_megatron.verify.verify", lambda model, layouts, objectives: ran.extend(layouts) or [])
+    monkeypatch.setattr("ctpo_megatron.verify.verify", lambda model, layouts, *_: ran.extend(layouts) or [])
     assert cli.main(["verify", "--model", str(short), "--max-ranks", "2"]) == 0
     assert {"one", "pp2", "cp2", "dp2"} <= set(ran) and not {"vpp2", "tp2", "cp4", "moe"} & set(ran)
     lines = [line.split(": ", 2) for line in capsys.readouterr().out.splitlines() if line.startswith("skipped: ")]
