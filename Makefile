@@ -26,7 +26,7 @@ quickstart: $(INSTALLED)
 # CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the folders that start no processes: it
 # nearly doubles their CPU time (22 -> 39 s of three of them), and would not see the forked ranks and engines anyway.
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
-PURE := tests/config tests/data tests/objective tests/tracking tests/test_architecture.py tests/test_cli.py
+PURE := tests/config tests/data tests/objective tests/tracking $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.tracking ctpo_megatron.cli
 PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 test: $(INSTALLED) $(TRITON)

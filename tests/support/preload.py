@@ -6,4 +6,3 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 import ctpo_megatron.policy
 import ctpo_megatron.train
 import ctpo_megatron.verify  # noqa: F401
-import tests.conftest  # noqa: F401  (Triton before anything else, so that it can be interpreted)

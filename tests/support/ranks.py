@@ -16,7 +16,8 @@ from typing import Any
 from tests.support.deadlines import scaled
 from tests.support.prefork import Child, Prefork
 
-PRELOADED = ("pytest", "tests.support.preload")
+PRELOADED = ("pytest", "tests.conftest", "tests.support.preload")
+"""In this order: tests.conftest imports Triton so that it can be interpreted."""
 _OUTPUT_CHARACTERS = 4000
 _GRACE_S = 10.0
 """How long the others may take to speak of a rank that failed, before they are killed."""
