@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ctpo_megatron.config.schema import RolloutConfig
 from ctpo_megatron.data.records import Group, Prompt, RolloutBatch
 from ctpo_megatron.rollout.metrics import rollout_metrics
+from ctpo_megatron.rollout.quarantine import Quarantined
 from ctpo_megatron.rollout.tasks import Cancelled, Sampling
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ class Engines(Protocol):
 
         A prompt that fails too often is quarantined; `replacement()` gives another, without it the group is left out.
         """
+
+    @property
+    def quarantined(self) -> list[Quarantined]:
+        """Prompts that failed too often, oldest first; a resumed run puts those here that it had before."""
 
     def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take these weights as `version`."""
@@ -141,12 +147,14 @@ class SampledRollouts:
         self._engines.sync(named_tensors, version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the prompt stream."""
-        return self._prompts.state_dict()
+        """Position of the prompt stream, and the prompts that were quarantined."""
+        quarantined = [asdict(record) for record in self._engines.quarantined]
+        return {"prompts": self._prompts.state_dict(), "quarantined": quarantined}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `RolloutSource`."""
-        self._prompts.load_state_dict(state)
+        self._prompts.load_state_dict(state["prompts"])
+        self._engines.quarantined[:] = [Quarantined(**record) for record in state["quarantined"]]
 
 
 def check_mismatch(config: RolloutConfig, metrics: Mapping[str, float]) -> None:

@@ -134,7 +134,7 @@ def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished:
     prompts = [prompt for prompt, sample in itertools.groupby(drawn)]
     assert len(prompts) == len(set(prompts)) == 12  # every prompt is consumed once
     marker = json.loads((run / "checkpoints" / "step_000003" / "COMPLETE.json").read_text())
-    assert marker["run"]["sampler"]["consumed"] == prompts
+    assert marker["run"]["rollouts"]["prompts"]["consumed"] == prompts
 
 
 def test_a_replay_repeats_the_run_without_engines(ctpo: Ctpo, finished: Path) -> None:

@@ -1,0 +1,64 @@
+"""Trajectories that only rank zero has reach every rank as the typed arrays that it trains on, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.data import Trajectory, token_sequences
+from ctpo_megatron.policy import destroy_distributed, init_distributed
+from ctpo_megatron.policy.exchange import share_sizes, share_tokens
+from tests.policy import models
+from tests.support import ranks
+
+ADVANTAGES = [0.1 * n - 0.7 for n in range(16)]
+SHARES = [[0, 3, 5, 7, 11], [1, 2, 4, 6, 8, 9, 10, 12, 13, 14, 15]]
+
+
+def trajectories() -> list[Trajectory]:
+    """Of 16, one with a response token that is not in the loss."""
+    result: list[Trajectory] = models.trajectories()
+    result[4].loss_mask[result[4].loss_mask.index(1)] = 0
+    return result
+
+
+def exchange(tensor_parallel: int) -> dict[str, Any]:
+    """What this rank has after the exchange; rank zero alone has the trajectories before."""
+    layout = init_distributed(PolicyConfig(tensor_model_parallel_size=tensor_parallel), seed=0)
+    own = token_sequences(trajectories()) if layout.is_rank_zero else []
+    sequences, advantages = share_sizes(own, ADVANTAGES if layout.is_rank_zero else [], layout)
+    shares = SHARES if layout.dp_size == 2 else [SHARES[0] + SHARES[1]]
+    share = share_tokens(sequences, shares, layout)
+    destroy_distributed()
+    counts = [(s.place, s.length, s.sampled_tokens, s.loss_tokens) for s in sequences]
+    columns = {s.place: [(c.dtype.name, c.tolist()) for c in s.tokens or ()] for s in share}
+    known = [s.place for s in sequences if s.tokens is not None]
+    return {"dp_rank": layout.dp_rank, "counts": counts, "advantages": advantages, "tokens": columns, "known": known}
+
+
+def expected(places: list[int]) -> dict[int, Any]:
+    chosen = [s for s in token_sequences(trajectories()) if s.place in places]
+    return {s.place: [(c.dtype.name, c.tolist()) for c in s.tokens or ()] for s in chosen}
+
+
+def check(answers: list[dict[str, Any]], shares: list[list[int]]) -> None:
+    whole = token_sequences(trajectories())
+    for rank, answer in enumerate(answers):
+        assert answer["counts"] == [(s.place, s.length, s.sampled_tokens, s.loss_tokens) for s in whole]
+        assert answer["advantages"] == ADVANTAGES  # float64: the same bits
+        assert answer["tokens"] == expected(shares[answer["dp_rank"]])
+        assert rank == 0 or answer["known"] == []  # sizes travel to all, tokens to those that train on them
+    assert {name for row in answers[1]["tokens"].values() for name, _ in row} == {"int32", "bool", "float32"}
+
+
+def test_two_replicas_get_their_share() -> None:
+    check(ranks.run(exchange, 1, ranks=2), SHARES)
+
+
+def test_all_ranks_of_a_replica_get_the_same() -> None:
+    check(ranks.run(exchange, 2, ranks=2), [SHARES[0] + SHARES[1]])
+
+
+def test_one_rank_keeps_what_it_has() -> None:
+    (answer,) = ranks.run(exchange, 1, ranks=1)
+    assert answer["tokens"] == expected(list(range(16))) and answer["advantages"] == ADVANTAGES

@@ -1,0 +1,101 @@
+"""Rollout sources on their own: batches in prompt order, what a cancelled batch leaves, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ctpo_megatron.config.schema import EvalConfig, RolloutConfig
+from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory
+from ctpo_megatron.evaluate import Evaluation
+from ctpo_megatron.rollout import Collector, Quarantined, Replay, SampledRollouts
+
+PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(10)]
+CONFIG = RolloutConfig(prompts_per_step=2, samples_per_prompt=2)
+
+
+def trajectory(prompt: Prompt, sample: int, version: int) -> Trajectory:
+    result = Trajectory(prompt.id, sample, seed=sample)
+    result.append_context(prompt.token_ids, turn=0)
+    result.append_model([7, 8], [-0.5, -0.25], [version, version + 1], turn=1)
+    result.finish_reason = "answer"
+    return result
+
+
+def recorded(step: int) -> list[Trajectory]:
+    """What an unshuffled run over PROMPTS recorded in this step."""
+    drawn = [PROMPTS[(2 * (step - 1) + place) % len(PROMPTS)] for place in range(2)]
+    return [trajectory(prompt, sample, version=step) for prompt in drawn for sample in range(2)]
+
+
+class Run:
+    """A source over a recording, with everything that happens to it."""
+
+    def __init__(self, stop: Callable[[], bool] = lambda: False) -> None:
+        self.phases: list[str] = []
+        self.engines = Replay(recorded, max_quarantined=2)
+        prompts = PromptSampler(PROMPTS, seed=0, shuffle=False)
+        self.collector = Collector(self.engines, self.score, stop)
+        self.source = SampledRollouts(CONFIG, self.collector, self.engines, prompts, self.phase)
+
+    def score(self, groups: Sequence[Group]) -> dict[str, float]:
+        for group in groups:
+            for place, played in enumerate(group.trajectories):
+                played.reward = float(place)
+        return {"reward/mean": 0.5}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+
+
+def test_a_batch_is_scored_and_says_where_it_comes_from() -> None:
+    run = Run()
+    batch = run.source.next_batch(1)
+    assert batch is not None
+    assert [group.prompt.id for group in batch.groups] == ["p0", "p1"]
+    assert [t.prompt_id for t in batch.trajectories] == ["p0", "p0", "p1", "p1"]
+    assert [group.rewards for group in batch.groups] == [[0.0, 1.0], [0.0, 1.0]]
+    assert batch.weight_versions == (1, 2)
+    assert batch.sampler["consumed"] == ["p0", "p1"]
+    assert batch.metrics["reward/mean"] == 0.5 and batch.metrics["rollout/quarantined"] == 0.0
+    assert run.phases == ["rollout", "reward"]
+
+
+def test_a_cancelled_batch_consumes_nothing() -> None:
+    asked = [False, True, False]
+    run = Run(lambda: asked.pop(0))
+    first = run.source.next_batch(1)
+    assert first is not None and run.source.next_batch(2) is None
+    assert run.source.state_dict()["prompts"]["consumed"] == ["p0", "p1"]
+    again = run.source.next_batch(2)
+    assert again is not None and [group.prompt.id for group in again.groups] == ["p2", "p3"]
+
+
+def test_a_resumed_source_goes_on_and_remembers_its_quarantine() -> None:
+    before, after = Run(), Run()
+    before.source.next_batch(1)
+    before.engines.quarantined.append(Quarantined("p9", 1, "it hung"))
+    after.source.load_state_dict(before.source.state_dict())
+    assert after.engines.quarantined == [Quarantined("p9", 1, "it hung")]
+    batch = after.source.next_batch(2)
+    assert batch is not None and [group.prompt.id for group in batch.groups] == ["p2", "p3"]
+
+
+def test_an_evaluation_scores_its_prompts_and_keeps_the_answers() -> None:
+    run, kept = Run(), []
+    evaluation = Evaluation(
+        EvalConfig(samples=2), run.collector, PROMPTS[:2], lambda step, groups: kept.append((step, groups)), run.phase
+    )
+    assert evaluation.run(1) == {"val/test/acc/mean@2": 0.5, "val/test/acc/best@2": 1.0}
+    assert [(step, [group.prompt.id for group in groups]) for step, groups in kept] == [(1, ["p0", "p1"])]
+    assert run.phases == ["eval"]
+    assert evaluation.lacks({"step": 1, "reward/mean": 1.0}) and not evaluation.lacks({"val/test/acc/mean@2": 0.5})
+
+
+def test_an_evaluation_that_is_cancelled_says_nothing() -> None:
+    run = Run(lambda: True)
+    evaluation = Evaluation(EvalConfig(samples=2), run.collector, PROMPTS[:2], lambda *_: None, run.phase)
+    assert evaluation.run(1) == {}
+    assert Evaluation(EvalConfig(), run.collector, [], lambda *_: None, run.phase).run(1) == {}

@@ -1,0 +1,79 @@
+"""The reporter on its own: rank zero writes metrics, dumps and time; the other ranks only time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron.data import Group, Prompt, RolloutBatch, Trajectory
+from ctpo_megatron.run import RankZeroReporter, Reporter
+from tests.tracking.synthetic_run import make_config
+
+
+def batch(reward: float = 1.0) -> RolloutBatch:
+    prompt = Prompt("p0", "test", (), "4", (1, 2))
+    trajectory = Trajectory("p0", 0, seed=0, reward=reward, finish_reason="answer")
+    trajectory.append_context([1, 2], turn=0)
+    trajectory.append_model([3, 4], [-0.5, -0.5], [1, 1], turn=1)
+    return RolloutBatch([Group(prompt, [trajectory])], {"reward/mean": reward, "tokens/total": 4.0})
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Iterator[RankZeroReporter]:
+    config = make_config(tmp_path, tracking={"live": "off", "trackers": []})
+    with RankZeroReporter(config, tmp_path, lambda ids: " ".join(map(str, ids)), trainers=1, peak=None) as reporter:
+        yield reporter
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_has_its_metrics_time_and_trajectories(report: RankZeroReporter, tmp_path: Path) -> None:
+    with report.phase("step"):
+        pass
+    report.log_step(1, batch(), {"actor/pg_loss": 0.25}, {0: {"advantage": 1.5}})
+    report.log(1, {"val/test/acc/mean@1": 0.5})
+    (line,) = lines(tmp_path)
+    assert line["reward/mean"] == 1.0 and line["actor/pg_loss"] == 0.25 and line["val/test/acc/mean@1"] == 0.5
+    assert line["time/step"] >= 0 and line["tokens/per_second"] == line["tokens/total"] / line["time/step"]
+    assert report.latest == line
+    (dumped,) = (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()
+    record = json.loads(dumped)
+    assert record["token_ids"] == [1, 2, 3, 4] and record["advantage"] == 1.5 and record["answer"] == "4"
+
+
+def test_what_is_discarded_is_set_aside(report: RankZeroReporter, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        report.log_step(step, batch(step / 4), {}, {})
+    report.discard(1, None)
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+    dumps = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
+    assert dumps == ["discarded_step_000002.jsonl", "discarded_step_000003.jsonl", "step_000001.jsonl"]
+    report.log_step(2, batch(), {}, {})
+    assert [line["reward/mean"] for line in lines(tmp_path)] == [0.25, 1.0]
+
+
+def test_supervised_steps_are_written_apart(report: RankZeroReporter, tmp_path: Path) -> None:
+    metrics = {"supervised/loss": 2.0, "actor/grad_norm": 1.0, "actor/lr": 1e-3, "memory/trainer_peak_mib": 100.0}
+    metrics |= {"tokens/total": 10.0, "tokens/forward_tflop": 0.5}
+    for step in (1, 2):
+        with report.phase("sft"):
+            pass
+        report.log_sft(step, 2, metrics)
+    records = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["sft/loss"]) for record in records] == [(1, 2.0), (2, 2.0)]
+    assert not lines(tmp_path)
+
+
+def test_other_ranks_time_and_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Reporter() as report, report.stage("rl"), report.phase("step"):
+        report.log_step(1, batch(), {}, {})
+        report.log(1, {})
+        report.finish()
+    assert "time/step" in report.timer.metrics()
+    assert report.latest == {"step": -1} and list(tmp_path.iterdir()) == []
