@@ -58,11 +58,13 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     done = policy.load(Path(settings["load"]))["step"] if "load" in settings else 0
     loss = policy_gradient(PolicyObjective.preset(settings.get("preset", "ctpo")), "proximal")
-    steps, measured = [], []
+    steps, measured, first_norm = [], [], None
     for step in range(done, settings.get("steps", 2)):
         mini_batches = policy.mini_batches(models.trajectories(seed=step), models.advantages(), size=8)
         metrics = policy.compute_old_log_probs(mini_batches)
-        metrics |= summarize_updates([policy.update(m, loss) for m in mini_batches])
+        updates = [policy.update(m, loss) for m in mini_batches]
+        first_norm = updates[0].grad_norm if step == 0 else first_norm
+        metrics |= summarize_updates(updates)
         steps.append({name: value for name, value in metrics.items() if not name.startswith(MEASURED)})
         measured.append({name: value for name, value in metrics.items() if name.startswith(MEASURED)})
         policy.release()
@@ -72,7 +74,8 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     policy.finish_save()
     weights = {name: tensor.clone() for name, tensor in policy.weights()}
     return {"steps": steps, "measured": measured, "before": before, "weights": weights} | {
-        "router_margin": min(margin for part in gather_objects(margins) for margin in part) if margins else None
+        "first_norm": first_norm,
+        "router_margin": min(margin for part in gather_objects(margins) for margin in part) if margins else None,
     }
 
 

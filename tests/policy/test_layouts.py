@@ -174,7 +174,8 @@ def test_bfloat16_on_two_ranks(one: Results, two: Results, layout: str) -> None:
         assert ours["pg_update/first_log_ratio_abs_max"] == 0
         assert ours["actor/entropy"] == pytest.approx(theirs["actor/entropy"], rel=1e-3)
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=0.05)
-    assert found["steps"][0]["actor/grad_norm"] == pytest.approx(expected["steps"][0]["actor/grad_norm"], rel=0.01)
+    # At equal weights only activations are rounded; how far the first step of Adam carries this depends on the CPU.
+    assert found["first_norm"] == pytest.approx(expected["first_norm"], rel=0.002)
     assert path_apart(found, expected) < 0.3
 
 
