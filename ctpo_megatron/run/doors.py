@@ -33,7 +33,7 @@ def _objective(part: Extension, _config: Config) -> str:
 
 
 def _tracker(part: Extension, config: Config) -> str:
-    from ctpo_megatron.tracking.trackers.check import tracker_problem
+    from ctpo_megatron.tracking import tracker_problem
 
     return tracker_problem(part, config.tracking.python) or ""
 
