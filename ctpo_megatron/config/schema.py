@@ -293,7 +293,8 @@ class RolloutConfig(Section):
     start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
     group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
     max_group_retries: NonNegativeInt = Field(
-        default=3, description="times a failed group is sampled again before another prompt takes its place"
+        default=3,
+        description="retries of a failed group; after them its prompt is quarantined and another one takes its place",
     )
     max_quarantined: NonNegativeInt = Field(
         default=16, description="prompts that may be given up after these retries; the run stops when one more fails"

@@ -96,7 +96,7 @@ def capabilities() -> Capabilities:
 
 
 def max_ranks() -> int:
-    """How many ranks this machine runs at once: one a GPU; on CPUs one a core, and four of small models anywhere."""
+    """How many ranks this machine runs at once: its GPUs; without any, its cores, and at least four."""
     return torch.cuda.device_count() if CUDA else max(4, os.cpu_count() or 1)
 
 

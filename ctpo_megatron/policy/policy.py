@@ -75,7 +75,7 @@ class Policy:
         self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)
 
     def release(self) -> None:
-        """Give back the device memory that `policy.offload` names; every other method takes it again."""
+        """Move what `policy.offload` names to host memory. Other methods move it back when they are called."""
         with device.scope():
             self._offload.release(self._optimizer)
 

@@ -76,8 +76,8 @@ class RewardPool:
         Raises ExtensionError when a function cannot be imported, RuntimeError when the workers do not come up.
         """
         self._config = config
-        named: dict[str | None, Extension] = {None: config.function, **config.by_source}
-        routes: Routes = {source: (extension.name, extension.arguments) for source, extension in named.items()}
+        named: list[tuple[str | None, Extension]] = [(None, config.function), *config.by_source.items()]
+        routes: Routes = {source: (extension.name, extension.arguments) for source, extension in named}
         context = multiprocessing.get_context("forkserver")
         # Imported once by the fork server, so that replacing a killed worker costs milliseconds.
         ours = ["math_verify"] if any(name == "math_verify" for name, _ in routes.values()) else []
