@@ -294,7 +294,7 @@ class RolloutConfig(Section):
     group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
     max_group_retries: NonNegativeInt = Field(
         default=3,
-        description="retries of a failed group; after them its prompt is quarantined and another one takes its place",
+        description="retries of a failed group; then its prompt is quarantined and another takes its place",
     )
     max_quarantined: NonNegativeInt = Field(
         default=16, description="prompts that may be given up after these retries; the run stops when one more fails"

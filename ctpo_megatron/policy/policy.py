@@ -125,7 +125,7 @@ class Policy:
         )
 
     def compute_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-        """Fill `old_log_probs` with the log-probs of the present weights, in the layout that training will use.
+        """Fill `old_log_probs` with the log-probs of the current weights, in the layout that training will use.
 
         Returns `mismatch/*` (|sampler - trainer| in nats over model tokens) and `actor/entropy` (nats).
         """

@@ -1,4 +1,4 @@
-"""Where training batches come from: the protocol of rollout sources, and the one that samples with present weights."""
+"""Where training batches come from: the protocol of rollout sources, and the one that samples with the current weights."""
 
 from __future__ import annotations
 
