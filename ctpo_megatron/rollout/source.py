@@ -1,4 +1,4 @@
-"""Where training batches come from: the protocol of rollout sources, and the one that samples with the current weights."""
+"""Where training batches come from: the protocol of rollout sources, and the one that samples with current weights."""
 
 from __future__ import annotations
 
