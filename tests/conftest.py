@@ -54,11 +54,17 @@ def _group(item: pytest.Item) -> str:
     return item.location[0]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The group of a test; pytest-xdist reads it before any `pytest_collection_modifyitems` of ours."""
+    item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups of tests, the longest first, and deadlines that know how slow the machine is."""
+    """The longest groups first, and deadlines that know how slow the machine is."""
+    if items and getattr(items[0].config.option, "loadgroup", False) and "@" not in items[0].nodeid:
+        raise pytest.UsageError("pytest-xdist did not group the tests: it does not know this version of pytest")
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
         limit = item.get_closest_marker("timeout")
         seconds = limit.args[0] if limit else float(item.config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
