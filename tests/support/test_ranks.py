@@ -48,10 +48,10 @@ def leave_traces() -> bool:
 
 
 def state() -> tuple[object, ...]:
-    from ctpo_megatron.policy import device
+    from ctpo_megatron.policy import cpu_megatron
 
     return (
-        device._installed,
+        cpu_megatron._installed,
         dist.is_initialized(),
         torch.initial_seed(),
         torch.get_rng_state().sum().item(),
