@@ -159,11 +159,11 @@ def test_closing_twice_is_harmless() -> None:
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """All that live, but for multiprocessing's tracker."""
+    """All that live, but for multiprocessing's tracker and the rank server that other tests share."""
     found = []
     for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, or a zombie of another test's server
-            if "resource_tracker" not in str(child.cmdline()):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+            if not any(name in str(child.cmdline()) for name in ("resource_tracker", "tests.support.prefork")):
                 found.append(child)
     return found
 
