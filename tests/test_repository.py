@@ -37,7 +37,7 @@ def test_packages_are_typed(package: str) -> None:
 def test_a_commit_is_checked_like_make_lint() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
     done = subprocess.run(
-        ["make", "--dry-run", "--assume-old=.venv/.installed", "lint"],
+        ["make", "--no-print-directory", "--dry-run", "--assume-old=.venv/.installed", "lint"],  # also under make
         cwd=ROOT,
         capture_output=True,
         text=True,
