@@ -17,7 +17,7 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.rollout": ("ReplayError", "TooManyQuarantined"),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
-_FAILED_ELSEWHERE = {"ctpo_megatron.policy": ("RankZeroError",)}  # the rank that failed has the traceback
+_FAILED_ELSEWHERE = {"ctpo_megatron.policy": ("RankZeroError", "RankLost")}  # nothing of this rank went wrong
 
 
 class UsageError(Exception):
