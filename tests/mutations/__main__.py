@@ -91,7 +91,11 @@ def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[s
 def judge(of: str, done: subprocess.CompletedProcess[str], expected: int, began: float) -> Verdict:
     failed = [line.split(" - ")[0].removeprefix("FAILED ") for line in done.stdout.splitlines() if line[:6] == "FAILED"]
     good = done.returncode == expected
-    detail = ", ".join(failed) or "passed" if good else f"pytest: status {done.returncode}; {done.stdout[-1500:]}"
+    detail = (
+        (", ".join(failed) or ("passed" if of == "unchanged" else "an error before the test"))
+        if good
+        else f"pytest: status {done.returncode}; {done.stdout[-1500:]}"
+    )
     return Verdict(of, good, detail, time.monotonic() - began)
 
 
