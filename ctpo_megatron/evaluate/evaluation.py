@@ -42,7 +42,8 @@ class Evaluation:
             except Cancelled:
                 return {}
             self._dump(step, groups)
-        return evaluation_metrics(groups)
+        left_out = len(self._prompts) - len(groups)  # quarantined: nothing may take their place here
+        return evaluation_metrics(groups) | ({"val/prompts_left_out": float(left_out)} if left_out else {})
 
     def lacks(self, record: Mapping[str, object]) -> bool:
         """Whether the metrics of a step hold no evaluation though there are prompts."""

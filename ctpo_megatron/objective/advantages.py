@@ -20,7 +20,7 @@ def batch_advantages(groups: Sequence[Sequence[float]], config: AdvantageConfig)
     `mean_baseline` compares every trajectory with the mean of the whole batch, so it works with one sample per prompt;
     `group` and `rloo` compare the samples of one prompt. Raises ValueError as `group_advantages` does.
     """
-    if config.kind == "mean_baseline":
+    if config.kind == "mean_baseline" and groups:  # ranks other than zero have none
         groups = [[reward for group in groups for reward in group]]
     return [advantage for rewards in groups for advantage in group_advantages(rewards, config).tolist()]
 

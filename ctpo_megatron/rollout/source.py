@@ -98,7 +98,10 @@ class Collector:
         phase: Phase,
         replacement: Callable[[], Prompt] | None = None,
     ) -> tuple[list[Group], dict[str, float]]:
-        """Scored groups of the prompts and their metrics. Raises what `Engines.generate` raises."""
+        """Scored groups of the prompts and their metrics. Raises what `Engines.generate` raises.
+
+        Without `replacement` there may be fewer groups than prompts, or none.
+        """
         with phase("rollout"):
             groups = self._engines.generate(
                 prompts,
@@ -109,7 +112,7 @@ class Collector:
                 replacement=replacement,
             )
         with phase("reward"):
-            scores = self._score(groups)
+            scores = self._score(groups) if groups else {}
         engines = {f"rollout/{name}": value for name, value in self._engines.stats().items()}
         return groups, rollout_metrics(groups) | scores | engines
 

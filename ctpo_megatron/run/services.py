@@ -14,7 +14,6 @@ from ctpo_megatron.config import Config
 from ctpo_megatron.data import Group, PromptSampler, load_prompts
 from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
 from ctpo_megatron.evaluate import Evaluation
-from ctpo_megatron.extensions import activate
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
@@ -38,7 +37,6 @@ def start_services(
 
     cancelled: whether the run is asked to end; looked at while groups are sampled. Raises DataError for bad prompts.
     """
-    activate(config.extensions.path or ())
     read = functools.partial(
         load_prompts,
         tokenizer=AutoTokenizer.from_pretrained(config.model.path),

@@ -61,6 +61,7 @@ def test_mean_baseline_is_the_mean_of_the_batch_and_works_with_one_sample_per_pr
         warnings.simplefilter("error")
         assert batch_advantages([[1.0], [0.0], [0.0], [0.0]], mean_baseline) == [0.75, -0.25, -0.25, -0.25]
     assert batch_advantages([[1.0, 1.0], [0.0, 0.0]], mean_baseline) == [0.5, 0.5, -0.5, -0.5]
+    assert batch_advantages([], mean_baseline) == []  # on ranks that hold no groups
 
 
 def test_other_kinds_compare_the_samples_of_one_prompt():

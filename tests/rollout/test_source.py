@@ -99,3 +99,10 @@ def test_an_evaluation_that_is_cancelled_says_nothing() -> None:
     evaluation = Evaluation(EvalConfig(samples=2), run.collector, PROMPTS[:2], lambda *_: None, run.phase)
     assert evaluation.run(1) == {}
     assert Evaluation(EvalConfig(), run.collector, [], lambda *_: None, run.phase).run(1) == {}
+
+
+def test_an_evaluation_counts_the_prompts_that_were_left_out() -> None:
+    run = Run()
+    run.engines.generate = lambda *_, **__: []  # type: ignore[method-assign] # every group failed too often
+    evaluation = Evaluation(EvalConfig(samples=2), run.collector, PROMPTS[:2], lambda *_: None, run.phase)
+    assert evaluation.run(1) == {"val/prompts_left_out": 2.0}
