@@ -19,6 +19,7 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import CheckpointError, Layout, Policy, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy.checkpoint import _inner_adamw
 from tests.policy import models
 
 ASYNCHRONOUS = CheckpointConfig(asynchronous=True)
@@ -125,6 +126,24 @@ def test_a_resumed_run_follows_the_configuration_it_is_given(
     for group in resumed._optimizer.param_groups:
         assert (group["lr"], group["min_lr"], tuple(group["betas"]), group["eps"]) == (1e-5, 1e-6, (0.8, 0.9), 1e-6)
         assert group["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_every_parameter_has_a_step_counter_of_its_own(
+    layout: Layout, folder: Path, tmp_path: Path, distributed: bool
+) -> None:
+    """AdamW adds one to each: a counter that parameters share would advance once per parameter."""
+    settings = {"use_distributed_optimizer": distributed}
+    policy = make(layout, folder / "qwen3-tied", **settings)
+    step(policy, seed=0)
+    path = policy.save(tmp_path, 1, {"step": 1})
+    policy.finish_save()
+    resumed = make(layout, folder / "qwen3-tied", **settings)
+    resumed.load(path)
+    counters = [state["step"] for inner in _inner_adamw(resumed._optimizer) for state in inner.state.values()]
+    assert len({counter.data_ptr() for counter in counters}) == len(counters) > 1
+    step(resumed, seed=1)
+    assert {counter.item() for counter in counters} == {2.0}
 
 
 def test_the_schedule_goes_on_where_the_run_stands(layout: Layout, folder: Path, tmp_path: Path) -> None:
