@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import ctpo_megatron
+from tests.mutations.__main__ import load as mutations
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ("ctpo_megatron", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
@@ -44,3 +45,8 @@ def test_a_commit_is_checked_like_make_lint() -> None:
         check=True,
     )
     assert [hook["entry"] for hook in hooks] == done.stdout.strip().splitlines()
+
+
+def test_every_planted_bug_still_has_its_place() -> None:
+    """`make mutation` is not run here; a text that has moved would only be noticed there."""
+    assert len(mutations()) >= 40
