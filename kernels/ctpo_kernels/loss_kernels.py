@@ -15,8 +15,11 @@ from ctpo_kernels.loss_tile import (
     CLIP_BITS,
     CLIP_MASK,
     N_SUMS,
+    STATS,
     UNIT,
+    largest_of,
     load,
+    smallest_of,
     store_partials,
     tile_loss,
     to_units,
@@ -99,7 +102,7 @@ def span_totals_kernel(
     WHOLE_SEQUENCE: tl.constexpr,
     COUNT_TRAINED: tl.constexpr,
 ):
-    """Grid: slots. span_totals: int64 `[4, slots]`: units, response tokens, NaN, loss tokens of each span.
+    """Grid: slots. span_totals: int64 `[slots, 4]`: units, response tokens, NaN, loss tokens of each span.
 
     Of a segment's only span nobody but a ratio of the WHOLE_SEQUENCE asks for more than the loss tokens.
     """
@@ -146,10 +149,11 @@ def span_totals_kernel(
             if HAS_LOSS_MASK:
                 trained &= tl.load(loss_mask + start + offset, mask=live, other=0) != 0
             trained_runs += tl.sum(tl.reshape(trained.to(tl.int32), RUNS), 1)
-    tl.store(span_totals + slot, tl.sum(units_runs, 0))
-    tl.store(span_totals + slots + slot, tl.sum(counts_runs & 0xFFFF, 0).to(tl.int64))
-    tl.store(span_totals + 2 * slots + slot, tl.sum(counts_runs >> 16, 0).to(tl.int64))
-    tl.store(span_totals + 3 * slots + slot, tl.sum(trained_runs, 0).to(tl.int64))
+    own = span_totals + slot.to(tl.int64) * 4
+    tl.store(own, tl.sum(units_runs, 0))
+    tl.store(own + 1, tl.sum(counts_runs & 0xFFFF, 0).to(tl.int64))
+    tl.store(own + 2, tl.sum(counts_runs >> 16, 0).to(tl.int64))
+    tl.store(own + 3, tl.sum(trained_runs, 0).to(tl.int64))
 
 
 @triton.jit
@@ -181,16 +185,16 @@ def _totals_of_spans(
         other = start + tl.arange(0, LOOK)
         inside = other < look_to
         earlier = inside & (other < number)
-        where = span_totals + base + other
+        where = span_totals + (base + other).to(tl.int64) * 4
         units_before += tl.load(where, mask=earlier, other=0)
-        tokens_before += tl.load(where + slots, mask=earlier, other=0).to(tl.int32)
-        bad_before += tl.load(where + 2 * slots, mask=earlier, other=0).to(tl.int32)
+        tokens_before += tl.load(where + 1, mask=earlier, other=0).to(tl.int32)
+        bad_before += tl.load(where + 2, mask=earlier, other=0).to(tl.int32)
         if WHOLE_SEQUENCE:
             units_total += tl.load(where, mask=inside, other=0)
-            tokens_total += tl.load(where + slots, mask=inside, other=0).to(tl.int32)
-            bad_total += tl.load(where + 2 * slots, mask=inside, other=0).to(tl.int32)
+            tokens_total += tl.load(where + 1, mask=inside, other=0).to(tl.int32)
+            bad_total += tl.load(where + 2, mask=inside, other=0).to(tl.int32)
         if COUNT_TRAINED:
-            trained_total += tl.load(where + 3 * slots, mask=inside, other=0).to(tl.int32)
+            trained_total += tl.load(where + 3, mask=inside, other=0).to(tl.int32)
     return (
         tl.sum(units_before, 0),
         tl.sum(tokens_before, 0),
@@ -304,7 +308,7 @@ def loss_kernel(
         excess = tl.zeros((BLOCK // RUN,), tl.float64)
         squares = tl.zeros((BLOCK // RUN,), tl.float64)
         largest = tl.full((BLOCK // RUN,), float("-inf"), tl.float32)
-        smallest = tl.full((BLOCK // RUN,), float("-inf"), tl.float32)
+        smallest = tl.full((BLOCK // RUN,), float("inf"), tl.float32)
         farthest = tl.zeros((BLOCK // RUN,), tl.float32)
         advantage = tl.zeros((), tl.float32)
         weight = tl.zeros((), tl.float32)
@@ -365,7 +369,7 @@ def loss_kernel(
             excess += excess_of.to(tl.float64)
             squares += squares_of.to(tl.float64)
             largest = tl.maximum(largest, a)
-            smallest = tl.maximum(smallest, b)
+            smallest = tl.minimum(smallest, b)
             farthest = tl.maximum(farthest, c)
 
         if STREAM:
@@ -377,8 +381,7 @@ def loss_kernel(
         excess_sum = tl.sum(excess, 0)
         unknown = excess_sum != excess_sum
         store_partials(
-            partials + slot,
-            slots,
+            partials + slot.to(tl.int64) * STATS,
             tl.sum(loss, 0) * scale,
             tl.sum(trained_capped & 0xFFFF, 0),
             tokens_carry - tokens_before,
@@ -389,16 +392,16 @@ def loss_kernel(
             tl.sum((clipped >> CLIP_BITS) & CLIP_MASK, 0),
             tl.sum(clipped >> CLIP_BITS >> CLIP_BITS, 0),
             tl.sum(trained_capped >> 16, 0),
-            tl.where(unknown, float("inf"), tl.max(largest, 0)),
-            tl.where(unknown, float("inf"), tl.max(smallest, 0)),
-            tl.where(tokens_carry > tokens_before, tl.max(farthest, 0), float("-inf")),
+            tl.where(unknown, float("inf"), largest_of(largest)),
+            tl.where(unknown, float("inf"), -smallest_of(smallest)),
+            tl.where(tokens_carry > tokens_before, largest_of(farthest), float("-inf")),
             STREAM,
         )
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def reduce_kernel(partials, cu, out, loss, segments, tokens, columns, BLOCK: tl.constexpr):
-    """Grid: sums and maxima. out float64 from partials `[grid, columns]`; a NaN survives in the maxima.
+    """Grid: sums and maxima. out float64 from partials `[columns, grid]`; a NaN survives in the maxima.
 
     The first sum is the loss: `loss` gets it in its own dtype. It is NaN if any boundary is wrong.
     """
@@ -408,8 +411,9 @@ def reduce_kernel(partials, cu, out, loss, segments, tokens, columns, BLOCK: tl.
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        total += tl.load(partials + row.to(tl.int64) * columns + column, mask=inside, other=0.0)
-        value = tl.load(partials + row.to(tl.int64) * columns + column, mask=inside, other=float("-inf"))
+        where = partials + column.to(tl.int64) * STATS + row
+        total += tl.load(where, mask=inside, other=0.0)
+        value = tl.load(where, mask=inside, other=float("-inf"))
         top = tl.maximum(top, tl.where(value != value, float("inf"), value))
     largest = tl.max(top, 0)
     largest = tl.where(largest == float("inf"), float("nan"), largest)

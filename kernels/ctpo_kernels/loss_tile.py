@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 N_SUMS = tl.constexpr(10)  # len(SUMS)
+STATS = tl.constexpr(13)  # and of MAXIMA
 UNIT = tl.constexpr(2.0**-40)
 UNITS_PER_NAT = tl.constexpr(2.0**40)
 LOG2E = tl.constexpr(1.4426950216293335)  # float32(log2 e)
@@ -243,15 +244,26 @@ def tile_loss(
         tl.sum(tl.reshape(excess, RUNS), 1),
         tl.sum(tl.reshape(excess * excess, RUNS), 1),
         tl.max(tl.reshape(tl.where(counted, ratio, float("-inf")), RUNS), 1),
-        tl.max(tl.reshape(tl.where(counted, -ratio, float("-inf")), RUNS), 1),
+        tl.min(tl.reshape(tl.where(counted, ratio, float("inf")), RUNS), 1),
         tl.max(tl.reshape(tl.where(sound, tl.abs(log_ratio), float("inf")), RUNS), 1),
     )
 
 
 @triton.jit
+def largest_of(values):
+    """The largest of float32 values that are not negative (but for -inf) nor NaN: their bits are ordered as they."""
+    return tl.max(values.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def smallest_of(values):
+    """The smallest of such values."""
+    return tl.min(values.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_partials(
     partials,
-    stride,
     loss,
     loss_tokens,
     tokens,
@@ -273,10 +285,10 @@ def store_partials(
     for row in tl.static_range(len(sums)):
         value = sums[row].to(tl.float64)
         if ADD:
-            value += tl.load(partials + row * stride)
-        tl.store(partials + row * stride, value)
+            value += tl.load(partials + row)
+        tl.store(partials + row, value)
     for row in tl.static_range(len(maxima)):
-        where = partials + (len(sums) + row) * stride
+        where = partials + len(sums) + row
         value = maxima[row].to(tl.float64)
         if ADD:
             value = tl.maximum(value, tl.load(where))

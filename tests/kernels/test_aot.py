@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ctpo_kernels import aot
+from ctpo_kernels import aot, sass
 from tests.support import children
 from tests.support.deadlines import scaled
 
@@ -52,6 +52,17 @@ def test_default_configurations_fit_every_architecture(compiled: Path) -> None:
     for row in rows:
         assert 16 <= row["registers"] <= row["limit"]
         assert row["spill_bytes"] == row["stack_bytes"] == 0
+        assert (row["instructions"] > 0) == (row["kernel"] in aot.INSTRUCTIONS)
+
+
+def test_a_token_of_the_loss_takes_240_instructions_at_most(compiled: Path) -> None:
+    """Both passes over a whole batch, and the one of a window, in the shortest span."""
+    counted: dict[str, list[float]] = {name: [] for name in aot.INSTRUCTIONS}
+    for row in json.loads(compiled.read_text())["kernels"]:
+        if row["kernel"] in counted:
+            counted[row["kernel"]].append(row["instructions"])
+    assert len(counted["loss_kernel"]) == 2 * len(counted["span_totals_kernel"]) == 2 * len(aot.ARCHITECTURES)
+    assert sum(max(values) for values in counted.values()) <= 240
 
 
 @pytest.mark.slow
@@ -111,11 +122,98 @@ def test_a_kernel_outside_the_table_is_refused() -> None:
 
 
 def test_spills_and_compiler_errors_are_failures() -> None:
-    bad = aot.Report("tile_kernel", "some", 90, 4, registers=20, spill_bytes=8, stack_bytes=16, shared_bytes=1 << 20)
-    assert [word for line in bad.failures(aot.REGISTERS) for word in ("spills 8", "16 bytes", "shared") if word in line]
-    assert len(bad.failures(aot.REGISTERS)) == 3
-    broken = aot.Report("tile_kernel", "some", 90, 4, error="CompilationError: no")
-    assert broken.failures(aot.REGISTERS) == ["tile_kernel (some) on sm_90 does not compile: CompilationError: no"]
+    bad = aot.Report(
+        "loss_kernel",
+        "some",
+        90,
+        1,
+        registers=20,
+        spill_bytes=8,
+        stack_bytes=16,
+        shared_bytes=1 << 20,
+        instructions=500.0,
+        unordered=True,
+    )
+    failures = "\n".join(bad.failures(aot.REGISTERS))
+    assert len(failures.splitlines()) == 5
+    for part in ("spills 8 bytes", "16 bytes", "shared memory", "500 instructions a token", "have still to load"):
+        assert part in failures
+    broken = aot.Report("loss_kernel", "some", 90, 1, error="CompilationError: no")
+    assert broken.failures(aot.REGISTERS) == ["loss_kernel (some) on sm_90 does not compile: CompilationError: no"]
+
+
+CODE = """
+        /*0000*/  MOV R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/  IADD3 R2, R2, 0x1, RZ ;
+        /*0020*/  ISETP.GE.AND P0, PT, R2, R3, PT ;
+.L_x_1:
+        /*0030*/  IADD3 R4, R4, 0x1, RZ ;
+        /*0040*/  @!P1 BRA `(.L_x_1) ;
+        /*0050*/  @!P0 BRA P2, `(.L_x_0) ;
+        /*0060*/  @P3 BRA `(.L_x_2) ;
+.L_x_2:
+        /*0070*/  EXIT ;
+.L_x_3:
+        /*0080*/  BRA `(.L_x_3);
+        /*0090*/  NOP;
+        /*00a0*/  NOP;
+"""
+
+
+def test_loops_of_machine_code_are_counted() -> None:
+    program = sass.parse(CODE)
+    assert program == sass.Program(9, (5, 2))
+    assert program.executed(1) == 9
+    assert program.executed(4) == 9 + 3 * 5
+
+
+LOAD, STORE, BARRIER = "ld.global.v4.b32 {%r1}, [%rd1];", "st.global.v4.b32 [%rd2], {%r1};", "bar.sync 0;"
+
+
+@pytest.mark.parametrize(
+    ("step", "unordered"),
+    [
+        ([LOAD, LOAD, BARRIER, STORE, STORE], False),
+        ([LOAD, STORE], True),
+        ([BARRIER, LOAD, STORE], True),
+        ([LOAD, BARRIER, LOAD, STORE], True),
+        ([LOAD, STORE, BARRIER, STORE], True),
+        ([LOAD, BARRIER], True),
+    ],
+)
+def test_stores_before_a_barrier_are_seen(step: list[str], unordered: bool) -> None:
+    ptx = "\n".join(["ld.param.b64 %rd1;", "$L__BB0_1:", *step, "bra $L__BB0_1;", "$L__BB0_2:", STORE])
+    assert sass.writes_before_all_is_read(ptx) == unordered
+
+
+# Every launch of batches of many sizes and of windows of many lengths, as Triton tells compiled kernels apart.
+RECORD = """
+from ctpo_kernels import aot_launches, loss_triton
+from ctpo_kernels.spec import LossKeywords, LossSpec
+import torch
+
+def window(start, end, segments):
+    batch, spec = aot_launches.batch_of(4096, segments), LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
+    state = torch.zeros(segments, 3, dtype=torch.int64)
+    stream = loss_triton.LossStream(batch, spec, 0.1, totals=None, state=state)
+    stream.step(start, end, torch.zeros(end - start))
+
+found = {}
+for size in ((2, 1), (16, 1), (17, 2), (4096, 16), (70001, 300), (1 << 22, 5)):
+    for launch in aot_launches.recorded(lambda: aot_launches.launch_loss(size, {}), ""):
+        found.setdefault(launch.kernel, set()).add(launch.key)
+for place in ((0, 1, 1), (0, 16, 2), (1, 18, 16), (2048, 4096, 300)):
+    for launch in aot_launches.recorded(lambda: window(*place), ""):
+        found.setdefault("window", set()).add(launch.key)
+print({name: len(keys) for name, keys in sorted(found.items())})
+"""
+
+
+def test_other_numbers_of_tokens_and_segments_compile_nothing_anew() -> None:
+    done = python("-c", RECORD)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str({"loss_kernel": 1, "reduce_kernel": 1, "span_totals_kernel": 1, "window": 1})
 
 
 def test_the_interpreter_is_refused() -> None:
