@@ -50,10 +50,10 @@ def fused_policy_loss(
         log_probs.reshape(-1),
         flat(old_log_probs),
         flat(response_mask),
-        flat(advantages),
+        _row_or_column(advantages, layout),
         layout.cu_seqlens,
         loss_mask=None if loss_mask is None else flat(loss_mask),
-        weights=None if weights is None else flat(weights),
+        weights=None if weights is None else _row_or_column(weights, layout),
         cp_group=cp_group,
         return_per_token=True,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
@@ -95,10 +95,10 @@ def linear_policy_loss(
         labels,
         old_log_probs,
         response_mask,
-        advantages,
+        _row_or_column(advantages, layout),
         cu_seqlens,
         loss_mask=loss_mask,
-        weights=weights,
+        weights=None if weights is None else _row_or_column(weights, layout),
         temperature=temperature,
         vocab_size=vocab_size,
         tp_group=tp_group,
@@ -108,6 +108,13 @@ def linear_policy_loss(
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
     return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), log_probs)
+
+
+def _row_or_column(values: Tensor, layout: SequenceBounds) -> Tensor:
+    """Values per token as `[1, N]`, per sequence as `[B, 1]`: the kernels refuse to guess where N == B."""
+    if values.shape == layout.shape:
+        return values.reshape(1, -1)
+    return values[:, None] if values.shape == (layout.sequences,) else values
 
 
 def _keywords(

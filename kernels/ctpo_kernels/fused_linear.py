@@ -80,7 +80,8 @@ def fused_linear_ctpo(
     keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
     spec = LossSpec.of(LossKeywords(*keywords))
     group = arguments.effective(tp_group)
-    n = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
+    labels = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
+    n = labels.numel()
     if accumulate_into_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("accumulate_into_main_grad: weight has no main_grad (megatron's DDP makes it)")
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -170,7 +171,8 @@ class _Sweep(torch.autograd.Function):
             raise RuntimeError("fused_linear_ctpo keeps its gradients for one backward pass: call it again")
         (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
         if d_hidden is not None:
-            d_hidden.mul_(upstream.to(d_hidden.dtype))
+            # A 0-d factor would be rounded to the dtype of d_hidden first; one of its rank is not.
+            d_hidden.mul_(upstream.reshape(1, 1))
         if d_weight is None:
             return d_hidden, None, None
         if not ctx.into_main_grad:

@@ -113,8 +113,11 @@ class LinearHead:
             part, x = dz[first:last], self.hidden[start + first : start + last]
             if d_hidden is not None:
                 target = d_hidden[start + first : start + last]
-                if part.dtype == self._operand.dtype == target.dtype:
+                if part.dtype == self._operand.dtype == target.dtype == self.dtype:
                     torch.mm(part, self._operand, out=target)
+                elif self._mixed and part.dtype == self._operand.dtype:
+                    # Written in low precision, cuBLAS may add the parts of a split sum in low precision too.
+                    target.copy_(torch.mm(part, self._operand, out_dtype=self.dtype))
                 else:
                     target.copy_(part @ self._operand.to(part.dtype))
             if d_weight is not None:
@@ -168,8 +171,8 @@ def reduce_d_hidden(d_hidden: Tensor, group: dist.ProcessGroup | None, sequence_
 
 def check_operands(
     hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, sp: bool, temperature: float
-) -> int:
-    """Number of tokens N; raises ValueError or TypeError naming the argument that does not fit."""
+) -> Tensor:
+    """The labels `[N]` in the form of `labels.checked`; raises ValueError or TypeError naming what does not fit."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden [N, H] and weight [V, H] do not fit: {list(hidden.shape)}, {list(weight.shape)}")
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():
@@ -177,8 +180,7 @@ def check_operands(
     if hidden.device != weight.device:
         raise ValueError(f"weight is on {weight.device}, hidden on {hidden.device}: move it")
     n = hidden.shape[0] * (group.size() if sp and group is not None else 1)
-    arguments.check(n, labels, hidden.device, temperature)
-    return n
+    return arguments.checked(n, labels, hidden.device, temperature)
 
 
 def active_rows(mask: Tensor) -> Tensor | None:
@@ -222,7 +224,8 @@ def linear_log_probs(
     The same rows in the same chunks give the same bits as `fused_linear_ctpo`: use it for the anchor pass.
     """
     group = arguments.effective(tp_group)
-    n = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
+    labels = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
+    n = labels.numel()
     if mask is not None and mask.shape != (n,):
         raise ValueError(f"mask has shape {list(mask.shape)}; expected [{n}]")
     rows = None if mask is None else active_rows(mask != 0)

@@ -30,7 +30,8 @@ def vocab_parallel_log_probs(
 
     logits: `[N, V / tp]`, this rank's columns, differentiable. labels: `[N]` global ids; -100 gives log-prob 0 and no
         gradient. Another label outside the vocabulary: ValueError on the CPU, NaN in its row on CUDA.
-    inplace_backward: the gradient overwrites the logits, which nothing else may need any more.
+    inplace_backward: the gradient overwrites the logits, which nothing else may need any more; autograd refuses a
+        second backward pass. ValueError for logits whose rows share memory (`expand`).
     vocab_size: real vocabulary over all ranks; the columns beyond it are padding and never enter.
 
     Returns float32 `[N]` nats, with `return_entropy` also the entropy of each row (nats, no gradient). Saves the logits
@@ -38,7 +39,9 @@ def vocab_parallel_log_probs(
     """
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"logits must be floating-point [N, V]; got {logits.dtype} {list(logits.shape)}")
-    arguments.check(logits.shape[0], labels, logits.device, temperature)
+    if inplace_backward and any(n > 1 and step == 0 for n, step in zip(logits.shape, logits.stride(), strict=True)):
+        raise ValueError("inplace_backward: rows of the logits share memory (expand): pass inplace_backward=False")
+    labels = arguments.checked(logits.shape[0], labels, logits.device, temperature)
     group = arguments.effective(tp_group)
     shard = arguments.shard_of(logits.shape[1], vocab_size, group)
     arguments.check_range(labels, vocab_size or logits.shape[1] * (group.size() if group else 1))
@@ -72,11 +75,13 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, lse = ctx.saved_tensors
         g = torch.where(labels == rows_torch.IGNORED_LABEL, 0.0, upstream)
-        out = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        out = logits.detach() if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
         if dispatch.choose(lse) == "triton":
             from ctpo_kernels import rows_triton
 
             rows_triton.gradient_into(out, logits, lse, labels, g, ctx.shard, ctx.temperature)
+            if ctx.inplace:  # autograd does not see what a kernel writes
+                torch.autograd.graph.increment_version(logits)
         else:
             for rows in _row_slices(logits):
                 part = logits[rows].to(lse.dtype, copy=True)

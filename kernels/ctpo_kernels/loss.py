@@ -45,7 +45,8 @@ def ctpo_loss(
     old_log_probs: `[N]`, log-probs the ratio is taken against; None: on-policy (every ratio 1).
     response_mask: `[N]`, 1 where the policy sampled the token (the model mask): only these enter the prefix sum and
         advance the position.
-    advantages: `[N]` or `[B]`. weights: `[N]` or `[B]`, detached factors of the token loss (default 1).
+    advantages: `[N]` or `[1, N]`, one value a token, or `[B]` or `[B, 1]`, one a sequence. With N == B > 1 a flat
+        tensor may be either and is refused. weights: the same shapes, detached factors of the token loss (default 1).
     cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding.
     clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"), or of r_t itself ("ratio":
         1 - low, 1 + high, c). clip_c bounds negative advantages from above; None or negative: off.

@@ -133,17 +133,15 @@ class PackedTokens:
         for name, (value, per_sequence) in given.items():
             if value is None:
                 continue
-            if value.shape != (n,) and not (per_sequence and value.shape == (b,)):
-                also = f" or [{b}]" if per_sequence else ""
-                raise ValueError(f"{name} has shape {list(value.shape)}; expected [{n}]{also}")
+            _check_shape(name, value, n, b if per_sequence else None)
             if value.device != device:
                 raise ValueError(f"{name} is on {value.device}, log_probs on {device}: move it")
         dtype = log_probs.dtype
 
         def column(values: Tensor) -> Tensor:
-            # With N == B a flat tensor is per token, as in the objective room.
-            flat = values.detach().to(dtype).contiguous()
-            return flat if flat.shape == (n,) else flat[:, None]
+            values = values.detach().to(dtype).contiguous()
+            per_token = values.shape in ((n,), (1, n))
+            return values.reshape(n) if per_token else values.reshape(b, 1)
 
         return cls(
             log_probs.detach().contiguous(),
@@ -153,4 +151,17 @@ class PackedTokens:
             column(advantages),
             None if weights is None else column(weights),
             cu_seqlens.to(device).contiguous(),
+        )
+
+
+def _check_shape(name: str, value: Tensor, n: int, b: int | None) -> None:
+    """Raises ValueError for what is neither one value a token nor (b given) one a sequence, or may be both."""
+    shapes: list[tuple[int, ...]] = [(n,)] if b is None else [(n,), (b,), (1, n), (b, 1)]
+    if tuple(value.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} has shape {list(value.shape)}; expected {expected}")
+    if n == b and n > 1 and value.dim() == 1:
+        raise ValueError(
+            f"{name} [{n}] may be one value a token or one a sequence, of which there are {n} too: "
+            f"give [1, {n}] or [{n}, 1]"
         )

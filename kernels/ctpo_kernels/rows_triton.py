@@ -68,6 +68,11 @@ def gradient_into(
     rows, columns = logits.shape
     if not rows:
         return
+    if out.stride(-1) != 1:
+        dense = torch.empty(rows, columns, dtype=out.dtype, device=out.device)
+        gradient_into(dense, logits, lse, labels, g, shard, temperature)
+        out.copy_(dense)
+        return
     source = _unit_stride(logits)
     same_memory = out.data_ptr() == source.data_ptr()
     kernels.gradient_kernel[(rows,)](

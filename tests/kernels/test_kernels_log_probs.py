@@ -124,6 +124,16 @@ def test_gradient_in_place_of_the_logits(backend: str, dtype: torch.dtype) -> No
     assert same_bits(memory, apart.grad)
 
 
+def test_second_backward_in_place_of_the_logits_is_refused(backend: str) -> None:
+    """The first one has overwritten what the second would read."""
+    logits, labels, g = made_up(6, 20, 20)
+    inside = logits.requires_grad_() * 1.0
+    log_probs = vocab_parallel_log_probs(inside, labels, inplace_backward=True)
+    log_probs.backward(g, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        log_probs.backward(g)
+
+
 @pairwise(
     {
         "backend": ["torch", "triton"],
