@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ctpo_kernels import dispatch
 from ctpo_kernels import rows_kernels as kernels
 from ctpo_kernels.rows_torch import Merged, Shard
 
@@ -25,7 +26,9 @@ def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, 
     parts = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
     if rows:
         logits = _unit_stride(logits)
-        kernels.row_stats_kernel[(rows,)](
+        dispatch.launch(
+            kernels.row_stats_kernel,
+            rows,
             logits,
             logits.stride(0),
             labels,
@@ -45,8 +48,9 @@ def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
     shards, rows, _ = parts.shape
     log_probs, lse, entropy = torch.empty(3, rows, dtype=torch.float32, device=parts.device).unbind()
     if rows:
-        grid = (triton.cdiv(rows, MERGE[0]),)
-        kernels.merge_kernel[grid](
+        dispatch.launch(
+            kernels.merge_kernel,
+            triton.cdiv(rows, MERGE[0]),
             parts.contiguous(),
             labels,
             log_probs,
@@ -75,7 +79,9 @@ def gradient_into(
         return
     source = _unit_stride(logits)
     same_memory = out.data_ptr() == source.data_ptr()
-    kernels.gradient_kernel[(rows,)](
+    dispatch.launch(
+        kernels.gradient_kernel,
+        rows,
         source,
         source.stride(0),
         out,
