@@ -89,7 +89,7 @@ def linear_policy_loss(
     `ctpo_kernels.fused_linear_ctpo`.
     """
     layout = SequenceBounds.of(labels, cu_seqlens)
-    loss, stats, log_probs = ctpo_kernels.fused_linear_ctpo(
+    found = ctpo_kernels.fused_linear_ctpo(
         hidden,
         weight,
         labels,
@@ -107,6 +107,7 @@ def linear_policy_loss(
         accumulate_into_main_grad=accumulate_into_main_grad,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
+    loss, stats, log_probs = cast(tuple[Tensor, CTPOStats, Tensor], found)  # no entropy was asked for
     return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), log_probs)
 
 

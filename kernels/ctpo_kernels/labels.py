@@ -43,6 +43,15 @@ def checked(rows: int, labels: Tensor, device: torch.device, temperature: float)
     return labels.to(torch.int64).contiguous()
 
 
+def checked_softcap(softcap: float | None) -> float:
+    """0 for None, which leaves the logits as they are. Raises ValueError for a cap that is not positive and finite."""
+    if softcap is None:
+        return 0.0
+    if not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap must be positive and finite, or None; got {softcap}")
+    return softcap
+
+
 def check_range(labels: Tensor, vocab_size: int) -> None:
     """Raises ValueError for a label outside the vocabulary, where reading it needs no synchronisation (CPU)."""
     if labels.device.type != "cpu":
