@@ -17,13 +17,8 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -31,10 +26,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
 
 from ctpo_megatron.config.schema import CheckpointConfig
-from ctpo_megatron.models import padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy import random_state
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
+from ctpo_megatron.policy.checkpoint_fit import check_fit, check_settings
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.signals import children_spared
@@ -42,7 +37,6 @@ from ctpo_megatron.signals import children_spared
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_MOST_TENSOR_PARALLEL = 64
 _CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left", "Disk quota", "File too large")
 """Of what torch's writers and the system say."""
 _CONFIGURED = ("max_lr", "min_lr", "betas", "eps")
@@ -191,9 +185,9 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     restored when the layout is the same; a rank of another layout has no counterpart. Raises CheckpointError.
     """
     marker = verify(checkpoint, layout)
-    _check_settings(checkpoint, marker.settings, state.settings)
+    check_settings(checkpoint, marker.settings, state.settings)
     wanted = _shards(state, is_loading=True)
-    _check_fit(checkpoint, wanted, state.model.spec.vocab_size)
+    check_fit(checkpoint, wanted, state.model.spec.vocab_size)
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:
@@ -220,7 +214,7 @@ def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[st
     """
     marker = verify(checkpoint, layout)
     wanted = {"model": model.sharded_state(_metadata())}
-    _check_fit(checkpoint, wanted, model.spec.vocab_size, weights_only=True)
+    check_fit(checkpoint, wanted, model.spec.vocab_size, weights_only=True)
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:
@@ -261,68 +255,6 @@ def _shards(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
     weights = state.model.sharded_state(metadata)
     optimizer = state.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     return {"model": weights, "optimizer": optimizer}
-
-
-def _check_settings(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises CheckpointError naming the keys whose values differ; a checkpoint of 0.1 has none."""
-    other = [f"{key} was {saved[key]} and is {ours[key]}" for key in saved if key in ours and saved[key] != ours[key]]
-    if other:
-        raise CheckpointError(
-            f"{checkpoint} was written under another configuration; nothing was loaded: {'; '.join(other)}. Give the "
-            "former value, or start a new run from an export of it"
-        )
-
-
-def _check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, weights_only: bool = False) -> None:
-    """Compare what all ranks ask for with what the checkpoint holds; raises CheckpointError with every difference.
-
-    weights_only: the rest of the checkpoint is left out, and the precision may differ.
-    """
-    sharded, _, _ = load_preprocess(wanted)
-    _, by_rank = determine_global_metadata(extract_sharded_base(sharded)[0])
-    ours = {part.key: part for rank in by_rank for part in rank}
-    saved = {part.key: part for part in load_sharded_metadata(str(checkpoint)).values()}
-    problems = [f"{key} is not in the checkpoint" for key in sorted(ours.keys() - saved.keys())]
-    surplus = [] if weights_only else sorted(saved.keys() - ours.keys())
-    problems += [f"{key} is not in this model and optimizer" for key in surplus]
-    for key in sorted(ours.keys() & saved.keys()):
-        there = _as_converted(saved[key], ours[key]) if weights_only else saved[key]
-        have, want = _form(there), _form(ours[key])
-        # Vocabularies are padded by the tensor-parallel size: megatron cuts or fills up the rows behind the real ones.
-        if have != want and not _padded_differently(there, ours[key], vocab_size):
-            problems.append(f"{key} is {have} in the checkpoint and {want} here")
-    if problems:
-        raise CheckpointError(
-            f"{checkpoint} is of another model, precision or optimizer; nothing was loaded:\n  "
-            + "\n  ".join(problems)
-            + "\nContinue with the model.path and policy of the run that wrote it"
-        )
-
-
-def _as_converted(
-    saved: ShardedTensor | ShardedObject, ours: ShardedTensor | ShardedObject
-) -> ShardedTensor | ShardedObject:
-    """`saved` with the precision of `ours`: torch converts where it copies into a tensor of another one."""
-    if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor)) or saved.dtype == ours.dtype:
-        return saved
-    log.info("%s is converted from %s to %s", saved.key, saved.dtype, ours.dtype)
-    return dataclasses.replace(saved, dtype=ours.dtype)
-
-
-def _padded_differently(
-    saved: ShardedTensor | ShardedObject, ours: ShardedTensor | ShardedObject, vocab_size: int
-) -> bool:
-    if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor) and ours.allow_shape_mismatch):
-        return False
-    rows = {padded_vocabulary(vocab_size, tensor_parallel) for tensor_parallel in range(1, 1 + _MOST_TENSOR_PARALLEL)}
-    return (
-        saved.dtype == ours.dtype and saved.global_shape[1:] == ours.global_shape[1:] and saved.global_shape[0] in rows
-    )
-
-
-def _form(part: ShardedTensor | ShardedObject) -> str:
-    shape = "x".join(map(str, part.global_shape))
-    return f"{str(part.dtype).removeprefix('torch.')} {shape}" if isinstance(part, ShardedTensor) else f"object {shape}"
 
 
 def _random_streams(layout: Layout) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.data import PackedBatch, TokenSequence, Trajectory
 from ctpo_megatron.models import ModelFamily
-from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
+from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.exchange import share_sizes
 from ctpo_megatron.policy.hf_directory import write_directory
@@ -29,26 +27,11 @@ from ctpo_megatron.policy.offload import Offload
 from ctpo_megatron.policy.optimizer import apply_gradients, build_optimizer, gradient_norm, learning_rate
 from ctpo_megatron.policy.parallel import Layout, gather_objects, gather_on_rank_zero
 from ctpo_megatron.policy.predictions import Predictions
+from ctpo_megatron.policy.reports import Clock, Diagnostics, Update, diagnostics_of, old_log_prob_totals
 from ctpo_megatron.policy.step import Collected, run_schedule
-from ctpo_megatron.policy.workload import Cost, RankReport, cost_metrics
+from ctpo_megatron.policy.workload import Cost, RankReport
 
 log = logging.getLogger(__name__)
-
-Diagnostics = dict[int, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one optimizer step reports: loss statistics over all ranks, gradient norm before clipping, rate, cost.
-
-    bad: loss or gradient norm was not finite, and nothing was updated.
-    """
-
-    stats: LossStats
-    grad_norm: float
-    learning_rate: float
-    cost: Cost
-    bad: bool = False
 
 
 class Policy:
@@ -143,7 +126,7 @@ class Policy:
         kept = self._forward(micro_batches)
         for micro, found in zip(micro_batches, kept, strict=False):  # nothing is kept before the last stage
             micro.old_log_probs = found["log_probs"]
-        mine = _old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
+        mine = old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
         parts = [totals for totals in gather_objects(mine) if totals is not None]
         tokens = max(1.0, sum(totals["tokens"] for totals in parts))
         return {
@@ -171,7 +154,7 @@ class Policy:
         kept = self._forward(mini_batch.micro_batches)
         mine: Diagnostics = {}
         for micro, found in zip(mini_batch.micro_batches if self.layout.reports else [], kept, strict=False):
-            mine |= _diagnostics(micro, found["log_probs"], objective)
+            mine |= diagnostics_of(micro, found["log_probs"], objective)
         parts = gather_on_rank_zero(mine) or []
         return {place: fields for part in parts for place, fields in part.items()}
 
@@ -183,7 +166,7 @@ class Policy:
         """
         if (optimizer := self._optimizer) is None:
             raise RuntimeError("use_optimizer comes before update")
-        clock = _Clock(mini_batch.work.packing_s)
+        clock = Clock(mini_batch.work.packing_s)
         with self._at_work():
             optimizer.zero_grad()
             with clock.busy():
@@ -346,77 +329,7 @@ class Policy:
         return checkpoint.TrainState(self._model, self._optimizer, self._scheduler, settings)
 
 
-class _Clock:
-    """Wall time since it was made, and how much of it was busy with passes and optimizer."""
-
-    def __init__(self, before_s: float) -> None:
-        self._start = time.perf_counter() - before_s
-        self._busy = 0.0
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        device.synchronize()
-        self._busy += time.perf_counter() - start
-
-    def read(self) -> tuple[float, float]:
-        """Seconds in all, and those that were not busy."""
-        seconds = time.perf_counter() - self._start
-        return seconds, seconds - self._busy
-
-
 def _main_gradient(parameter: Any) -> torch.Tensor:
     """Megatron's float32 gradient buffer of a parameter."""
     gradient: torch.Tensor = parameter.main_grad
     return gradient
-
-
-def _old_log_probs(micro: PackedBatch) -> torch.Tensor:
-    if micro.old_log_probs is None:
-        raise ValueError("compute_old_log_probs comes before what compares with old log-probs")
-    return micro.old_log_probs
-
-
-def _old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    difference = torch.cat([(_old_log_probs(m) - m.rollout_log_probs)[m.response_mask].abs() for m in micro_batches])
-    return {
-        "max": float(difference.max()) if difference.numel() else 0.0,  # no answer has a token of the model
-        "sum": float(difference.sum()),
-        "tokens": float(difference.numel()),
-        "entropy": sum(found["entropy_sum"] for found in kept),
-    }
-
-
-def _diagnostics(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyObjective) -> Diagnostics:
-    curves = token_diagnostics(
-        log_probs, _old_log_probs(micro), micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
-    )
-    columns = {"log_ratio": curves.log_ratio, "clip_low": curves.low, "clip_high": curves.high}
-    return {
-        key: {"advantage": float(micro.advantages[place.start])}
-        | {name: [round(x, 6) for x in column[place].tolist()] for name, column in columns.items()}
-        for key, place in micro.places()
-    }
-
-
-def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of all optimizer steps of one batch: exact over tokens, mean loss, mean and largest gradient norm, cost.
-
-    `pg_update/first_log_ratio_abs_max` belongs to the first step, where it shows whether the pass for old log-probs and
-    the training pass agree; `pg_update/is_ratio/*` to the last, where the ratio has moved furthest. Steps that updated
-    nothing are left out of all but cost and `actor/bad_steps`, unless there is no other.
-    """
-    applied = [update for update in updates if not update.bad] or updates
-    metrics = summarize(merge([update.stats for update in applied]))
-    first, last = summarize(applied[0].stats), summarize(applied[-1].stats)
-    metrics |= {name: value for name, value in last.items() if name.startswith("pg_update/is_ratio/")}
-    if "pg_update/log_ratio_abs_max" in first:
-        metrics["pg_update/first_log_ratio_abs_max"] = first["pg_update/log_ratio_abs_max"]
-    for name in ("actor/pg_loss", "supervised/loss"):
-        if name in metrics:
-            metrics[name] /= len(applied)
-    norms = [update.grad_norm for update in applied]
-    metrics |= {"actor/grad_norm": sum(norms) / len(norms), "actor/grad_norm_max": max(norms)}
-    metrics["actor/bad_steps"] = float(sum(update.bad for update in updates))
-    return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates])
