@@ -75,7 +75,10 @@ class Policy:
             yield
 
     def use_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
-        """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps."""
+        """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps.
+
+        Weight decay is on matrices and embeddings, on norms and biases only with `weight_decay_of: all`.
+        """
         with self._at_work():
             self._optimizer, self._scheduler = build_optimizer(self._model, self.config, config, total_steps)
             self._total_steps, self._decayed = total_steps, config.weight_decay_of

@@ -58,5 +58,5 @@ def test_sft_goes_before_rl_and_from_its_own_checkpoints(layout: Layout, tmp_pat
     assert persistence(layout, with_sft).sft_to_do(of_sft) == with_sft.sft
     assert persistence(layout, with_sft).sft_to_do(of_rl) is None
     assert persistence(layout, without).sft_to_do(None) is persistence(layout, without).sft_to_do(of_rl) is None
-    with pytest.raises(CheckpointError, match=r"sft/step_000003 is of the SFT stage, which this configuration does not have"):
+    with pytest.raises(CheckpointError, match=r"sft/step_000003 is of the SFT stage, which"):
         persistence(layout, without).sft_to_do(of_sft)
