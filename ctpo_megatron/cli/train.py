@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +27,9 @@ from ctpo_megatron.config import (
     world_size,
 )
 from ctpo_megatron.run.extensions import check_extensions
+
+_ASKED_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+_OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +60,20 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
     from ctpo_megatron.train import main
 
-    return main(config)
+    try:
+        status = main(config)
+    except SystemExit as ended:  # asked to end while there was nothing to save
+        status = ended.code if isinstance(ended.code, int) else 1
+    if status in _ASKED_TO_END and is_rank_zero():
+        print(f"continue with: {_resume_command(args)}", file=sys.stderr)
+    return status
+
+
+def _resume_command(args: argparse.Namespace) -> str:
+    """What to type to go on; the options of a torchrun are not known here."""
+    program = "torchrun ... -m ctpo_megatron.train" if "TORCHELASTIC_RUN_ID" in os.environ else "ctpo train"
+    kept = [text for text in [*args.overrides, *args.unknown] if not text.startswith(_OF_ONE_START)]
+    return f"{program} {shlex.join([args.config, *kept, 'run.resume=auto'])}"
 
 
 def _print_warnings(warnings: Sequence[Problem]) -> None:

@@ -118,6 +118,8 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["policy.optimizer.betas=[0.9,1.0]"], "item 1 must be in [0, 1)"),
         (["eval.every=2"], "eval.every = 2: there is nothing to evaluate on; give data.eval, or set it to 0"),
         (["run.resume=true", "run.overwrite=true"], "run.resume = true: contradicts run.overwrite: true"),
+        (["run.resume=auto", "run.overwrite=true"], 'run.resume = "auto": contradicts run.overwrite: true'),
+        (["run.deadline=1700000000"], "run.deadline = 1700000000.0: is in the past; give seconds since the epoch"),
         (["sandbox.request_timeout_s=4"], "sandbox.request_timeout_s = 4.0: must exceed sandbox.run_timeout_s (4)"),
         (["export.directory=.."], 'export.directory = "..": is not a name; choose another, e.g. model'),
         (["export.directory=checkpoints"], "is what the run writes something else to"),

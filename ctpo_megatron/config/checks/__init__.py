@@ -7,6 +7,7 @@ docs/parallelism.md says what each of them would do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,9 @@ def place(problem: Problem, sources: Sources | None) -> Problem:
 def _run(config: Config) -> Iterator[Problem]:
     if config.run.resume and config.run.overwrite:
         yield error(config, "run.resume", "contradicts run.overwrite: true", "switch one of them off")
+    if config.run.deadline is not None and config.run.deadline <= time.time():
+        fix = "give seconds since the epoch, such as $(date -d +4hours +%s)"
+        yield error(config, "run.deadline", "is in the past", fix)
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:
