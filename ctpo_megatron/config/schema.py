@@ -252,6 +252,9 @@ class EngineConfig(Section):
         default=False, description="no compilation, no CUDA graphs: faster start, slower decode"
     )
     threads: PositiveInt = Field(default=1, description="CPU threads of the engine (CPU only)")
+    model_runner: Literal["v1", "v2"] = Field(
+        default="v1", description="vLLM's model runner: v1 is the tested one; v2, vLLM's own choice on GPUs, needs CUDA"
+    )
     extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, passed as they are")
 
 
