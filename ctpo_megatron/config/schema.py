@@ -272,6 +272,9 @@ class EngineConfig(Section):
         default=False, description="no compilation, no CUDA graphs: faster start, slower decode"
     )
     threads: PositiveInt = Field(default=1, description="CPU threads of the engine (CPU only)")
+    model_runner: Literal["v1", "v2"] = Field(
+        default="v1", description="vLLM's model runner: v1 is the tested one; v2, vLLM's own choice on GPUs, needs CUDA"
+    )
     extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, passed as they are")
 
 
@@ -308,7 +311,9 @@ class RolloutConfig(Section):
         default=Extension(name="tools"),
         description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
     )
-    engines: PositiveInt = Field(default=1, description="vLLM engines")
+    engines: PositiveInt | Literal["auto"] = Field(
+        default=1, description="vLLM engines; auto: as many as `placement.engine_gpus` hold (one on CPU)"
+    )
     engine: EngineConfig = EngineConfig()
     start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
     group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
@@ -326,6 +331,21 @@ class RolloutConfig(Section):
     mismatch_limit: PositiveFloat | None = Field(
         default=None,
         description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it",
+    )
+
+
+class PlacementConfig(Section):
+    """GPUs of the trainer and of the engines on one node, in the order in which CUDA shows them. Nothing on a CPU."""
+
+    mode: Literal["disaggregated", "colocated"] = Field(
+        default="disaggregated",
+        description="engines have the GPUs after the trainer's, or share its GPUs and sleep while it works",
+    )
+    trainer_gpus: PositiveInt | None = Field(
+        default=None, description="trainer ranks of this node; null: all there are"
+    )
+    engine_gpus: PositiveInt | None = Field(
+        default=None, description="GPUs of all engines together; null: rollout.engines x their tensor_parallel_size"
     )
 
 
@@ -479,6 +499,7 @@ class Config(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
+    placement: PlacementConfig = PlacementConfig()
     sandbox: SandboxConfig = SandboxConfig()
     reward: RewardConfig = RewardConfig()
     eval: EvalConfig = EvalConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.tracking import read_trajectories, reward_metrics, trajectory_files, trajectory_of
 from ctpo_sandbox import Limits, start_server
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def _check_tokenizer(config: Config, tokens: int) -> None:
 def _engines(config: Config, directory: Path, stack: ExitStack) -> RolloutFleet | Replay:
     if config.rollout.replay is None:
         url = _sandbox_url(config, directory, stack) if needs_sandbox(config.rollout) else ""
+        log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
         fleet = stack.enter_context(RolloutFleet(config, config.model.path, config.run.seed, url))
         fleet.start()
         return fleet
