@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.rows_torch import Shard
+from ctpo_kernels.rows_torch import EntropyGradient, Shard
 from ctpo_kernels.spec import LossKeywords, LossSpec
 
 
@@ -176,16 +176,30 @@ def launch_loss(size: tuple[int, int], options: dict[str, Any], *, stream: bool 
         loss_triton.loss_pass(batch, spec, inverse, per_token=per_token, state=carried[0], totals=carried[1])
 
 
-def _launch_rows(columns: int, valid: int, dtype: torch.dtype, *, shards: int, entropy: bool, mixed: bool) -> None:
+def launch_rows(
+    columns: int,
+    valid: int,
+    dtype: torch.dtype,
+    *,
+    rows: int = 16,
+    shards: int = 1,
+    entropy: bool = False,
+    mixed: bool = False,
+    softcap: float = 0.0,
+    differentiable: bool = False,
+) -> None:
+    """The three passes over rows of logits. mixed: a bfloat16 gradient over its logits; differentiable: the entropy."""
     from ctpo_kernels import rows_triton
 
-    rows, shard = 16, Shard(0, valid)
+    shard = Shard(0, valid)
     logits = torch.zeros(rows, columns, dtype=dtype)
     labels = torch.zeros(rows, dtype=torch.int64)
-    parts = rows_triton.row_stats(logits, labels, shard, 1.0, entropy=entropy)
+    parts = rows_triton.row_stats(logits, labels, shard, 1.0, entropy=entropy, softcap=softcap)
     merged = rows_triton.merge_stats(parts.repeat(shards, 1, 1), labels, 1.0)
     out = logits.view(torch.bfloat16)[:, :columns] if mixed else logits
-    rows_triton.gradient_into(out, logits, merged.lse, labels, merged.entropy, shard, 1.0)
+    g = merged.log_probs
+    by_entropy = EntropyGradient(merged.entropy, g) if differentiable else None
+    rows_triton.gradient_into(out, logits, merged.lse, labels, g, shard, 1.0, softcap=softcap, entropy=by_entropy)
 
 
 def configurations() -> dict[str, Callable[[], None]]:
@@ -199,14 +213,21 @@ def configurations() -> dict[str, Callable[[], None]]:
         if not options.keys() & {"pieces", "per_token"} and not options.get("ratio_mode", "").startswith("sequence"):
             found[f"{name}, streaming head"] = partial(launch_loss, _SIZES["8 sequences"], options, stream=True)
     bf16, fp32 = torch.bfloat16, torch.float32
-    for name, (columns, valid, dtype, shards, entropy, mixed) in {
-        "default, bf16 logits": (151936, 151936, bf16, 1, False, False),
-        "default, fp32 logits, bf16 gradient over them": (151936, 151936, fp32, 1, False, True),
-        "fp32 logits, entropy": (151936, 151936, fp32, 1, True, False),
-        "bf16 logits, entropy, 8 shards": (18992, 18001, bf16, 8, True, False),
-        "fp32 logits, odd vocabulary": (32003, 32001, fp32, 2, True, False),
-        "bf16 gradient over fp32, odd vocabulary": (32003, 32001, fp32, 4, False, True),
-        "small vocabulary": (512, 500, fp32, 1, False, False),
-    }.items():
-        found[name] = partial(_launch_rows, columns, valid, dtype, shards=shards, entropy=entropy, mixed=mixed)
+    rows: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
+        "default, bf16 logits": (151936, 151936, bf16, {}),
+        "default, fp32 logits, bf16 gradient over them": (151936, 151936, fp32, {"mixed": True}),
+        "fp32 logits, entropy": (151936, 151936, fp32, {"entropy": True}),
+        "bf16 logits, entropy, 8 shards": (18992, 18001, bf16, {"entropy": True, "shards": 8}),
+        "fp32 logits, odd vocabulary": (32003, 32001, fp32, {"entropy": True, "shards": 2}),
+        "bf16 gradient over fp32, odd vocabulary": (32003, 32001, fp32, {"mixed": True, "shards": 4}),
+        "small vocabulary": (512, 500, fp32, {}),
+        "soft cap, gradient of the entropy": (
+            151936,
+            151936,
+            fp32,
+            {"entropy": True, "mixed": True, "softcap": 30.0, "differentiable": True},
+        ),
+    }
+    for name, (columns, valid, dtype, options) in rows.items():
+        found[name] = partial(launch_rows, columns, valid, dtype, **options)
     return found

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ctpo_kernels import dispatch, loss_tile
 from ctpo_kernels import loss_kernels as kernels
-from ctpo_kernels import loss_tile
 from ctpo_kernels.loss_torch import LossPass, empty_vector, position_scale, segment_totals
 from ctpo_kernels.names import RATIO_MODES
 from ctpo_kernels.packed import PackedTokens
@@ -24,7 +24,7 @@ STATS = len(SUMS) + len(MAXIMA)
 BLOCK, RUN, WARPS = 128, 4, 1
 """A program is one warp, so that scans and sums need no barrier; each of its threads owns RUN tokens side by side."""
 
-OPTIONS = {"num_warps": WARPS, "maxnreg": 128, "enable_fp_fusion": True}
+OPTIONS = {"num_warps": WARPS, "maxnreg": 128}
 """maxnreg: ptxas spills a few bytes to reach a smaller number that it prefers unless it is told this one."""
 
 LOOK = 128
@@ -143,7 +143,9 @@ def _launch_spans(arguments: _Arguments, gradient: Tensor, details: PerToken | N
     span_totals = torch.empty(slots, 4, dtype=torch.int64, device=gradient.device)
     partials = gradient.new_empty(slots, STATS, dtype=torch.float64)
     log_probs, old, model, trained, *_, cu = arguments.tensors
-    kernels.span_totals_kernel[(slots,)](
+    dispatch.launch(
+        kernels.span_totals_kernel,
+        slots,
         log_probs,
         old,
         model,
@@ -162,7 +164,9 @@ def _launch_spans(arguments: _Arguments, gradient: Tensor, details: PerToken | N
         COUNT_TRAINED=arguments.constants["COUNT_TRAINED"],
         **OPTIONS,
     )
-    kernels.loss_kernel[(slots,)](
+    dispatch.launch(
+        kernels.loss_kernel,
+        slots,
         *arguments.tensors,
         span_totals,
         arguments.state,
@@ -191,7 +195,9 @@ def _launch_spans(arguments: _Arguments, gradient: Tensor, details: PerToken | N
 def _launch_window(arguments: _Arguments, gradient: Tensor, partials: Tensor, start: int, end: int) -> None:
     """The tokens `start : end` of every segment: their statistics are added to `partials`, the state advances."""
     segments, none = arguments.batch.segments, gradient
-    kernels.loss_kernel[(segments,)](
+    dispatch.launch(
+        kernels.loss_kernel,
+        segments,
         *arguments.tensors,
         none,
         arguments.state,
@@ -219,7 +225,9 @@ def _launch_window(arguments: _Arguments, gradient: Tensor, partials: Tensor, st
 def _reduce(partials: Tensor, batch: PackedTokens) -> tuple[Tensor, Tensor]:
     """Loss (float32 scalar) and statistics vector."""
     loss, vector = partials.new_empty((), dtype=torch.float32), partials.new_empty(STATS)
-    kernels.reduce_kernel[(STATS,)](
+    dispatch.launch(
+        kernels.reduce_kernel,
+        STATS,
         partials,
         batch.cu_seqlens,
         vector,
@@ -229,7 +237,6 @@ def _reduce(partials: Tensor, batch: PackedTokens) -> tuple[Tensor, Tensor]:
         partials.shape[0],
         BLOCK=1024,
         num_warps=4,
-        enable_fp_fusion=True,
     )
     return loss, vector
 
