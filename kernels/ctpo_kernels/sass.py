@@ -19,10 +19,6 @@ class Program:
     length: int
     loops: tuple[int, ...]
 
-    def executed(self, repetitions: int) -> int:
-        """Instructions of one thread where the longest loop runs `repetitions` times and the others once."""
-        return self.length + (repetitions - 1) * (self.loops[0] if self.loops else 0)
-
 
 def disassemble(cubin: bytes) -> Program:
     """Machine code as `nvdisasm` of Triton's wheel shows it; subprocess.CalledProcessError where it cannot."""

@@ -56,11 +56,11 @@ def test_default_configurations_fit_every_architecture(compiled: Path) -> None:
 
 
 def test_a_token_of_the_loss_takes_240_instructions_at_most(compiled: Path) -> None:
-    """Both passes over a whole batch, and the one of a window, in the shortest span."""
+    """Both passes over a whole batch, and the one of a window, in the shortest span of 512 tokens: 16 a thread."""
     counted: dict[str, list[float]] = {name: [] for name in aot.INSTRUCTIONS}
     for row in json.loads(compiled.read_text())["kernels"]:
         if row["kernel"] in counted:
-            counted[row["kernel"]].append(row["instructions"])
+            counted[row["kernel"]].append(row["instructions"] + row["other_instructions"] / 16)
     assert len(counted["loss_kernel"]) == 2 * len(counted["span_totals_kernel"]) == 2 * len(aot.ARCHITECTURES)
     assert sum(max(values) for values in counted.values()) <= 240
 
@@ -132,6 +132,7 @@ def test_spills_and_compiler_errors_are_failures() -> None:
         stack_bytes=16,
         shared_bytes=1 << 20,
         instructions=500.0,
+        most_instructions=240,
         unordered=True,
     )
     failures = "\n".join(bad.failures(aot.REGISTERS))
@@ -162,10 +163,7 @@ CODE = """
 
 
 def test_loops_of_machine_code_are_counted() -> None:
-    program = sass.parse(CODE)
-    assert program == sass.Program(9, (5, 2))
-    assert program.executed(1) == 9
-    assert program.executed(4) == 9 + 3 * 5
+    assert sass.parse(CODE) == sass.Program(9, (5, 2))
 
 
 LOAD, STORE, BARRIER = "ld.global.v4.b32 {%r1}, [%rd1];", "st.global.v4.b32 [%rd2], {%r1};", "bar.sync 0;"
