@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,27 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ctpo_kernels import aot, sass
+from ctpo_kernels import aot
+from tests.kernels.compiling import ENVIRONMENT, gate, python
 from tests.support import children
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-PACKAGES = Path(aot.__file__).parents[1]
-
-
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-    "PYTHONPATH": str(PACKAGES),
-    "PYTHONWARNINGS": "ignore",
-}
-
-
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own: this one may have been told to interpret the kernels."""
-    return children.run([sys.executable, *arguments], deadline_s=280, environment=ENVIRONMENT | environment)
-
-
-def gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "ctpo_kernels.aot", *arguments, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -141,82 +125,6 @@ def test_spills_and_compiler_errors_are_failures() -> None:
         assert part in failures
     broken = aot.Report("loss_kernel", "some", 90, 1, error="CompilationError: no")
     assert broken.failures(aot.REGISTERS) == ["loss_kernel (some) on sm_90 does not compile: CompilationError: no"]
-
-
-CODE = """
-        /*0000*/  MOV R1, c[0x0][0x28] ;
-.L_x_0:
-        /*0010*/  IADD3 R2, R2, 0x1, RZ ;
-        /*0020*/  ISETP.GE.AND P0, PT, R2, R3, PT ;
-.L_x_1:
-        /*0030*/  IADD3 R4, R4, 0x1, RZ ;
-        /*0040*/  @!P1 BRA `(.L_x_1) ;
-        /*0050*/  @!P0 BRA P2, `(.L_x_0) ;
-        /*0060*/  @P3 BRA `(.L_x_2) ;
-.L_x_2:
-        /*0070*/  EXIT ;
-.L_x_3:
-        /*0080*/  BRA `(.L_x_3);
-        /*0090*/  NOP;
-        /*00a0*/  NOP;
-"""
-
-
-def test_loops_of_machine_code_are_counted() -> None:
-    assert sass.parse(CODE) == sass.Program(9, (5, 2))
-
-
-LOAD, STORE, BARRIER = "ld.global.v4.b32 {%r1}, [%rd1];", "st.global.v4.b32 [%rd2], {%r1};", "bar.sync 0;"
-
-
-@pytest.mark.parametrize(
-    ("step", "unordered"),
-    [
-        ([LOAD, LOAD, BARRIER, STORE, STORE], False),
-        ([LOAD, STORE], True),
-        ([BARRIER, LOAD, STORE], True),
-        ([LOAD, BARRIER, LOAD, STORE], True),
-        ([LOAD, STORE, BARRIER, STORE], True),
-        ([LOAD, BARRIER], True),
-    ],
-)
-def test_stores_before_a_barrier_are_seen(step: list[str], unordered: bool) -> None:
-    ptx = "\n".join(["ld.param.b64 %rd1;", "$L__BB0_1:", *step, "bra $L__BB0_1;", "$L__BB0_2:", STORE])
-    assert sass.writes_before_all_is_read(ptx) == unordered
-
-
-# Every launch of batches of many sizes and of windows of many lengths, as Triton tells compiled kernels apart.
-RECORD = """
-from ctpo_kernels import aot_launches, loss_triton
-from ctpo_kernels.spec import LossKeywords, LossSpec
-import torch
-
-def window(start, end, segments):
-    batch, spec = aot_launches.batch_of(4096, segments), LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
-    state = torch.zeros(segments, 3, dtype=torch.int64)
-    stream = loss_triton.LossStream(batch, spec, 0.1, totals=None, state=state)
-    stream.step(start, end, torch.zeros(end - start))
-
-found = {}
-for size in ((2, 1), (16, 1), (17, 2), (4096, 16), (70001, 300), (1 << 22, 5)):
-    for launch in aot_launches.recorded(lambda: aot_launches.launch_loss(size, {}), ""):
-        found.setdefault(launch.kernel, set()).add(launch.key)
-for place in ((0, 1, 1), (0, 16, 2), (1, 18, 16), (2048, 4096, 300)):
-    for launch in aot_launches.recorded(lambda: window(*place), ""):
-        found.setdefault("window", set()).add(launch.key)
-for rows in (1, 2, 16, 17, 301):
-    for launch in aot_launches.recorded(
-        lambda: aot_launches.launch_rows(512, 500, torch.float32, rows=rows, differentiable=True), ""
-    ):
-        found.setdefault(launch.kernel, set()).add(launch.key)
-print({name: len(keys) for name, keys in sorted(found.items())})
-"""
-
-
-def test_other_numbers_of_tokens_segments_and_rows_compile_nothing_anew() -> None:
-    done = python("-c", RECORD)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(dict.fromkeys(sorted([*aot.REGISTERS, "window"]), 1))
 
 
 def test_the_interpreter_is_refused() -> None:
