@@ -4,6 +4,7 @@
 # make mutation     planted bugs, each of which the tests have to see (an hour)
 # make locks        requirements/{cpu,cuda}-{3.11,3.12}.txt from setup.py; pins stay as they are where they can
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
+# make gpu-first-hour   all that a GPU can tell, stage by stage; HOUR="--device cpu" to try it without one
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
 PYTHON ?= python3
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-processes test-light test-slow test-gpu mutation bench-kernels lint locks clean
+.PHONY: quickstart test test-processes test-light test-slow test-gpu mutation bench-kernels gpu-first-hour lint locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -59,6 +60,9 @@ test-gpu:
 
 bench-kernels:
 	PYTHONPATH=.:kernels $(FOUND_PYTHON) -m benchmarks.kernels $(BENCH)
+
+gpu-first-hour:
+	PYTHONPATH=.:kernels:sandbox:launchers $(FOUND_PYTHON) -m benchmarks.gpu_first_hour $(HOUR)
 
 # The same checks before every commit: .pre-commit-config.yaml.
 lint: $(INSTALLED)
