@@ -74,13 +74,15 @@ def _segment_of_slot(slot, cu, segments, tile_bits, BLOCK: tl.constexpr):
 
 @triton.jit
 def _span(slot, segment, first, last, tile_bits, BLOCK: tl.constexpr):
-    """The segment's first slot, its number of spans; where the span of `slot` begins (aligned) and where it stops."""
+    """The segment's first slot; number of this span and of all; where it begins (aligned) and where it stops."""
     base = ((first // BLOCK) >> tile_bits).to(tl.int32) + segment
     aligned = first // ALIGNMENT * ALIGNMENT
     tiles = tl.full((), 1, tl.int64) << tile_bits
-    begin = aligned + (slot - base) * tiles * BLOCK
-    spans = ((last - aligned + BLOCK - 1) // BLOCK + tiles - 1) >> tile_bits
-    return base, spans.to(tl.int32), tl.multiple_of(begin, ALIGNMENT), tl.minimum(begin + tiles * BLOCK, last)
+    spans = (((last - aligned + BLOCK - 1) // BLOCK + tiles - 1) >> tile_bits).to(tl.int32)
+    # Wrong boundaries may lead a slot to a segment that does not own it.
+    number = tl.minimum(tl.maximum(slot - base, 0), spans)
+    begin = aligned + number * tiles * BLOCK
+    return base, number, spans, tl.multiple_of(begin, ALIGNMENT), tl.minimum(begin + tiles * BLOCK, last)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -109,7 +111,7 @@ def span_totals_kernel(
     slot = tl.program_id(0)
     segment = _segment_of_slot(slot, cu, segments, tile_bits, BLOCK)
     first, end, last, _wrong_boundaries = _bounds(cu, segment, segments, 0, tokens, tokens)
-    _base, spans, begin, stop = _span(slot, segment, first, last, tile_bits, BLOCK)
+    _base, _number, spans, begin, stop = _span(slot, segment, first, last, tile_bits, BLOCK)
     RUNS: tl.constexpr = [BLOCK // RUN, RUN]
     offset = tl.arange(0, BLOCK)
     units_runs = tl.zeros((BLOCK // RUN,), tl.int64)
@@ -274,13 +276,13 @@ def loss_kernel(
         begin = tl.multiple_of(first // ALIGNMENT * ALIGNMENT, ALIGNMENT)
         stop = last
         if not STREAM:
-            base, spans, begin, stop = _span(slot, segment, first, last, tile_bits, BLOCK)
+            base, number, spans, begin, stop = _span(slot, segment, first, last, tile_bits, BLOCK)
             units_carry, tokens_carry, bad_carry, units_total, tokens_total, bad_total, trained_total = (
                 _totals_of_spans(
                     span_totals,
                     slots,
                     base,
-                    slot - base,
+                    number,
                     spans,
                     LOOK,
                     WHOLE_SEQUENCE,
