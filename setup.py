@@ -66,6 +66,8 @@ setup(
             "allpairspy>=2.5",
             "ruff>=0.8",
             "mypy>=2.4",
+            "types-psutil",
+            "types-PyYAML",
         ],
     },
     entry_points={"console_scripts": ["ctpo=ctpo_megatron.cli:main"]},

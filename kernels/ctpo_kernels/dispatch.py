@@ -19,6 +19,20 @@ ENVIRONMENT = "CTPO_KERNELS_BACKEND"
 _forced: Backend | None = None
 
 
+def require_torch(version: str) -> None:
+    """Raise ImportError for a torch before 2.10.
+
+    From 2.10 on `addmm` adds a product of bfloat16 matrices into a float32 one: weight gradients on CUDA need it.
+    """
+    if tuple(map(int, version.split(".")[:2])) < (2, 10):
+        raise ImportError(
+            f"ctpo_kernels needs torch 2.10 or newer (addmm with out_dtype and a float32 addend); this is {version}"
+        )
+
+
+require_torch(torch.__version__)
+
+
 @contextlib.contextmanager
 def use_backend(name: Backend | None) -> Iterator[None]:
     """Use one backend inside the block, for every call of this process; None restores the automatic choice.

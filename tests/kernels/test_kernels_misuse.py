@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,14 @@ from tests.kernels.heads import random_head
 from tests.kernels.packings import random_batch
 
 N, B = 36, 3
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.1+cu130"])
+def test_a_torch_without_mixed_addmm_is_refused(version: str) -> None:
+    with pytest.raises(ImportError, match=f"needs torch 2.10 or newer .* this is {re.escape(version)}"):
+        dispatch.require_torch(version)
+    for newer in ("2.10.0a0+git1234", "2.13.0+cpu", "3.0"):
+        dispatch.require_torch(newer)
 
 
 def loss_with(**changes: Any) -> None:
