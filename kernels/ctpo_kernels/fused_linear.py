@@ -90,14 +90,14 @@ def fused_linear_ctpo(
         "entropy_gradient": entropy_coef != 0,
     }
     if dispatch.compiling(hidden):
-        from ctpo_kernels import ops
+        from ctpo_kernels import ops_loss
 
         main_grad = "adds to weight.main_grad in the forward pass"
         dispatch.refuse_compiled("accumulate_into_main_grad", accumulate_into_main_grad, main_grad)
         given = (old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
         options = (cp_group, sequence_parallel, skip_zero_tiles, entropy_coef, return_entropy)
         counts = (batch_num_tokens, global_batch_size)
-        return ops.compiled_fused(hidden, weight, labels, given, counts, keywords, head, options, shape)
+        return ops_loss.compiled_fused(hidden, weight, labels, given, counts, keywords, head, options, shape)
     plan = Plan.of(
         prepared(
             # The loss fills in the log-probs as they come.

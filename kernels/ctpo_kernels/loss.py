@@ -68,11 +68,14 @@ def ctpo_loss(
     """
     keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
     cp_group = effective(cp_group)
+    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
     if dispatch.compiling(log_probs):
-        from ctpo_kernels import ops
+        from ctpo_kernels import ops_loss
 
         given = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-        return ops.compiled_loss(given, (batch_num_tokens, global_batch_size), keywords, cp_group, return_per_token)
+        return ops_loss.compiled_loss(
+            given, (batch_num_tokens, global_batch_size), keywords, cp_group, return_per_token
+        )
     tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
     batch, spec, inverse = prepared(*tokens, LossKeywords(*keywords), batch_num_tokens, global_batch_size, cp_group)
     loss, out = _Loss.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`

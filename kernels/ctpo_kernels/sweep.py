@@ -105,7 +105,6 @@ def _once(head: LinearHead, plan: Plan, bonus: EntropyBonus, accumulate: Accumul
     for start, end in head.chunks():
         merged = head.log_probs(start, end, entropy=plan.entropy)
         g = stream.step(start, end, merged.log_probs)
-        plan.batch.log_probs[start:end] = merged.log_probs
         extra = bonus.step(start, end, merged.entropy) if plan.entropy else None
         if accumulate is not None:
             accumulate(head.gradient_rows(start, end, merged, g, extra), start, rows_with_gradient(g, extra))

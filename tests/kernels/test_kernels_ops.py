@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ctpo_kernels import ctpo_loss, fused_linear_ctpo, linear_log_probs, ops, use_backend, vocab_parallel_log_probs
+from ctpo_kernels import (
+    ctpo_loss,
+    fused_linear_ctpo,
+    linear_log_probs,
+    ops,
+    ops_loss,
+    use_backend,
+    vocab_parallel_log_probs,
+)
 from tests.kernels.heads import random_head
 from tests.kernels.packings import same_bits
 
@@ -98,9 +106,9 @@ def test_opcheck(name: str) -> None:
     operator, arguments = {
         "log_probs": (ops.log_probs, (logits, labels, *HEAD, True)),
         "linear": (ops.linear_log_probs, (hidden, weight, labels, given["response_mask"], *HEAD, 7, False, True)),
-        "loss": (ops.loss_operator, (log_probs, *loss, "", True)),
+        "loss": (ops_loss.loss_operator, (log_probs, *loss, "", True)),
         "fused": (
-            ops.fused_linear,
+            ops_loss.fused_linear,
             (hidden, weight, labels, *loss, *HEAD, 7, False, "", True, 0.1, True, True, True),
         ),
     }[name]
