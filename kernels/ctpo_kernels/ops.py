@@ -172,12 +172,17 @@ def linear_log_probs_backward(
     wanted = (want_hidden, want_weight)
     rest = (labels.numel(), sequence_parallel, settings_of(*head), wanted)
     found = linear.backward_pass(hidden, weight, *own, *rest)
-    return fresh(*(hidden.new_empty(0) if gradient is None else gradient for gradient in found))
+    return dense_gradients(hidden, *found)
 
 
 @linear_log_probs_backward.register_fake
 def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return gradients_like(hidden, weight, weight.dtype, *rest[-2:])
+
+
+def dense_gradients(hidden: Tensor, *found: Tensor | None) -> tuple[Tensor, ...]:
+    """Gradients that nobody else holds, for which a copy would double the largest memory of a call; empty for None."""
+    return tuple(hidden.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
 
 
 def gradients_like(

@@ -9,7 +9,18 @@ from torch import Tensor
 
 from ctpo_kernels import loss
 from ctpo_kernels.operands import accumulation_dtype
-from ctpo_kernels.ops import LINEAR, Group, fresh, gradients_like, group_of, head_of, name_of, operator, settings_of
+from ctpo_kernels.ops import (
+    LINEAR,
+    Group,
+    dense_gradients,
+    fresh,
+    gradients_like,
+    group_of,
+    head_of,
+    name_of,
+    operator,
+    settings_of,
+)
 from ctpo_kernels.spec import LossKeywords
 from ctpo_kernels.stats import MAXIMA, SUMS, CTPOStats, PerToken
 from ctpo_kernels.sweep import Plan, Prepared, sweep
@@ -113,9 +124,9 @@ def fused_linear(hidden: Tensor, weight: Tensor, labels: Tensor, *given: Any) ->
     plan.check_labels(weight)
     d_weight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
     found = sweep(hidden, weight, plan, want_hidden=want_hidden, d_weight=d_weight)
-    gradients = (hidden.new_empty(0) if part is None else part for part in (found.d_hidden, found.d_weight))
     entropies = found.entropy if entropy else found.log_probs.new_empty(0)
-    return fresh(found.loss, found.vector, found.log_probs, entropies, *gradients)
+    gradients = dense_gradients(hidden, found.d_hidden, found.d_weight)
+    return *fresh(found.loss, found.vector, found.log_probs, entropies), *gradients
 
 
 @fused_linear.register_fake
