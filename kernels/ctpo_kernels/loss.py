@@ -48,7 +48,8 @@ def ctpo_loss(
         advance the position.
     advantages: `[N]` or `[1, N]`, one value a token, or `[B]` or `[B, 1]`, one a sequence. With N == B > 1 a flat
         tensor may be either and is refused. weights: the same shapes, detached factors of the token loss (default 1).
-    cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding. None for `[B, T]`.
+    cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding. None for `[B, T]`. On a
+        GPU they are not read back: wrong ones make the loss and the gradient NaN.
     clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"), or of r_t itself ("ratio":
         1 - low, 1 + high, c). clip_c bounds negative advantages from above; None or negative: off.
     ratio_mode: log r_t is the prefix sum S_t ("cumprod", CTPO), S_t / t ("geomean"), the token's own d_t ("token"),

@@ -102,15 +102,15 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("form", ["segment", "tile"])
+@pytest.mark.parametrize("span", [128, 8192], ids=["many spans", "one span"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_both_launch_forms_decide_as_the_twin_does(device: str, form: str, variant: str) -> None:
+def test_short_and_long_spans_decide_as_the_twin_does(device: str, span: int, variant: str) -> None:
     options = dict(VARIANTS[variant])
     values = packed(device, per=options.pop("per", "sequence"), spread=options.pop("spread", 0.05))
     spec = LossSpec.of(LossKeywords(**options))
     wanted = loss_torch.loss_pass(tokens_of(values), spec, 0.25, per_token=True)
-    block = None if device == "cuda" else 64
-    found = loss_triton().loss_pass(tokens_of(on(device, values)), spec, 0.25, per_token=True, form=form, block=block)
+    batch = tokens_of(on(device, values))
+    found = loss_triton().loss_pass(batch, spec, 0.25, per_token=True, span=span)
     n = int(values["cu_seqlens"][-1])
     assert torch.equal(found.per_token.prefix.cpu()[:n], wanted.per_token.prefix[:n])
     assert torch.equal(found.per_token.clip.cpu()[:n], wanted.per_token.clip[:n])
@@ -138,9 +138,9 @@ def test_pieces_of_sequences_continue_their_prefix(device: str) -> None:
     state = torch.zeros(totals.shape[0], 2, 3, dtype=torch.int64, device=device)
     state[:, 1] = totals[:, 0, :3]
     of_sequence = totals.sum(1).repeat_interleave(2, dim=0)
-    for form in ("segment", "tile"):
+    for span in (128, 8192):
         found = loss_triton().loss_pass(
-            batch, spec, 0.25, state=state.view(-1, 3), totals=of_sequence, per_token=True, form=form
+            batch, spec, 0.25, state=state.view(-1, 3), totals=of_sequence, per_token=True, span=span
         )
         assert torch.equal(found.per_token.prefix.cpu(), whole.per_token.prefix)
         assert torch.equal(found.per_token.clip.cpu(), whole.per_token.clip)
