@@ -68,18 +68,43 @@ def ctpo_loss(
     Raises ValueError or TypeError naming the argument, RuntimeError when a backend that was asked for cannot run.
     """
     keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
-    spec = LossSpec.of(LossKeywords(*keywords))
-    batch = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
     cp_group = effective(cp_group)
-    spec.require_global_counts(cp_group, batch_num_tokens)
-    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch)
-    if cp_group is not None:
-        batch = context_parallel.pieces(batch)
+    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    if dispatch.compiling(log_probs):
+        from ctpo_kernels import ops_loss
+
+        given = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+        return ops_loss.compiled_loss(
+            given, (batch_num_tokens, global_batch_size), keywords, cp_group, return_per_token
+        )
+    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    batch, spec, inverse = prepared(*tokens, LossKeywords(*keywords), batch_num_tokens, global_batch_size, cp_group)
     loss, out = _Loss.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
         log_probs.reshape(-1), lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)
     )
     stats = CTPOStats.from_vector(out.vector)
     return (loss, stats, out.per_token.view(log_probs.shape)) if return_per_token else (loss, stats)
+
+
+def prepared(
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    response_mask: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor | None,
+    loss_mask: Tensor | None,
+    weights: Tensor | None,
+    keywords: LossKeywords,
+    batch_num_tokens: int | Tensor | None,
+    global_batch_size: int | Tensor | None,
+    cp_group: dist.ProcessGroup | None,
+) -> tuple[PackedTokens, LossSpec, float | Tensor]:
+    """Checked batch (with `cp_group`: of pieces), checked keywords, inverse denominator; raises as `ctpo_loss`."""
+    spec = LossSpec.of(keywords)
+    batch = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    spec.require_global_counts(cp_group, batch_num_tokens)
+    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch)
+    return batch if cp_group is None else context_parallel.pieces(batch), spec, inverse
 
 
 def whole_pass(

@@ -359,3 +359,15 @@ def test_memory_of_the_sweep_does_not_grow_with_tokens(cuda: str) -> None:
     per_token = 256 * 16384  # masks, sums and losses
     assert peaks[16384] < 1.1 * buffer + per_token, f"{peaks[16384]} bytes above results, a chunk is {buffer}"
     assert peaks[16384] - peaks[2048] < per_token
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_another_device_than_the_current_one() -> None:
+    """Triton launches where torch stands, which is not where these tensors are."""
+    logits, labels = torch.randn(33, 1000), torch.randint(0, 1000, (33,))
+    with ck.use_backend("triton"), torch.cuda.device(0):
+        found = ck.vocab_parallel_log_probs(logits.to("cuda:1"), labels.to("cuda:1"))
+    wanted = logits.double().log_softmax(1).gather(1, labels[:, None]).squeeze(1)
+    assert found.device == torch.device("cuda:1")
+    assert float((found.cpu() - wanted).abs().max()) < 5e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_windows_of_a_stream(backend: str, cuts: list[int]) -> None:
     totals = segment_totals(batch)
     expected = implementation.loss_pass(batch, spec, 0.1, totals=totals)
     state = torch.zeros(batch.segments, 3, dtype=torch.int64)
-    blank = batch.with_log_prob(torch.zeros_like(batch.log_probs))
+    blank = replace(batch, log_probs=torch.zeros_like(batch.log_probs))
     stream = implementation.LossStream(blank, spec, 0.1, totals=totals, state=state)
     edges = itertools.pairwise([0, *cuts, batch.tokens])
     gradient = torch.cat([stream.step(a, b, batch.log_probs[a:b].clone()) for a, b in edges])
