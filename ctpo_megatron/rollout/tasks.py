@@ -90,7 +90,6 @@ class UpdateReport:
 def engine_environment(device: Device, threads: int) -> dict[str, str]:
     """Environment variables that must be set before vLLM is imported."""
     env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -98,6 +97,8 @@ def engine_environment(device: Device, threads: int) -> dict[str, str]:
     if device == "cpu":
         env |= {
             "OMP_NUM_THREADS": str(threads),
+            # Without it vLLM's CPU platform replaces the "uni" executor by "mp": a process more for each engine.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCHDYNAMO_DISABLE": "1",  # no compiler needed at run time; never on CUDA
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
