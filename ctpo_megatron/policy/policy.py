@@ -148,7 +148,7 @@ class Policy:
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
             log_probs, entropy = (predictions.targets.per_token(rows) for rows in predictions.log_probs_and_entropy())
-            return zero, {"log_probs": log_probs, "entropy_sum": float(entropy.sum(dtype=torch.float64))}
+            return zero, {"log_probs": log_probs, "entropy_sum": entropy.sum(dtype=torch.float64)}
 
         with self._at_work(), torch.no_grad():
             return run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)
@@ -348,23 +348,29 @@ def _old_log_probs(micro: PackedBatch) -> torch.Tensor:
 
 
 def _old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    difference = torch.cat([(_old_log_probs(m) - m.rollout_log_probs)[m.response_mask].abs() for m in micro_batches])
-    return {
-        "max": float(difference.max()),
-        "sum": float(difference.sum()),
-        "tokens": float(difference.numel()),
-        "entropy": sum(found["entropy_sum"] for found in kept),
-    }
+    """Of this replica's micro-batches, in one read-back."""
+    tokens = [
+        m.on_host.response_mask.nonzero().squeeze(1).to(m.token_ids.device, non_blocking=True) for m in micro_batches
+    ]
+    difference = torch.cat(
+        [(_old_log_probs(m) - m.rollout_log_probs)[at].abs() for m, at in zip(micro_batches, tokens, strict=True)]
+    )
+    found = [difference.max().double(), difference.sum().double(), *(micro["entropy_sum"] for micro in kept)]
+    largest, total, *entropies = torch.stack(found).tolist()
+    return {"max": largest, "sum": total, "tokens": float(difference.numel()), "entropy": sum(entropies)}
 
 
 def _diagnostics(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyObjective) -> Diagnostics:
     curves = token_diagnostics(
         log_probs, _old_log_probs(micro), micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
     )
-    columns = {"log_ratio": curves.log_ratio, "clip_low": curves.low, "clip_high": curves.high}
+    columns = torch.stack([curves.log_ratio, curves.low, curves.high]).cpu()
     return {
-        key: {"advantage": float(micro.advantages[place.start])}
-        | {name: [round(x, 6) for x in column[place].tolist()] for name, column in columns.items()}
+        key: {"advantage": float(micro.on_host.advantages[place.start])}
+        | {
+            name: [round(x, 6) for x in column[place].tolist()]
+            for name, column in zip(("log_ratio", "clip_low", "clip_high"), columns, strict=True)
+        }
         for key, place in micro.places()
     }
 

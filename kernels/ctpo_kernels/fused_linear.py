@@ -61,6 +61,7 @@ def fused_linear_ctpo(
     chunk_size: int | None = None,
     accumulate_into_main_grad: bool = False,
     skip_zero_tiles: bool = True,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, CTPOStats, Tensor]:
     """`ctpo_loss(linear_log_probs(hidden, weight, labels), ...)` with its gradients, computed in the forward pass.
 
@@ -72,10 +73,11 @@ def fused_linear_ctpo(
         placeholder. The upstream scalar must then be 1 (checked in the backward, on CUDA by a device-side assertion).
     skip_zero_tiles: leave out tiles of 128 rows without any gradient (clipped, or advantage 0) in the two gradient
         products; exact, and costs one small read-back a chunk.
+    rows: int64 `[M]`, where response_mask is not 0, ascending, from a caller who knows.
 
     Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs: float32 `[N]`, detached,
     0 where the response mask is 0. One backward per forward: a second one raises RuntimeError. Without grad mode only
-    the log-probs and the loss are computed. CUDA: synchronises once for the number of rows.
+    the log-probs and the loss are computed. CUDA: synchronises once for the number of rows, unless they are given.
     """
     keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
     spec = LossSpec.of(LossKeywords(*keywords))
@@ -92,19 +94,19 @@ def fused_linear_ctpo(
     inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, full)
     if cp_group is not None:
         full = context_parallel.pieces(full)
-    rows = active_rows(full.sampled)
-    if rows is None:
+    active = active_rows(full.sampled, rows)
+    if active is None:
         batch = full
     else:
         kept_before = torch.nn.functional.pad(full.sampled.long().cumsum(0), (1, 0))
-        batch = full.select(rows, kept_before[full.cu])
+        batch = full.select(active, kept_before[full.cu])
     plan = _Plan(
         batch=batch,
         spec=spec,
         inverse=inverse,
-        rows=rows,
+        rows=active,
         tokens=n,
-        labels=pick(labels, rows),
+        labels=pick(labels, active),
         cp_group=cp_group,
         sequence_parallel=sequence_parallel,
         into_main_grad=accumulate_into_main_grad,

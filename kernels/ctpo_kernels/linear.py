@@ -181,9 +181,20 @@ def check_operands(
     return n
 
 
-def active_rows(mask: Tensor) -> Tensor | None:
-    """int64 `[M]` of the rows where a bool mask is set; None when it is set everywhere. Synchronises on CUDA."""
-    rows = mask.nonzero().squeeze(1)
+def active_rows(mask: Tensor, known: Tensor | None = None) -> Tensor | None:
+    """int64 `[M]` of the rows where a bool mask is set; None when it is set everywhere.
+
+    known: these rows, if the caller has them; searching for them synchronises on CUDA. Raises ValueError when they are
+    not, where seeing it needs no synchronisation (CPU).
+    """
+    if known is None or mask.device.type == "cpu":
+        rows = mask.nonzero().squeeze(1)
+        if known is not None and not torch.equal(known, rows):
+            raise ValueError(
+                f"rows are {known.numel()} places that are not those where the mask is set, {rows.numel()}"
+            )
+    else:
+        rows = known
     return None if rows.numel() == mask.numel() else rows
 
 
@@ -209,11 +220,13 @@ def linear_log_probs(
     *,
     vocab_size: int | None = None,
     mask: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden weight^T / temperature)[label] of each row without the logits of all rows.
 
     hidden: `[N, H]`, or `[N / tp, H]` with `sequence_parallel`; weight: `[V / tp, H]`; both differentiable, one dtype.
     labels: `[N]` global ids; -100 gives 0 and no gradient. mask: `[N]`, rows to evaluate; the others give 0.
+    rows: int64 `[M]`, where mask is not 0, ascending, from a caller who knows: CUDA need not be waited for then.
     chunk_size: rows whose logits exist at a time (default: what fits the memory of `CHUNK_BYTES`).
     vocab_size: real vocabulary over all ranks; columns beyond it are padding.
 
@@ -225,12 +238,12 @@ def linear_log_probs(
     n = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
     if mask is not None and mask.shape != (n,):
         raise ValueError(f"mask has shape {list(mask.shape)}; expected [{n}]")
-    rows = None if mask is None else active_rows(mask != 0)
+    active = None if mask is None else active_rows(mask != 0, rows)
     head = {"group": group, "temperature": temperature, "vocab_size": vocab_size, "chunk_size": chunk_size}
-    chosen = pick(labels, rows)
+    chosen = pick(labels, active)
     arguments.check_range(chosen, vocab_size or weight.shape[0] * (group.size() if group else 1))
     log_probs, entropy = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        hidden, weight, chosen, rows, n, sequence_parallel, return_entropy, head
+        hidden, weight, chosen, active, n, sequence_parallel, return_entropy, head
     )
     return (log_probs, entropy) if return_entropy else log_probs
 
