@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test test-slow test-gpu mutation bench-kernels lint clean
+.PHONY: quickstart test test-processes test-light test-slow test-gpu mutation bench-kernels lint clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -22,22 +22,26 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
-# Two processes; tests that share ranks, engines or a sandbox stay together (tests/conftest.py). On a slow machine
-# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the folders that start no processes: it
-# nearly doubles their CPU time (22 -> 39 s of three of them), and would not see the forked ranks and engines anyway.
+# Two processes for tests that start others; those that share ranks, engines or a sandbox stay together
+# (tests/conftest.py). A third for the folders that start none, at the same time, because the two often wait. On a slow
+# machine CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the third: it nearly doubles the
+# CPU time (22 -> 39 s of three folders), and would not see forked ranks and engines anyway.
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
-PURE := tests/config tests/data tests/objective tests/tracking $(wildcard tests/test_*.py)
+LIGHT := tests/config tests/data tests/objective tests/tracking $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.tracking ctpo_megatron.cli
-PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 test: $(INSTALLED) $(TRITON)
 ifeq ($(strip $(ARGS)),)
-	@status=0; set -x; \
-	$(PYTEST) $(PURE) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered || status=1; \
-	$(PYTEST) $(addprefix --ignore=,$(PURE)) $(PARALLEL) || status=1; \
-	exit $$status
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-processes test-light
 else
 	$(PYTEST) $(ARGS)
 endif
+
+test-processes:
+	$(PYTEST) $(addprefix --ignore=,$(LIGHT)) --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+test-light:
+	@$(PYTEST) $(LIGHT) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered >$(VENV)/light.txt 2>&1; \
+	status=$$?; cat $(VENV)/light.txt; exit $$status
 
 test-slow: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,13 @@ def loaded_files(config: Config) -> dict[str, Path]:
     paths = [extension.name for _, extension in named_extensions(config) if extension.is_path]
     for path in paths:
         load(path)
+    installed = {Path(entry).resolve() for entry in (*sys.path, sys.prefix, sys.base_prefix) if entry}
     files = {}
     for name, module in sorted(sys.modules.items()) if paths else ():
-        file = Path(getattr(module, "__file__", None) or "")
-        if name.split(".")[0] in _NOT_USERS or not file.is_absolute() or not file.is_file():
-            continue  # torch has modules that claim files which are nowhere
-        if folder := _folder_of(file.resolve(), folders):
-            files[str(file.resolve().relative_to(folder))] = file.resolve()
+        file = Path(os.path.realpath(getattr(module, "__file__", None) or ""))
+        folder = _folder_of(file, folders, installed) if name.split(".")[0] not in _NOT_USERS else None
+        if folder and file.is_file():  # torch has modules that claim files which are nowhere
+            files[str(file.relative_to(folder))] = file
     return files
 
 
@@ -73,11 +74,9 @@ def _problem(key: str, extension: Extension, config: Config) -> str:
 _NOT_USERS = {"__main__", "__mp_main__", "ctpo_megatron", "ctpo_kernels", "ctpo_sandbox", "ctpo_launchers"}
 
 
-def _folder_of(file: Path, folders: Sequence[Path]) -> Path | None:
+def _folder_of(file: Path, folders: Collection[Path], installed: Collection[Path]) -> Path | None:
     """The folder of `extensions.path` that a module comes from; None if it is installed, even somewhere below."""
-    installed = [Path(entry).resolve() for entry in (*sys.path, sys.prefix, sys.base_prefix) if entry]
-    candidates = [folder for folder in (*folders, *installed) if file.is_relative_to(folder)]
-    nearest = max(candidates, key=lambda folder: len(folder.parts), default=None)
+    nearest = next((parent for parent in file.parents if parent in folders or parent in installed), None)
     return nearest if nearest in folders else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from ctpo_megatron import cli
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory, load_prompts, prepare
 from ctpo_megatron.run.directory import open_run_directory
@@ -115,6 +117,21 @@ def test_a_replay_trains_on_the_recording(folder: Path, whole: Path) -> None:
     assert all("throughput/update_tokens_per_s" in line for line in metrics[1:])
     assert not any(name.startswith("throughput/rollout") for line in metrics for name in line)  # a file was read
     assert not (whole / "logs").exists()  # neither sandbox nor engines were started
+
+
+def test_two_ranks_run_the_same_driver(folder: Path, whole: Path) -> None:
+    settings = ("run.name=two", "run.steps=1", "checkpoint.every=0", "policy.tensor_model_parallel_size=2")
+    assert ranks.run(train_on_a_rank, folder, command(*settings), ranks=2) == [0, 0]
+    two, one = records(folder / "runs" / "two")[1], records(whole)[1]
+    assert two["pg_update/first_log_ratio_abs_max"] <= 1e-5
+    assert repeatable(two).keys() == repeatable(one).keys()
+    for name in ("actor/grad_norm", "actor/pg_loss", "mismatch/log_prob_abs_max", "actor/pg_clipfrac"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+
+
+def train_on_a_rank(directory: Path, arguments: list[str]) -> int:
+    os.chdir(directory)
+    return cli.main(arguments)
 
 
 @pytest.mark.slow

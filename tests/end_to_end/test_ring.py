@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -110,18 +111,33 @@ def test_a_killed_sandbox_is_started_again_and_the_run_goes_on(ctpo: Ctpo) -> No
         assert record["rollout/lost_timeout"] == record["rollout/lost_runtime_error"] == 0
 
 
-def test_the_same_seed_gives_the_same_run(ctpo: Ctpo, finished: Path) -> None:
-    done = ctpo.train("run.name=again")
-    assert done.returncode == 0, done.stderr[-4000:]
-    again = ctpo.directory / "runs" / "again"
-    assert [repeatable(r) for r in records(again)] == [repeatable(r) for r in records(finished)]
+def assert_same_course(run: Path, other: Path) -> None:
+    """Equal metrics, and equal tokens from equal seeds."""
+    assert [repeatable(r) for r in records(run)] == [repeatable(r) for r in records(other)]
     for step in (1, 2, 3):
         name = f"trajectories/step_{step:06d}.jsonl"
-        ours = [(t["prompt_id"], t["sample_index"], t["seed"], t["token_ids"]) for t in records(again, name)]
-        theirs = [(t["prompt_id"], t["sample_index"], t["seed"], t["token_ids"]) for t in records(finished, name)]
+        ours = [(t["prompt_id"], t["sample_index"], t["seed"], t["token_ids"]) for t in records(run, name)]
+        theirs = [(t["prompt_id"], t["sample_index"], t["seed"], t["token_ids"]) for t in records(other, name)]
         assert ours == theirs
 
 
+def test_a_resumed_run_samples_what_the_uninterrupted_one_did(ctpo: Ctpo, finished: Path) -> None:
+    run = ctpo.directory / "runs" / "resumed"
+    shutil.copytree(finished, run)
+    back = f"checkpoint.load={run}/checkpoints/step_000002"
+    done = ctpo.train("run.name=resumed", "run.resume=true", back, "tracking.report=false")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_same_course(run, finished)
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_run(ctpo: Ctpo, finished: Path) -> None:
+    done = ctpo.train("run.name=again")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_same_course(ctpo.directory / "runs" / "again", finished)
+
+
+@pytest.mark.slow
 def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished: Path) -> None:
     output = ctpo.train_until("step 2/3", "run.name=killed")
     assert "step 2/3" in output, output[-4000:]
@@ -129,7 +145,7 @@ def test_resume_after_kill_ends_like_the_uninterrupted_run(ctpo: Ctpo, finished:
     done = ctpo.train("run.name=killed", "run.resume=true")
     assert done.returncode == 0, done.stderr[-4000:]
     assert [record["step"] for record in records(run)] == [0, 1, 2, 3]
-    assert [repeatable(r) for r in records(run)] == [repeatable(r) for r in records(finished)]
+    assert_same_course(run, finished)
     drawn = [t["prompt_id"] for n in (1, 2, 3) for t in records(run, f"trajectories/step_{n:06d}.jsonl")]
     prompts = [prompt for prompt, sample in itertools.groupby(drawn)]
     assert len(prompts) == len(set(prompts)) == 12  # every prompt is consumed once
@@ -151,6 +167,7 @@ def terminate(run: int) -> None:
     os.killpg(run, signal.SIGTERM)
 
 
+@pytest.mark.slow  # without engines: test_kill_resume.py
 def test_sigterm_checkpoints_the_step_at_hand_and_the_run_goes_on_from_there(ctpo: Ctpo) -> None:
     settings = ("run.name=preempted", "run.steps=8", "checkpoint.every=0", "checkpoint.asynchronous=true")
     status, output = ctpo.train_disturbed("[rl] step 1/8", terminate, *settings)
@@ -172,10 +189,8 @@ def test_an_existing_run_is_never_overwritten_by_accident(ctpo: Ctpo, finished: 
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["tensor_model_parallel_size", pytest.param("pipeline_model_parallel_size", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
 def test_two_ranks_run_the_same_driver(ctpo: Ctpo, finished: Path, layout: str) -> None:
     name = layout.split("_")[0]
     done = ctpo.launch(f"run.name={name}", f"policy.{layout}=2", "run.steps=1", "checkpoint.every=0", ranks=2)
@@ -190,6 +205,7 @@ def test_two_ranks_run_the_same_driver(ctpo: Ctpo, finished: Path, layout: str) 
     assert theirs[1]["weights/version"] == ours[1]["weights/version"]
 
 
+@pytest.mark.slow  # of the fleet alone: tests/rollout/test_fleet.py
 def test_a_tool_that_never_answers_stops_the_run_with_a_reason(ctpo: Ctpo) -> None:
     done = ctpo.train(
         "run.name=deaf",

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config, ConfigError, load_config, named_extensions
 from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
 from ctpo_megatron.run.extensions import check_extensions
-from tests.support.deadlines import scaled
+from tests.support import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,15 +140,11 @@ def test_a_run_without_users_parts_records_nothing(folder: Path) -> None:
 
 def start(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Open the run in a process of its own, as a job does: it gives the directory back, and reads modules anew."""
-    code = (
-        "import sys; from ctpo_megatron.config import load_config\n"
-        "from ctpo_megatron.run.directory import open_run_directory\n"
-        "open_run_directory(load_config('run.yaml', ['run.name=mine', *sys.argv[1:]]))"
-    )
-    command = [sys.executable, "-c", code, FUNCTION, *overrides]
-    return subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=scaled(60)
-    )
+    return ranks.prefork().run(open_run, FUNCTION, *overrides, deadline_s=60, directory=folder)
+
+
+def open_run(*overrides: str) -> None:
+    open_run_directory(load_config("run.yaml", ["run.name=mine", *overrides]))
 
 
 def resume(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -195,14 +192,7 @@ def test_overwriting_does_not_delete_the_code_it_needs(folder: Path) -> None:
 
 
 def ctpo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ctpo_megatron.cli", *arguments],
-        cwd=folder,
-        env={"PYTHONPATH": ":".join(str(ROOT / part) for part in ("", "kernels", "sandbox", "launchers"))},
-        capture_output=True,
-        text=True,
-        timeout=scaled(120),
-    )
+    return ranks.prefork().run(main, [*arguments], deadline_s=120, directory=folder)
 
 
 def test_a_dry_run_imports_the_parts_and_names_their_place(folder: Path) -> None:

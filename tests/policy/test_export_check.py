@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from ctpo_megatron.export import layout_of, resolve
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
 from tests.policy import models
-from tests.support import children
+from tests.support import ranks
 from tests.support.prefork import ROOT
 
 STEP = "step_000003"
@@ -83,12 +81,8 @@ def test_an_export_is_checked_alone(exported: Path, capsys: pytest.CaptureFixtur
 
 
 def test_two_tensor_parallel_ranks_export_the_same(run: Path, exported: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "ctpo_megatron.cli", "export", str(run / "checkpoints" / STEP), "--check"]
-    command += ["--tensor-parallel", "2", "--output", str(tmp_path / "two")]
-    done = children.run(command, environment=environment, deadline_s=280)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    command = ["export", str(run / "checkpoints" / STEP), "--check", "--tensor-parallel", "2"]
+    assert ranks.run(main, [*command, "--output", str(tmp_path / "two")], ranks=2) == [0, 0]
     one, two = (load_file(folder / "model.safetensors") for folder in (exported, tmp_path / "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 

@@ -24,6 +24,7 @@ def test_an_update_reaches_experts(users_stage: Stage) -> None:
     check_updates(users_stage)
 
 
+@pytest.mark.slow  # the quickstart's model is tied: tests/end_to_end/test_ring.py compares every log-prob after a sync
 def test_an_update_reaches_an_output_layer_that_is_the_embedding(shared_ray: None, tmp_path: Path) -> None:
     stage = Stage(tmp_path, {"tie_word_embeddings": True})
     try:

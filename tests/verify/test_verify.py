@@ -15,7 +15,9 @@ from ctpo_megatron.verify import LAYOUTS, Check, batch, job, run, unsupported_la
 from tests.support import children
 from tests.support import ranks as pool
 
-SMALL = ("one", "one-micro", "tp2-sp", "vpp2-micro", "cp2-micro", "dp2-distopt", "moe-ep2")
+EVERY_OBJECTIVE = ("one", "cp2-micro")
+"""One whole, and one that cuts every sequence, which ratios and means have to bridge."""
+TWO_OBJECTIVES = ("one-micro", "tp2-sp", "vpp2-micro", "dp2-distopt", "moe-ep2")
 
 
 def run_forked(folder: Path, ranks: int, layouts: list[str]) -> str:
@@ -24,16 +26,25 @@ def run_forked(folder: Path, ranks: int, layouts: list[str]) -> str:
     return ""
 
 
-def test_a_small_matrix_and_every_objective(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("layouts", "objectives"),
+    [
+        pytest.param(EVERY_OBJECTIVE, list(PRESETS), id="every objective"),
+        pytest.param(TWO_OBJECTIVES, ["ctpo", "grpo"], id="two objectives"),
+        pytest.param(TWO_OBJECTIVES, list(PRESETS), marks=pytest.mark.slow, id="all of both"),
+    ],
+)
+def test_a_small_matrix(
+    layouts: tuple[str, ...], objectives: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "_run_job", run_forked)
-    status = cli.main(["verify", "--layouts", *SMALL, "--objective", "all"])
+    status = cli.main(["verify", "--layouts", *layouts, "--objective", *objectives])
     printed = capsys.readouterr().out
-    total = len(SMALL) * len(PRESETS)
+    total = len(layouts) * len(objectives)
     assert f"{total} of {total} within 1e-05 of the float64 oracle" in printed and status == 0, printed
 
 
+@pytest.mark.slow  # `truth` starts a rank as the command does
 def test_the_command_starts_its_own_ranks() -> None:
     command = [sys.executable, "-m", "ctpo_megatron.cli", "verify", "--layouts", "tp2-sp-micro"]
     done = children.run(command, deadline_s=280)
@@ -113,7 +124,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("verify")
     batch.build_model(folder / "model", experts=False)
     oracle = run._prepare(folder, folder / "model", ["ctpo"])
-    assert run_forked(folder, 1, ["one"]) == ""
+    assert run._run_job(folder, 1, ["one"]) == ""
     return folder, oracle
 
 

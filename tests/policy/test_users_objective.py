@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,8 @@ import torch
 from ctpo_megatron.config import Extension, ObjectiveConfig, PolicyConfig
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.policy import destroy_distributed, init_distributed
-from tests.objective import function_scenario
-from tests.policy import models
+from tests.policy import models, objective_scenario
+from tests.support import ranks
 
 SOURCE = """
 import torch
@@ -49,7 +46,7 @@ def trained(folder: Path) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
     layout = init_distributed(PolicyConfig(), seed=0)
     objectives = {"built-in": BUILT_IN, "user's": USERS}
     yield {
-        (name, head): function_scenario.one_update(layout, folder / "model", objective, head)
+        (name, head): objective_scenario.one_update(layout, folder / "model", objective, head)
         for name, objective in objectives.items()
         for head in ("logits", "streaming")
     }
@@ -75,19 +72,8 @@ def test_one_update_equals_the_built_in_objective(trained: dict, folder: Path, h
 
 
 def test_two_ranks_give_the_result_of_one(trained: dict, folder: Path) -> None:
-    output = folder / "two.pt"
-    script = Path(function_scenario.__file__)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    arguments = [str(folder / "model"), str(output), USERS.model_dump_json(), str(folder)]
-    done = subprocess.run(
-        [*command, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found, expected = torch.load(output), trained["user's", "streaming"]
+    found, _ = ranks.run(objective_scenario.on_every_rank, folder / "model", USERS, folder, ranks=2)
+    expected = trained["user's", "streaming"]
     assert_same_weights(found["weights"], expected["weights"])
     for name in ("actor/pg_loss", "actor/grad_norm", "objective/ratio", "objective/micro_batches"):
         assert found["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-5)

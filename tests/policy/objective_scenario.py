@@ -1,13 +1,9 @@
-"""One update of a tiny policy by a configured objective, on every rank: arguments MODEL OUTPUT OBJECTIVE FOLDER."""
+"""One update of a tiny policy by a configured objective, on one rank or as one of several."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig
 from ctpo_megatron.extensions import activate
@@ -33,14 +29,11 @@ def one_update(layout: Layout, model: Path, objective: ObjectiveConfig, head: st
     return {"metrics": summarize_updates([update]), "weights": {n: w.clone() for n, w in policy.weights()}}
 
 
-def main(model: str, output: str, objective: str, folder: str) -> None:
+def on_every_rank(model: Path, objective: ObjectiveConfig, folder: Path) -> dict[str, Any]:
+    """The same as one of several ranks; the user's file is in `folder`."""
     activate([folder])
     layout = init_distributed(PolicyConfig(), seed=0)
-    found = one_update(layout, Path(model), ObjectiveConfig.model_validate_json(objective), "streaming")
-    if dist.get_rank() == 0:
-        torch.save(found, output)
-    destroy_distributed()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        return one_update(layout, model, objective, "streaming")
+    finally:
+        destroy_distributed()

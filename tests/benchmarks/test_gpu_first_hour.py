@@ -1,0 +1,168 @@
+"""The first hour on a GPU: stages end at their limit, nothing is lost, and a second call goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.gpu_first_hour import __main__ as program
+from benchmarks.gpu_first_hour.report import page
+from benchmarks.gpu_first_hour.run import Record, run_stage
+from benchmarks.gpu_first_hour.stages import Machine, Stage, stages
+from tests.support import children
+from tests.support.deadlines import scaled
+from tests.support.prefork import ROOT
+
+CPU = Machine("cpu", 0, "a-processor")
+ENVIRONMENT = {"device": "a processor", "versions": {"torch": "2"}, "commit": "c" * 40, "date": "today"}
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def run(stage: Stage, folder: Path) -> Record:
+    return run_stage(stage, folder / "log", ROOT, "c" * 40)
+
+
+def test_a_stage_that_passes_gives_its_figures(tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    record = run(Stage("a", "", 60, python(f"open({str(out)!r}, 'w').write('{{}}\\n{{\"x\": 1}}\\n')"), out), tmp_path)
+    assert (record.status, record.figures, record.tail) == ("passed", {"x": 1}, ())
+    assert json.loads(record.line())["figures"] == {"x": 1}
+
+
+def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    record = run(Stage("a", "", 60, python("print('why'); raise SystemExit(3)"), tmp_path / "absent.json"), tmp_path)
+    assert (record.status, record.detail) == ("failed", "exit status 3; absent.json was not written")
+    assert record.tail == ("why",)
+    assert run(Stage("a", "", 60, ("/no/such/program",)), tmp_path).status == "failed"
+
+
+def test_a_stage_over_its_limit_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    code = f"import os, time\nif process := os.fork(): open({str(child)!r}, 'w').write(str(process))\ntime.sleep(600)"
+    record = run(Stage("a", "", 3, python(code)), tmp_path)
+    assert (record.status, record.detail) == ("over its limit", "ended after 3 s")
+    assert not psutil.pid_exists(int(child.read_text())) or psutil.Process(int(child.read_text())).status() == "zombie"
+
+
+def test_old_figures_are_never_taken_for_new_ones(tmp_path: Path) -> None:
+    (out := tmp_path / "figures.json").write_text('{"x": 1}')
+    assert run(Stage("a", "", 60, python("pass"), out), tmp_path).figures is None
+
+
+def test_the_page_has_goals_once_figures_and_the_log_of_a_failure() -> None:
+    planned = [Stage(name, f"shows {name}", 1) for name in ("kernels-A", "kernels-B", "engine-v1", "never")]
+
+    def goal(name: str, verdict: str) -> dict[str, str]:
+        return {"goal": name, "demand": "1", "stretch": "-", "measured": "2", "verdict": verdict}
+
+    def record(name: str, status: str = "passed", **values: object) -> dict[str, object]:
+        return {"stage": name, "status": status, "seconds": 1.0, "commit": "c" * 40, **values}
+
+    records = {
+        "kernels-A": record("kernels-A", figures={"goals": [goal("one", "met"), goal("two", "not measured")]}),
+        "kernels-B": record("kernels-B", figures={"goals": [goal("one", "not measured"), goal("two", "MISSED")]}),
+        "engine-v1": record(
+            "engine-v1", "failed", detail="exit status 1", tail=["the reason"], figures={"sync_s": 1.5}
+        ),
+    }
+    text = page(planned, records, ENVIRONMENT)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert ["one", "1", "-", "2", "met"] in rows and ["two", "1", "-", "2", "MISSED"] in rows
+    assert sum(row[0] in ("one", "two") for row in rows) == 2
+    assert ["engine-v1", "sync_s", "1.5"] in rows
+    assert ["never", "shows never", "not run", "-", ""] in rows
+    assert "engine-v1: the end of its log\n\n```\nthe reason\n```" in text
+
+
+def test_what_a_machine_cannot_run_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    skipped = {stage.name: stage.skip for stage in stages(CPU, tmp_path) if stage.skip}
+    assert skipped["test-gpu"] == "needs a CUDA device" and set(skipped) >= {"sanitizer-memcheck", "engine-v2"}
+    one, two = (stages(Machine("cuda", gpus, "gpu"), tmp_path)[-1] for gpus in (1, 2))
+    assert one.skip == "needs two GPUs" and not two.skip
+    assert not {"test-gpu", "engine-v2", "kernels-C"} & {
+        s.name for s in stages(Machine("cuda", 1, "g"), tmp_path) if s.skip
+    }
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Stage]:
+    """The stages of the program; its commit is one without changes."""
+    found: list[Stage] = []
+    monkeypatch.setattr(program, "stages", lambda machine, work: found)
+    monkeypatch.setattr(program.report, "environment", lambda device: ENVIRONMENT)
+    return found
+
+
+def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, planned: list[Stage]) -> None:
+    ran = tmp_path / "ran"
+    note = python(f"open({str(ran)!r}, 'a').write('x')")
+    planned += [
+        Stage("good", "", 60, note),
+        Stage("bad", "", 60, python("raise SystemExit(1)")),
+        Stage("no", "", 1, skip="no"),
+    ]
+    call = ["--device", "cpu", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert program.main(call) == 1
+    results = tmp_path / "out" / "a-processor.jsonl"
+    with results.open("a") as file:
+        file.write('{"stage": "good", "sta')  # the machine was taken away
+    planned[1] = Stage("bad", "", 60, python("pass"))
+    assert program.main(call) == 0
+    assert ran.read_text() == "x"
+    lines = results.read_text().splitlines()
+    assert [json.loads(line)["stage"] for n, line in enumerate(lines) if n != 3] == ["good", "bad", "no", "bad", "no"]
+    assert program.main([*call, "--again", "--only", "good"]) == 0 and ran.read_text() == "xx"
+    assert "| good" in (tmp_path / "out" / "a-processor.md").read_text()
+    with pytest.raises(SystemExit, match="unknown stage gone; known: good, bad, no"):
+        program.main([*call, "--only", "gone"])
+
+
+def test_ctrl_c_ends_the_stage_and_keeps_what_is_done(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_first_hour", "--device", "cpu", "--only", "doctor", "two-ranks"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        deadline = time.monotonic() + scaled(120)
+        while not (line := process.stdout.readline()).startswith("two-ranks: TP 2"):
+            assert line and time.monotonic() < deadline
+        process.send_signal(signal.SIGINT)
+        assert process.wait(scaled(60)) == 130
+    finally:
+        children.end(process)
+    (results,) = (tmp_path / "out").glob("*.jsonl")
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(record["stage"], record["status"]) for record in records] == [
+        ("doctor", "passed"),
+        ("two-ranks", "interrupted"),
+    ]
+    assert "interrupted: Ctrl-C" in results.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_stage_that_a_cpu_can_run_passes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_first_hour", "--device", "cpu"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    options = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    done = children.run([*command, *options], directory=ROOT, environment=environment, deadline_s=1400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not run" not in next((tmp_path / "out").glob("*.md")).read_text().partition("## ")[0]
