@@ -53,7 +53,7 @@ class WeightSnapshot:
             raise
         if writer.path.parent != _SHARED_MEMORY:
             log.warning(
-                "no space in %s (docker run --shm-size): weights of version %d go to the engines by %s, which is slower",
+                "no space in %s (docker run --shm-size): weights of version %d go by %s, which is slower",
                 _SHARED_MEMORY,
                 version,
                 writer.path.parent,

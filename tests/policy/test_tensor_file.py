@@ -75,7 +75,7 @@ def test_weights_leave_shared_memory_when_it_is_full(
     snapshot = weights.WeightSnapshot(TENSORS.items(), 4)
     with snapshot.published() as path:
         assert Path(path).parent == disk and list(shared.iterdir()) == []
-        assert f"no space in {shared}" in caplog.text and f"go to the engines by {disk}" in caplog.text
+        assert f"no space in {shared}" in caplog.text and f"go by {disk}" in caplog.text
         check(Path(path))
     snapshot.close()
     assert list(disk.iterdir()) == []

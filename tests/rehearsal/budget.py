@@ -14,7 +14,7 @@ BUDGET = tomllib.loads((Path(__file__).parent / "synchronizations.toml").read_te
 
 
 def over_budget(counts: Mapping[Synchronization, int], passes: Mapping[str, Sequence[int]], case: Case) -> list[str]:
-    """Every line of the budget that is exceeded, and below it where. passes: see `job.Report`."""
+    """Every line of the budget that is exceeded, and below it where. passes: see `cases.Report`."""
     problems = []
     for phase, micro_batches in passes.items():
         for owner, ours in ((f"ours {case.head}", True), (f"megatron {case.family}", False)):

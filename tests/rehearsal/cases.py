@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.rehearsal.synchronizations import Synchronization
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,14 @@ class Case:
         how = "-".join(key.split("_")[0] for key in self.layout) or "data"
         parts = (self.family, self.dtype, self.head, self.adam, "distributed" if self.distributed else "")
         return "-".join(filter(None, (*parts, f"{self.ranks}-ranks-{how}" if self.ranks > 1 else "")))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one rank. passes: micro-batches of each pass, or forward and backward pass, of a phase."""
+
+    counts: Counter[Synchronization]
+    passes: dict[str, list[int]]
 
 
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import multiprocessing
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
@@ -20,19 +21,11 @@ from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.weights.tensor_file import TensorFile
 from tests.policy import models
 from tests.rehearsal import fused_adam, synchronizations
-from tests.rehearsal.cases import Case
-from tests.rehearsal.synchronizations import Synchronization, phase
+from tests.rehearsal.cases import Case, Report
+from tests.rehearsal.synchronizations import phase
 
 Weights = dict[str, torch.Tensor]
 OBJECTIVE = PolicyObjective.preset("ctpo")
-
-
-@dataclass(frozen=True)
-class Report:
-    """Of one rank. passes: micro-batches of each pass, or forward and backward pass, of a phase."""
-
-    counts: Counter[Synchronization]
-    passes: dict[str, list[int]]
 
 
 def config_of(case: Case) -> PolicyConfig:
@@ -50,6 +43,7 @@ def config_of(case: Case) -> PolicyConfig:
 def rehearse(case: Case, model: Path, folder: Path) -> Report:
     """One case on this rank. Raises whatever CUDA's rules refuse, and AssertionError for what came out wrong."""
     fused_adam.install(case.adam)
+    _fork_results_queue()
     layout = init_distributed(config_of(case), seed=0)
     try:
         assert device.CUDA and layout.device == torch.device("cuda", layout.rank)
@@ -67,6 +61,11 @@ def rehearse(case: Case, model: Path, folder: Path) -> Report:
     finally:
         destroy_distributed()
     return Report(counts, passes)
+
+
+def _fork_results_queue() -> None:
+    """Megatron's queue of what was written, in a process that has torch: one that is spawned imports it again."""
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def _new_policy(case: Case, layout: Any, model: Path) -> Policy:
