@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from ctpo_megatron.config import ModelConfig, SftConfig
+from ctpo_megatron.config import SftConfig
 from ctpo_megatron.data import batches, load_conversations
 from ctpo_megatron.policy import Policy, summarize_updates, supervised
-from ctpo_megatron.run import Reporter
+from ctpo_megatron.run import Persistence, Reporter, RunState
 
 
-def fine_tune(config: SftConfig, model: ModelConfig, seed: int, policy: Policy, report: Reporter) -> None:
-    """Train `policy` on the assistant's tokens of conversations. Collective; every rank reads the conversations.
+def fine_tune(
+    sft: SftConfig,
+    policy: Policy,
+    run: RunState,
+    persistence: Persistence,
+    report: Reporter,
+    checkpoint: Path | None,
+) -> None:
+    """Train `policy` on the assistant's tokens of conversations, from `checkpoint` of this stage or the beginning.
 
-    Raises DataError for bad files, ValueError when there are fewer conversations than one step takes.
+    A run that is asked to end is checkpointed and left after the step at hand, with `run.preempted` set. Collective;
+    every rank reads the conversations. Raises DataError for bad files, ValueError when there are fewer conversations
+    than one step takes.
     """
+    model, every = run.config.model, run.config.checkpoint.sft_every
     conversations = load_conversations(
-        config.data, AutoTokenizer.from_pretrained(model.path), chat_template_kwargs=model.chat_template_kwargs
+        sft.data, AutoTokenizer.from_pretrained(model.path), chat_template_kwargs=model.chat_template_kwargs
     )
-    policy.use_optimizer(config.optimizer, config.steps)
-    stream = batches(conversations, config.conversations_per_step, seed)
-    for step, batch in enumerate(islice(stream, config.steps), start=1):
-        with report.phase("sft"):
-            (mini_batch,) = policy.mini_batches(batch, None, config.conversations_per_step)
-            metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
-        report.log_sft(step, config.steps, metrics)
+    policy.use_optimizer(sft.optimizer, sft.steps)
+    with run.preemption.deferred():
+        done = persistence.restore_sft(policy, sft.steps, checkpoint)
+        stream = islice(batches(conversations, sft.conversations_per_step, run.config.run.seed), done, sft.steps)
+        for step, batch in enumerate(stream, start=done + 1):
+            with report.phase("sft"):
+                (mini_batch,) = policy.mini_batches(batch, None, sft.conversations_per_step)
+                metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
+            report.log_sft(step, sft.steps, metrics)
+            if run.notice() or (every and step % every == 0):
+                persistence.save_sft(policy, step)
+            policy.finish_save(wait=run.preempted or step == sft.steps)
+            if run.preempted:
+                return

@@ -1,4 +1,4 @@
-"""Keeps SIGTERM, which schedulers send to all processes of a job, from processes that the trainer still needs."""
+"""The signals that ask a run to end; keeps them, which go to all processes of a job, from those that it still needs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Schedulers send the first two, a keyboard the third."""
+
 
 @contextmanager
-def children_spared_sigterm() -> Iterator[None]:
-    """Processes started within, and theirs, never act on SIGTERM (SIGKILL ends them); the caller gets it afterwards."""
-    # multiprocessing starts it before any other child, and unblocks the signal then.
+def children_spared() -> Iterator[None]:
+    """Processes started within, and theirs, never act on `ENDING` (SIGKILL ends them); the caller does, afterwards."""
+    # multiprocessing starts it before any other child, and unblocks the signals then.
     resource_tracker.ensure_running()
     # A blocked signal is inherited through fork and exec, as an ignored one is, but is not lost to the caller.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:

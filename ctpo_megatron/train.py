@@ -23,14 +23,15 @@ from ctpo_megatron.policy import (
 )
 from ctpo_megatron.rollout import check_mismatch
 from ctpo_megatron.run import (
-    EXIT_STATUS,
     Bridge,
     Persistence,
     Preemption,
     Reporter,
     RunState,
+    is_finished,
     open_reporter,
     open_run_directory,
+    record_finish,
     start_services,
 )
 from ctpo_megatron.sft import fine_tune
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 def main(config: Config) -> int:
     """Run all stages of a configuration; returns the exit status. Every rank of the job calls this."""
     activate(config.extensions.path or ())
-    preemption = Preemption(config.checkpoint.grace_s)
+    preemption = Preemption.of(config)
     layout = init_distributed(config.policy, config.run.seed)
     try:
         with ExitStack() as stack:
@@ -52,6 +53,8 @@ def main(config: Config) -> int:
 
 def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: ExitStack) -> int:
     """Prepare, start, fine-tune, reinforce, export, report. stack: closes what is opened, in reverse order."""
+    if layout.on_rank_zero(lambda: is_finished(config)):
+        return 0
     directory = layout.on_rank_zero(lambda: open_run_directory(config))
     report = stack.enter_context(open_reporter(config, layout, directory))
     log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
@@ -71,23 +74,26 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         policy = Policy(config.policy, layout, path, temperature=temperature, family=family_for(config))
     rollouts = Bridge(layout, services, report)
     persistence = Persistence(config, layout, directory, services, report)
-    checkpoint = persistence.find()
-    if checkpoint is None and config.sft is not None:
+    run, checkpoint = RunState(config, preemption), persistence.find()
+    if (sft := persistence.sft_to_do(checkpoint)) is not None:
         with report.stage("sft"):
-            fine_tune(config.sft, config.model, config.run.seed, policy, report)
+            fine_tune(sft, policy, run, persistence, report, checkpoint)
+        if run.preempted:
+            return preemption.leave()
+        checkpoint = None
     with report.stage("rl"), preemption.deferred():
-        run = RunState(config, preemption)
         policy.use_optimizer(config.policy.optimizer, config.run.steps * run.updates_per_step)
         persistence.restore(policy, run, checkpoint)
         reinforce(config, policy, run, rollouts, persistence, report, resumed=checkpoint is not None)
         if run.preempted:
             persistence.ensure_saved(policy, run)
-            return EXIT_STATUS
+            return preemption.leave()
         policy.finish_save()
     if config.export.enabled:
         with report.stage("export"):
             policy.export(directory / config.export.directory)
     report.finish()
+    layout.on_rank_zero(lambda: record_finish(directory, config.run.steps))
     return 0
 
 

@@ -116,7 +116,7 @@ def _describe(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         return _describe(arguments[0], (*arguments[1:], *constraints))
     if origin in (Union, types.UnionType):
         inner = [_describe(a, constraints) for a in arguments if a is not type(None)]
-        return " or ".join([*inner, "null"])
+        return " or ".join([*inner, "null"] if type(None) in arguments else inner)
     if origin is Literal:
         return " | ".join(f'"{a}"' for a in arguments)
     if origin is tuple:

@@ -28,7 +28,16 @@ class RunConfig(Section):
     seed: NonNegativeInt = Field(default=0, description="seeds prompt order, sampling and initialization")
     steps: NonNegativeInt = Field(description="CTPO batches (rollout + update) to run in all, resumed ones included")
     overwrite: bool = Field(default=False, description="delete an existing run directory of this name and start anew")
-    resume: bool = Field(default=False, description="continue from the last complete checkpoint of this run")
+    resume: bool | Literal["auto"] = Field(
+        default=False,
+        description="continue from the last complete checkpoint of this run; auto: if the directory holds a run, else "
+        "start one",
+    )
+    deadline: PositiveFloat | None = Field(
+        default=None,
+        description="end of this job in seconds since the epoch: the trainer saves and leaves in time; null: as Slurm "
+        "says (SLURM_JOB_END_TIME), if there is one",
+    )
     accept_changed_code: bool = Field(
         default=False, description="resume although users' own parts (`extensions`) are not the code it was begun with"
     )
@@ -117,10 +126,16 @@ class OptimizerConfig(Section):
         description="wsd: constant, then linear down to min_lr over the last `decay_fraction` of the steps",
     )
     decay_fraction: float = Field(default=0.4, gt=0, le=1, description="share of the steps that decay (wsd only)")
-    warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear increase from 0")
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="optimizer steps of linear increase; the first has rate 0"
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW moments")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW denominator floor")
     weight_decay: NonNegativeFloat = Field(default=0.01, description="decoupled weight decay")
+    weight_decay_of: Literal["matrices", "all"] = Field(
+        default="matrices",
+        description="what decays: matrices and embeddings (Megatron's rule), or norms and biases too",
+    )
     clip_grad: NonNegativeFloat = Field(default=1.0, description="global gradient-norm limit; 0 switches clipping off")
 
 
@@ -231,6 +246,11 @@ class PolicyConfig(Section):
     micro_batch_tokens: PositiveInt = Field(
         default=8192, description="most tokens packed into one forward pass, on one context-parallel rank"
     )
+    max_bad_steps: PositiveInt = Field(
+        default=3,
+        description="optimizer steps in a row without a finite loss and gradient norm that end the run; fewer are "
+        "skipped and counted",
+    )
     threads: PositiveInt = Field(default=1, description="CPU threads of each trainer rank")
     timeout_minutes: PositiveFloat = Field(default=30.0, description="deadline of every collective operation")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -252,6 +272,9 @@ class EngineConfig(Section):
         default=False, description="no compilation, no CUDA graphs: faster start, slower decode"
     )
     threads: PositiveInt = Field(default=1, description="CPU threads of the engine (CPU only)")
+    model_runner: Literal["v1", "v2"] = Field(
+        default="v1", description="vLLM's model runner: v1 is the tested one; v2, vLLM's own choice on GPUs, needs CUDA"
+    )
     extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, passed as they are")
 
 
@@ -288,7 +311,9 @@ class RolloutConfig(Section):
         default=Extension(name="tools"),
         description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
     )
-    engines: PositiveInt = Field(default=1, description="vLLM engines")
+    engines: PositiveInt | Literal["auto"] = Field(
+        default=1, description="vLLM engines; auto: as many as `placement.engine_gpus` hold (one on CPU)"
+    )
     engine: EngineConfig = EngineConfig()
     start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
     group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
@@ -306,6 +331,21 @@ class RolloutConfig(Section):
     mismatch_limit: PositiveFloat | None = Field(
         default=None,
         description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it",
+    )
+
+
+class PlacementConfig(Section):
+    """GPUs of the trainer and of the engines on one node, in the order in which CUDA shows them. Nothing on a CPU."""
+
+    mode: Literal["disaggregated", "colocated"] = Field(
+        default="disaggregated",
+        description="engines have the GPUs after the trainer's, or share its GPUs and sleep while it works",
+    )
+    trainer_gpus: PositiveInt | None = Field(
+        default=None, description="trainer ranks of this node; null: all there are"
+    )
+    engine_gpus: PositiveInt | None = Field(
+        default=None, description="GPUs of all engines together; null: rollout.engines x their tensor_parallel_size"
     )
 
 
@@ -397,12 +437,18 @@ class CheckpointConfig(Section):
     asynchronous: bool = Field(
         default=False, description="write in a forked process while training goes on; complete at a later step"
     )
+    sft_every: NonNegativeInt = Field(
+        default=0, description="SFT steps between checkpoints; 0: one only when the run is asked to end"
+    )
     load: str | None = Field(
         default=None,
-        description="checkpoint directory to continue from (with run.resume: instead of the newest); null: none",
+        description="checkpoint directory to continue from: with run.resume: true instead of the newest; with auto, if "
+        "it is of another run, only while this run has none; null: none",
     )
     grace_s: PositiveFloat = Field(
-        default=120.0, description="seconds after SIGTERM to finish the current step and write a checkpoint"
+        default=120.0,
+        description="seconds to finish the current step and write a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C, and "
+        "before the job's end",
     )
 
 
@@ -453,6 +499,7 @@ class Config(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
+    placement: PlacementConfig = PlacementConfig()
     sandbox: SandboxConfig = SandboxConfig()
     reward: RewardConfig = RewardConfig()
     eval: EvalConfig = EvalConfig()

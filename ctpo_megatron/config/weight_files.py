@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files that hold a vocabulary; without any of them transformers 5 makes an empty tokenizer."""
 
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Of an element of the types that are weights by themselves; integers and 8-bit floats need a scale."""
+_COMPUTED = "rotary_emb.inv_freq"
+"""Ends the names of tensors that old files have and transformers ignores: they follow from config.json."""
 _HEADER_LIMIT = 100_000_000
 """Bytes; safetensors' own."""
 _SHOWN = 20
@@ -25,10 +30,11 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is, and its shape there."""
+    """Where a tensor is, and its shape and type (as safetensors names it) there."""
 
     file: Path
     shape: Shape
+    dtype: str
 
 
 class _Unreadable(Exception):
@@ -38,8 +44,9 @@ class _Unreadable(Exception):
 def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, Stored], list[Problem]]:
     """Every tensor of a model directory by name, and everything that is wrong with the files.
 
-    Files that are missing, cut short or no safetensors; with `spec`, also tensors that are missing, surplus or of
-    another shape. A tied model may have an output layer (of the embedding's shape).
+    Files that are missing, cut short or no safetensors; with `spec`, also tensors that are missing, surplus, of
+    another shape or no floating-point numbers. A tied model may have an output layer (of the embedding's shape), and
+    rotary frequencies are left out.
     """
     try:
         listed = _index(directory)
@@ -49,7 +56,7 @@ def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, S
     problems = []
     for file in [directory / SINGLE] if listed is None else sorted(set(listed.values())):
         try:
-            found |= {name: Stored(file, shape) for name, shape in _header(file).items()}
+            found |= _header(file)
         except _Unreadable as reason:
             problems.append(_problem(directory, str(reason), "download or copy it again"))
     if problems:
@@ -58,6 +65,7 @@ def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, S
         lacking = [name for name, file in listed.items() if name not in found or found[name].file != file]
         problems += _list(directory, "named in the index, but not in its file: ", lacking)
         found = {name: stored for name, stored in found.items() if name in listed}
+    found = {name: stored for name, stored in found.items() if not name.endswith(_COMPUTED)}
     if spec is not None and not problems:
         problems += _wrong_tensors(directory, found, spec)
     return found, problems
@@ -95,25 +103,40 @@ def _fix(directory: Path) -> str:
     return "download or copy the model again, with its *.safetensors"
 
 
-def _header(file: Path) -> dict[str, Shape]:
-    """Name and shape of each tensor in a safetensors file, whose length is checked. Raises _Unreadable."""
+def _header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, which have to fill it one after another. Raises _Unreadable."""
     try:
         size = file.stat().st_size
         with file.open("rb") as data:
             length = int.from_bytes(data.read(8), "little")
             if length > min(_HEADER_LIMIT, size):
                 raise ValueError(length)
-            header: Mapping[str, Any] = json.loads(data.read(length))
-        header = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+            header: dict[str, Any] = json.loads(data.read(length))
+        header.pop("__metadata__", None)
+        stored = {name: Stored(file, tuple(map(int, t["shape"])), str(t["dtype"])) for name, t in header.items()}
+        places = {name: (int(t["data_offsets"][0]), int(t["data_offsets"][1])) for name, t in header.items()}
     except FileNotFoundError as error:
         raise _Unreadable(f"{file.name} is missing") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _Unreadable(f"{file.name} ({size} bytes) is no safetensors file, or is cut short") from error
+    end = 8 + length + max((end for _, end in places.values()), default=0)
     if end != size:
         raise _Unreadable(f"{file.name} has {size} bytes, but its header asks for {end}")
-    return shapes
+    _check_places(file, stored, places)
+    return stored
+
+
+def _check_places(file: Path, stored: Mapping[str, Stored], places: Mapping[str, tuple[int, int]]) -> None:
+    """Tensors follow one another, each as long as its shape and type make it. Raises _Unreadable."""
+    due = 0
+    for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
+        each = _BYTES.get(stored[name].dtype)
+        if start != due:
+            raise _Unreadable(f"{file.name}: its header has {name} begin at byte {start}, where {due} was due")
+        if each is not None and end - start != each * prod(stored[name].shape):
+            form = f"{stored[name].dtype} {stored[name].shape}"
+            raise _Unreadable(f"{file.name}: its header gives {end - start} bytes to {name}, which is {form}")
+        due = end
 
 
 def _wrong_tensors(directory: Path, found: Mapping[str, Stored], spec: ModelSpec) -> Iterator[Problem]:
@@ -125,6 +148,8 @@ def _wrong_tensors(directory: Path, found: Mapping[str, Stored], spec: ModelSpec
     yield from _list(directory, "not used by this architecture: ", found.keys() - expected.keys())
     other = {name: stored.shape for name, stored in found.items() if expected.get(name, stored.shape) != stored.shape}
     lines = [f"{name} is {other[name]}, but config.json makes it {expected[name]}" for name in other]
+    types = {name: stored.dtype for name, stored in found.items() if name in expected and stored.dtype not in _BYTES}
+    lines += [f"{name} is {types[name]}, which is none of {', '.join(_BYTES)} (quantized?)" for name in types]
     yield from _list(directory, "", lines)
 
 

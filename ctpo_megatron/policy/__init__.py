@@ -26,8 +26,9 @@ from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import configured_loss, policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.parallel import Layout, destroy_distributed, gather_objects, init_distributed
-from ctpo_megatron.policy.policy import Diagnostics, Policy, Update, summarize_updates
+from ctpo_megatron.policy.policy import Policy
 from ctpo_megatron.policy.rank_zero import RankLost, RankZeroError
+from ctpo_megatron.policy.reports import Diagnostics, Update, summarize_updates
 
 __all__ = [
     "CheckpointError",

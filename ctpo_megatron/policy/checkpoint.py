@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,8 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -31,18 +26,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
 
 from ctpo_megatron.config.schema import CheckpointConfig
-from ctpo_megatron.models import padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy import random_state
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
+from ctpo_megatron.policy.checkpoint_fit import check_fit, check_settings
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
-from ctpo_megatron.signals import children_spared_sigterm
+from ctpo_megatron.signals import children_spared
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_MOST_TENSOR_PARALLEL = 64
+_CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left", "Disk quota", "File too large")
+"""Of what torch's writers and the system say."""
 _CONFIGURED = ("max_lr", "min_lr", "betas", "eps")
 # The default format can no longer be saved by megatron-core 0.16; this one reshards over TP, PP and DP.
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -50,11 +46,15 @@ _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a checkpoint saves and restores of a rank, besides its random streams."""
+    """What a checkpoint saves and restores of a rank, besides its random streams.
+
+    settings: keys of the configuration that decide which tensors there are, with their values.
+    """
 
     model: BuiltModel
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    settings: Mapping[str, Any]
 
 
 class Writer:
@@ -67,7 +67,7 @@ class Writer:
         self._layout = layout
         self._timeout_s = timeout_s
         self._queue = AsyncCallsQueue()
-        self._directory = Path()
+        self._aside = Path()
         atexit.register(self._abandon)
 
     def save(
@@ -89,8 +89,9 @@ class Writer:
         self.finish()
         _start_results_queue()
         aside: Path = self._layout.on_rank_zero(lambda: files.begin(directory, step))
+        self._aside = aside
         # What is neither model nor optimizer is written at once, by torch's own archive writer.
-        with _named_failure(directory, RuntimeError):
+        with _named_failure(aside, RuntimeError):
             request = dist_checkpointing.save(
                 _shards(state, is_loading=False)
                 | {"scheduler": state.scheduler.state_dict(), "random": _random_streams(self._layout)},
@@ -98,9 +99,8 @@ class Writer:
                 async_sharded_save=True,
                 content_metadata=dict(_FORMAT),
             )
-        request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score))
-        self._directory = directory
-        with _named_failure(directory):
+        request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score, state.settings))
+        with _named_failure(aside):
             self._queue.schedule_async_request(request)
         if not config.asynchronous:
             self.finish()  # not the request's own way to wait, which has no deadline for a writer that was killed
@@ -113,14 +113,14 @@ class Writer:
         """
         # Polls are counted instead of seconds: all ranks have to give up at the same one.
         for _ in range(max(1, round(self._timeout_s / _POLL_S))):
-            with _named_failure(self._directory):
+            with _named_failure(self._aside):
                 self._queue.maybe_finalize_async_calls(blocking=False)
             if not wait or not self._queue.get_num_unfinalized_calls():
                 return
             time.sleep(_POLL_S)
         raise CheckpointError(
             f"the processes that write a checkpoint are not done after {self._timeout_s:g} s (policy.timeout_minutes); "
-            f"is the file system of {self._directory} stuck, or was one of them killed (out of memory)?"
+            f"is the file system of {self._aside.parent} stuck, or was one of them killed (out of memory)?"
         )
 
     def _abandon(self) -> None:
@@ -130,13 +130,19 @@ class Writer:
                 call.async_caller.process.kill()
 
     def _publish(
-        self, aside: Path, step: int, run_state: dict[str, Any], config: CheckpointConfig, score: float | None
+        self,
+        aside: Path,
+        step: int,
+        run_state: dict[str, Any],
+        config: CheckpointConfig,
+        score: float | None,
+        settings: Mapping[str, Any],
     ) -> None:
         rank, names = self._layout.rank, [path.name for path in aside.iterdir()]
         mine = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
         shares = gather_objects(files.digests(aside, mine))
         manifest = {name: entry for share in shares for name, entry in share.items()}
-        marker = Marker(step, score, run_state, dict(sorted(manifest.items())))
+        marker = Marker(step, score, run_state, dict(sorted(manifest.items())), dict(settings))
         self._layout.on_rank_zero(
             lambda: files.publish(aside, marker, keep_last=config.keep_last, keep_best=config.keep_best)
         )
@@ -144,12 +150,14 @@ class Writer:
 
 def _start_results_queue() -> None:
     """Have megatron's queue of results, a process that serves all saves, live through a SIGTERM to the whole job."""
-    with children_spared_sigterm():
+    with children_spared():
         filesystem_async._get_write_results_queue()
 
 
 @contextmanager
-def _named_failure(directory: Path, *also: type[Exception]) -> Iterator[None]:
+def _named_failure(aside: Path, *also: type[Exception]) -> Iterator[None]:
+    """Raise CheckpointError with a plain reason for what fails while a checkpoint is written into `aside`, now gone."""
+    directory = aside.parent
     kinds: tuple[type[BaseException], ...] = (OSError, DistributedWriteError, *also)
     try:
         yield
@@ -159,9 +167,13 @@ def _named_failure(directory: Path, *also: type[Exception]) -> Iterator[None]:
             reason = "; ".join(f"rank {rank}: {found[0]}" for rank, found in error.failures.items())
         else:
             reason = str(error)
+        if any(text in reason for text in _CUT_SHORT):
+            reason = "a file could not be written to its end: the disk is full, or a quota or limit is reached"
+        free = shutil.disk_usage(directory).free
+        files.discard(aside)
         raise CheckpointError(
             f"a checkpoint could not be written to {directory}: {reason}; "
-            f"{shutil.disk_usage(directory).free / 2**30:.1f} GiB are free there "
+            f"{free / 2**30:.1f} GiB were free there, and what was written of it is deleted "
             "(checkpoint.keep_last and keep_best decide how many checkpoints stay)"
         ) from error
 
@@ -173,8 +185,9 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     restored when the layout is the same; a rank of another layout has no counterpart. Raises CheckpointError.
     """
     marker = verify(checkpoint, layout)
+    check_settings(checkpoint, marker.settings, state.settings)
     wanted = _shards(state, is_loading=True)
-    _check_fit(checkpoint, wanted, state.model.spec.vocab_size)
+    check_fit(checkpoint, wanted, state.model.spec.vocab_size)
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:
@@ -195,10 +208,13 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
 
 
 def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[str, Any]:
-    """Restore only the weights of a complete checkpoint of any layout; returns the driver's state. Checks as `load`."""
+    """Restore only the weights of a complete checkpoint of any layout; returns the driver's state. Checks as `load`.
+
+    Weights of another precision are converted, which the log says.
+    """
     marker = verify(checkpoint, layout)
     wanted = {"model": model.sharded_state(_metadata())}
-    _check_fit(checkpoint, wanted, model.spec.vocab_size, whole=False)
+    check_fit(checkpoint, wanted, model.spec.vocab_size, weights_only=True)
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:
@@ -239,47 +255,6 @@ def _shards(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
     weights = state.model.sharded_state(metadata)
     optimizer = state.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     return {"model": weights, "optimizer": optimizer}
-
-
-def _check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, whole: bool = True) -> None:
-    """Compare what all ranks ask for with what the checkpoint holds; raises CheckpointError with every difference.
-
-    whole: nothing in the checkpoint may be left out.
-    """
-    sharded, _, _ = load_preprocess(wanted)
-    _, by_rank = determine_global_metadata(extract_sharded_base(sharded)[0])
-    ours = {part.key: part for rank in by_rank for part in rank}
-    saved = {part.key: part for part in load_sharded_metadata(str(checkpoint)).values()}
-    problems = [f"{key} is not in the checkpoint" for key in sorted(ours.keys() - saved.keys())]
-    surplus = sorted(saved.keys() - ours.keys()) if whole else []
-    problems += [f"{key} is not in this model and optimizer" for key in surplus]
-    for key in sorted(ours.keys() & saved.keys()):
-        have, want = _form(saved[key]), _form(ours[key])
-        # Vocabularies are padded by the tensor-parallel size: megatron cuts or fills up the rows behind the real ones.
-        if have != want and not _padded_differently(saved[key], ours[key], vocab_size):
-            problems.append(f"{key} is {have} in the checkpoint and {want} here")
-    if problems:
-        raise CheckpointError(
-            f"{checkpoint} is of another model, precision or optimizer; nothing was loaded:\n  "
-            + "\n  ".join(problems)
-            + "\nContinue with the model.path and policy of the run that wrote it"
-        )
-
-
-def _padded_differently(
-    saved: ShardedTensor | ShardedObject, ours: ShardedTensor | ShardedObject, vocab_size: int
-) -> bool:
-    if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor) and ours.allow_shape_mismatch):
-        return False
-    rows = {padded_vocabulary(vocab_size, tensor_parallel) for tensor_parallel in range(1, 1 + _MOST_TENSOR_PARALLEL)}
-    return (
-        saved.dtype == ours.dtype and saved.global_shape[1:] == ours.global_shape[1:] and saved.global_shape[0] in rows
-    )
-
-
-def _form(part: ShardedTensor | ShardedObject) -> str:
-    shape = "x".join(map(str, part.global_shape))
-    return f"{str(part.dtype).removeprefix('torch.')} {shape}" if isinstance(part, ShardedTensor) else f"object {shape}"
 
 
 def _random_streams(layout: Layout) -> dict[str, Any]:

@@ -9,14 +9,18 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE.json"
+_DIGEST = "blake2b"
+"""Of the rest of the marker."""
 GIVEN_UP = "discarded_"
 _STEP = re.compile(r"step_(\d{6,})")
 _CHUNK = 1 << 24
@@ -27,16 +31,31 @@ class CheckpointError(Exception):
 
 
 @dataclass(frozen=True)
+class FileEntry:
+    """Size of a file, and its 128-bit digest in hexadecimal."""
+
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
 class Marker:
     """What `COMPLETE.json` says: the step, its score (None: unknown), the driver's state, and every file.
 
-    files: name -> {"bytes": size, "blake2b": 128-bit digest in hexadecimal}.
+    settings: keys of the configuration that
+    decide which tensors there are, with their values; empty in a checkpoint of 0.1.
     """
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     step: int
     score: float | None
     run: dict[str, Any]
-    files: dict[str, dict[str, Any]]
+    files: dict[str, FileEntry]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+_MARKER = TypeAdapter(Marker)
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -52,9 +71,14 @@ def begin(directory: Path, step: int) -> Path:
     return aside
 
 
-def digests(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def discard(aside: Path) -> None:
+    """Give back the space of a folder that will not become a checkpoint."""
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def digests(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Size and blake2b-128 digest of files, read in chunks of 16 MiB."""
-    found = {}
+    found: dict[str, FileEntry] = {}
     for name in names:
         digest = hashlib.blake2b(digest_size=16)
         size = 0
@@ -62,15 +86,16 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
                 size += len(chunk)
-        found[name] = {"bytes": size, "blake2b": digest.hexdigest()}
+        found[name] = FileEntry(size, digest.hexdigest())
     return found
 
 
 def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> Path:
     """Give a written folder its marker and its name `step_%06d`, then delete older ones that need not be kept."""
     directory = aside.parent
+    content = asdict(marker)
     with (aside / MARKER).open("w", encoding="utf-8") as file:
-        json.dump(asdict(marker), file)
+        json.dump(content | {_DIGEST: _digest(content)}, file)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(aside)
@@ -130,28 +155,46 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_marker(checkpoint: Path) -> Marker:
-    """The marker of a checkpoint; raises CheckpointError when it is absent or unreadable."""
+    """The marker of a checkpoint; raises CheckpointError when it is absent or not what was written.
+
+    One of version 0.1, which has no digest, is held against its form only.
+    """
     try:
-        return Marker(**json.loads((checkpoint / MARKER).read_text(encoding="utf-8")))
+        content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+        expected = content.pop(_DIGEST, None)
+        if expected not in (None, _digest(content)):
+            raise ValueError("it does not have the contents that were written")
+        marker = _MARKER.validate_json(json.dumps(content))
+        if not marker.files:
+            raise ValueError("it lists no files")
     except FileNotFoundError as error:
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from error
-    except (ValueError, TypeError) as error:
+    except ValidationError as error:
+        places = ", ".join(".".join(map(str, found["loc"])) or "the whole" for found in error.errors())
+        raise CheckpointError(f"{checkpoint / MARKER} is damaged (at {places}){advice(checkpoint)}") from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint / MARKER} is damaged ({error}){advice(checkpoint)}") from error
+    return marker
 
 
-def size_problems(checkpoint: Path, files: dict[str, dict[str, Any]]) -> list[str]:
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def size_problems(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:
     """What is missing or has another size than the manifest says; reads no contents."""
     problems = []
     for name, expected in files.items():
         path = checkpoint / name
         if not path.is_file():
             problems.append(f"{name} is missing")
-        elif path.stat().st_size != expected["bytes"]:
-            problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+        elif path.stat().st_size != expected.bytes:
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected.bytes}")
     return problems
 
 
-def content_problems(checkpoint: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> list[str]:
+def content_problems(checkpoint: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> list[str]:
     """Which of `names` do not hold what was written; reads them whole."""
     found = digests(checkpoint, names)
     return [f"{name} does not have the contents that were written" for name in found if found[name] != files[name]]

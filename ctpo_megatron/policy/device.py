@@ -46,7 +46,7 @@ class Capabilities:
         falls back to scores of quadratic size.
         """
         if not self.transformer_engine:
-            return "Transformer Engine with CUDA was not found; install it (docs/policy.md)"
+            return "Transformer Engine with CUDA was not found; install it (docs/install_cuda.md)"
         if dtype != "bfloat16":
             return f"Transformer Engine has no packed attention in {dtype}"
         if not self.packed_attention:

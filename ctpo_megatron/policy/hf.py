@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +13,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 
-from ctpo_megatron.config import ConfigError, Problem, Stored, is_replaceable, stored_tensors
+from ctpo_megatron.config import ConfigError, Problem, Stored, stored_tensors
 from ctpo_megatron.models import ModelFamily, ModelSpec, ParamMapping, shard_vocabulary
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.model import BuiltModel
-from ctpo_megatron.policy.parallel import Layout
-from ctpo_megatron.weights.tensor_file import TensorFile
+from ctpo_megatron.policy.parallel import Layout, gather_objects
 
 _ROWS = 1024
 """Of a vocabulary, compared at once."""
-_CONFIG = "config.json"
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_TEMPLATES = "additional_chat_templates"  # transformers' only folder within a model directory
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,8 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
     """Copy the directory's weights into this rank's model (its layers, experts, tensor-parallel shards); collective.
 
     Raises ConfigError, before anything is copied, listing every tensor that is missing, unused, or of another shape
-    than config.json makes it, and every file that is not whole; or when the two ends of a tied model differ.
+    than config.json makes it, and every file that is not whole; or when the two ends of a tied model differ. A number
+    that is not finite is found, and its tensor named, as it is copied.
     """
     spec, family = model.spec, model.spec.family
     stored, problems = stored_tensors(directory, spec)
@@ -114,13 +109,28 @@ def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
     if spec.tie_word_embeddings and family.head in stored:
         layout.on_rank_zero(lambda: _check_tied(files, stored[family.head].shape[0], family, directory))
     experts_each = spec.num_experts // layout.ep_size
+    broken: list[str] = []
     for entry in _entries(model):
-        tensors = [files.read(name) for name in entry.names(experts_each, layout.ep_rank)]
+        names = entry.names(experts_each, layout.ep_rank)
+        tensors = [files.read(name) for name in names]
         shards = entry.mapping.shard(tensors, spec, entry.group.size())
         entry.parameter.copy_(shards[entry.group.rank()])
+        if not entry.parameter.isfinite().all():
+            found = [name for name, tensor in zip(names, tensors, strict=True) if not tensor.isfinite().all()]
+            broken += found or names
+    _check_finite(broken, model, directory)
     if spec.tie_word_embeddings and layout.pp_size > 1 and layout.is_last_stage:
         shard = shard_vocabulary([files.read(family.embedding)], spec, layout.tp_size)[layout.tp_rank]
         model.gpt[-1].output_layer.weight.copy_(shard)
+
+
+def _check_finite(broken: list[str], model: BuiltModel, directory: Path) -> None:
+    """Collective; broken: of this rank."""
+    names = sorted({name for part in gather_objects(broken) for name in part})
+    if names:
+        dtype = str(model.gpt[0].config.params_dtype).removeprefix("torch.")
+        message = f"not finite (NaN, infinite or too large for {dtype}): {', '.join(names)}"
+        raise ConfigError([Problem("model.path", message, "download or copy the model again", str(directory))])
 
 
 def _check_tied(files: WeightFiles, rows: int, family: ModelFamily, directory: Path) -> None:
@@ -202,77 +212,3 @@ def _relay_stage(
         del own
         yield name, full
         del full
-
-
-def write_directory(
-    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path, layout: Layout, shard_bytes: int = 4 << 30
-) -> None:
-    """Write a Hugging Face model directory: `tensors` in safetensors shards, everything else copied from `source`.
-
-    config.json gets the precision that the tensors have (all the same).
-    Every tensor goes to the disk before the next one is asked for; only rank 0 writes, the others take part in the
-    gathering. Written aside and renamed; an existing model directory of that name is replaced. Raises ConfigError
-    before anything is gathered if something else is there, or `source` itself, and OSError from the file system.
-    """
-    target = target.resolve()
-    layout.on_rank_zero(lambda: _check_target(source.resolve(), target))
-    if layout.rank != 0:
-        deque(tensors, maxlen=0)
-        return
-    aside = target.with_name(f".{target.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for file in source.iterdir():
-        weights = file.suffix in {".safetensors", ".bin", ".pt"} or ".index." in file.name
-        if file.is_file() and not weights and file.name != _CONFIG:
-            shutil.copy2(file, aside / file.name)
-    if (source / _TEMPLATES).is_dir():
-        shutil.copytree(source / _TEMPLATES, aside / _TEMPLATES)
-    shards = [TensorFile(aside / "part-1.safetensors")]
-    for name, tensor in tensors:
-        size = shards[-1].tensor_bytes
-        full = size and size + tensor.numel() * tensor.element_size() > shard_bytes
-        if full or not shards[-1].has_room_for(name):
-            shards[-1].close()
-            shards.append(TensorFile(aside / f"part-{len(shards) + 1}.safetensors"))
-        shards[-1].add(name, tensor)
-        dtype = tensor.dtype
-        del tensor  # or it would stay while the next one is gathered
-    shards[-1].close()
-    _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
-    (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
-    if target.exists():
-        shutil.rmtree(target)
-    aside.rename(target)
-
-
-def _config_of(dtype: torch.dtype, config: Path) -> str:
-    """transformers and vLLM load in the precision that config.json says, which may be another than was trained in."""
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    for key in ("dtype", *(key for key in ("torch_dtype",) if key in settings)):
-        settings[key] = str(dtype).removeprefix("torch.")
-    return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-
-
-def _check_target(source: Path, target: Path) -> None:
-    """Nothing that is no export, nor the model that the tensors came from, is lost."""
-    if source.is_relative_to(target):
-        problem = Problem("export", f"would replace the model that was trained, {source}", "", str(target))
-    elif not is_replaceable(target):
-        problem = Problem("export", "exists and is no model directory (no config.json in it)", "", str(target))
-    else:
-        return
-    raise ConfigError([replace(problem, fix="choose another directory")])
-
-
-def _name_shards(directory: Path, names: list[list[str]], total: int) -> None:
-    if len(names) == 1:
-        (directory / "part-1.safetensors").rename(directory / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for i, members in enumerate(names, start=1):
-        final = f"model-{i:05d}-of-{len(names):05d}.safetensors"
-        (directory / f"part-{i}.safetensors").rename(directory / final)
-        weight_map |= dict.fromkeys(members, final)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -6,8 +6,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ctpo_megatron.config import PolicyConfig, sequence_multiple
-from ctpo_megatron.data import PackedBatch, PackingRules, TokenSequence, micro_batch_count, pack, split_evenly
+from ctpo_megatron.data import (
+    DataError,
+    PackedBatch,
+    PackingRules,
+    TokenSequence,
+    Trajectory,
+    micro_batch_count,
+    pack,
+    split_evenly,
+    token_sequences,
+)
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Denominators
 from ctpo_megatron.policy.exchange import share_tokens
@@ -23,6 +35,30 @@ class MiniBatch:
     micro_batches: list[PackedBatch]
     denominators: Denominators
     work: Workload
+
+
+def checked_sequences(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float] | None, vocab_size: int
+) -> list[TokenSequence]:
+    """Every trajectory with its tokens.
+
+    Raises ValueError as `token_sequences` does and when there is not one advantage for each, DataError for a token that
+    the vocabulary does not have: megatron pads it, and would train on the rows behind the real ones.
+    """
+    if advantages is not None and len(advantages) != len(trajectories):
+        raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
+    sequences = token_sequences(trajectories)
+    for sequence in sequences:
+        assert sequence.tokens is not None
+        ids = sequence.tokens.token_ids
+        beyond = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if beyond.size:
+            at = int(beyond[0])
+            raise DataError(
+                f"trajectory {sequence.name} has token id {ids[at]} at position {at}, but the model's vocabulary has "
+                f"{vocab_size} (vocab_size in config.json): were the tokens made with the tokenizer of this model?"
+            )
+    return sequences
 
 
 def make_mini_batches(

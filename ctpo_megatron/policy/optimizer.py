@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
@@ -15,8 +18,11 @@ _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd"
 
 def build_optimizer(
     model: BuiltModel, policy: PolicyConfig, config: OptimizerConfig, total_steps: int
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Optimizer with fresh state and its schedule over `total_steps` optimizer steps."""
+) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
+    """Optimizer with fresh state and its schedule over `total_steps` optimizer steps.
+
+    Without overrides of ours megatron leaves parameters of one dimension, and biases, out of the weight decay.
+    """
     dtype = DTYPES[policy.dtype]
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -33,6 +39,7 @@ def build_optimizer(
             use_distributed_optimizer=policy.use_distributed_optimizer,
         ),
         list(model.wrapped),
+        config_overrides=None if config.weight_decay_of == "matrices" else {},
     )
     steps = max(total_steps, config.warmup_steps + 1)
     decaying = max(1, round(steps * config.decay_fraction))
@@ -57,6 +64,24 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def learning_rate(optimizer: MegatronOptimizer) -> float:
+def learning_rate(optimizer: ChainedOptimizer) -> float:
     """The rate that the next step uses."""
     return max(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def gradient_norm(optimizer: ChainedOptimizer) -> float:
+    """L2 norm of the accumulated gradients over all ranks, before clipping; they are then ready for `apply_gradients`.
+
+    The two are megatron's `ChainedOptimizer.step`, which looks at no norm before it steps. Collective.
+    """
+    overflow = optimizer.prepare_grads()
+    return math.inf if overflow else float(optimizer.get_grad_norm())
+
+
+def apply_gradients(optimizer: ChainedOptimizer, norm: float) -> None:
+    """Clip the gradients by their global norm and step. Collective."""
+    for part in optimizer.chained_optimizers:
+        if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    if not optimizer.step_with_ready_grads():
+        raise RuntimeError("megatron's optimizer refused to step")

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
 from ctpo_megatron.config.schema import CheckpointConfig
-from ctpo_megatron.data import PackedBatch, TokenSequence, Trajectory, token_sequences
+from ctpo_megatron.data import PackedBatch, TokenSequence, Trajectory
 from ctpo_megatron.models import ModelFamily
-from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
+from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.exchange import share_sizes
+from ctpo_megatron.policy.hf_directory import write_directory
 from ctpo_megatron.policy.losses import LossFunction
-from ctpo_megatron.policy.minibatch import MiniBatch, make_mini_batches
+from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, make_mini_batches
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards, resolve_layer_spec
 from ctpo_megatron.policy.offload import Offload
-from ctpo_megatron.policy.optimizer import build_optimizer, learning_rate
+from ctpo_megatron.policy.optimizer import apply_gradients, build_optimizer, gradient_norm, learning_rate
 from ctpo_megatron.policy.parallel import Layout, gather_objects, gather_on_rank_zero
 from ctpo_megatron.policy.predictions import Predictions
+from ctpo_megatron.policy.reports import Clock, Diagnostics, Update, diagnostics_of, old_log_prob_totals
 from ctpo_megatron.policy.step import Collected, run_schedule
-from ctpo_megatron.policy.workload import Cost, RankReport, cost_metrics
+from ctpo_megatron.policy.workload import Cost, RankReport
 
 log = logging.getLogger(__name__)
-
-Diagnostics = dict[int, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one optimizer step reports: loss statistics over all ranks, gradient norm before clipping, rate, cost."""
-
-    stats: LossStats
-    grad_norm: float
-    learning_rate: float
-    cost: Cost
 
 
 class Policy:
@@ -71,7 +59,8 @@ class Policy:
             self._model = build_model(self.spec, config, layout.device)
             hf.load(self._model, model_path, layout)
         self._offload = Offload(config, self._model)
-        self._optimizer: MegatronOptimizer | None = None
+        self._optimizer: ChainedOptimizer | None = None
+        self._bad_steps = 0  # in a row
         self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)
 
     def release(self) -> None:
@@ -86,23 +75,30 @@ class Policy:
             yield
 
     def use_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
-        """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps."""
+        """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps.
+
+        Weight decay is on matrices and embeddings, on norms and biases only with `weight_decay_of: all`.
+        """
         with self._at_work():
             self._optimizer, self._scheduler = build_optimizer(self._model, self.config, config, total_steps)
-            self._total_steps = total_steps
+            self._total_steps, self._decayed = total_steps, config.weight_decay_of
 
     def mini_batches(
         self, trajectories: Sequence[Trajectory], advantages: Sequence[float] | None, size: int
     ) -> list[MiniBatch]:
         """Optimizer steps of `size` trajectories each, in order, of trajectories that every rank has.
 
-        See `make_mini_batches`.
+        See `checked_sequences` and `make_mini_batches`.
         """
-        return self._mini_batches(token_sequences(trajectories), advantages, size)
+        sequences = checked_sequences(trajectories, advantages, self.spec.vocab_size)
+        return self._mini_batches(sequences, advantages, size)
 
     def share_out(self, trajectories: Sequence[Trajectory], advantages: Sequence[float], size: int) -> list[MiniBatch]:
         """`mini_batches` of trajectories that only rank zero has; the others pass none and get what they train on."""
-        sequences, advantages = share_sizes(token_sequences(trajectories), advantages, self.layout)
+        checked = self.layout.keep_on_rank_zero(
+            lambda: checked_sequences(trajectories, advantages, self.spec.vocab_size)
+        )
+        sequences, advantages = share_sizes(checked or [], advantages, self.layout)
         return self._mini_batches(sequences, advantages, size, from_rank_zero=True)
 
     def _mini_batches(
@@ -133,9 +129,9 @@ class Policy:
         kept = self._forward(micro_batches)
         for micro, found in zip(micro_batches, kept, strict=False):  # nothing is kept before the last stage
             micro.old_log_probs = found["log_probs"]
-        mine = _old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
+        mine = old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
         parts = [totals for totals in gather_objects(mine) if totals is not None]
-        tokens = sum(totals["tokens"] for totals in parts)
+        tokens = max(1.0, sum(totals["tokens"] for totals in parts))
         return {
             "mismatch/log_prob_abs_max": max(totals["max"] for totals in parts),
             "mismatch/log_prob_abs_mean": sum(totals["sum"] for totals in parts) / tokens,
@@ -161,34 +157,47 @@ class Policy:
         kept = self._forward(mini_batch.micro_batches)
         mine: Diagnostics = {}
         for micro, found in zip(mini_batch.micro_batches if self.layout.reports else [], kept, strict=False):
-            mine |= _diagnostics(micro, found["log_probs"], objective)
+            mine |= diagnostics_of(micro, found["log_probs"], objective)
         parts = gather_on_rank_zero(mine) or []
         return {place: fields for part in parts for place, fields in part.items()}
 
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
         """One optimizer step; `temperature` replaces the rollouts' (a supervised loss wants 1).
 
-        Raises FloatingPointError when the loss (checked before any weight changes) or the gradient is not finite.
+        A step whose loss or gradient norm is not finite on any rank changes neither weights nor optimizer state; the
+        schedule goes on. Raises FloatingPointError at the last of `policy.max_bad_steps` such steps in a row.
         """
         if (optimizer := self._optimizer) is None:
             raise RuntimeError("use_optimizer comes before update")
-        clock = _Clock(mini_batch.work.packing_s)
+        clock = Clock(mini_batch.work.packing_s)
         with self._at_work():
             optimizer.zero_grad()
             with clock.busy():
                 kept = self._accumulate(mini_batch, loss_function, temperature or self.temperature)
-            stats, ranks = self._over_ranks(kept, mini_batch)
-            summary = summarize(stats)
-            if not all(math.isfinite(value) for name, value in summary.items() if name.endswith("loss")):
-                raise FloatingPointError(f"the loss of this optimizer step is not finite: {summary}")
+                grad_norm = gradient_norm(optimizer)
+            stats, ranks, norms = self._over_ranks(kept, mini_batch, grad_norm)
             rate = learning_rate(optimizer)
-            with clock.busy():
-                updated, grad_norm, _ = optimizer.step()
-            if not updated or not math.isfinite(grad_norm):
-                raise FloatingPointError(f"the gradient norm of this optimizer step is {grad_norm}")
+            losses = {name: value for name, value in summarize(stats).items() if name.endswith("loss")}
+            if bad := not all(map(math.isfinite, [*losses.values(), *norms])):
+                self._skip(optimizer, f"loss {losses}, gradient norm {grad_norm}")
+            else:
+                self._bad_steps = 0
+                with clock.busy():
+                    apply_gradients(optimizer, grad_norm)
             self._scheduler.step(increment=1)
         cost = Cost(mini_batch.work, *clock.read(), ranks)
-        return Update(stats, float(grad_norm), rate, cost)
+        return Update(stats, grad_norm, rate, cost, bad)
+
+    def _skip(self, optimizer: ChainedOptimizer, found: str) -> None:
+        optimizer.zero_grad()
+        self._model.zero_gradients()
+        self._bad_steps += 1
+        limit = self.config.max_bad_steps
+        if self._bad_steps >= limit:
+            raise FloatingPointError(
+                f"an optimizer step is not finite ({found}), as {limit} in a row now (policy.max_bad_steps)"
+            )
+        log.warning("optimizer step skipped: not finite (%s); %d in a row now", found, self._bad_steps)
 
     def gradients(
         self, mini_batch: MiniBatch, loss_function: LossFunction
@@ -199,7 +208,7 @@ class Policy:
         """
         with self._at_work():
             kept = self._accumulate(mini_batch, loss_function, self.temperature)
-            stats, _ = self._over_ranks(kept, mini_batch)
+            stats, *_ = self._over_ranks(kept, mini_batch)
             if self.config.use_distributed_optimizer:
                 gather_gradient_shards(self._model)
         return stats, hf.export(self._model, self.layout, value=_main_gradient)
@@ -215,12 +224,15 @@ class Policy:
         micro_batches = mini_batch.micro_batches
         return run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
 
-    def _over_ranks(self, kept: list[Collected], mini_batch: MiniBatch) -> tuple[LossStats, tuple[RankReport, ...]]:
+    def _over_ranks(
+        self, kept: list[Collected], mini_batch: MiniBatch, grad_norm: float = 0.0
+    ) -> tuple[LossStats, tuple[RankReport, ...], tuple[float, ...]]:
+        """Statistics of the whole step, and report and gradient norm of every rank; the same on every rank."""
         mine = merge([found["stats"] for found in kept]).cpu() if self.layout.has_loss else None
         computed, count = mini_batch.work.computed_tokens, len(mini_batch.micro_batches)
         report = RankReport(self.layout.dp_rank, computed, count, device.peak_memory_mib())
-        found, reports = zip(*gather_objects((mine, report)), strict=True)
-        return merge([stats for stats in found if stats is not None]), reports
+        found, reports, norms = zip(*gather_objects((mine, report, grad_norm)), strict=True)
+        return merge([stats for stats in found if stats is not None]), reports, norms
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end."""
@@ -230,7 +242,7 @@ class Policy:
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model."""
-        hf.write_directory(self.weights(), self.source, directory, self.layout)
+        write_directory(self.weights(), self.source, directory, self.layout)
 
     def save(
         self,
@@ -312,83 +324,15 @@ class Policy:
         ]
 
     def _train_state(self) -> checkpoint.TrainState:
-        return checkpoint.TrainState(self._model, self._optimizer, self._scheduler)
-
-
-class _Clock:
-    """Wall time since it was made, and how much of it was busy with passes and optimizer."""
-
-    def __init__(self, before_s: float) -> None:
-        self._start = time.perf_counter() - before_s
-        self._busy = 0.0
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        device.synchronize()
-        self._busy += time.perf_counter() - start
-
-    def read(self) -> tuple[float, float]:
-        """Seconds in all, and those that were not busy."""
-        seconds = time.perf_counter() - self._start
-        return seconds, seconds - self._busy
+        settings = {
+            "policy.dtype": self.config.dtype,
+            "policy.use_distributed_optimizer": self.config.use_distributed_optimizer,
+            "optimizer.weight_decay_of": self._decayed,
+        }
+        return checkpoint.TrainState(self._model, self._optimizer, self._scheduler, settings)
 
 
 def _main_gradient(parameter: Any) -> torch.Tensor:
     """Megatron's float32 gradient buffer of a parameter."""
     gradient: torch.Tensor = parameter.main_grad
     return gradient
-
-
-def _old_log_probs(micro: PackedBatch) -> torch.Tensor:
-    if micro.old_log_probs is None:
-        raise ValueError("compute_old_log_probs comes before what compares with old log-probs")
-    return micro.old_log_probs
-
-
-def _old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    """Of this replica's micro-batches, in one read-back."""
-    tokens = [
-        m.on_host.response_mask.nonzero().squeeze(1).to(m.token_ids.device, non_blocking=True) for m in micro_batches
-    ]
-    difference = torch.cat(
-        [(_old_log_probs(m) - m.rollout_log_probs)[at].abs() for m, at in zip(micro_batches, tokens, strict=True)]
-    )
-    found = [difference.max().double(), difference.sum().double(), *(micro["entropy_sum"] for micro in kept)]
-    largest, total, *entropies = torch.stack(found).tolist()
-    return {"max": largest, "sum": total, "tokens": float(difference.numel()), "entropy": sum(entropies)}
-
-
-def _diagnostics(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyObjective) -> Diagnostics:
-    curves = token_diagnostics(
-        log_probs, _old_log_probs(micro), micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
-    )
-    columns = torch.stack([curves.log_ratio, curves.low, curves.high]).cpu()
-    return {
-        key: {"advantage": float(micro.on_host.advantages[place.start])}
-        | {
-            name: [round(x, 6) for x in column[place].tolist()]
-            for name, column in zip(("log_ratio", "clip_low", "clip_high"), columns, strict=True)
-        }
-        for key, place in micro.places()
-    }
-
-
-def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of all optimizer steps of one batch: exact over tokens, mean loss, mean and largest gradient norm, cost.
-
-    `pg_update/first_log_ratio_abs_max` belongs to the first step, where it shows whether the pass for old log-probs and
-    the training pass agree; `pg_update/is_ratio/*` to the last, where the ratio has moved furthest.
-    """
-    metrics = summarize(merge([update.stats for update in updates]))
-    first, last = summarize(updates[0].stats), summarize(updates[-1].stats)
-    metrics |= {name: value for name, value in last.items() if name.startswith("pg_update/is_ratio/")}
-    if "pg_update/log_ratio_abs_max" in first:
-        metrics["pg_update/first_log_ratio_abs_max"] = first["pg_update/log_ratio_abs_max"]
-    for name in ("actor/pg_loss", "supervised/loss"):
-        if name in metrics:
-            metrics[name] /= len(updates)
-    norms = [update.grad_norm for update in updates]
-    metrics |= {"actor/grad_norm": sum(norms) / len(norms), "actor/grad_norm_max": max(norms)}
-    return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates])

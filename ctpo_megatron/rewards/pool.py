@@ -22,7 +22,7 @@ from ctpo_megatron.extensions import ExtensionError
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.protocol import RESERVED, Reward
 from ctpo_megatron.rewards.worker import Failure, Outcome, Pair, Routes
-from ctpo_megatron.signals import children_spared_sigterm
+from ctpo_megatron.signals import children_spared
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
@@ -82,7 +82,7 @@ class RewardPool:
         # Imported once by the fork server, so that replacing a killed worker costs milliseconds.
         ours = ["math_verify"] if any(name == "math_verify" for name, _ in routes.values()) else []
         context.set_forkserver_preload(["__main__", *ours, __name__, "ctpo_megatron.data.records"])
-        with children_spared_sigterm():
+        with children_spared():
             forkserver.ensure_running()
         CONSTS.term_timeout = 0.0  # how long pebble waits for SIGTERM to act before it kills
         self._pool = ProcessPool(

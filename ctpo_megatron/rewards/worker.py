@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.extensions import activate, load
 from ctpo_megatron.rewards.protocol import WORDS, Reward
+from ctpo_megatron.signals import ENDING
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.records import Prompt, Trajectory
@@ -72,8 +73,9 @@ _setup = _Setup({}, ())
 def start(routes: Routes, search_path: Sequence[str]) -> None:
     """Make the reward functions, so that the first trajectory does not pay for it."""
     global _setup
-    # Also where the fork server was there before and did not hand down that the signal is blocked.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Also where the fork server was there before and did not hand down that the signals are blocked.
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
     _setup = _Setup(routes, search_path)
     with contextlib.suppress(Exception):  # the first task raises it again, and its caller sees it
         _ = _setup.functions

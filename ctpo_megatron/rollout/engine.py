@@ -45,7 +45,7 @@ class RolloutEngine:
 
     def __init__(self, index: int, spec: EngineSpec) -> None:
         _redirect_output(spec.log_path(index))
-        os.environ.update(engine_environment(spec.device, spec.config.rollout.engine.threads))
+        os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
         self._spec, self._config = spec, spec.config
         self._requests = 0
 

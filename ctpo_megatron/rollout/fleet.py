@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.dispatch import Dispatcher, Request, check_prompt
 from ctpo_megatron.rollout.handle import EngineHandle, engine_died
@@ -49,7 +49,7 @@ class RolloutFleet:
     ) -> None:
         log_dir = (log_dir or config.run.directory / "logs").resolve()
         self._spec = EngineSpec(config, model_path, run_seed, sandbox_url, log_dir)
-        self._rollout = config.rollout
+        self._rollout, self._count = config.rollout, engine_count(config)
         self._runtime: RayRuntime | None = None
         self._started_at = 0.0
         self._engines: list[EngineHandle] = []
@@ -67,11 +67,11 @@ class RolloutFleet:
     def start(self) -> None:
         """Begin to bring up Ray and all engines, and return at once."""
         self._started_at = time.monotonic()
-        self._runtime = RayRuntime(self._rollout.engines * self._rollout.engine.threads, self._launch)
+        self._runtime = RayRuntime(self._count * self._rollout.engine.threads, self._launch)
 
     def _launch(self, gpus: float) -> None:
         spec = replace(self._spec, device="cuda" if gpus > 0 else "cpu")
-        self._engines = [EngineHandle(index, spec) for index in range(self._rollout.engines)]
+        self._engines = [EngineHandle(index, spec) for index in range(self._count)]
 
     def wait_ready(self) -> None:
         """Block until every engine serves. Raises FleetError naming what is late or failed, and where its log is."""

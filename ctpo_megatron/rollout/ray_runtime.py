@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ctpo_megatron.signals import children_spared_sigterm
+from ctpo_megatron.signals import children_spared
 
 _OBJECT_STORE_BYTES = 256 << 20
 _JOIN_TIMEOUT_S = 30.0
@@ -81,7 +81,7 @@ class RayRuntime:
             return
         # Unix socket paths are limited to about 100 characters, so TMPDIR is not used.
         self._temp = Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))
-        with children_spared_sigterm():  # without Ray's head the trainer is ended before it has saved its state
+        with children_spared():  # without Ray's head the trainer is ended before it has saved its state
             ray.init(
                 address="local",
                 num_cpus=self._cpus,

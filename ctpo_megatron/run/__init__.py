@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctpo_megatron.run.bridge import Bridge
-    from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
+    from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish
     from ctpo_megatron.run.persistence import Persistence
     from ctpo_megatron.run.preemption import EXIT_STATUS, Preemption
     from ctpo_megatron.run.reporter import RankZeroReporter, Reporter, open_reporter
@@ -27,8 +27,10 @@ _MODULES = {
     "RunDirectoryError": "directory",
     "RunState": "state",
     "Services": "services",
+    "is_finished": "directory",
     "open_reporter": "reporter",
     "open_run_directory": "directory",
+    "record_finish": "directory",
     "start_services": "services",
 }
 
@@ -42,8 +44,10 @@ __all__ = [
     "RunDirectoryError",
     "RunState",
     "Services",
+    "is_finished",
     "open_reporter",
     "open_run_directory",
+    "record_finish",
     "start_services",
 ]
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ONE_TIME = ("overwrite", "resume", "accept_changed_code")  # switches of one start, not of the run
+# Of one start, not of the run, and what they are without it.
+_ONE_TIME = {"overwrite": False, "resume": False, "accept_changed_code": False, "deadline": None}
 _REPORTED_PACKAGES = (
     "ctpo-megatron",
     "torch",
@@ -54,19 +55,21 @@ def open_run_directory(config: Config) -> Path:
     if run.name in (".", ".."):
         raise RunDirectoryError(f"run.name={run.name} is not a name; type run.name=other")
     if run.overwrite and run.resume:
-        raise RunDirectoryError("run.overwrite=true and run.resume=true contradict each other; give one of them")
-    if run.resume:
+        raise RunDirectoryError("run.overwrite=true and run.resume contradict each other; give one of them")
+    exists = (directory / CONFIG_FILE).exists()
+    resumed = exists if run.resume == "auto" else run.resume
+    if resumed:
         _check_resumable(directory)
         _own(directory)
         _check_code(directory, config)
         _report_changes(directory, config)
-    elif (directory / CONFIG_FILE).exists():
+    elif exists:
         if not run.overwrite:
             raise RunDirectoryError(
                 f"{directory} already holds a run. Type one of:\n"
                 f"  run.overwrite=true   delete it and start anew\n"
                 f"  run.name=other       keep it and use another name\n"
-                f"  run.resume=true      continue from its last checkpoint"
+                f"  run.resume=true      continue from its last checkpoint (auto: start where there is no run)"
             )
         # Given back at once: NFS cannot delete a folder with an open file in it.
         os.close(_own(directory))
@@ -76,13 +79,31 @@ def open_run_directory(config: Config) -> Path:
             f"{directory} exists, has no {CONFIG_FILE} and so is not a run directory: it will not be touched. "
             f"Type run.name=other, or move it away"
         )
-    if not run.resume:
+    if not resumed:
         directory.mkdir(parents=True, exist_ok=True)
         _own(directory)
     _write_config(directory, config)
     _write_environment(directory)
     record_extensions(config, directory)
     return directory
+
+
+def is_finished(config: Config) -> bool:
+    """Whether `run.resume: auto` has nothing to do: the run has ended with all of `run.steps` done."""
+    environment = config.run.directory / ENVIRONMENT_FILE
+    if config.run.resume != "auto" or not environment.exists():
+        return False
+    if json.loads(environment.read_text(encoding="utf-8")).get("finished_steps", -1) < config.run.steps:
+        return False
+    log.info("%s has done its %d steps (run.steps): nothing is left to do", config.run.directory, config.run.steps)
+    return True
+
+
+def record_finish(directory: Path, steps: int) -> None:
+    """Note that the run has ended with so many steps done; whoever opens the directory again takes it back."""
+    environment = directory / ENVIRONMENT_FILE
+    facts = json.loads(environment.read_text(encoding="utf-8")) | {"finished_steps": steps}
+    _write_aside(environment, json.dumps(facts, indent=1) + "\n")
 
 
 def _own(directory: Path) -> int:
@@ -98,7 +119,7 @@ def _check_resumable(directory: Path) -> None:
     if not (directory / CONFIG_FILE).exists():
         raise RunDirectoryError(
             f"run.resume=true, but {directory} holds no run ({CONFIG_FILE} is missing). "
-            f"Drop run.resume=true to start one, or type run.name=other for the run you mean"
+            f"Type run.resume=auto to start one, or run.name=other for the run you mean"
         )
     environment = directory / ENVIRONMENT_FILE
     facts: dict[str, Any] = {"version": __version__}
@@ -117,8 +138,8 @@ def _check_code(directory: Path, config: Config) -> None:
     changes = {} if config.run.accept_changed_code else changed_code(config, directory)
     if changes:
         raise RunDirectoryError(
-            f"run.resume=true, but users' own code is not what {directory} was begun with (copies are in "
-            f"{directory / COPIES}):\n{describe(changes)}\n"
+            f"run.resume={str(config.run.resume).lower()}, but users' own code is not what {directory} was begun with "
+            f"(copies are in {directory / COPIES}):\n{describe(changes)}\n"
             f"Restore it, or type run.accept_changed_code=true to go on with the code as it is now"
         )
 
@@ -165,7 +186,7 @@ def _inputs(config: Config) -> list[Path]:
 def _write_config(directory: Path, config: Config) -> None:
     """Write the resolved configuration, with the one-time switches off: the file can be trained from again safely."""
     resolved = config.model_dump(mode="json")
-    resolved["run"] |= dict.fromkeys(_ONE_TIME, False)
+    resolved["run"] |= _ONE_TIME
     resolved["checkpoint"] |= {"load": None}
     _write_aside(directory / CONFIG_FILE, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.config import Config
+from ctpo_megatron.config import Config, SftConfig
 from ctpo_megatron.policy import CheckpointError, Layout, Policy, discard_checkpoints, latest_checkpoint
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.run.state import RunState
 
 log = logging.getLogger(__name__)
+
+_SFT = "sft"
+"""Folder, within that of the RL steps, of the checkpoints of SFT; they go when RL has one."""
 
 
 class Persistence:
@@ -28,12 +32,55 @@ class Persistence:
         self._saved: int | None = None
 
     def find(self) -> Path | None:
-        """The checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else none."""
-        if self._config.checkpoint.load is not None:
-            return Path(self._config.checkpoint.load)
-        if not self._config.run.resume:
+        """The checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else none.
+
+        With `run.resume: auto` a checkpoint of another run is where this one begins, not where a restart goes on.
+        """
+        load = None if self._config.checkpoint.load is None else Path(self._config.checkpoint.load)
+        resume = self._config.run.resume
+        elsewhere = load is not None and not load.resolve().is_relative_to(self._directory.resolve())
+        if not resume or (load is not None and not (resume == "auto" and elsewhere)):
+            return load
+        return self._layout.on_rank_zero(self._newest) or load
+
+    def _newest(self) -> Path | None:
+        return latest_checkpoint(self._directory) or latest_checkpoint(self._directory / _SFT)
+
+    def sft_to_do(self, checkpoint: Path | None) -> SftConfig | None:
+        """What SFT is to do before RL; None: it is over, or there is none.
+
+        Raises CheckpointError for a checkpoint of SFT when the configuration has none.
+        """
+        sft = self._config.sft
+        if checkpoint is None:
+            return sft
+        if checkpoint.resolve().parent.name != _SFT:
             return None
-        return self._layout.on_rank_zero(lambda: latest_checkpoint(self._directory))
+        if sft is None:
+            raise CheckpointError(
+                f"{checkpoint} is of the SFT stage, which this configuration does not have (sft: null)"
+            )
+        return sft
+
+    def restore_sft(self, policy: Policy, total_steps: int, checkpoint: Path | None) -> int:
+        """Put policy and `sft.jsonl` where `checkpoint` was saved, or at the beginning; returns the SFT steps done."""
+        done = -1
+        if checkpoint is not None:
+            done = policy.load(checkpoint)["step"]
+            policy.set_scheduler_step(done / total_steps)
+        self._layout.on_rank_zero(lambda: self._rewind_sft(checkpoint, done))
+        return max(done, 0)
+
+    def _rewind_sft(self, checkpoint: Path | None, done: int) -> None:
+        discard_checkpoints(self._directory / _SFT, done)
+        self._report.begin_sft(done)
+        if checkpoint is not None:
+            self._report.note(f"continuing after SFT step {done}, from {checkpoint}")
+
+    def save_sft(self, policy: Policy, step: int) -> None:
+        """Checkpoint the policy after so many SFT steps."""
+        settings = self._config.checkpoint.model_copy(update={"keep_best": 0})
+        policy.save(self._directory / _SFT, step, {"step": step}, settings)
 
     def restore(self, policy: Policy, run: RunState, checkpoint: Path | None) -> None:
         """Put policy, rollouts and `run` where `checkpoint` was saved; without one the run starts from its beginning.
@@ -62,6 +109,7 @@ class Persistence:
             settings, state = self._config.checkpoint, self._state(run)
             policy.save(self._directory, run.done, state, settings, self._score(run.done))
             policy.release()
+            self._layout.on_rank_zero(self._drop_sft)
         self._saved = run.done
         self._report.log(run.done, {})
 
@@ -72,6 +120,10 @@ class Persistence:
         if self._saved != run.done:
             self.save(policy, run)
             policy.finish_save()
+
+    def _drop_sft(self) -> None:
+        if latest_checkpoint(self._directory) is not None:
+            shutil.rmtree(self._directory / _SFT, ignore_errors=True)
 
     def _state(self, run: RunState) -> dict[str, Any]:
         if self._services is None:

@@ -1,35 +1,52 @@
-"""SIGTERM, as schedulers send it before they kill: checkpoint what is done, leave."""
+"""A run is asked to end, by a scheduler, the keyboard or the clock: checkpoint what is done, leave."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Self
 
+from ctpo_megatron.config import Config
 from ctpo_megatron.policy import gather_objects
+from ctpo_megatron.run.scheduler import job_end, warn_of_short_grace
+from ctpo_megatron.signals import ENDING
 
 EXIT_STATUS = 128 + signal.SIGTERM
 _STDERR = 2
-log = logging.getLogger(__name__)
+_ONE_PRESS_S = 1.0
+"""A launcher may pass on the Ctrl-C that the terminal has sent to this process, too."""
 
 
 class Preemption:
-    """Ends the process at once on SIGTERM, as an exception, so that engines and sandbox are closed.
+    """Ends the process at once when it is asked to end, as an exception, so that engines and sandbox are closed.
 
-    Inside `deferred` the state may be saved first, for at most `grace_s` seconds.
+    Asking are SIGTERM, SIGUSR1, Ctrl-C (SIGINT), and the clock when `grace_s` seconds are left of a job that ends at
+    `job_end` (seconds since the epoch). Inside `deferred` the state may be saved first, for at most `grace_s` seconds;
+    a second Ctrl-C ends that. status: of a process that leaves because it was asked to.
     """
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, job_end: float | None = None) -> None:
+        self.status = EXIT_STATUS
         self._grace_s = grace_s
-        self._deferring = self._asked = False
+        self._deferring = False
+        self._asked_by, self._asked_at = "", 0.0
         self._process = os.getpid()
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGALRM, self._on_deadline)
-        _warn_of_launcher(grace_s)
+        for number in ENDING:
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_alarm)
+        if job_end is not None:
+            _alarm_in(job_end - grace_s - time.time())
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """As configured, and as the job's scheduler and launcher allow."""
+        warn_of_short_grace(config.checkpoint.grace_s)
+        return cls(config.checkpoint.grace_s, job_end(config))
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -39,43 +56,51 @@ class Preemption:
             yield
         finally:
             self._deferring = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def asked(self) -> bool:
         """Whether this process was asked to end."""
-        return self._asked
+        return bool(self._asked_by)
 
     def requested(self) -> bool:
         """Whether any rank was asked to end; collective."""
-        return any(gather_objects(self._asked))
+        return any(gather_objects(self.asked()))
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def leave(self) -> int:
+        """The state is saved and nothing is left to hurry for; returns the exit status."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return self.status
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._deferring and os.getpid() != self._process:
+            return  # a process forked to write a checkpoint, whose work is wanted
+        keyboard = number == signal.SIGINT
+        self._ask("Ctrl-C" if keyboard else signal.Signals(number).name, 128 + number if keyboard else EXIT_STATUS)
+        if keyboard and time.monotonic() - self._asked_at > _ONE_PRESS_S:
+            _say("Ctrl-C again: leaving at once, without a checkpoint")
+            sys.exit(128 + number)
+
+    def _on_alarm(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._asked_by:
+            return self._ask("the job's end", EXIT_STATUS)
+        late = f"not done within {self._grace_s:g} s of {self._asked_by} (checkpoint.grace_s)"
+        _say(f"{late}; leaving without a checkpoint")
+        sys.exit(self.status)
+
+    def _ask(self, by: str, status: int) -> None:
         if not self._deferring:
-            sys.exit(EXIT_STATUS)
-        # Processes forked to write a checkpoint have this handler too, and their work is wanted.
-        if not self._asked and os.getpid() == self._process:
-            self._asked = True
-            signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-            _say(f"SIGTERM: a checkpoint follows, within {self._grace_s:g} s (checkpoint.grace_s)")
+            _say(f"{by}: leaving at once; no step is at hand")
+            sys.exit(status)
+        if self._asked_by:
+            return
+        self._asked_by, self._asked_at, self.status = by, time.monotonic(), status
+        _alarm_in(self._grace_s)
+        _say(f"{by}: a checkpoint follows, within {self._grace_s:g} s (checkpoint.grace_s)")
 
-    def _on_deadline(self, _number: int, _frame: FrameType | None) -> None:
-        _say(f"no checkpoint within {self._grace_s:g} s of SIGTERM (checkpoint.grace_s); leaving without one")
-        sys.exit(EXIT_STATUS)
+
+def _alarm_in(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))  # 0 would switch it off
 
 
 def _say(line: str) -> None:
     # Within a signal handler: a logger's stream may be in the middle of a write.
     os.write(_STDERR, f"{line}\n".encode())
-
-
-def _warn_of_launcher(grace_s: float) -> None:
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") != "0":
-        return
-    limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
-    if grace_s >= limit:
-        log.warning(
-            "checkpoint.grace_s is %g s, but torchrun kills its ranks %g s after SIGTERM: export "
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT (or give --shutdown-timeout) with more, unless you did the latter",
-            grace_s,
-            limit,
-        )

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ctpo_megatron.config import Config
+from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Group, RolloutBatch
 from ctpo_megatron.policy import Layout, peak_flops
 from ctpo_megatron.tracking import (
@@ -74,8 +74,11 @@ class Reporter:
     ) -> None:
         """Write and show a finished RL step; dump its trajectories with what `diagnostics` adds by place."""
 
+    def begin_sft(self, done: int) -> None:
+        """Set aside what an earlier attempt wrote of the supervised steps beyond `done`."""
+
     def log_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Write and show one supervised step."""
+        """Write and show one supervised step; `begin_sft` comes before the first."""
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
         """Keep the answers to held-out prompts."""
@@ -95,7 +98,7 @@ class RankZeroReporter(Reporter):
         super().__init__(directory)
         self._config, self._directory, self._decode = config.tracking, directory, decode
         sampling = config.rollout.replay is None  # reading a file is no sampling
-        engines = config.rollout.engines * config.rollout.engine.tensor_parallel_size if sampling else 0
+        engines = engine_count(config) * config.rollout.engine.tensor_parallel_size if sampling else 0
         self._peaks = phase_peaks(config.tracking.peak_flops or peak, trainers=trainers, engines=engines)
         self._exit = ExitStack()
         title = f"{config.run.name}, {config.objective.preset}"
@@ -135,18 +138,17 @@ class RankZeroReporter(Reporter):
         self._metrics.log(step, record)
         self._display.step(step, record)
         if self._config.trajectories:
-            keys = [(t.prompt_id, t.sample_index) for t in batch.trajectories]
-            extra = {keys[place]: fields for place, fields in diagnostics.items()}
-            write_trajectories(self._directory, step, batch.groups, self._decode, extra=extra)
+            write_trajectories(self._directory, step, batch.groups, self._decode, extra=diagnostics)
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
         write_trajectories(self._directory, step, groups, self._decode, folder="evaluation")
 
+    def begin_sft(self, done: int) -> None:
+        self._sft = self._exit.enter_context(MetricsWriter(self._directory, self._trackers, SFT_FILE))
+        self._sft.truncate_after(done)
+
     def log_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        if self._sft is None:
-            writer = MetricsWriter(self._directory, self._trackers, SFT_FILE)
-            writer.truncate_after(0)  # lines of an interrupted attempt
-            self._sft = self._exit.enter_context(writer)
+        assert self._sft is not None, "begin_sft comes before log_sft"
         metrics = {**metrics, **self.timer.metrics()}
         record = sft_metrics(metrics | throughput_metrics(metrics, self._peaks))
         self._sft.log(step, record)

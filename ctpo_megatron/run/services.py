@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from ctpo_megatron.config import Config
+from ctpo_megatron.config import Config, ConfigError, Problem, spec_for
 from ctpo_megatron.data import Group, PromptSampler, load_prompts
 from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
 from ctpo_megatron.evaluate import Evaluation
@@ -19,6 +20,8 @@ from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.tracking import read_trajectories, reward_metrics, trajectory_files, trajectory_of
 from ctpo_sandbox import Limits, start_server
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,14 @@ def start_services(
 ) -> Iterator[Services]:
     """Read the prompts and start sandbox, engines and scorers; the engines load in the background.
 
-    cancelled: whether the run is asked to end; looked at while groups are sampled. Raises DataError for bad prompts.
+    cancelled: whether the run is asked to end; looked at while groups are sampled. Raises DataError for bad prompts,
+    ConfigError for a tokenizer of more tokens than the model has.
     """
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    _check_tokenizer(config, len(tokenizer))
     read = functools.partial(
         load_prompts,
-        tokenizer=AutoTokenizer.from_pretrained(config.model.path),
+        tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         tool_schemas=tool_schemas(config.rollout) if config.data.tool_in_prompt else (),
         chat_template_kwargs=config.model.chat_template_kwargs,
@@ -60,9 +66,17 @@ def start_services(
         yield Services(rollouts, evaluation)
 
 
+def _check_tokenizer(config: Config, tokens: int) -> None:
+    if tokens > (rows := spec_for(config).vocab_size):
+        message = f"the tokenizer has {tokens} tokens, but the model's vocabulary {rows} (vocab_size in config.json)"
+        fix = "resize the model's embeddings for the tokens that were added, or use the tokenizer it came with"
+        raise ConfigError([Problem("model.path", message, fix, config.model.path)])
+
+
 def _engines(config: Config, directory: Path, stack: ExitStack) -> RolloutFleet | Replay:
     if config.rollout.replay is None:
         url = _sandbox_url(config, directory, stack) if needs_sandbox(config.rollout) else ""
+        log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
         fleet = stack.enter_context(RolloutFleet(config, config.model.path, config.run.seed, url))
         fleet.start()
         return fleet

@@ -1,4 +1,4 @@
-"""Where a run stands: steps done, version of the weights, and whether a scheduler wants the machine back."""
+"""Where a run stands: steps done, version of the weights, and whether it is asked to end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ctpo_megatron.run.preemption import Preemption
 class RunState:
     """The same on every rank.
 
-    done: RL steps finished. version: of the policy's weights; 1 before the first step. preempted: a scheduler asked for
-    the machine, and the loop ends after the step in which it was noticed.
+    done: RL steps finished. version: of the policy's weights; 1 before the first step. preempted: the run was
+    asked to end, and the loop ends after the step in which it was noticed.
     """
 
     config: Config

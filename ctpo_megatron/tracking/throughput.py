@@ -38,6 +38,7 @@ def sft_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     names = {
         "sft/loss": "supervised/loss",
         "sft/grad_norm": "actor/grad_norm",
+        "sft/bad_steps": "actor/bad_steps",
         "sft/lr": "actor/lr",
         "sft/seconds": "time/sft",
         "sft/tokens_per_s": "throughput/sft_tokens_per_s",

@@ -25,14 +25,14 @@ def write_trajectories(
     groups: Iterable[Group],
     decode: Decode,
     folder: str = TRAJECTORIES,
-    extra: Mapping[tuple[str, int], Mapping[str, Any]] | None = None,
+    extra: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write `<folder>/step_%06d.jsonl`, one trajectory a line, and return its path.
 
     A line is `Trajectory.to_json()` plus `answer`, `data_source` and `segments`, a list of
     {turn, kind: prompt|model|observation, text}; a model segment also has `token_chars`, the characters each of its
     tokens contributes to the text (absent if the tokens cannot be told apart in it).
-    `extra` adds fields by (prompt id, sample index). The report draws `advantage` and the per-token lists
+    `extra` adds fields by the trajectory's place among all. The report draws `advantage` and the per-token lists
     `log_ratio`, `clip_low` and `clip_high`, all of the length of `token_ids`.
     """
     path = Path(run_dir) / folder / f"step_{step:06d}.jsonl"
@@ -40,15 +40,14 @@ def write_trajectories(
     decode_one = functools.cache(lambda token: decode([token]))
     aside = path.with_name(path.name + ".tmp")
     with aside.open("w", encoding="utf-8") as file:
-        for group in groups:
-            for trajectory in group.trajectories:
-                record = trajectory.to_json() | {
-                    "answer": group.prompt.answer,
-                    "data_source": group.prompt.data_source,
-                    "segments": _segments(trajectory, decode, decode_one),
-                }
-                record |= (extra or {}).get((trajectory.prompt_id, trajectory.sample_index), {})
-                file.write(json.dumps(record) + "\n")
+        pairs = ((group.prompt, trajectory) for group in groups for trajectory in group.trajectories)
+        for place, (prompt, trajectory) in enumerate(pairs):
+            record = trajectory.to_json() | {
+                "answer": prompt.answer,
+                "data_source": prompt.data_source,
+                "segments": _segments(trajectory, decode, decode_one),
+            }
+            file.write(json.dumps(record | dict((extra or {}).get(place, {}))) + "\n")
     aside.replace(path)
     return path
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ctpo_kernels import dispatch, loss_tile
 from ctpo_kernels import loss_kernels as kernels
-from ctpo_kernels import loss_tile
 from ctpo_kernels.loss_torch import LossPass, empty_vector, position_scale, segment_totals
 from ctpo_kernels.names import RATIO_MODES
 from ctpo_kernels.packed import PackedTokens
@@ -151,7 +151,9 @@ def _launch_segments(
     segments, stream = arguments.batch.segments, partials is not None
     if partials is None:
         partials = gradient.new_empty(STATS, segments, dtype=torch.float64)
-    kernels.segment_kernel[(segments,)](
+    dispatch.launch(
+        kernels.segment_kernel,
+        segments,
         *arguments.tensors,
         arguments.state,
         arguments.totals,
@@ -182,7 +184,9 @@ def _launch_tiles(
     totals = torch.empty(4, slots, dtype=torch.int64, device=gradient.device)
     partials = gradient.new_empty(STATS, slots, dtype=torch.float64)
     log_probs, old, model, trained, *_, cu = arguments.tensors
-    kernels.tile_totals_kernel[(slots,)](
+    dispatch.launch(
+        kernels.tile_totals_kernel,
+        slots,
         log_probs,
         old,
         model,
@@ -196,7 +200,9 @@ def _launch_tiles(
         HAS_LOSS_MASK=arguments.constants["HAS_LOSS_MASK"],
         num_warps=TILE[1],
     )
-    kernels.tile_kernel[(slots,)](
+    dispatch.launch(
+        kernels.tile_kernel,
+        slots,
         *arguments.tensors,
         totals,
         arguments.state,
@@ -221,7 +227,7 @@ def _launch_tiles(
 def _reduce(partials: Tensor) -> tuple[Tensor, Tensor]:
     """Loss (float32 scalar) and statistics vector."""
     loss, vector = partials.new_empty((), dtype=torch.float32), partials.new_empty(STATS)
-    kernels.reduce_kernel[(STATS,)](partials, vector, loss, partials.shape[1], BLOCK=1024, num_warps=4)
+    dispatch.launch(kernels.reduce_kernel, STATS, partials, vector, loss, partials.shape[1], BLOCK=1024, num_warps=4)
     return loss, vector
 
 

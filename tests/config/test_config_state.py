@@ -79,8 +79,13 @@ def test_going_back_to_an_older_checkpoint_of_the_run_is_said(config_with: Make)
         (checkpoints / name / "COMPLETE.json").touch()
     resumed = ("run.resume=true", "checkpoint.every=1")
     assert found(config_with(f"checkpoint.load={checkpoints}/step_000006", *resumed)) == []
-    (text,) = found(config_with(f"checkpoint.load={checkpoints}/step_000002", *resumed))
-    assert text.startswith("warning: checkpoint.load") and "up to step_000006, now and at every restart" in text
+    for how in ("true", "auto"):
+        (text,) = found(config_with(f"checkpoint.load={checkpoints}/step_000002", *resumed, f"run.resume={how}"))
+        assert text.startswith("warning: checkpoint.load") and "up to step_000006, now and at every restart" in text
+    another = Path("runs/another/checkpoints/step_000002")
+    another.mkdir(parents=True)
+    (another / "COMPLETE.json").touch()
+    assert found(config_with(f"checkpoint.load={another}", *resumed, "run.resume=auto")) == []
     (text,) = found(config_with(f"checkpoint.load={checkpoints}/discarded_step_000009", *resumed))
     assert text.startswith("error: checkpoint.load") and "was given up by this run" in text
     assert found(config_with(f"checkpoint.load={checkpoints}/discarded_step_000009", "run.name=other")) == []

@@ -33,11 +33,11 @@ def tensors_of(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def write_tensors(file: Path, shapes: Mapping[str, Shape]) -> None:
-    """A safetensors file of bytes, all zero, as the format's description has it."""
+    """A safetensors file of numbers, all zero, as the format's description has it."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in shapes.items():
-        header[name] = {"dtype": "U8", "shape": list(shape), "data_offsets": [end, end + prod(shape)]}
-        end += prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + 2 * prod(shape)]}
+        end += 2 * prod(shape)
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
 
@@ -145,3 +145,49 @@ def test_tensors_that_do_not_fit_are_all_named(model: Path, rows: int, problems:
     write_model(model, **SMALL, tie_word_embeddings=False)
     (text,) = problems()
     assert "missing: lm_head.weight" in text
+
+
+def rewrite_header(file: Path, change: Callable[[dict[str, dict[str, object]]], None]) -> None:
+    """Change the header in place of the old one; the data stay."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize("dtype", ["I16", "F8_E4M3", "BOOL"])
+def test_tensors_that_are_no_floating_point_numbers_are_named(
+    model: Path, dtype: str, problems: Callable[[], list[str]]
+) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rewrite_header(model / "first.safetensors", lambda header: header[name].update(dtype=dtype))
+    (text,) = problems()
+    assert f"{name} is {dtype}, which is none of F64, F32, F16, BF16" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_offsets": [2, 18]}, "begin at byte 2, where"),
+        ({"dtype": "F32"}, "bytes to model.norm.weight, which is F32 (8,)"),
+    ],
+)
+def test_tensors_that_overlap_or_have_another_length(
+    model: Path, change: dict[str, object], message: str, problems: Callable[[], list[str]]
+) -> None:
+    rewrite_header(model / "second.safetensors", lambda header: header["model.norm.weight"].update(change))
+    (text,) = problems()
+    assert "second.safetensors: its header" in text and message in text
+
+
+def test_rotary_frequencies_of_old_files_are_ignored(model: Path, problems: Callable[[], list[str]]) -> None:
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    write_tensors(model / "third.safetensors", {name: (16,)})
+    index["weight_map"][name] = "third.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert problems() == []
+    stored, _ = stored_tensors(model, read_spec(model))
+    assert name not in stored

@@ -1,6 +1,6 @@
 """`ctpo train ...` that kills itself, with all its processes, at a chosen point: the Nth time it is reached in the run.
 
-After SIGTERM the run goes on as it will.
+After SIGTERM and the like the run goes on as it will. "wait" sends none: there the run waits for one from elsewhere.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ def half_a_file(_transforms: Any, _process: int, bucket: tuple[str, Any, Any], *
         file.write(b"half")
 
 
+def wait_for_a_signal(*_: Any) -> None:
+    signal.pause()
+
+
 def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     """Point -> owner, function, and what to do just before the kill, which comes before the function."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -42,6 +46,7 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
         "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
         "publish": (checkpoint_files, "publish", None),
         "log": (MetricsWriter, "_append", half_a_line),
+        "wait": (Replay, "generate", wait_for_a_signal),
     }
 
 
@@ -56,7 +61,8 @@ def arm(number: signal.Signals, point: str, count: int) -> None:
         if os.fstat(reached).st_size == count:
             if before is not None:
                 before(*args, *kwargs.values())
-            os.killpg(0, number)
+            if point != "wait":
+                os.killpg(0, number)
         return original(*args, **kwargs)
 
     setattr(owner, name, replacement)

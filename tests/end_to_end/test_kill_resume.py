@@ -1,14 +1,18 @@
-"""`kill -9` or SIGTERM at points inside a step, then `run.resume=true`: the metrics of the uninterrupted run."""
+"""`kill -9`, a signal or Ctrl-C at points inside a step, then a restart: the metrics of the uninterrupted run."""
 
 from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from transformers import AutoTokenizer
@@ -87,10 +91,14 @@ def command(*overrides: str) -> list[str]:
 
 
 def train(
-    folder: Path, *overrides: str, kill_at: tuple[str, int] | None = None, by: str = "SIGKILL"
+    folder: Path,
+    *overrides: str,
+    kill_at: tuple[str, int] | None = None,
+    by: str = "SIGKILL",
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     arguments = command(*overrides), kill_at, by
-    how = {"directory": folder, "environment": Ctpo(folder).environment, "deadline_s": 120}
+    how = {"directory": folder, "environment": {**Ctpo(folder).environment, **environment}, "deadline_s": 120}
     return ranks.prefork().run(killed_train.main, *arguments, **how)
 
 
@@ -218,3 +226,77 @@ def test_sigterm_to_the_whole_job_saves_what_is_done(
     assert f"continuing after step {done}" in resumed.stdout
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
     assert (run / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("by", "name", "status"),
+    [("SIGINT", "Ctrl-C", 130), pytest.param("SIGUSR1", "SIGUSR1", 143, marks=pytest.mark.slow)],
+)
+def test_one_command_starts_a_run_and_goes_on_with_it(
+    folder: Path, whole: Path, by: str, name: str, status: int
+) -> None:
+    settings = (f"run.name=auto-{by}", "checkpoint.every=0", "run.resume=auto")
+    ended = train(folder, *settings, kill_at=("sample", 2), by=by)
+    assert ended.returncode == status, ended.stderr[-4000:]
+    assert f"{name}: a checkpoint follows, within 120 s (checkpoint.grace_s)" in ended.stderr
+    continued_with = ended.stderr.splitlines()[-1]
+    assert continued_with.startswith("continue with: ctpo train ") and continued_with.endswith(" run.resume=auto")
+    assert shlex.split(continued_with)[3:] == command(*settings)
+    resumed = train(folder, *settings)
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert "continuing after step 1" in resumed.stdout
+    run = folder / "runs" / f"auto-{by}"
+    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
+    before = (run / "metrics.jsonl").read_bytes()
+    again = train(folder, *settings)
+    assert again.returncode == 0 and f"runs/auto-{by} has done its 3 steps (run.steps): nothing is left" in again.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said_by", ["run.deadline", "SLURM_JOB_END_TIME"])
+def test_a_run_leaves_before_its_job_ends(folder: Path, whole: Path, said_by: str) -> None:
+    settings = (f"run.name=end-{said_by}", "checkpoint.every=0", "run.resume=auto", "checkpoint.grace_s=50")
+    end = int(time.time()) + 50 + 30
+    by_key = [f"run.deadline={end}"] if said_by == "run.deadline" else []
+    environment = {} if by_key else {said_by: str(end)}
+    ended = train(folder, *settings, *by_key, kill_at=("wait", 3), environment=environment)
+    assert ended.returncode == 143, ended.stderr[-4000:]
+    assert "the job's end: a checkpoint follows, within 50 s (checkpoint.grace_s)" in ended.stderr
+    assert time.time() < end
+    resumed = train(folder, *settings)
+    assert resumed.returncode == 0 and "continuing after step 2" in resumed.stdout, resumed.stderr[-4000:]
+    run = folder / "runs" / f"end-{said_by}"
+    assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
+
+
+SFT_MEASURED = ("sft/seconds", "sft/tokens_per_s", "sft/model_tflops_per_s", "sft/trainer_peak_mib")
+SFT = ("sft={data: [task/sft.parquet], steps: 6, conversations_per_step: 8}", "run.steps=1")
+
+
+@pytest.fixture(scope="module")
+def tuned(folder: Path) -> Path:
+    done = train(folder, *SFT, "run.name=tuned")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "runs" / "tuned"
+
+
+@pytest.mark.parametrize(
+    ("by", "count", "after"),
+    [("SIGTERM", 3, 3), pytest.param("SIGKILL", 6, 4, marks=pytest.mark.slow)],
+)
+def test_sft_goes_on_bit_for_bit(folder: Path, tuned: Path, by: str, count: int, after: int) -> None:
+    settings = (*SFT, f"run.name=sft-{by}", "run.resume=auto", "checkpoint.sft_every=2")
+    ended = train(folder, *settings, kill_at=("update", count), by=by)
+    assert ended.returncode == {"SIGTERM": 143, "SIGKILL": -signal.SIGKILL}[by], ended.stderr[-4000:]
+    run = folder / "runs" / f"sft-{by}"
+    assert [path.name for path in sorted((run / "checkpoints" / "sft").glob("step_*"))][-1] == f"step_{after:06d}"
+    resumed = train(folder, *settings)
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert f"continuing after SFT step {after}, from " in resumed.stdout
+    for file in ("sft.jsonl", "metrics.jsonl"):
+        found, expected = ([repeatable(line) for line in records(at, file)] for at in (run, tuned))
+        assert [{k: v for k, v in line.items() if k not in SFT_MEASURED} for line in found] == [
+            {k: v for k, v in line.items() if k not in SFT_MEASURED} for line in expected
+        ]
+    assert not (run / "checkpoints" / "sft").exists()  # RL has checkpoints of its own now

@@ -162,23 +162,23 @@ def test_a_replay_repeats_the_run_without_engines(ctpo: Ctpo, finished: Path) ->
     assert not (run / "logs").exists() and not (run / "evaluation").exists()
 
 
-def terminate(run: int) -> None:
-    """As schedulers do: every process of the job gets the signal."""
-    os.killpg(run, signal.SIGTERM)
-
-
 @pytest.mark.slow  # without engines: test_kill_resume.py
-def test_sigterm_checkpoints_the_step_at_hand_and_the_run_goes_on_from_there(ctpo: Ctpo) -> None:
-    settings = ("run.name=preempted", "run.steps=8", "checkpoint.every=0", "checkpoint.asynchronous=true")
-    status, output = ctpo.train_disturbed("[rl] step 1/8", terminate, *settings)
-    run = ctpo.directory / "runs" / "preempted"
-    assert status == 143, output[-4000:]
-    assert "SIGTERM: a checkpoint follows, within" in output
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_whole_job_checkpoints_the_step_at_hand(
+    ctpo: Ctpo, number: signal.Signals, status: int
+) -> None:
+    """As schedulers and terminals do: every process of the job gets it, the engines and the sandbox included."""
+    name = f"preempted-{number.name}"
+    settings = (f"run.name={name}", "run.steps=5", "checkpoint.every=0", "checkpoint.asynchronous=true")
+    ended, output = ctpo.train_disturbed("[rl] step 1/5", lambda run: os.killpg(run, number), *settings)
+    run = ctpo.directory / "runs" / name
+    assert ended == status, output[-4000:]
+    assert ": a checkpoint follows, within" in output
     done = records(run)[-1]["step"]
-    assert 1 <= done < 8 and (run / "checkpoints" / f"step_{done:06d}" / "COMPLETE.json").exists()
-    continued = ctpo.train(*settings, "run.resume=true")
+    assert 1 <= done < 5 and (run / "checkpoints" / f"step_{done:06d}" / "COMPLETE.json").exists()
+    continued = ctpo.train(*settings, "run.resume=auto")
     assert continued.returncode == 0, continued.stderr[-4000:]
-    assert [record["step"] for record in records(run)] == list(range(9))
+    assert [record["step"] for record in records(run)] == list(range(6))
 
 
 def test_an_existing_run_is_never_overwritten_by_accident(ctpo: Ctpo, finished: Path) -> None:

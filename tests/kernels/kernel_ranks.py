@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from typing import Any
@@ -61,6 +62,7 @@ def main() -> dict[Any, Any]:
     import importlib.util
 
     from ctpo_kernels import use_backend
+    from tests.kernels.harness import observed
 
     cases = [("torch", torch.float64), ("torch", torch.float32)]
     if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
@@ -68,7 +70,7 @@ def main() -> dict[Any, Any]:
     results = {}
     for backend, dtype in cases:
         torch.manual_seed(0)
-        with use_backend(backend):
+        with use_backend(backend), observed() if backend == "triton" else contextlib.nullcontext():
             results[backend, dtype] = run_cases(dist.get_rank(), dtype)
     dist.destroy_process_group()
     return results

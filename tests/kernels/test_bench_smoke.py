@@ -55,6 +55,7 @@ def test_all_suites_run_on_a_gpu(tmp_path: Path) -> None:
     assert all(record["graph_s"] > 0 and record["peak_bytes"] > 0 for record in forward)
 
 
+@pytest.mark.slow
 def test_heads_on_a_cpu(tmp_path: Path) -> None:
     done = run("benchmarks.kernels.cpu_head", "--quick", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

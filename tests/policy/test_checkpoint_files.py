@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,6 +144,40 @@ def test_a_damaged_marker_is_named_and_the_newest_whole_one_offered(tmp_path: Pa
         checkpoint_files.read_marker(tmp_path / "step_000003")
     write(tmp_path, 4, keep_last=4, keep_best=1)  # a damaged one is no reason to stop saving
     assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads((path / MARKER).read_text())
+    change(content)
+    (path / MARKER).write_text(json.dumps(content))
+
+
+def test_a_marker_that_was_changed_is_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    rewrite(path, lambda content: content["run"].update(step=7))
+    with pytest.raises(CheckpointError, match="it does not have the contents that were written"):
+        checkpoint_files.read_marker(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.update(files={}), "it lists no files"),
+        (lambda content: content.update(files=[1, 2]), "at files"),
+        (lambda content: content["files"]["common.pt"].update(bytes="12"), "at files.common.pt.bytes"),
+        (lambda content: content.update(step=None), "at step"),
+        (lambda content: content.update(surplus=1), "at surplus"),
+    ],
+)
+def test_an_old_marker_without_a_digest_is_held_against_its_form(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    path = write(tmp_path, 1)
+    rewrite(path, lambda content: [content.pop(name) for name in ("blake2b", "settings")])
+    assert checkpoint_files.read_marker(path).run == {"step": 1} and problems(path) == []
+    rewrite(path, change)
+    with pytest.raises(CheckpointError, match=rf"{MARKER} is damaged \({message}\)\. No older"):
+        checkpoint_files.read_marker(path)
 
 
 def test_without_a_whole_one_that_is_said(tmp_path: Path) -> None:

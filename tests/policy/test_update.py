@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, RolloutConfig
+from ctpo_megatron.data import DataError, Trajectory
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.rollout import check_mismatch
@@ -21,7 +22,8 @@ LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     directory = tmp_path_factory.mktemp("update")
     models.build("qwen3-tied", directory)
-    yield Policy(PolicyConfig(), init_distributed(PolicyConfig(), seed=0), directory, temperature=1.0)
+    config = PolicyConfig(max_bad_steps=1)
+    yield Policy(config, init_distributed(config, seed=0), directory, temperature=1.0)
     destroy_distributed()
 
 
@@ -54,6 +56,41 @@ def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Polic
     with pytest.raises(FloatingPointError, match="not finite"):
         policy.update(mini_batch, LOSS)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
+
+
+@pytest.mark.parametrize("token", [models.VOCAB, 511, 512, -1])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_token_beyond_the_vocabulary_is_named(policy: Policy, token: int, sampled: bool) -> None:
+    """Megatron pads the vocabulary to 512 rows, which would be trained."""
+    trajectories = models.trajectories()
+    position = trajectories[6].response_mask.index(int(sampled))
+    trajectories[6].token_ids[position] = token
+    message = rf"trajectory p1#2 has token id {token} at position {position}, but the model's vocabulary has 500 "
+    for build in (policy.mini_batches, policy.share_out):
+        with pytest.raises(DataError, match=message):
+            build(trajectories, models.advantages(), 16)
+
+
+@pytest.mark.parametrize("count", [15, 17])
+def test_every_trajectory_has_one_advantage(policy: Policy, count: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} advantages for 16 trajectories"):
+        policy.mini_batches(models.trajectories(), [0.5] * count, size=16)
+
+
+def test_a_batch_without_a_token_of_the_model_has_old_log_probs(policy: Policy) -> None:
+    prompts = [Trajectory(f"p{index}", 0, seed=0) for index in range(2)]
+    for prompt in prompts:
+        prompt.append_context([1, 2, 3], turn=0)
+    found = policy.compute_old_log_probs(policy.mini_batches(prompts, [1.0, -1.0], size=2))
+    assert found == {"mismatch/log_prob_abs_max": 0, "mismatch/log_prob_abs_mean": 0, "actor/entropy": 0}
+
+
+def test_the_same_sample_twice_has_two_diagnostics(policy: Policy) -> None:
+    twice = [models.trajectories(1)[0] for _ in range(2)]
+    (mini_batch,) = policy.mini_batches(twice, [1.0, -1.0], size=2)
+    policy.compute_old_log_probs([mini_batch])
+    found = policy.token_diagnostics(mini_batch, PolicyObjective.preset("ctpo"))
+    assert {place: fields["advantage"] for place, fields in found.items()} == {0: 1.0, 1: -1.0}
 
 
 @pytest.mark.parametrize("found", [0.1, math.nan])

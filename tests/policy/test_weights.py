@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctpo_megatron.config import ConfigError, PolicyConfig, read_spec
-from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed
+from ctpo_megatron.policy import CheckpointError, Layout, Policy, destroy_distributed, init_distributed
+from ctpo_megatron.policy.hf_directory import write_directory
 from tests.policy import models
 
 
@@ -80,6 +82,18 @@ def test_misfit_weights_are_all_named(layout: Layout, tmp_path: Path) -> None:
     assert "mlp.gate_proj.weight is (191, 96), but config.json makes it (192, 96)" in str(caught.value)
 
 
+def test_a_number_that_is_not_finite_is_named_by_tensor(layout: Layout, tmp_path: Path) -> None:
+    models.build("qwen3-tied", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = torch.nan
+    weights["model.norm.weight"][0] = 3.4e38  # infinite in bfloat16
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"too large for float32\): model\.layers\.1\.self_attn\.k_proj\.weight;"):
+        Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+    with pytest.raises(ConfigError, match=r"bfloat16\): model\.layers\.1\S*k_proj\.weight, model\.norm\.weight;"):
+        Policy(PolicyConfig(dtype="bfloat16"), layout, tmp_path, temperature=1.0)
+
+
 def test_a_tied_model_with_another_head_is_refused(layout: Layout, tmp_path: Path) -> None:
     models.build("qwen3-tied", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -108,6 +122,18 @@ def test_an_export_replaces_nothing_but_an_export(layout: Layout, tmp_path: Path
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
+def test_an_export_that_does_not_fit_on_the_disk_leaves_nothing(
+    layout: Layout, tmp_path: Path, file_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    models.build("qwen3-tied", tmp_path / "one")
+    policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    message = rf"could not be written to {tmp_path}/out: File too large; \d+\.\d GiB were free there"
+    with file_limit(300_000), pytest.raises(CheckpointError, match=message):
+        policy.export(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    policy.export(tmp_path / "out")
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_an_export_says_its_precision_and_keeps_templates(key: str, layout: Layout, tmp_path: Path) -> None:
     models.build("qwen3-tied", tmp_path / "one")
@@ -124,11 +150,9 @@ def test_an_export_says_its_precision_and_keeps_templates(key: str, layout: Layo
 
 
 def test_sharded_directories_are_read_and_written(layout: Layout, tmp_path: Path) -> None:
-    from ctpo_megatron.policy import hf
-
     model = models.build("qwen3-tied", tmp_path / "one")
     policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
-    hf.write_directory(policy.weights(), tmp_path / "one", tmp_path / "many", layout, shard_bytes=200_000)
+    write_directory(policy.weights(), tmp_path / "one", tmp_path / "many", layout, shard_bytes=200_000)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in policy.weights())

@@ -60,12 +60,16 @@ def test_what_is_discarded_is_set_aside(report: RankZeroReporter, tmp_path: Path
 def test_supervised_steps_are_written_apart(report: RankZeroReporter, tmp_path: Path) -> None:
     metrics = {"supervised/loss": 2.0, "actor/grad_norm": 1.0, "actor/lr": 1e-3, "memory/trainer_peak_mib": 100.0}
     metrics |= {"tokens/total": 10.0, "tokens/forward_tflop": 0.5}
-    for step in (1, 2):
-        with report.phase("sft"):
-            pass
-        report.log_sft(step, 2, metrics)
+    for done, steps, loss in ((-1, (1, 2, 3), 2.0), (1, (2,), 1.0)):
+        report.begin_sft(done)
+        for step in steps:
+            with report.phase("sft"):
+                pass
+            report.log_sft(step, 3, metrics | {"supervised/loss": loss})
     records = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
-    assert [(record["step"], record["sft/loss"]) for record in records] == [(1, 2.0), (2, 2.0)]
+    assert [(record["step"], record["sft/loss"]) for record in records] == [(1, 2.0), (2, 1.0)]
+    discarded = [json.loads(line)["step"] for line in (tmp_path / "discarded_sft.jsonl").read_text().splitlines()]
+    assert discarded == [2, 3]
     assert not lines(tmp_path)
 
 

@@ -12,12 +12,13 @@ import pytest
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from ctpo_megatron.run import Preemption, RunState
+from ctpo_megatron.signals import ENDING
 from tests.tracking.synthetic_run import make_config
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunState]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+    before = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGALRM)}
     init_distributed(PolicyConfig(), seed=0)
     settings = {
         "run": {"name": "demo", "root": str(tmp_path), "steps": 5},

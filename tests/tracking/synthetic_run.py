@@ -75,9 +75,9 @@ def make_groups(rng: random.Random, prompts: int, samples: int, share_right: flo
     return groups
 
 
-def ratio_fields(rng: random.Random, groups: list[Group]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Per-token cumulative log-ratio and clip window of every trajectory."""
-    fields = {}
+def ratio_fields(rng: random.Random, groups: list[Group]) -> dict[int, dict[str, Any]]:
+    """Per-token cumulative log-ratio and clip window of every trajectory, by its place."""
+    fields: dict[int, dict[str, Any]] = {}
     for group in groups:
         for trajectory in group.trajectories:
             total, position = 0.0, 0
@@ -88,7 +88,7 @@ def ratio_fields(rng: random.Random, groups: list[Group]) -> dict[tuple[str, int
                 width = math.sqrt(position)
                 rows.append((total, -0.025 * width, 0.05 * width))
             log_ratio, low, high = map(list, zip(*rows, strict=True))
-            fields[trajectory.prompt_id, trajectory.sample_index] = {
+            fields[len(fields)] = {
                 "log_ratio": log_ratio, "clip_low": low, "clip_high": high, "advantage": 0.7,
             }  # fmt: skip
     return fields

@@ -13,7 +13,7 @@ import sys
 import pytest
 import yaml
 
-from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
+from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish
 from ctpo_megatron.run.owner import claim
 
 
@@ -32,6 +32,39 @@ def test_an_existing_run_is_refused_with_what_to_type(config_in):
         open_run_directory(config_in())
     for remedy in ("run.overwrite=true", "run.name=other", "run.resume=true"):
         assert remedy in str(refused.value)
+
+
+def test_auto_starts_what_is_not_there_and_resumes_what_is(config_in, caplog):
+    directory = open_run_directory(config_in(run={"resume": "auto"}))
+    assert yaml.safe_load((directory / "config.yaml").read_text())["run"]["resume"] is False
+    (directory / "metrics.jsonl").write_text("{}\n")
+    assert open_run_directory(config_in(run={"resume": "auto", "deadline": 4e9}, eval={"every": 7})) == directory
+    assert (directory / "metrics.jsonl").exists()
+    assert "resuming with another value: eval.every = 7" in caplog.text and "deadline" not in caplog.text
+    assert yaml.safe_load((directory / "config.yaml").read_text())["run"]["deadline"] is None
+
+
+def test_auto_never_touches_a_foreign_directory_nor_contradicts_itself(config_in):
+    config = config_in(run={"resume": "auto"})
+    config.run.directory.mkdir(parents=True)
+    (config.run.directory / "thesis.tex").touch()
+    with pytest.raises(RunDirectoryError, match="not a run directory"):
+        open_run_directory(config)
+    with pytest.raises(RunDirectoryError, match="contradict each other"):
+        open_run_directory(config_in(run={"resume": "auto", "overwrite": True}))
+
+
+def test_a_run_that_has_ended_is_left_alone_by_auto_until_there_is_more_to_do(config_in):
+    auto = config_in(run={"resume": "auto"})
+    assert not is_finished(auto)
+    directory = open_run_directory(auto)
+    assert not is_finished(auto)
+    record_finish(directory, auto.run.steps)
+    assert is_finished(auto)
+    assert not is_finished(config_in()) and not is_finished(config_in(run={"resume": True}))
+    assert not is_finished(config_in(run={"resume": "auto", "steps": auto.run.steps + 1}))
+    open_run_directory(config_in(run={"resume": True}))
+    assert not is_finished(auto)
 
 
 def test_overwrite_starts_anew_and_is_not_written_down(config_in):

@@ -25,7 +25,7 @@ from tests.tracking.synthetic_run import decode, encode, make_groups
 
 def test_dump_restores_trajectories_and_adds_readable_text(tmp_path):
     groups = make_groups(random.Random(0), prompts=2, samples=3, share_right=0.5)
-    path = write_trajectories(tmp_path, 7, groups, decode, extra={("rem-0", 1): {"advantage": -0.5}})
+    path = write_trajectories(tmp_path, 7, groups, decode, extra={1: {"advantage": -0.5}})
     assert path.name == "step_000007.jsonl"
     assert trajectory_files(tmp_path) == {7: path}
     records = read_trajectories(path)
@@ -39,6 +39,13 @@ def test_dump_restores_trajectories_and_adds_readable_text(tmp_path):
     assert [(s["turn"], s["kind"]) for s in with_call["segments"]] == [
         (0, "prompt"), (1, "model"), (1, "observation"), (2, "model"),
     ]  # fmt: skip
+
+
+def test_a_prompt_that_was_drawn_twice_keeps_what_each_trajectory_adds(tmp_path):
+    (group,) = make_groups(random.Random(0), prompts=1, samples=1, share_right=0.5)
+    extra = {place: {"advantage": float(place)} for place in range(2)}
+    records = read_trajectories(write_trajectories(tmp_path, 1, [group, group], decode, extra=extra))
+    assert [record["advantage"] for record in records] == [0.0, 1.0]
 
 
 def test_dumps_of_a_course_that_is_discarded_are_kept_out_of_sight(tmp_path):

@@ -54,6 +54,7 @@ def test_a_supervised_step_has_its_own_names() -> None:
         "tokens/forward_tflop": 0.25,
         "supervised/loss": 1.5,
         "actor/grad_norm": 2.0,
+        "actor/bad_steps": 0.0,
         "actor/lr": 1e-3,
         "memory/trainer_peak_mib": 512.0,
     }
@@ -61,6 +62,7 @@ def test_a_supervised_step_has_its_own_names() -> None:
     assert found == {
         "sft/loss": 1.5,
         "sft/grad_norm": 2.0,
+        "sft/bad_steps": 0.0,
         "sft/lr": 1e-3,
         "sft/seconds": 0.5,
         "sft/tokens_per_s": 2000.0,

@@ -79,6 +79,8 @@ def _cpu(config: Config, engine: EngineConfig) -> Iterator[Problem]:
     if engine.kv_cache_mb is None:
         message = "required without CUDA: vLLM would claim most of the machine's memory"
         yield error(config, "rollout.engine.kv_cache_mb", message, "64 suffices for a tiny model")
+    if engine.model_runner == "v2":
+        yield error(config, "rollout.engine.model_runner", "needs CUDA and Triton", "set v1")
     if engine.block_size is not None and engine.block_size % 32:
         yield error(config, "rollout.engine.block_size", "must be a multiple of 32 without CUDA", "set 32")
 

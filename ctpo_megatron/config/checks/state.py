@@ -32,7 +32,7 @@ def check_checkpoints(config: Config) -> Iterator[Problem]:
         elif of_this_run and path.name.startswith("discarded_"):
             message = "was given up by this run, whose files have gone on from elsewhere"
             yield error(config, "checkpoint.load", message, "choose another run.name, without run.resume=true")
-        elif config.run.resume:
+        elif config.run.resume is True or (of_this_run and config.run.resume):
             yield from _given_up(config, path)
     if settings.keep_best and settings.best_metric.startswith("val/"):
         if not config.data.eval or config.rollout.replay is not None:

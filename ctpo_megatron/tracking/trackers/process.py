@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.signals import children_spared_sigterm
+from ctpo_megatron.signals import children_spared
 
 _ROOT = Path(__file__).resolve().parents[3]
 # At the end of the path: an interpreter with packages of its own must find those first.
@@ -35,7 +35,7 @@ class TrackerProcess:
         self._timeout_s = timeout_s
         self._received = b""
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with children_spared_sigterm(), log_path.open("ab") as log_file:
+        with children_spared(), log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
                 [python, "-P", "-c", _MAIN],
                 stdin=subprocess.PIPE,

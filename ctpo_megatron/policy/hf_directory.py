@@ -1,0 +1,131 @@
+"""Writes a trained model as a Hugging Face directory, aside and renamed; nothing stays of one that failed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ctpo_megatron.config import ConfigError, Problem, is_replaceable
+from ctpo_megatron.policy.checkpoint_files import CheckpointError
+from ctpo_megatron.policy.parallel import Layout
+from ctpo_megatron.weights.tensor_file import TensorFile
+
+_CONFIG = "config.json"
+_TEMPLATES = "additional_chat_templates"  # transformers' only folder within a model directory
+
+
+def write_directory(
+    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path, layout: Layout, shard_bytes: int = 4 << 30
+) -> None:
+    """Write a Hugging Face model directory: `tensors` in safetensors shards, everything else copied from `source`.
+
+    config.json gets the precision that the tensors have (all the same).
+    Every tensor goes to the disk before the next one is asked for; only rank 0 writes, the others take part in the
+    gathering. Written aside and renamed; an existing model directory of that name is replaced. Raises ConfigError
+    before anything is gathered if something else is there, or `source` itself; and CheckpointError, with nothing left
+    of the new directory, when the file system refuses.
+    """
+    target = target.resolve()
+    layout.on_rank_zero(lambda: _check_target(source.resolve(), target))
+    if layout.rank == 0:
+        aside = target.with_name(f".{target.name}.writing")
+        problem = _write_aside(tensors, source, aside, shard_bytes)
+    deque(tensors, maxlen=0)  # also after a failure: the other ranks are gathering
+    layout.on_rank_zero(lambda: _publish(aside, target, problem))
+
+
+def _write_aside(
+    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, aside: Path, shard_bytes: int
+) -> OSError | None:
+    """Write the whole directory; what the file system said against it."""
+    shards: list[TensorFile] = []
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        _copy_rest(source, aside)
+        dtype = _write_shards(tensors, aside, shards, shard_bytes)
+        _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
+        (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
+    except OSError as error:
+        for shard in shards:
+            shard.discard()  # an open file would keep its space
+        return error
+    return None
+
+
+def _copy_rest(source: Path, aside: Path) -> None:
+    for file in source.iterdir():
+        weights = file.suffix in {".safetensors", ".bin", ".pt"} or ".index." in file.name
+        if file.is_file() and not weights and file.name != _CONFIG:
+            shutil.copy2(file, aside / file.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, aside / _TEMPLATES)
+
+
+def _write_shards(
+    tensors: Iterator[tuple[str, torch.Tensor]], aside: Path, shards: list[TensorFile], shard_bytes: int
+) -> torch.dtype:
+    """Fill `shards` with all tensors; returns their precision."""
+    shards.append(TensorFile(aside / "part-1.safetensors"))
+    for name, tensor in tensors:
+        size = shards[-1].tensor_bytes
+        full = size and size + tensor.numel() * tensor.element_size() > shard_bytes
+        if full or not shards[-1].has_room_for(name):
+            shards[-1].close()
+            shards.append(TensorFile(aside / f"part-{len(shards) + 1}.safetensors"))
+        shards[-1].add(name, tensor)
+        dtype = tensor.dtype
+        del tensor  # or it would stay while the next one is gathered
+    shards[-1].close()
+    return dtype
+
+
+def _publish(aside: Path, target: Path, problem: OSError | None) -> None:
+    if problem is not None:
+        free = shutil.disk_usage(aside.parent).free / 2**30
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"the model could not be written to {target}: {problem.strerror or problem}; {free:.1f} GiB were free "
+            "there, and what was written of it is deleted"
+        ) from problem
+    if target.exists():
+        shutil.rmtree(target)
+    aside.rename(target)
+
+
+def _config_of(dtype: torch.dtype, config: Path) -> str:
+    """transformers and vLLM load in the precision that config.json says, which may be another than was trained in."""
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    for key in ("dtype", *(key for key in ("torch_dtype",) if key in settings)):
+        settings[key] = str(dtype).removeprefix("torch.")
+    return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+
+
+def _check_target(source: Path, target: Path) -> None:
+    """Nothing that is no export, nor the model that the tensors came from, is lost."""
+    if source.is_relative_to(target):
+        problem = Problem("export", f"would replace the model that was trained, {source}", "", str(target))
+    elif not is_replaceable(target):
+        problem = Problem("export", "exists and is no model directory (no config.json in it)", "", str(target))
+    else:
+        return
+    raise ConfigError([replace(problem, fix="choose another directory")])
+
+
+def _name_shards(directory: Path, names: list[list[str]], total: int) -> None:
+    if len(names) == 1:
+        (directory / "part-1.safetensors").rename(directory / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, members in enumerate(names, start=1):
+        final = f"model-{i:05d}-of-{len(names):05d}.safetensors"
+        (directory / f"part-{i}.safetensors").rename(directory / final)
+        weight_map |= dict.fromkeys(members, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

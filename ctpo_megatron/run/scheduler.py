@@ -1,0 +1,62 @@
+"""What the job's scheduler and launcher say of time: when the job ends, and how long they wait after SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import time
+
+from ctpo_megatron.config import Config
+
+log = logging.getLogger(__name__)
+
+_SCONTROL_S = 10.0
+_TORCHRUN_S = 30.0
+_EARLIER = "ask for an earlier signal, which is treated alike: #SBATCH --signal=USR1@{seconds:.0f}"
+
+
+def job_end(config: Config) -> float | None:
+    """When this job ends, in seconds since the epoch: `run.deadline`, else Slurm's SLURM_JOB_END_TIME; None: never.
+
+    One of Slurm's that is over is not this job's: a shell or a `scontrol update` may have left it behind.
+    """
+    if config.run.deadline is not None:
+        return config.run.deadline
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    if not text:
+        return None
+    if not text.isdecimal() or float(text) <= time.time():
+        log.warning("SLURM_JOB_END_TIME=%s is no time to come and is ignored: give run.deadline", text)
+        return None
+    return float(text)
+
+
+def warn_of_short_grace(grace_s: float) -> None:
+    """Warn when `checkpoint.grace_s` is longer than launcher or scheduler wait before they kill; on rank zero."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_S))
+        remedy = "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT with more (or give --shutdown-timeout, unless you did)"
+        _warn(grace_s, limit, "torchrun kills its ranks", remedy)
+    if "SLURM_JOB_ID" in os.environ and (wait := kill_wait()) is not None:
+        _warn(grace_s, wait, "Slurm kills a job (KillWait)", _EARLIER.format(seconds=grace_s + wait))
+
+
+def kill_wait() -> float | None:
+    """Seconds between SIGTERM and SIGKILL as this cluster's Slurm has them; None if it does not say."""
+    command = ["scontrol", "show", "config"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.info("KillWait of Slurm is not known: %s", error)
+        return None
+    found = re.search(r"^KillWait\s*=\s*(\d+)", shown.stdout, re.MULTILINE)
+    return float(found[1]) if found else None
+
+
+def _warn(grace_s: float, limit_s: float, who: str, remedy: str) -> None:
+    if grace_s >= limit_s:
+        log.warning("checkpoint.grace_s is %g s, but %s %g s after SIGTERM: %s", grace_s, who, limit_s, remedy)

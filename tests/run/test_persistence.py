@@ -1,0 +1,62 @@
+"""From which checkpoint a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.config import Config, PolicyConfig
+from ctpo_megatron.policy import CheckpointError, Layout, checkpoint_files, destroy_distributed, init_distributed
+from ctpo_megatron.run import Persistence, Reporter
+from tests.tracking.synthetic_run import make_config
+
+
+@pytest.fixture(scope="module")
+def layout() -> Iterator[Layout]:
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
+
+
+def write(directory: Path, step: int) -> Path:
+    aside = checkpoint_files.begin(directory, step)
+    (aside / "common.pt").write_bytes(b"all")
+    marker = checkpoint_files.Marker(step, None, {"step": step}, checkpoint_files.digests(aside, ["common.pt"]))
+    return checkpoint_files.publish(aside, marker, keep_last=9, keep_best=0)
+
+
+def persistence(layout: Layout, config: Config) -> Persistence:
+    return Persistence(config, layout, config.run.directory, None, Reporter())
+
+
+def test_the_newest_of_rl_comes_before_those_of_sft_and_another_run(layout: Layout, tmp_path: Path) -> None:
+    other = write(tmp_path / "other" / "checkpoints", 5)
+
+    def found(resume: bool | str, load: Path | None = None) -> Path | None:
+        checkpoint = {"load": None if load is None else str(load)}
+        config = make_config(tmp_path, run={"resume": resume}, checkpoint=checkpoint)
+        return persistence(layout, config).find()
+
+    ours = tmp_path / "demo" / "checkpoints"
+    assert found(True) is found("auto") is None
+    assert found("auto", other) == found(True, other) == found(False, other) == other
+    sft = write(ours / "sft", 40)
+    assert found("auto") == found(True) == found("auto", other) == sft
+    first, second = write(ours, 1), write(ours, 2)
+    assert found(True) == found("auto") == found("auto", other) == second
+    assert found(False) is None and found(True, other) == other
+    assert found(True, first) == found("auto", first) == first
+
+
+def test_sft_goes_before_rl_and_from_its_own_checkpoints(layout: Layout, tmp_path: Path) -> None:
+    sft: dict[str, Any] = {"data": ["sft.parquet"], "steps": 9}
+    with_sft, without = make_config(tmp_path, sft=sft), make_config(tmp_path)
+    of_sft, of_rl = (write(tmp_path / "demo" / "checkpoints" / folder, 3) for folder in ("sft", "."))
+    assert persistence(layout, with_sft).sft_to_do(None) == with_sft.sft
+    assert persistence(layout, with_sft).sft_to_do(of_sft) == with_sft.sft
+    assert persistence(layout, with_sft).sft_to_do(of_rl) is None
+    assert persistence(layout, without).sft_to_do(None) is persistence(layout, without).sft_to_do(of_rl) is None
+    with pytest.raises(CheckpointError, match=r"sft/step_000003 is of the SFT stage, which"):
+        persistence(layout, without).sft_to_do(of_sft)

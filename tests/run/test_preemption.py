@@ -1,0 +1,133 @@
+"""Who can ask a run to end, what it does then, and what is known of the time it has."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron.run import Preemption
+from ctpo_megatron.run.scheduler import job_end, warn_of_short_grace
+from ctpo_megatron.signals import ENDING
+from tests.tracking.synthetic_run import make_config
+
+
+@pytest.fixture(autouse=True)
+def former_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGALRM)}
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "status"),
+    [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGUSR1, "SIGUSR1", 143), (signal.SIGINT, "Ctrl-C", 130)],
+)
+def test_every_way_to_ask_saves_where_there_is_something_and_ends_the_process_elsewhere(
+    number: signal.Signals, name: str, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    preemption = Preemption(grace_s=60)
+    with preemption.deferred():
+        assert not preemption.asked()
+        for _ in range(2):  # the second is one press of Ctrl-C that came twice, or no news
+            send(number)
+        assert preemption.asked()
+    assert preemption.leave() == status
+    assert capfd.readouterr().err == f"{name}: a checkpoint follows, within 60 s (checkpoint.grace_s)\n"
+    with pytest.raises(SystemExit) as ended:
+        send(number)
+    assert ended.value.code == status
+    assert capfd.readouterr().err == f"{name}: leaving at once; no step is at hand\n"
+
+
+def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    preemption = Preemption(grace_s=60)
+    with preemption.deferred():
+        send(signal.SIGINT)
+        time.sleep(1.1)
+        with pytest.raises(SystemExit) as ended:
+            send(signal.SIGINT)
+    assert ended.value.code == 130
+    assert capfd.readouterr().err.endswith("Ctrl-C again: leaving at once, without a checkpoint\n")
+
+
+def test_a_grace_that_runs_out_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
+    preemption = Preemption(grace_s=0.1)
+    with preemption.deferred(), pytest.raises(SystemExit) as ended:
+        send(signal.SIGUSR1)
+        signal.pause()
+    assert ended.value.code == 143
+    assert "not done within 0.1 s of SIGUSR1 (checkpoint.grace_s)" in capfd.readouterr().err
+
+
+def test_the_clock_asks_when_the_grace_is_left(capfd: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    preemption = Preemption(grace_s=60, job_end=time.time() + 60.2)
+    with preemption.deferred():
+        assert not preemption.asked()
+        signal.pause()
+        assert preemption.asked()
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 59  # of the grace
+    assert "the job's end: a checkpoint follows, within 60 s" in capfd.readouterr().err
+    with pytest.raises(SystemExit):  # too late to begin anything
+        Preemption(grace_s=60, job_end=time.time() + 30)
+        signal.pause()
+    assert time.monotonic() - started < 30
+
+
+def test_a_forked_process_goes_on(tmp_path: Path) -> None:
+    """One writes checkpoints, and a scheduler's signal reaches it, too."""
+    preemption = Preemption(grace_s=60)
+    with preemption.deferred():
+        if (child := os.fork()) == 0:
+            for number in (*ENDING, signal.SIGINT):
+                send(number)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert not preemption.asked()
+
+
+def test_when_the_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert job_end(make_config(tmp_path)) is None
+    soon = int(time.time()) + 100
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(soon))
+    assert job_end(make_config(tmp_path)) == soon
+    run = {"name": "demo", "root": str(tmp_path), "steps": 5, "deadline": soon + 50}
+    assert job_end(make_config(tmp_path, run=run)) == soon + 50
+    assert caplog.text == ""
+    for former in (str(soon - 200), "unlimited"):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", former)
+        assert job_end(make_config(tmp_path)) is None
+        assert f"SLURM_JOB_END_TIME={former} is no time to come and is ignored" in caplog.text
+
+
+def test_a_grace_that_slurm_and_torchrun_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'KeepAliveTime           = SYSTEM_DEFAULT'\necho 'KillWait = 30 sec'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name in ("RANK", "TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with caplog.at_level(logging.WARNING):
+        warn_of_short_grace(20)
+        assert caplog.text == ""
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        warn_of_short_grace(120)
+    torchrun, slurm = (record.getMessage() for record in caplog.records)
+    assert "checkpoint.grace_s is 120 s, but torchrun kills its ranks 30 s after SIGTERM" in torchrun
+    assert "but Slurm kills a job (KillWait) 30 s after SIGTERM" in slurm and "--signal=USR1@150" in slurm
