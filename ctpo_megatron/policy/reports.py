@@ -60,7 +60,7 @@ def _old_log_probs(micro: PackedBatch) -> torch.Tensor:
 
 
 def old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    """Sums over the model's tokens of these micro-batches, and the largest |sampler - trainer| (nats); one read-back."""
+    """Sums over the model's tokens of these micro-batches, largest |sampler - trainer| (nats); one read-back."""
     places = [m.on_host.response_mask.nonzero().squeeze(1) for m in micro_batches]
     difference = torch.cat(
         [

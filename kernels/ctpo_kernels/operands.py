@@ -65,10 +65,8 @@ def active_rows(mask: Tensor, known: Tensor | None = None) -> Tensor | None:
     """
     if known is None or mask.device.type == "cpu":
         rows = mask.nonzero().squeeze(1)
-        if known is not None and not torch.equal(known, rows):
-            raise ValueError(
-                f"rows are {known.numel()} places that are not those where the mask is set, {rows.numel()}"
-            )
+        if known is not None and not known.equal(rows):
+            raise ValueError(f"rows are {known.numel()} places, not the {rows.numel()} where the mask is set")
     else:
         rows = known
     return None if rows.numel() == mask.numel() else rows
