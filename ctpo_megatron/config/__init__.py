@@ -15,7 +15,7 @@ from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, layer_activation
 from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_spec import family_for, load_family, read_spec, spec_for
 from ctpo_megatron.config.objective import PolicyObjective, objective_from_config
-from ctpo_megatron.config.placement import Job, Placement, engine_count
+from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_gpus
 from ctpo_megatron.config.plan import Plan
 from ctpo_megatron.config.presets import PRESETS
 from ctpo_megatron.config.problems import ConfigError, Problem
@@ -23,7 +23,6 @@ from ctpo_megatron.config.schema import (
     AdvantageConfig,
     CheckpointConfig,
     Config,
-    CorruptionConfig,
     DataConfig,
     EngineConfig,
     EvalConfig,
@@ -33,16 +32,15 @@ from ctpo_megatron.config.schema import (
     OptimizerConfig,
     PlacementConfig,
     PolicyConfig,
-    PrepareConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
     SandboxConfig,
     SftConfig,
-    TinyModelConfig,
     TrackingConfig,
 )
 from ctpo_megatron.config.sources import Sources
+from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
 from ctpo_megatron.config.torchrun import node_ranks, world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
@@ -101,6 +99,7 @@ __all__ = [
     "place",
     "read_spec",
     "sequence_multiple",
+    "shares_gpus",
     "spec_for",
     "stage_memory",
     "stored_tensors",

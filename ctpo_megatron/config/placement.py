@@ -14,6 +14,11 @@ def engine_count(config: Config) -> int:
     return max(1, (config.placement.engine_gpus or 0) // config.rollout.engine.tensor_parallel_size)
 
 
+def shares_gpus(config: Config) -> bool:
+    """Whether engines and trainer use the same GPUs by turns."""
+    return config.placement.mode == "colocated" and config.rollout.replay is None
+
+
 @dataclass(frozen=True)
 class Job:
     """The trainer's ranks, in all and on one node (None: not known, all on one), and how many GPUs a node shows."""

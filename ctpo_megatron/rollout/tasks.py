@@ -130,6 +130,7 @@ def engine_arguments(config: Config, model_path: str, device: Device) -> dict[st
         arguments["block_size"] = engine.block_size
     if device == "cuda":
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.placement.mode == "colocated"
         return arguments | engine.extra
     if engine.kv_cache_mb is None:
         raise ValueError("rollout.engine.kv_cache_mb is required on CPU (vLLM would claim most of the machine)")

@@ -22,6 +22,7 @@ _OWNED = {
 _FIXED = {
     "logprobs_mode": "the trainer needs the log-probs of the distribution sampled from",
     "worker_extension_cls": "the weight synchronization uses it",
+    "enable_sleep_mode": "placement.mode decides",
     "weight_transfer_config": "the weight synchronization uses it",
     "skip_tokenizer_init": "stop strings need the tokenizer",
     "pipeline_parallel_size": "the weight synchronization expects one stage",
