@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Backend = Literal["torch", "triton"]
 ENVIRONMENT = "CTPO_KERNELS_BACKEND"
@@ -109,6 +110,17 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "its kernels need compute capability 8.0 (Ampere) or newer: use the torch backend"
     return None
+
+
+def compiling(tensor: torch.Tensor) -> bool:
+    """Whether a call is traced (torch.compile, torch.export) or only its shapes are asked for (FakeTensor)."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
+def refuse_compiled(name: str, value: bool, effect: str) -> None:
+    """Raises RuntimeError where an argument is set that asks for an effect which no compiled graph may have."""
+    if value:
+        raise RuntimeError(f"{name}=True cannot be compiled: it {effect}. Pass False, or call outside of torch.compile")
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.linear_head import LinearHead
 from ctpo_kernels.logprob import upstream_of_labels
@@ -59,7 +61,6 @@ def linear_log_probs(
     n = labels.numel()
     if mask is not None and mask.shape != shape:
         raise ValueError(f"mask has shape {list(mask.shape)}; expected {list(shape)}")
-    rows = None if mask is None else active_rows(mask.reshape(-1) != 0)
     head = {
         "group": group,
         "temperature": temperature,
@@ -67,6 +68,12 @@ def linear_log_probs(
         "chunk_size": chunk_size,
         "softcap": arguments.checked_softcap(softcap),
     }
+    if dispatch.compiling(hidden):
+        from ctpo_kernels import ops
+
+        flat_mask = None if mask is None else mask.reshape(-1)
+        return ops.compiled_linear(hidden, weight, labels, flat_mask, shape, sequence_parallel, return_entropy, head)
+    rows = None if mask is None else active_rows(mask.reshape(-1) != 0)
     chosen = pick(labels, rows)
     arguments.check_range(chosen, vocab_size or weight.shape[0] * (group.size() if group else 1))
     log_probs, entropy = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
@@ -88,13 +95,7 @@ class _LinearLogProbs(torch.autograd.Function):
         entropy: bool,
         settings: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        x = pick(gather_hidden(hidden, settings["group"], sequence_parallel), rows)
-        head = LinearHead(x, weight, labels, **settings)
-        found = [head.log_probs(start, end, entropy=entropy) for start, end in head.chunks()]
-        none = x.new_empty(0, dtype=head.dtype)
-        lse, log_probs, entropies = (
-            torch.cat([none, *(getattr(merged, name) for merged in found)]) for name in ("lse", "log_probs", "entropy")
-        )
+        log_probs, lse, entropies = forward_pass(hidden, weight, labels, rows, sequence_parallel, entropy, settings)
         ctx.save_for_backward(hidden, weight, labels, rows, lse, entropies)
         ctx.settings, ctx.n, ctx.sequence_parallel = settings, n, sequence_parallel
         ctx.set_materialize_grads(False)
@@ -107,19 +108,58 @@ class _LinearLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, rows, lse, value = ctx.saved_tensors
-        group = ctx.settings["group"]
-        head = LinearHead(
-            pick(gather_hidden(hidden, group, ctx.sequence_parallel), rows), weight, labels, **ctx.settings
-        )
-        g = upstream_of_labels(None if upstream is None else pick(upstream, rows), labels, lse)
-        entropy = None if d_entropy is None else EntropyGradient(value, pick(d_entropy, rows).contiguous())
-        d_hidden = torch.zeros_like(head.hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=head.dtype) if ctx.needs_input_grad[1] else None
-        for start, end in head.chunks():
-            part = g[start:end]
-            extra = None if entropy is None else entropy.rows(slice(start, end))
-            dz = head.recomputed_gradient_rows(start, end, lse[start:end], part, extra)
-            head.accumulate(dz, start, part, d_hidden, d_weight, skip=False)
-        if d_hidden is not None:
-            d_hidden = reduce_d_hidden(scatter(d_hidden, rows, ctx.n), group, ctx.sequence_parallel)
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 6
+        saved = (hidden, weight, labels, rows, lse, value)
+        shared = (ctx.n, ctx.sequence_parallel, ctx.settings, ctx.needs_input_grad)
+        d_hidden, d_weight = backward_pass(*saved, upstream, d_entropy, *shared)
+        return d_hidden, d_weight, *[None] * 6
+
+
+def forward_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    rows: Tensor | None,
+    sequence_parallel: bool,
+    entropy: bool,
+    settings: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, lse and entropies `[M]` of the rows; labels: `[M]`."""
+    x = pick(gather_hidden(hidden, settings["group"], sequence_parallel), rows)
+    head = LinearHead(x, weight, labels, **settings)
+    found = [head.log_probs(start, end, entropy=entropy) for start, end in head.chunks()]
+    none = x.new_empty(0, dtype=head.dtype)
+    log_probs, lse, entropies = (
+        torch.cat([none, *(getattr(merged, name) for merged in found)]) for name in ("log_probs", "lse", "entropy")
+    )
+    return log_probs, lse, entropies
+
+
+def backward_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    rows: Tensor | None,
+    lse: Tensor,
+    value: Tensor,
+    upstream: Tensor | None,
+    d_entropy: Tensor | None,
+    n: int,
+    sequence_parallel: bool,
+    settings: dict[str, Any],
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden and weight, those that are wanted. lse, value, labels: `[M]`; upstream, d_entropy: `[N]`."""
+    group = settings["group"]
+    head = LinearHead(pick(gather_hidden(hidden, group, sequence_parallel), rows), weight, labels, **settings)
+    g = upstream_of_labels(None if upstream is None else pick(upstream, rows), labels, lse)
+    entropy = None if d_entropy is None else EntropyGradient(value, pick(d_entropy, rows).contiguous())
+    d_hidden = torch.zeros_like(head.hidden) if wanted[0] else None
+    d_weight = torch.zeros_like(weight, dtype=head.dtype) if wanted[1] else None
+    for start, end in head.chunks():
+        part = g[start:end]
+        extra = None if entropy is None else entropy.rows(slice(start, end))
+        dz = head.recomputed_gradient_rows(start, end, lse[start:end], part, extra)
+        head.accumulate(dz, start, part, d_hidden, d_weight, skip=False)
+    if d_hidden is not None:
+        d_hidden = reduce_d_hidden(scatter(d_hidden, rows, n), group, sequence_parallel)
+    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)

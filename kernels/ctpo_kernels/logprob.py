@@ -51,11 +51,17 @@ def vocab_parallel_log_probs(
     if inplace_backward and any(n > 1 and step == 0 for n, step in zip(logits.shape, logits.stride(), strict=True)):
         raise ValueError("inplace_backward: rows of the logits share memory (expand): pass inplace_backward=False")
     labels = arguments.checked(logits.shape[0], labels, logits.device, temperature)
+    cap = checked_softcap(softcap)
     group = arguments.effective(tp_group)
+    if dispatch.compiling(logits):
+        dispatch.refuse_compiled("inplace_backward", inplace_backward, "overwrites the logits")
+        from ctpo_kernels import ops
+
+        return ops.compiled_log_probs(logits, labels, group, shape, temperature, vocab_size, cap, return_entropy)
     shard = arguments.shard_of(logits.shape[1], vocab_size, group)
     arguments.check_range(labels, vocab_size or logits.shape[1] * (group.size() if group else 1))
     log_probs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        logits, labels, group, shard, temperature, checked_softcap(softcap), return_entropy, inplace_backward
+        logits, labels, group, shard, temperature, cap, return_entropy, inplace_backward
     )
     return (log_probs.view(shape), entropy.view(shape)) if return_entropy else log_probs.view(shape)
 
@@ -73,8 +79,7 @@ class _LogProbs(torch.autograd.Function):
         entropy: bool,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        parts = _parts(logits, labels, shard, temperature, entropy=entropy, softcap=softcap)
-        merged = merge(arguments.gather_parts(parts, group), labels, temperature)
+        merged = forward_pass(logits, labels, group, shard, temperature, softcap=softcap, entropy=entropy)
         ctx.save_for_backward(logits, labels, merged.lse, merged.entropy)
         ctx.shard, ctx.temperature, ctx.softcap, ctx.inplace = shard, temperature, softcap, inplace
         ctx.set_materialize_grads(False)
@@ -86,25 +91,56 @@ class _LogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, labels, lse, value = ctx.saved_tensors
-        g = upstream_of_labels(upstream, labels, lse)
-        entropy = None if d_entropy is None else EntropyGradient(value, d_entropy.contiguous())
         out = logits.detach() if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        if dispatch.choose(lse) == "triton":
-            from ctpo_kernels import rows_triton
-
-            rows_triton.gradient_into(
-                out, logits, lse, labels, g, ctx.shard, ctx.temperature, softcap=ctx.softcap, entropy=entropy
-            )
-            if ctx.inplace:  # autograd does not see what a kernel writes
-                torch.autograd.graph.increment_version(logits)
-        else:
-            for rows in _row_slices(logits):
-                part = logits[rows].to(lse.dtype, copy=True)
-                extra = None if entropy is None else entropy.rows(rows)
-                own = (lse[rows], labels[rows], g[rows], ctx.shard, ctx.temperature)
-                rows_torch.gradient(part, *own, softcap=ctx.softcap, entropy=extra)
-                out[rows] = part
+        upstreams = (upstream, d_entropy)
+        backward_pass(out, logits, labels, lse, value, *upstreams, ctx.shard, ctx.temperature, ctx.softcap)
+        if ctx.inplace:  # autograd does not see what a kernel writes
+            torch.autograd.graph.increment_version(logits)
         return out, *[None] * 7
+
+
+def forward_pass(
+    logits: Tensor,
+    labels: Tensor,
+    group: dist.ProcessGroup | None,
+    shard: Shard,
+    temperature: float,
+    *,
+    softcap: float,
+    entropy: bool,
+) -> Merged:
+    """Log-probs, lse and entropies of checked rows."""
+    parts = _parts(logits, labels, shard, temperature, entropy=entropy, softcap=softcap)
+    return merge(arguments.gather_parts(parts, group), labels, temperature)
+
+
+def backward_pass(
+    out: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    value: Tensor,
+    upstream: Tensor | None,
+    d_entropy: Tensor | None,
+    shard: Shard,
+    temperature: float,
+    softcap: float,
+) -> None:
+    """out (it may be the logits) = gradient of the logits; lse, value (the entropies): of the forward pass."""
+    g = upstream_of_labels(upstream, labels, lse)
+    entropy = None if d_entropy is None else EntropyGradient(value, d_entropy.contiguous())
+    if dispatch.choose(lse) == "triton":
+        from ctpo_kernels import rows_triton
+
+        own = (lse, labels, g, shard, temperature)
+        rows_triton.gradient_into(out, logits, *own, softcap=softcap, entropy=entropy)
+        return
+    for rows in _row_slices(logits):
+        part = logits[rows].to(lse.dtype, copy=True)
+        extra = None if entropy is None else entropy.rows(rows)
+        own = (lse[rows], labels[rows], g[rows], shard, temperature)
+        rows_torch.gradient(part, *own, softcap=softcap, entropy=extra)
+        out[rows] = part
 
 
 def upstream_of_labels(upstream: Tensor | None, labels: Tensor, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -71,3 +72,8 @@ def pick(values: Tensor, rows: Tensor | None) -> Tensor:
 def scatter(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
     """Inverse of `pick`: zeros elsewhere."""
     return values if rows is None else values.new_zeros(n, *values.shape[1:]).index_copy_(0, rows, values)
+
+
+def accumulation_dtype(hidden: Tensor) -> torch.dtype:
+    """In which logits, losses and weight gradients are summed."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32

@@ -58,10 +58,6 @@ class PackedTokens:
         """bool `[N]`: tokens whose loss counts, a subset of `sampled`."""
         return self.sampled if self.loss_mask is None else self.sampled & (self.loss_mask != 0)
 
-    def with_log_prob(self, log_probs: Tensor) -> PackedTokens:
-        """The same batch with other log-probs."""
-        return replace(self, log_probs=log_probs)
-
     def select(self, rows: Tensor, cu: Tensor) -> PackedTokens:
         """The batch of the tokens `rows` (int64 `[M]`, ascending) with their boundaries `cu`; all of them in order."""
 

@@ -6,6 +6,11 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 IGNORED_LABEL = tl.constexpr(-100)
+COUNTS = ["rows"]
+"""Differs from batch to batch: Triton would compile anew for a 1 and for multiples of 16."""
+
+PER_ROW = ["labels", "parts", "log_probs", "lse", "entropy", "g", "entropy_g"]
+"""One value or four a row, in slices that begin anywhere: Triton would compile anew for addresses off 16 bytes."""
 
 
 @triton.jit
@@ -19,7 +24,7 @@ def tanh(x):
     return tl.where(x < 0, -size, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_ROW)
 def row_stats_kernel(
     logits,
     row_stride,
@@ -70,7 +75,7 @@ def row_stats_kernel(
     tl.store(parts + row * 4 + 3, weighted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_ROW)
 def merge_kernel(
     parts, labels, log_probs, lse, entropy, rows, inverse_temperature, SHARDS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -106,7 +111,7 @@ def merge_kernel(
     tl.store(entropy + row, log_total - weighted / total, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=PER_ROW)
 def gradient_kernel(
     logits,
     logits_stride,

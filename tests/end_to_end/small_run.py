@@ -92,6 +92,7 @@ class Ctpo:
     def _running(self, name: str, text: str, *overrides: str) -> Iterator[tuple[Child, Path]]:
         """A run whose output has got to `text`."""
         log = self.directory / f"{name}.log"
+        log.unlink(missing_ok=True)  # of an earlier run
         process = pool.prefork().start(
             train_main,
             self.command(*overrides)[3:],

@@ -205,7 +205,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
 @pytest.mark.parametrize(
     ("point", "count", "done"),
     [
-        ("sample", 3, 2),  # the step at hand is given up
+        pytest.param("sample", 3, 2, marks=pytest.mark.slow),  # the step at hand is given up
         ("score", 3, 3),  # it is finished, and was the last
         pytest.param("update", 3, 2, marks=pytest.mark.slow),
         pytest.param("sample", 1, 0, marks=pytest.mark.slow),

@@ -93,6 +93,8 @@ def run_cases(rank: int, dtype: torch.dtype) -> dict[Any, Any]:
     for ratio in ("cumprod", "sequence-geomean"):
         out["context parallel head", ratio] = context_parallel_head(rank, head_of(name, dtype), ratio_mode=ratio)
     out["refusals"] = refusals(case_batch(dtype))
+    if dtype == torch.float64:
+        out["compiled"] = tensor_parallel(rank, head_of(name, dtype), sequence_parallel=True, compiled=True)
     return out
 
 
@@ -102,17 +104,23 @@ def shard(weight: Tensor, rank: int) -> Tensor:
 
 
 def tensor_parallel(
-    rank: int, head: Head, *, sequence_parallel: bool = False, accumulate_into_main_grad: bool = False
+    rank: int,
+    head: Head,
+    *,
+    sequence_parallel: bool = False,
+    accumulate_into_main_grad: bool = False,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     from ctpo_kernels import fused_linear_ctpo
 
+    call: Any = torch.compile(fused_linear_ctpo, fullgraph=True, backend="eager") if compiled else fused_linear_ctpo
     weight = shard(head.weight, rank)
     if accumulate_into_main_grad:
         weight.main_grad = torch.zeros(weight.shape)
     n = head.hidden.shape[0]
     rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if sequence_parallel else slice(None)
     hidden = head.hidden[rows].clone().requires_grad_()
-    loss, stats, log_probs = fused_linear_ctpo(
+    loss, stats, log_probs = call(
         **{**head.arguments(), "hidden": hidden, "weight": weight},
         tp_group=dist.group.WORLD,
         sequence_parallel=sequence_parallel,
@@ -144,12 +152,17 @@ def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict
         hidden, weight, labels, dist.group.WORLD, sequence_parallel, chunk_size=16, **settings
     )
     log_probs.backward(g)
-    found = {"log_probs": log_probs.detach(), "entropy": entropy, "d_hidden": hidden.grad, "d_weight": weight.grad}
+    found = {
+        "log_probs": log_probs.detach(),
+        "entropy": entropy.detach(),
+        "d_hidden": hidden.grad,
+        "d_weight": weight.grad,
+    }
     if not sequence_parallel:
         logits = (head.hidden @ shard(head.weight, rank).detach().T).requires_grad_()
         given, given_entropy = vocab_parallel_log_probs(logits, labels, dist.group.WORLD, **settings)
         given.backward(g)
-        found |= {"given": given.detach(), "given_entropy": given_entropy, "d_logits": logits.grad}
+        found |= {"given": given.detach(), "given_entropy": given_entropy.detach(), "d_logits": logits.grad}
     return found
 
 
