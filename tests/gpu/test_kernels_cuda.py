@@ -21,6 +21,7 @@ from ctpo_kernels import loss_torch, rows_torch
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import Shard
 from ctpo_kernels.spec import LossKeywords, LossSpec
+from tests.kernels.harness import observed, poisoned_memory
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 on_cuda = pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=CUDA)])
@@ -53,7 +54,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         pytest.skip("triton compiles for the GPU in this process and cannot interpret too")
     # Kernels are interpreted if the variable is set when they are defined (tests/conftest.py).
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with ck.use_backend("triton"):
+    with ck.use_backend("triton"), poisoned_memory(), observed():
         yield "cpu"
 
 

@@ -19,6 +19,7 @@ RANKS = 2
 LENGTHS = [16, 4, 0, 8]  # multiples of 2 R, for the pieces of context parallelism
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
 VOCABS = {"padding in the last shard": (50, 6), "last shard all padding": (20, 36)}  # real columns, padding
+SOFTCAP = 5.0
 TOKENS = 20  # loss tokens of the "step", given from outside
 
 
@@ -139,19 +140,20 @@ def tensor_parallel(
 
 
 def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict[str, Any]:
-    """Both log-prob functions, the upstream gradient a known function of the row."""
+    """Both log-prob functions with a soft-cap, the upstream gradients known functions of the row."""
     from ctpo_kernels import linear_log_probs, vocab_parallel_log_probs
 
     n = head.hidden.shape[0]
     labels = head.labels.clamp(min=0)
     g = torch.sin(torch.arange(n, dtype=head.hidden.dtype))
     settings = {"temperature": head.temperature, "vocab_size": head.vocab_size, "return_entropy": True}
+    settings["softcap"] = SOFTCAP
     rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if sequence_parallel else slice(None)
     hidden, weight = head.hidden[rows].clone().requires_grad_(), shard(head.weight, rank)
     log_probs, entropy = linear_log_probs(
         hidden, weight, labels, dist.group.WORLD, sequence_parallel, chunk_size=16, **settings
     )
-    log_probs.backward(g)
+    torch.autograd.backward((log_probs, entropy), (g, g.flip(0)))
     found = {
         "log_probs": log_probs.detach(),
         "entropy": entropy.detach(),
@@ -161,7 +163,7 @@ def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict
     if not sequence_parallel:
         logits = (head.hidden @ shard(head.weight, rank).detach().T).requires_grad_()
         given, given_entropy = vocab_parallel_log_probs(logits, labels, dist.group.WORLD, **settings)
-        given.backward(g)
+        torch.autograd.backward((given, given_entropy), (g, g.flip(0)))
         found |= {"given": given.detach(), "given_entropy": given_entropy.detach(), "d_logits": logits.grad}
     return found
 
