@@ -80,6 +80,7 @@ def linear_policy_loss(
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    rows: Tensor | None = None,
     accumulate_into_main_grad: bool = False,
 ) -> LinearPolicyLoss:
     """`policy_loss` of the log-probs of softmax(hidden weight^T / temperature), logits never held for all tokens.
@@ -104,6 +105,7 @@ def linear_policy_loss(
         tp_group=tp_group,
         cp_group=cp_group,
         sequence_parallel=sequence_parallel,
+        rows=rows,
         accumulate_into_main_grad=accumulate_into_main_grad,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )

@@ -148,7 +148,7 @@ class Policy:
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
             log_probs, entropy = (predictions.targets.per_token(rows) for rows in predictions.log_probs_and_entropy())
-            return zero, {"log_probs": log_probs, "entropy_sum": float(entropy.sum(dtype=torch.float64))}
+            return zero, {"log_probs": log_probs, "entropy_sum": entropy.sum(dtype=torch.float64)}
 
         with self._at_work(), torch.no_grad():
             return run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)

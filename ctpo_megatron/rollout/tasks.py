@@ -90,7 +90,6 @@ class UpdateReport:
 def engine_environment(device: Device, engine: EngineConfig) -> dict[str, str]:
     """Environment variables that must be set before vLLM is imported."""
     env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1" if engine.model_runner == "v2" else "0",  # left to vLLM, a GPU gets another one
@@ -99,6 +98,8 @@ def engine_environment(device: Device, engine: EngineConfig) -> dict[str, str]:
     if device == "cpu":
         env |= {
             "OMP_NUM_THREADS": str(engine.threads),
+            # Without it vLLM's CPU platform replaces the "uni" executor by "mp": a process more for each engine.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCHDYNAMO_DISABLE": "1",  # no compiler needed at run time; never on CUDA
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }

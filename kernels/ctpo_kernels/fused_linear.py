@@ -54,6 +54,7 @@ def fused_linear_ctpo(
     accumulate_into_main_grad: bool = False,
     skip_zero_tiles: bool = True,
     return_entropy: bool = False,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, CTPOStats, Tensor] | tuple[Tensor, CTPOStats, Tensor, Tensor]:
     """`ctpo_loss(linear_log_probs(hidden, weight, labels), ...)` with its gradients, computed in the forward pass.
 
@@ -68,11 +69,12 @@ def fused_linear_ctpo(
         placeholder. The upstream scalar must then be 1 (checked in the backward, on CUDA by a device-side assertion).
     skip_zero_tiles: leave out tiles of 128 rows without any gradient (clipped, or advantage 0) in the two gradient
         products; exact, and costs one small read-back a chunk.
+    rows: int64 `[M]`, where response_mask is not 0, ascending, from a caller who knows.
 
     Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs: float32 in the shape of
     labels, detached, 0 where the response mask is 0; with `return_entropy` also the entropies, likewise. One backward
     per forward: a second one raises RuntimeError. Without grad mode only the log-probs and the loss are computed. CUDA:
-    synchronises once for the number of rows.
+    synchronises once for the number of rows, unless they are given.
     """
     shape = labels.shape
     hidden, labels = flat_operands(hidden, labels, sequence_parallel)
@@ -108,6 +110,7 @@ def fused_linear_ctpo(
         ),
         labels,
         cp_group,
+        rows,
         sequence_parallel=sequence_parallel,
         skip=skip_zero_tiles,
         entropy_coef=entropy_coef,

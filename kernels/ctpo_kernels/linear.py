@@ -38,6 +38,7 @@ def linear_log_probs(
     vocab_size: int | None = None,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden weight^T / temperature)[label] of each row without the logits of all rows.
 
@@ -45,6 +46,7 @@ def linear_log_probs(
         differentiable, one dtype.
     labels: `[N]` or `[B, T]` global ids; -100 gives 0 and no gradient. mask: the same shape, rows to evaluate; the
         others give 0.
+    rows: int64 `[M]`, where mask is not 0, ascending, from a caller who knows: CUDA need not be waited for then.
     chunk_size: rows whose logits exist at a time (default: what fits the memory of `CHUNK_BYTES`, whatever memory is
         free: the bits depend on it).
     vocab_size, softcap: as `vocab_parallel_log_probs`.
@@ -73,11 +75,11 @@ def linear_log_probs(
 
         flat_mask = None if mask is None else mask.reshape(-1)
         return ops.compiled_linear(hidden, weight, labels, flat_mask, shape, sequence_parallel, return_entropy, head)
-    rows = None if mask is None else active_rows(mask.reshape(-1) != 0)
-    chosen = pick(labels, rows)
+    active = None if mask is None else active_rows(mask.reshape(-1) != 0, rows)
+    chosen = pick(labels, active)
     arguments.check_range(chosen, vocab_size or weight.shape[0] * (group.size() if group else 1))
     log_probs, entropy = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        hidden, weight, chosen, rows, n, sequence_parallel, return_entropy, head
+        hidden, weight, chosen, active, n, sequence_parallel, return_entropy, head
     )
     return (log_probs.view(shape), entropy.view(shape)) if return_entropy else log_probs.view(shape)
 

@@ -58,9 +58,18 @@ def flat_operands(hidden: Tensor, labels: Tensor, sequence_parallel: bool) -> tu
     return hidden.reshape(-1, hidden.shape[2]), labels.reshape(-1)
 
 
-def active_rows(mask: Tensor) -> Tensor | None:
-    """int64 `[M]` of the rows where a bool mask is set; None when it is set everywhere. Synchronises on CUDA."""
-    rows = mask.nonzero().squeeze(1)
+def active_rows(mask: Tensor, known: Tensor | None = None) -> Tensor | None:
+    """int64 `[M]` of the rows where a bool mask is set; None when it is set everywhere.
+
+    known: these rows, if the caller has them; searching for them synchronises on CUDA. Raises ValueError when they are
+    not, where seeing it needs no synchronisation (CPU).
+    """
+    if known is None or mask.device.type == "cpu":
+        rows = mask.nonzero().squeeze(1)
+        if known is not None and not known.equal(rows):
+            raise ValueError(f"rows are {known.numel()} places, not the {rows.numel()} where the mask is set")
+    else:
+        rows = known
     return None if rows.numel() == mask.numel() else rows
 
 

@@ -40,10 +40,20 @@ class Plan:
     head: dict[str, Any]
 
     @classmethod
-    def of(cls, prepared: Prepared, labels: Tensor, cp_group: dist.ProcessGroup | None, **rest: Any) -> Plan:
-        """The plan of a checked batch: rows without a response token leave before the first product."""
+    def of(
+        cls,
+        prepared: Prepared,
+        labels: Tensor,
+        cp_group: dist.ProcessGroup | None,
+        known: Tensor | None = None,
+        **rest: Any,
+    ) -> Plan:
+        """The plan of a checked batch: rows without a response token leave before the first product.
+
+        known: the rows that stay, see `active_rows`.
+        """
         full, spec, inverse = prepared
-        rows = active_rows(full.sampled)
+        rows = active_rows(full.sampled, known)
         batch = full
         if rows is not None:
             kept_before = torch.nn.functional.pad(full.sampled.long().cumsum(0), (1, 0))

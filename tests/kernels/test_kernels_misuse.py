@@ -143,10 +143,12 @@ def test_log_prob_arguments(logits, labels, error: type[Exception], message: str
         vocab_parallel_log_probs(logits, labels)
 
 
-def test_mask_of_the_wrong_shape() -> None:
+def test_mask_and_rows_that_do_not_fit() -> None:
     head = random_head(1, [20, 10, 6])
     with pytest.raises(ValueError, match=r"mask has shape \[3\]; expected \[36\]"):
         linear_log_probs(head.hidden, head.weight, head.labels.clamp(min=0), mask=torch.ones(3))
+    with pytest.raises(ValueError, match="rows are 1 places, not the "):
+        fused_linear_ctpo(**head.arguments(), rows=torch.tensor([0]))
 
 
 def test_no_grad_and_detached_log_probs(backend: str) -> None:
