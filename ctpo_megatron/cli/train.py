@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
-    job = Job(world_size(), node_ranks(), None if args.dry_run else visible_gpus())
+    elsewhere = args.dry_run or "RAY_ADDRESS" in os.environ  # a named cluster has GPUs of its own
+    job = Job(world_size(), node_ranks(), None if elsewhere else visible_gpus())
     gpu_gib = args.gpu_gib if args.dry_run else None
     warnings = validate(config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib)
     check_extensions(config, sources)

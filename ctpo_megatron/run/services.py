@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def _engines(config: Config, directory: Path, stack: ExitStack) -> RolloutFleet 
     if config.rollout.replay is None:
         url = _sandbox_url(config, directory, stack) if needs_sandbox(config.rollout) else ""
         log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
-        placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
+        private = capabilities().cuda and "RAY_ADDRESS" not in os.environ
+        placement = Placement.of(config, Job(world_size(), node_ranks())) if private else None
         fleet = stack.enter_context(RolloutFleet(config, config.model.path, config.run.seed, url, placement=placement))
         fleet.start()
         return fleet

@@ -146,14 +146,14 @@ def test_both_sides_are_added_up_on_a_shared_gpu() -> None:
 def test_a_trainer_that_stays_is_added_to_the_sampling_engine(change: dict[str, Any]) -> None:
     both = {"rollout": {"engine": {"gpu_memory_utilization": 0.85}}}
     text = refused(readme(**colocated(**change, **both)), Job(8))
-    assert "GPUs 0 to 7 need" in text and "of 80 GiB while sampling (trainer" in text and "+ engine 68.0 GiB)" in text
+    assert "GPUs 0 to 7: " in text and "of 80 GiB while sampling (trainer" in text and "+ engine 68.0 GiB)" in text
 
 
 def test_the_three_cheapest_changes_are_named() -> None:
     text = refused(
         readme(**colocated(policy={"offload": "none"}, rollout={"engine": {"gpu_memory_utilization": 0.6}})), Job(8)
     )
-    assert text.startswith('error: placement.mode = "colocated": GPUs 0 to 7 need 76.1 GiB of 80 GiB while sampling')
+    assert text.startswith('error: placement.mode = "colocated": GPUs 0 to 7: 76.1 GiB of 80 GiB while sampling')
     changes = re.findall(r"([a-z_.]+=[a-z0-9.]+) \((\d+\.\d) GiB\)", text)
     assert [change for change, _ in changes] == [
         "policy.offload=optimizer",
@@ -166,9 +166,18 @@ def test_the_three_cheapest_changes_are_named() -> None:
 def test_a_change_that_is_named_helps() -> None:
     config = readme(policy={"recompute": "none", "use_distributed_optimizer": False, "micro_batch_tokens": 32768})
     text = refused(config, Job(4))
-    assert "GPUs 0 to 3 need" in text and "in an update (trainer" in text
+    assert "GPUs 0 to 3: " in text and "in an update (trainer" in text
     assert "policy.recompute=full" in text
     assert refused(readme(), Job(4)) == ""
+
+
+def test_a_model_that_is_too_large_is_told_so() -> None:
+    wide = {"policy": {"tensor_model_parallel_size": 8, "sequence_parallel": True}}
+    text = refused(readme(**colocated(**wide, rollout={"engine": {"tensor_parallel_size": 4}})), Job(8), "Qwen3-32B")
+    assert "while weights are sent (trainer 68.7 GiB + engine's weights 17.3 GiB)" in text
+    assert (
+        "no single change is enough, use more GPUs; those that save most: rollout.engine.tensor_parallel_size=8" in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,16 @@ def check_gpu_memory(config: Config, job: Job, spec: ModelSpec, *, gpu_gib: floa
         needed = math.ceil(100 * least / (gpu_gib * GIB)) / 100
         fix = f"set at least {needed:g}" if needed <= USABLE else "raise rollout.engine.tensor_parallel_size"
         yield error(config, "rollout.engine.gpu_memory_utilization", message, fix)
-    fullest = GpuMemory.of(config, job, spec, gpu_gib).fullest
-    if fullest.bytes <= USABLE * gpu_gib * GIB:
+    fullest, limit = GpuMemory.of(config, job, spec, gpu_gib).fullest, USABLE * gpu_gib * GIB
+    if fullest.bytes <= limit:
         return
     parts = " + ".join(f"{name} {gib(size)}" for name, size in fullest.parts.items())
     message = (
-        f"{fullest.gpus} need {gib(fullest.bytes)} of {gpu_gib:g} GiB {fullest.when} ({parts}); "
+        f"{fullest.gpus}: {gib(fullest.bytes)} of {gpu_gib:g} GiB {fullest.when} ({parts}); "
         f"{1 - USABLE:.0%} are kept for CUDA, NCCL and fragmentation"
     )
-    changes = [f"{change} ({gib(size)})" for change, size in cheapest_changes(config, job, spec, gpu_gib)]
-    yield error(config, "placement.mode", message, f"cheapest changes: {', '.join(changes)}" if changes else "")
+    changes = cheapest_changes(config, job, spec, gpu_gib)
+    enough = any(size <= limit for _, size in changes)
+    named = ", ".join(f"{change} ({gib(size)})" for change, size in changes) or "none"
+    advice = "cheapest changes" if enough else "no single change is enough, use more GPUs; those that save most"
+    yield error(config, "placement.mode", message, f"{advice}: {named}")
