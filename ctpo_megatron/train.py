@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from ctpo_megatron.config import Config, family_for
+from ctpo_megatron.config import Config, family_for, shares_gpus
 from ctpo_megatron.data import prepare
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import batch_advantages, objective_from_config
@@ -70,9 +70,9 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         services = layout.keep_on_rank_zero(
             lambda: stack.enter_context(start_services(config, directory, report, cancelled))
         )
-        path, temperature = Path(config.model.path), config.rollout.temperature
-        policy = Policy(config.policy, layout, path, temperature=temperature, family=family_for(config))
-    rollouts = Bridge(layout, services, report)
+        rollouts = Bridge(layout, services, report, shared=shares_gpus(config))
+        path, temperature, family = Path(config.model.path), config.rollout.temperature, family_for(config)
+        policy = Policy(config.policy, layout, path, temperature=temperature, family=family, claim=rollouts.give_way)
     persistence = Persistence(config, layout, directory, services, report)
     run, checkpoint = RunState(config, preemption), persistence.find()
     if (sft := persistence.sft_to_do(checkpoint)) is not None:
@@ -112,12 +112,12 @@ def reinforce(
     loss = configured_loss(config.objective)
     rollouts.publish(policy, run.version)
     if not resumed or (run.evaluates and rollouts.lacks_evaluation()):
-        report.log(run.done, rollouts.evaluate(run.done))
+        report.log(run.done, rollouts.evaluate(run.done, policy))
     if not resumed and config.checkpoint.every:
         persistence.save(policy, run)
     for step in run.steps():
         with report.phase("step"):
-            batch = rollouts.next_batch(step)
+            batch = rollouts.next_batch(step, policy)
             if batch is None:
                 return run.stop()
             with report.phase("old_log_probs"):
@@ -135,7 +135,7 @@ def reinforce(
                 rollouts.publish(policy, version)
         report.log_step(step, batch, metrics | {"weights/version": float(version)}, diagnostics)
         if run.evaluates and not run.preempted:
-            report.log(step, rollouts.evaluate(step))
+            report.log(step, rollouts.evaluate(step, policy))
         if run.notice():
             return None
         if run.saves:

@@ -15,10 +15,25 @@ import os
 
 import pytest
 
+from tests.support import ranks
 from tests.support.deadlines import scaled
 
 RANKS = ("policy", "verify", "support")
 FIRST = ("engines", "ranks")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--pretend-cuda",
+        action="store_true",
+        help="run tests/rehearsal, or what is named, with ranks that take the CPU for a GPU (docs/policy.md)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    ranks.Default.pretend_cuda = config.getoption("--pretend-cuda")
+    if ranks.Default.pretend_cuda and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.args = ["tests/rehearsal"]
 
 
 def _import_interpretable_triton() -> None:
@@ -47,6 +62,8 @@ def _group(item: pytest.Item) -> str:
     folder, _, file = item.location[0].removeprefix("tests/").partition("/")
     if folder in RANKS or file in ("test_kernels_parallel.py", "test_kill_resume.py"):
         return "ranks"
+    if folder == "rehearsal":
+        return folder
     if folder == "end_to_end" or file.startswith("test_fleet"):
         return "engines"
     if file == "test_attacks.py" and hasattr(item, "callspec"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,6 +75,22 @@ def test_what_a_verb_does_not_import(arguments: list[str], banned: set[str]) -> 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_missing_kernels_are_named(tmp_path: Path) -> None:
+    """They are a distribution of their own; -S leaves out site-packages, where this environment has them."""
+    code = "import sys; from ctpo_megatron.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("is missing: pip install -e ./kernels\n")
 
 
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,9 +265,25 @@ def test_doctor_sees_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(by_name["cores"].detail) >= 1
 
 
+def test_doctor_holds_shared_memory_against_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 40 << 30
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(
+        "ctpo_megatron.config.doctor._probe",
+        lambda modules: {"imports": dict.fromkeys(modules, ""), "apex_extensions": []},
+    )
+    for shard in range(2):
+        with (tmp_path / f"model-{shard}.safetensors").open("wb") as file:
+            file.truncate(14 << 30)  # a hole
+    assert {f.name: f for f in diagnose(tmp_path)}["/dev/shm"].status == "ok"
+    free = 28 << 30
+    short = {f.name: f for f in diagnose(tmp_path)}["/dev/shm"]
+    assert short.status == "note" and "weights (28.0 GiB)" in short.fix and "--shm-size 30g" in short.fix
+
+
 def test_doctor_exits_1_with_the_pip_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     findings = [Finding("ray", "missing", "not installed", "ray>=2.60"), Finding("vllm", "missing", "not installed")]
-    monkeypatch.setattr("ctpo_megatron.config.doctor.diagnose", lambda: findings)
+    monkeypatch.setattr("ctpo_megatron.config.doctor.diagnose", lambda model: findings)
     monkeypatch.setattr("ctpo_megatron.cli.doctor.sandbox_rows", list)
     assert cli.main(["doctor"]) == 1
     out, err = capsys.readouterr()

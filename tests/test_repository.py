@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import ctpo_kernels
 import ctpo_megatron
 from tests.mutations.__main__ import load as mutations
 
@@ -19,7 +20,7 @@ SHIPPED = ("ctpo_megatron", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "lau
 def test_one_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     versions = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert citation["version"] == versions[0] == ctpo_megatron.__version__
+    assert citation["version"] == versions[0] == ctpo_megatron.__version__ == ctpo_kernels.__version__
 
 
 def test_the_licence_is_complete_and_named() -> None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -38,23 +40,23 @@ def main(argv: list[str] | None = None) -> int:
     _refuse_unknown(options.only, planned)
     results = options.out / f"{tag}.jsonl"
     records = _read(results)
-    interrupted = False
+    interrupted = Event()
+    signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     for stage in planned:
-        if interrupted or (options.only and stage.name not in options.only):
+        if interrupted.is_set() or (options.only and stage.name not in options.only):
             continue
         if not options.again and _is_done(records.get(stage.name), environment["commit"]):
             print(f"{stage.name}: passed at this commit", flush=True)
             continue
         print(f"{stage.name}: {stage.purpose} (at most {stage.limit_s:g} s)", flush=True)
-        record = run_stage(stage, work / f"{stage.name}.log", ROOT, environment["commit"])
+        record = run_stage(stage, work / f"{stage.name}.log", ROOT, environment["commit"], interrupted)
         _add(results, record)
         records = _read(results)
         (options.out / f"{tag}.md").write_text(page(planned, records, environment))
         print(f"{stage.name}: {record.status} {record.detail} after {record.seconds:g} s", flush=True)
-        interrupted = record.status == "interrupted"
     print(f"{options.out / tag}.md")
     chosen = [records[s.name]["status"] for s in planned if s.name in records and s.name in (options.only or records)]
-    return 130 if interrupted else int(any(status not in ("passed", "skipped") for status in chosen))
+    return 130 if interrupted.is_set() else int(any(status not in ("passed", "skipped") for status in chosen))
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -10,12 +10,14 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any, Literal
 
 from benchmarks.gpu_first_hour.stages import Stage
 
 Status = Literal["passed", "failed", "over its limit", "interrupted", "skipped"]
 _GRACE_S = 10.0
+_POLL_S = 0.2
 _LINES = 12
 
 
@@ -36,8 +38,8 @@ class Record:
         return json.dumps({name: value for name, value in asdict(self).items() if value not in ("", None, ())})
 
 
-def run_stage(stage: Stage, log: Path, root: Path, commit: str) -> Record:
-    """Run a stage to its end or its limit. Ctrl-C ends it too, and its record says so."""
+def run_stage(stage: Stage, log: Path, root: Path, commit: str, interrupted: Event) -> Record:
+    """Run a stage to its end, to its limit, or until `interrupted` is set; its record says which."""
     if stage.skip:
         return Record(stage.name, "skipped", 0.0, commit, stage.skip)
     if stage.figures is not None:
@@ -55,7 +57,7 @@ def run_stage(stage: Stage, log: Path, root: Path, commit: str) -> Record:
             )
         except OSError as error:
             return Record(stage.name, "failed", 0.0, commit, str(error))
-        status, detail = _wait(process, stage.limit_s)
+        status, detail = _wait(process, stage.limit_s, interrupted)
     seconds = round(time.monotonic() - begin, 1)
     tail = () if status == "passed" else tuple(log.read_text(errors="replace").splitlines()[-_LINES:])
     figures, problem = _figures(stage.figures)
@@ -68,13 +70,14 @@ def _paths(root: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> tuple[Status, str]:
+def _wait(process: subprocess.Popen[bytes], limit_s: float, interrupted: Event) -> tuple[Status, str]:
+    deadline = time.monotonic() + limit_s
     try:
-        status = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return "over its limit", f"ended after {limit_s:g} s"
-    except KeyboardInterrupt:
-        return "interrupted", "Ctrl-C"
+        while (status := process.poll()) is None:
+            if interrupted.wait(_POLL_S):
+                return "interrupted", "Ctrl-C"
+            if time.monotonic() > deadline:
+                return "over its limit", f"ended after {limit_s:g} s"
     finally:
         _end(process)
     return ("passed", "") if status == 0 else ("failed", f"exit status {status}")

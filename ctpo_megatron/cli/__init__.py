@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +23,9 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `ctpo`; returns the exit status: 0 done, 1 failed, 2 the request was wrong."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    if importlib.util.find_spec("ctpo_kernels") is None:
+        print("ctpo: ctpo_kernels, a distribution of its own, is missing: pip install -e ./kernels", file=sys.stderr)
+        return 2
     parser = _parser(verb=argv[0] if argv else "")
     args, unknown = parser.parse_known_args(argv)
     if unknown and not (args.verb == "train" and all("." in text or "=" in text for text in unknown)):

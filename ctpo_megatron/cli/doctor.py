@@ -14,12 +14,15 @@ from ctpo_megatron.config import doctor
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = "Check this machine."
+    parser.add_argument(
+        "--model", metavar="DIR", type=Path, help="a model directory: is there shared memory for its weights?"
+    )
     parser.set_defaults(run=run)
 
 
-def run(_: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print a table; 1 if something that training needs is missing or broken."""
-    findings = doctor.diagnose()
+    findings = doctor.diagnose(args.model)
     rows = [(f.name, f.status, f"{f.detail}; {f.fix}" if f.fix else f.detail) for f in findings]
     print_table("This machine", ("what", "status", "detail"), [*rows, *sandbox_rows()])
     if not doctor.failed(findings):

@@ -12,3 +12,12 @@ def torch_has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def visible_gpus() -> int:
+    """GPUs that torch shows on this node; 0 without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

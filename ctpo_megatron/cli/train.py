@@ -12,9 +12,12 @@ from collections.abc import Sequence
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import is_rank_zero
-from ctpo_megatron.cli.machine import torch_has_cuda
+from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import (
+    GPU_GIB,
     Config,
+    GpuMemory,
+    Job,
     Plan,
     Problem,
     Split,
@@ -22,6 +25,7 @@ from ctpo_megatron.config import (
     has_cuda_device,
     load_with_sources,
     memory_table,
+    node_ranks,
     spec_for,
     validate,
     world_size,
@@ -41,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cuda", action="store_true", help="with --dry-run: check as for a CUDA machine, even if this one has no GPU"
     )
+    parser.add_argument(
+        "--gpu-gib", type=float, default=GPU_GIB, metavar="N", help="with --dry-run: memory of a GPU (%(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,13 +55,15 @@ def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
-    warnings = validate(config, world_size=world_size(), cuda=cuda, sources=sources)
+    job = Job(world_size(), node_ranks(), None if args.dry_run else visible_gpus())
+    gpu_gib = args.gpu_gib if args.dry_run else None
+    warnings = validate(config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib)
     check_extensions(config, sources)
     if is_rank_zero():
         _print_warnings(warnings)
     if args.dry_run:
         if is_rank_zero():
-            _print_plan(config)
+            _print_plan(config, job, args.gpu_gib)
         return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
@@ -81,9 +90,12 @@ def _print_warnings(warnings: Sequence[Problem]) -> None:
         print(f"warning: {problem}", file=sys.stderr)
 
 
-def _print_plan(config: Config) -> None:
+def _print_plan(config: Config, job: Job, gpu_gib: float) -> None:
     print(dump(config), end="", flush=True)
-    for title, rows in Plan.of(config, world_size()).tables().items():
+    for title, rows in Plan.of(config, job.world_size).tables().items():
         print_table(title, ("", "value", "from"), rows)
-    memory = memory_table(spec_for(config), Split.of(config.policy, world_size()))
+    spec = spec_for(config)
+    memory = memory_table(spec, Split.of(config.policy, job.world_size))
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
+    node = GpuMemory.of(config, job, spec, gpu_gib).table(gpu_gib)
+    print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)

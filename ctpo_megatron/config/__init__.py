@@ -8,12 +8,14 @@ from ctpo_megatron.config.checks import check, place, validate
 from ctpo_megatron.config.checks.directories import is_replaceable
 from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.extension import Extension, named_extensions
+from ctpo_megatron.config.gpu_memory import GpuMemory
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.machine import has_cuda_device
-from ctpo_megatron.config.memory import Memory, Split, layer_activations, stage_memory
+from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, layer_activations, stage_memory
 from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_spec import family_for, load_family, read_spec, spec_for
 from ctpo_megatron.config.objective import PolicyObjective, objective_from_config
+from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_gpus
 from ctpo_megatron.config.plan import Plan
 from ctpo_megatron.config.presets import PRESETS
 from ctpo_megatron.config.problems import ConfigError, Problem
@@ -21,7 +23,6 @@ from ctpo_megatron.config.schema import (
     AdvantageConfig,
     CheckpointConfig,
     Config,
-    CorruptionConfig,
     DataConfig,
     EngineConfig,
     EvalConfig,
@@ -29,21 +30,22 @@ from ctpo_megatron.config.schema import (
     ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    PlacementConfig,
     PolicyConfig,
-    PrepareConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
     SandboxConfig,
     SftConfig,
-    TinyModelConfig,
     TrackingConfig,
 )
 from ctpo_megatron.config.sources import Sources
-from ctpo_megatron.config.torchrun import world_size
+from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
+from ctpo_megatron.config.torchrun import node_ranks, world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
 __all__ = [
+    "GPU_GIB",
     "NEED_TE",
     "PRESETS",
     "AdvantageConfig",
@@ -56,10 +58,14 @@ __all__ = [
     "EvalConfig",
     "ExportConfig",
     "Extension",
+    "GpuMemory",
+    "Job",
     "Memory",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "Placement",
+    "PlacementConfig",
     "Plan",
     "PolicyConfig",
     "PolicyObjective",
@@ -78,6 +84,7 @@ __all__ = [
     "check",
     "check_parallel",
     "dump",
+    "engine_count",
     "family_for",
     "has_cuda_device",
     "is_replaceable",
@@ -87,10 +94,12 @@ __all__ = [
     "load_with_sources",
     "memory_table",
     "named_extensions",
+    "node_ranks",
     "objective_from_config",
     "place",
     "read_spec",
     "sequence_multiple",
+    "shares_gpus",
     "spec_for",
     "stage_memory",
     "stored_tensors",

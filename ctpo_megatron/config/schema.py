@@ -5,17 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ctpo_kernels.names import ClipMode, LossAggMode, RatioMode
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.presets import PresetName
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from ctpo_megatron.config.task_schema import PrepareConfig, Section
 
 
 class RunConfig(Section):
@@ -45,48 +40,6 @@ class RunConfig(Section):
     @property
     def directory(self) -> Path:
         return Path(self.root) / self.name
-
-
-class TinyModelConfig(Section):
-    """Shape of the model that `prepare` builds (Qwen3, randomly initialized)."""
-
-    hidden_size: PositiveInt = Field(default=96, description="width of the residual stream")
-    num_layers: PositiveInt = Field(default=2, description="transformer layers")
-    num_attention_heads: PositiveInt = Field(default=4, description="query heads")
-    num_key_value_heads: PositiveInt = Field(default=4, description="key/value heads (grouped-query attention)")
-    head_dim: PositiveInt = Field(default=32, description="width of one head; need not be hidden_size / heads")
-    intermediate_size: PositiveInt = Field(default=256, description="width of the gated MLP")
-    max_position_embeddings: PositiveInt = Field(default=512, description="longest sequence in tokens")
-    tie_word_embeddings: bool = Field(default=True, description="output layer shares the embedding matrix")
-    rope_theta: PositiveFloat = Field(default=100.0, description="base of the rotary embedding")
-    initializer_range: PositiveFloat = Field(default=0.1, description="standard deviation of the random weights")
-    vocab_padding_multiple: PositiveInt = Field(default=128, description="vocabulary is padded to a multiple of this")
-
-
-class CorruptionConfig(Section):
-    """How often an SFT conversation is spoiled; each spoiling is drawn independently."""
-
-    guess: float = Field(default=0.15, ge=0, le=1, description="answers at once with a random number, no tool call")
-    wrong_common: float = Field(
-        default=0.50, ge=0, le=1, description="calls the tool with the family's usual wrong program"
-    )
-    wrong_rare: float = Field(default=0.08, ge=0, le=1, description="calls the tool with a rarer wrong program")
-    no_print: float = Field(default=0.06, ge=0, le=1, description="forgets print(), so the observation is empty")
-    no_box: float = Field(default=0.12, ge=0, le=1, description="answers without \\boxed{}")
-
-
-class PrepareConfig(Section):
-    """Stage (a): build the synthetic tool-arithmetic task, its tokenizer and a tiny model. Absent for real models."""
-
-    kind: Literal["toolmath"] = Field(default="toolmath", description="which synthetic task")
-    directory: str = Field(description="receives model/, train.parquet, heldout.parquet, sft.parquet")
-    seed: NonNegativeInt = Field(default=0, description="seeds the task, the conversations and the weights")
-    train_prompts: PositiveInt = Field(default=4096, description="prompts in train.parquet")
-    heldout_prompts: PositiveInt = Field(default=256, description="prompts in heldout.parquet")
-    sft_conversations: PositiveInt = Field(default=16384, description="conversations in sft.parquet")
-    tokenizer_conversations: PositiveInt = Field(default=4000, description="conversations the tokenizer is trained on")
-    corruption: CorruptionConfig = CorruptionConfig()
-    model: TinyModelConfig = TinyModelConfig()
 
 
 class ModelConfig(Section):
@@ -272,6 +225,9 @@ class EngineConfig(Section):
         default=False, description="no compilation, no CUDA graphs: faster start, slower decode"
     )
     threads: PositiveInt = Field(default=1, description="CPU threads of the engine (CPU only)")
+    model_runner: Literal["v1", "v2"] = Field(
+        default="v1", description="vLLM's model runner: v1 is the tested one; v2, vLLM's own choice on GPUs, needs CUDA"
+    )
     extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, passed as they are")
 
 
@@ -308,7 +264,9 @@ class RolloutConfig(Section):
         default=Extension(name="tools"),
         description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
     )
-    engines: PositiveInt = Field(default=1, description="vLLM engines")
+    engines: PositiveInt | Literal["auto"] = Field(
+        default=1, description="vLLM engines; auto: as many as `placement.engine_gpus` hold (one on CPU)"
+    )
     engine: EngineConfig = EngineConfig()
     start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
     group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
@@ -326,6 +284,21 @@ class RolloutConfig(Section):
     mismatch_limit: PositiveFloat | None = Field(
         default=None,
         description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it",
+    )
+
+
+class PlacementConfig(Section):
+    """GPUs of the trainer and of the engines on one node, in the order in which CUDA shows them. Nothing on a CPU."""
+
+    mode: Literal["disaggregated", "colocated"] = Field(
+        default="disaggregated",
+        description="engines have the GPUs after the trainer's, or share its GPUs and sleep while it works",
+    )
+    trainer_gpus: PositiveInt | None = Field(
+        default=None, description="trainer ranks of this node; null: all there are"
+    )
+    engine_gpus: PositiveInt | None = Field(
+        default=None, description="GPUs of all engines together; null: rollout.engines x their tensor_parallel_size"
     )
 
 
@@ -479,6 +452,7 @@ class Config(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
+    placement: PlacementConfig = PlacementConfig()
     sandbox: SandboxConfig = SandboxConfig()
     reward: RewardConfig = RewardConfig()
     eval: EvalConfig = EvalConfig()

@@ -8,3 +8,9 @@ import os
 def world_size() -> int:
     """Ranks of this job: WORLD_SIZE as torchrun sets it, else 1."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def node_ranks() -> int | None:
+    """Ranks of this job on this node: LOCAL_WORLD_SIZE as torchrun sets it; None without torchrun."""
+    found = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if found is None else int(found)

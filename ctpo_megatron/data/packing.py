@@ -21,6 +21,7 @@ class PackedBatch:
     rollout_log_probs, advantages, old_log_probs: [N] fp32 (nats; old_log_probs is filled by the policy's anchor pass).
     sequences, lengths: place in the step and tokens of each sequence. Alignment may put masked tokens behind them,
     inside its boundaries, and one masked sequence, not listed, at the end of the micro-batch.
+    packed: the same in host memory, as `pack` made it; None where this is it.
     """
 
     token_ids: torch.Tensor
@@ -33,6 +34,12 @@ class PackedBatch:
     sequences: tuple[int, ...]
     lengths: tuple[int, ...]
     old_log_probs: torch.Tensor | None = None
+    packed: PackedBatch | None = None
+
+    @property
+    def on_host(self) -> PackedBatch:
+        """The same in host memory: what is planned from it is not read back from the device. No `old_log_probs`."""
+        return self.packed or self
 
     @property
     def num_tokens(self) -> int:
@@ -41,22 +48,22 @@ class PackedBatch:
 
     @property
     def max_seqlen(self) -> int:
-        return int(self.cu_seqlens.diff().max())
+        return int(self.on_host.cu_seqlens.diff().max())
 
     def places(self) -> Iterator[tuple[int, slice]]:
         """Place of each sequence in the step, and where its tokens are; alignment is left out."""
-        starts = self.cu_seqlens.tolist()
+        starts = self.on_host.cu_seqlens.tolist()
         for place, start, length in zip(self.sequences, starts, self.lengths, strict=False):
             yield place, slice(start, start + length)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same micro-batch with its tensors on `device`."""
+        """The same micro-batch with its tensors on `device`; the host does not wait for the copies."""
         tensors = {
             name: value.to(device, non_blocking=True)
             for name in self.__slots__
             if isinstance(value := getattr(self, name), torch.Tensor)
         }
-        return replace(self, **tensors)  # type: ignore[arg-type] # only names of tensors
+        return replace(self, **tensors, packed=self.on_host)  # type: ignore[arg-type] # only names of tensors
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from ctpo_megatron.config import Extension
+from ctpo_megatron.config import Extension, engine_count
 from ctpo_megatron.config.schema import Config, RolloutConfig
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.parsers.hermes import HermesParser
@@ -24,7 +24,7 @@ def make_toolbox(config: Config, sandbox_url: str) -> Toolbox:
     """The tools and the parser of a run; `extensions.activate` comes first. Raises ExtensionError."""
     rollout = config.rollout
     tools: list[Tool] = [
-        PythonTool(config.sandbox, sandbox_url, rollout.engines)
+        PythonTool(config.sandbox, sandbox_url, engine_count(config))
         if tool.name == "python"
         else _find(TOOLS, tool)(**tool.arguments)
         for tool in rollout.tools

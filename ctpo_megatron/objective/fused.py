@@ -50,10 +50,10 @@ def fused_policy_loss(
         log_probs.reshape(-1),
         flat(old_log_probs),
         flat(response_mask),
-        flat(advantages),
+        _row_or_column(advantages, layout),
         layout.cu_seqlens,
         loss_mask=None if loss_mask is None else flat(loss_mask),
-        weights=None if weights is None else flat(weights),
+        weights=None if weights is None else _row_or_column(weights, layout),
         cp_group=cp_group,
         return_per_token=True,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
@@ -80,6 +80,7 @@ def linear_policy_loss(
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    rows: Tensor | None = None,
     accumulate_into_main_grad: bool = False,
 ) -> LinearPolicyLoss:
     """`policy_loss` of the log-probs of softmax(hidden weight^T / temperature), logits never held for all tokens.
@@ -89,25 +90,34 @@ def linear_policy_loss(
     `ctpo_kernels.fused_linear_ctpo`.
     """
     layout = SequenceBounds.of(labels, cu_seqlens)
-    loss, stats, log_probs = ctpo_kernels.fused_linear_ctpo(
+    found = ctpo_kernels.fused_linear_ctpo(
         hidden,
         weight,
         labels,
         old_log_probs,
         response_mask,
-        advantages,
+        _row_or_column(advantages, layout),
         cu_seqlens,
         loss_mask=loss_mask,
-        weights=weights,
+        weights=None if weights is None else _row_or_column(weights, layout),
         temperature=temperature,
         vocab_size=vocab_size,
         tp_group=tp_group,
         cp_group=cp_group,
         sequence_parallel=sequence_parallel,
+        rows=rows,
         accumulate_into_main_grad=accumulate_into_main_grad,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
+    loss, stats, log_probs = cast(tuple[Tensor, CTPOStats, Tensor], found)  # no entropy was asked for
     return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), log_probs)
+
+
+def _row_or_column(values: Tensor, layout: SequenceBounds) -> Tensor:
+    """Values per token as `[1, N]`, per sequence as `[B, 1]`: the kernels refuse to guess where N == B."""
+    if values.shape == layout.shape:
+        return values.reshape(1, -1)
+    return values[:, None] if values.shape == (layout.sequences,) else values
 
 
 def _keywords(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -34,7 +34,8 @@ class LossStats:
     def cpu(self) -> LossStats:
         """The same on the CPU, for other ranks."""
         named = {name: pair.cpu() for name, pair in self.named.items()}
-        return LossStats(self.sums.cpu(), self.maxima.cpu(), self.kind, named)
+        own = LossStats.from_tensor(self.as_tensor().cpu(), self.kind)
+        return replace(own, named=named)
 
     def as_tensor(self) -> Tensor:
         """One float64 vector for an all-gather; `from_tensor` restores it."""

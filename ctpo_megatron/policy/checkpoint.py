@@ -281,15 +281,14 @@ def _inner_adamw(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
 
 
 def _fill_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's AdamW the state a first step would make, so that there is something to save or to load into."""
+    """Have the state that a first step would make, so that there is something to save or to load into."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:  # a rank may have no parameters of a kind
+            part.init_state_fn(part.optimizer, part.config)
     for inner in _inner_adamw(optimizer):
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                state = inner.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter.data)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+        for state in inner.state.values():
+            # Megatron's own function leaves out what only torch's AdamW counts per parameter.
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
 
 
 def _name_step_zero(saved: dict[Any, Any]) -> None:

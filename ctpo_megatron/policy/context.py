@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,30 @@ class ContextSplit:
 
     rows: int64 `[N / R]`, the tokens of this rank. restore: int64 `[N]`, where each token stands in the concatenation
     of the rows of all ranks; both empty when one rank holds everything. cu_seqlens: `[B + 1]`, boundaries of the
-    sequences among the rows.
+    sequences among the rows. planned: the same in host memory; None where this is it.
     """
 
     group: dist.ProcessGroup
     rows: Tensor
     restore: Tensor
     cu_seqlens: Tensor
+    planned: ContextSplit | None = None
+
+    @property
+    def on_host(self) -> ContextSplit:
+        """The same in host memory."""
+        return self.planned or self
+
+    def to(self, device: torch.device) -> ContextSplit:
+        """The same on a device; the host does not wait for the copies."""
+        rows, restore, cu_seqlens = (
+            t.to(device, non_blocking=True) for t in (self.rows, self.restore, self.cu_seqlens)
+        )
+        return replace(self, rows=rows, restore=restore, cu_seqlens=cu_seqlens, planned=self.on_host)
 
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> ContextSplit:
-        """The cut of a micro-batch with these boundaries `[B + 1]` over the context-parallel group."""
+        """The cut of a micro-batch with these boundaries `[B + 1]`, on the host, over the context-parallel group."""
         group = mpu.get_context_parallel_group()
         size, rank = group.size(), group.rank()
         if size == 1:
@@ -69,6 +82,7 @@ class Targets:
 
     labels: int64; response_mask, loss_mask: bool; rollout_log_probs, advantages, old_log_probs (None before they
     are computed): float32; all `[n]`, n = N / context-parallel size. cu_seqlens: `[B + 1]`, boundaries among them.
+    rows: int64 `[M]`, where response_mask is set, ascending; searched for on the host.
     """
 
     labels: Tensor
@@ -78,6 +92,7 @@ class Targets:
     advantages: Tensor
     old_log_probs: Tensor | None
     split: ContextSplit
+    rows: Tensor
 
     @classmethod
     def of(cls, batch: PackedBatch, split: ContextSplit) -> Targets:
@@ -87,6 +102,7 @@ class Targets:
             # The first token of a sequence is never a model token: what rolls into the row before it is masked.
             return split.take(values.roll(-1))
 
+        predicting = split.on_host.take(batch.on_host.response_mask.roll(-1)).nonzero().squeeze(1)
         return cls(
             labels=next_of(batch.token_ids),
             response_mask=next_of(batch.response_mask),
@@ -95,6 +111,7 @@ class Targets:
             advantages=next_of(batch.advantages),
             old_log_probs=None if batch.old_log_probs is None else next_of(batch.old_log_probs),
             split=split,
+            rows=predicting.to(batch.response_mask.device, non_blocking=True),
         )
 
     @property

@@ -1,25 +1,18 @@
-"""Megatron-Core on machines without CUDA: the functions of it that are replaced, one row each with its reason.
+"""Megatron-Core on machines without CUDA: what stands in there for functions that need it (`replacements.py`).
 
-megatron-core 0.16.1 assumes CUDA in a few dozen call sites. `install()` replaces the functions of `_replacements`, and
-the mode `CudaRequestsToCpu` answers the remaining CUDA requests (made as arguments of torch calls) with the CPU.
+The mode `CudaRequestsToCpu` answers the remaining CUDA requests (made as arguments of torch calls) with the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-log = logging.getLogger(__name__)
-
 _CPU = torch.device("cpu")
-_NO_STREAM = object()
 
 
 class CudaRequestsToCpu(TorchFunctionMode):
@@ -46,15 +39,27 @@ class CudaRequestsToCpu(TorchFunctionMode):
         return result
 
 
-def _cpu_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+def current_device() -> torch.device:
+    """What megatron-core then puts on "the current GPU"."""
+    return _CPU
+
+
+def do_nothing(*_args: Any) -> None:
+    """There is no device to wait for."""
+
+
+def rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """State of the CPU's generator, which is the device's."""
     return torch.get_rng_state()
 
 
-def _set_cpu_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+def set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+    """Inverse of `rng_state`."""
     torch.set_rng_state(state)
 
 
-def _cpu_rng_tracker() -> type:
+def rng_tracker() -> type:
+    """Megatron's named random streams, over the CPU's generator."""
     from megatron.core.tensor_parallel import random as mcore_random
 
     class CpuRNGStatesTracker(mcore_random.CudaRNGStatesTracker):
@@ -82,22 +87,7 @@ def _cpu_rng_tracker() -> type:
     return CpuRNGStatesTracker
 
 
-def _set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-    """Restore one parameter's master copy and Adam moments (shadows DistributedOptimizer's method).
-
-    The original copies into every entry of the state, which for torch's AdamW holds a `step` that the checkpoint
-    keeps elsewhere (KeyError), and writes in place into a leaf that requires grad.
-    """
-    group, order = self.model_param_group_index_map[model_param]
-    main_param = self.optimizer.param_groups[group]["params"][order]
-    with torch.no_grad():
-        main_param.data.copy_(tensors["param"])
-        for key, value in self.optimizer.state[main_param].items():
-            if key != "step":
-                value.copy_(tensors[key])
-
-
-def _host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+def host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
     """Give all-to-all its split sizes as numpy arrays (shadows MoEAlltoAllTokenDispatcher's method).
 
     The original converts CUDA tensors only, on a side stream.
@@ -110,7 +100,7 @@ def _host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None =
     return tokens_per_expert
 
 
-def _uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Gather shards of different sizes by padding them: gloo takes equal ones only. Shadows a function of mappings."""
 
     def gather(
@@ -128,7 +118,7 @@ def _uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch
     return gather
 
 
-def _uneven_reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def uneven_reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The same for the sum that goes back."""
 
     def reduce_scatter(
@@ -145,81 +135,3 @@ def _uneven_reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..
         return mine[: sizes[group.rank()]]
 
     return reduce_scatter
-
-
-@dataclass(frozen=True)
-class _Replacement:
-    """absent: the attribute is a name that megatron-core reads but only defines with transformer-engine."""
-
-    module: str
-    attribute: str
-    value: Any
-    reason: str
-    absent: bool = False
-
-    def apply(self) -> None:
-        owner: Any = importlib.import_module(self.module)
-        *path, leaf = self.attribute.split(".")
-        for name in path:
-            owner = getattr(owner, name)
-        if not self.absent:
-            getattr(owner, leaf)  # AttributeError: the pinned version moved; fail now, not in training
-        setattr(owner, leaf, self.value)
-
-
-def _replacements() -> tuple[_Replacement, ...]:
-    from megatron.core.tensor_parallel import mappings
-
-    random, moe = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe"
-    return (
-        _Replacement("torch.cuda", "current_device", lambda: _CPU, "gradient buffers, RoPE, TP and PP buffers ask it"),
-        _Replacement("torch.cuda", "synchronize", lambda *_: None, "variable-length pipelines and checkpoints call it"),
-        _Replacement(random, "_get_cuda_rng_state", _cpu_rng_state, "activation recompute saves the stream"),
-        _Replacement(random, "_set_cuda_rng_state", _set_cpu_rng_state, "activation recompute restores the stream"),
-        _Replacement(random, "CudaRNGStatesTracker", _cpu_rng_tracker(), "sequence parallel forks named streams"),
-        _Replacement(
-            "megatron.core.optimizer.distrib_optimizer",
-            "DistributedOptimizer._set_main_param_and_optimizer_states",
-            _set_main_param_and_optimizer_states,
-            "loading a distributed-optimizer checkpoint with torch AdamW",
-        ),
-        _Replacement(f"{moe}.moe_utils", "te_general_gemm", None, "the router asks whether it is there", absent=True),
-        _Replacement(
-            f"{moe}.token_dispatcher",
-            "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
-            _NO_STREAM,
-            "the dispatcher makes a CUDA stream unless there is one",
-        ),
-        _Replacement(
-            f"{moe}.token_dispatcher",
-            "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
-            _host_splits,
-            "split sizes of the all-to-all have to be on the host",
-        ),
-        _Replacement(
-            mappings.__name__,
-            "_gather_along_first_dim",
-            _uneven_gather(mappings._gather_along_first_dim),
-            "experts under tensor parallelism gather unequal shards",
-        ),
-        _Replacement(
-            mappings.__name__,
-            "_reduce_scatter_along_first_dim",
-            _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim),
-            "and scatter them again",
-        ),
-    )
-
-
-_installed = False
-
-
-def install() -> None:
-    """Replace the functions, once per process and before anything of Megatron is built."""
-    global _installed
-    if _installed:
-        return
-    for replacement in _replacements():
-        replacement.apply()
-        log.debug("cpu: %s.%s replaced (%s)", replacement.module, replacement.attribute, replacement.reason)
-    _installed = True

@@ -1,6 +1,6 @@
 """The only file of the trainer that tells CPU from CUDA: device, backend, and which libraries' parts are used.
 
-Without CUDA, `install()` and `scope()` let Megatron-Core run on the CPU (`cpu_megatron.py`); with it both do nothing.
+`install()` and `scope()` let Megatron-Core run on what this machine has (`replacements.py`, `cpu_megatron.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ctpo_megatron.policy import cpu_megatron
+from ctpo_megatron.policy import cpu_megatron, replacements
 
 CUDA = torch.cuda.is_available()
 BACKEND = "nccl" if CUDA else "gloo"
@@ -46,7 +46,7 @@ class Capabilities:
         falls back to scores of quadratic size.
         """
         if not self.transformer_engine:
-            return "Transformer Engine with CUDA was not found; install it (docs/policy.md)"
+            return "Transformer Engine with CUDA was not found; install it (docs/install_cuda.md)"
         if dtype != "bfloat16":
             return f"Transformer Engine has no packed attention in {dtype}"
         if not self.packed_attention:
@@ -182,6 +182,5 @@ def scope() -> AbstractContextManager[Any]:
 
 
 def install() -> None:
-    """Make megatron-core run on this machine; call once per process before building anything. Nothing on CUDA."""
-    if not CUDA:
-        cpu_megatron.install()
+    """Make megatron-core run on this machine; call once per process before building anything."""
+    replacements.install(cuda=CUDA)

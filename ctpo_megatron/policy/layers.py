@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -14,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.context import ContextSplit
 from ctpo_megatron.policy.workload import length_classes
 
@@ -27,8 +29,46 @@ class RMSNorm(torch.nn.RMSNorm):
         weight.sequence_parallel = config.sequence_parallel  # read by megatron's gradient reduction
 
 
+def packed_sequences(batch: PackedBatch, split: ContextSplit) -> PackedSeqParams:
+    """Megatron's record of a packed micro-batch, with what our layers need to know without reading it back.
+
+    split: the rows of this rank, for `AttentionPlan`. positions of cu_seqlens: of these rows, for `rotate_packed`.
+    """
+    longest, boundaries = batch.max_seqlen, batch.cu_seqlens
+    boundaries.positions = split.take(batch.position_ids)  # type: ignore[attr-defined] # all that rotary layers get
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    packed.split = split
+    return packed
+
+
+def rotate_packed(
+    t: torch.Tensor,
+    cu_seqlens: Any,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+) -> torch.Tensor:
+    """Rotary embedding of packed rows t `[t, h, d]` (megatron's `_apply_rotary_pos_emb_thd`, the same bits).
+
+    cu_seqlens: of `packed_sequences`. freqs: angles of all positions, `[max_seqlen, 1, 1, d]`.
+    """
+    angles = freqs.index_select(0, cu_seqlens.positions)
+    rotated: torch.Tensor = _apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1), angles, rotary_interleaved, multi_latent_attention, mscale
+    )
+    return rotated.squeeze(1)
+
+
 class AttentionPlan:
-    """Sequences of a packed batch sorted into classes of similar length (see `length_classes`).
+    """Sequences of a packed batch sorted into classes of similar length (see `length_classes`), on the host.
 
     Each class is one dense causal attention call on rows padded to its longest member. Padding sits behind the
     real tokens, where causality hides it from them: the result is exact, and few of the rows are padding.
@@ -39,36 +79,42 @@ class AttentionPlan:
     classes: their sizes and masks. split: which tokens the queries are.
     """
 
-    def __init__(self, cu_seqlens: torch.Tensor) -> None:
-        self.split = ContextSplit.of(cu_seqlens)
+    def __init__(self, split: ContextSplit) -> None:
+        self.split = split
+        planned, device = split.on_host, split.cu_seqlens.device
+        cu_seqlens = planned.cu_seqlens * planned.group.size()
         lengths = cu_seqlens.diff()
-        number = torch.tensor(length_classes(lengths.tolist()), device=cu_seqlens.device)
+        number = torch.tensor(length_classes(lengths.tolist()))
         members = [((number == n) & (lengths > 0)).nonzero().squeeze(1) for n in torch.unique(number[lengths > 0])]
-        tokens = [_padded_rows(cu_seqlens, of_class) for of_class in members]
-        self.tokens = torch.cat([index.flatten() for index, _ in tokens])
-        queries = tokens
-        if not self.split.whole:
-            queries = [_padded_rows(self.split.cu_seqlens, of_class) for of_class in members]
-        self.queries = torch.cat([index.flatten() for index, _ in queries])
+        tokens = queries = [_padded_rows(cu_seqlens, of_class) for of_class in members]
+        if not split.whole:
+            queries = [_padded_rows(planned.cu_seqlens, of_class) for of_class in members]
+        asking = torch.cat([index.flatten() for index, _ in queries])
         found = torch.cat([real.flatten() for _, real in queries]).nonzero().squeeze(1)
-        self.back = torch.empty_like(found)
-        self.back[self.queries[found]] = found
+        back = torch.empty_like(found)
+        back[asking[found]] = found
+        self.queries, self.back = (index.to(device, non_blocking=True) for index in (asking, back))
+        self.tokens = self.queries
+        if not split.whole:
+            self.tokens = torch.cat([index.flatten() for index, _ in tokens]).to(device, non_blocking=True)
         self.classes = [
             LengthClass(q.shape, k.shape, self._visible(q, k)) for (q, _), (k, _) in zip(queries, tokens, strict=True)
         ]
 
     def _visible(self, queries: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Compared on the device: the mask is larger than what it follows from."""
         if self.split.whole:
             return None
-        position = self.split.rows[queries] - tokens[:, :1]
-        return (torch.arange(tokens.shape[1], device=tokens.device) <= position[..., None])[:, None]
+        device = self.split.rows.device
+        position = (self.split.on_host.rows[queries] - tokens[:, :1]).to(device, non_blocking=True)
+        return (torch.arange(tokens.shape[1], device=device) <= position[..., None])[:, None]
 
     @classmethod
     def of(cls, packed: PackedSeqParams) -> AttentionPlan:
         """The plan of this micro-batch, computed once and kept on the record that all layers share."""
         found = getattr(packed, "attention_plan", None)
         if found is None:
-            found = cls(packed.cu_seqlens_q)
+            found = cls(packed.split)
             packed.attention_plan = found
         return found
 

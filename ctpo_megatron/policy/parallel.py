@@ -75,6 +75,11 @@ class Layout:
         self.on_rank_zero(lambda: kept.append(action()))
         return kept[0] if kept else None
 
+    def wait_for_ranks(self) -> None:
+        """Return when every rank has come here; collective."""
+        if self.rank_zero is not None:
+            gather_objects(None)
+
     def check_ranks(self) -> None:
         """Raises RankLost when another rank is known to be gone; for long work on rank zero."""
         if self.rank_zero is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Policy:
 
     The architecture and the weights come from the Hugging Face directory `model_path`. Log-probs are those of
     softmax(logits / temperature), the distribution that rollouts are sampled from. family: the user's, or None.
+    claim: called on every rank before anything is computed or taken back to the device, which others may use meanwhile.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Policy:
         *,
         temperature: float,
         family: ModelFamily | None = None,
+        claim: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
+        self._claim = claim
         self.layout = layout
         self.temperature = temperature
         self.source = model_path
@@ -70,6 +73,7 @@ class Policy:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
+        self._claim()
         with device.scope():
             self._offload.reclaim()
             yield
@@ -144,7 +148,7 @@ class Policy:
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
             log_probs, entropy = (predictions.targets.per_token(rows) for rows in predictions.log_probs_and_entropy())
-            return zero, {"log_probs": log_probs, "entropy_sum": float(entropy.sum(dtype=torch.float64))}
+            return zero, {"log_probs": log_probs, "entropy_sum": entropy.sum(dtype=torch.float64)}
 
         with self._at_work(), torch.no_grad():
             return run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)

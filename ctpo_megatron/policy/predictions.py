@@ -48,7 +48,7 @@ class LogitsPredictions:
     vocab_size: int
 
     def log_probs(self) -> torch.Tensor:
-        rows = self._rows()
+        rows = self.targets.rows
         values: Any = vocab_parallel_log_probs(
             self.logits[rows],  # a copy, which the gradient may overwrite
             self.targets.labels[rows],
@@ -60,7 +60,7 @@ class LogitsPredictions:
         return self._at(rows, values)
 
     def log_probs_and_entropy(self) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._rows()
+        rows = self.targets.rows
         with torch.no_grad():
             values, entropy = vocab_parallel_log_probs(
                 self.logits[rows],
@@ -87,9 +87,6 @@ class LogitsPredictions:
             denominators=denominators,
             cp_group=targets.split.group,
         )
-
-    def _rows(self) -> torch.Tensor:
-        return self.targets.response_mask.nonzero().squeeze(1)
 
     def _at(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.targets.labels.numel()).index_put((rows,), values)
@@ -135,6 +132,7 @@ class StreamingPredictions:
             tp_group=mpu.get_tensor_model_parallel_group(),
             cp_group=targets.split.group,
             sequence_parallel=self.sequence_parallel,
+            rows=targets.rows,
             accumulate_into_main_grad=torch.is_grad_enabled(),
         )
         return PolicyLossOutput(found.loss, None, found.stats)
@@ -149,5 +147,6 @@ class StreamingPredictions:
             self.temperature,
             vocab_size=self.vocab_size,
             mask=self.targets.response_mask,
+            rows=self.targets.rows,
             **options,
         )

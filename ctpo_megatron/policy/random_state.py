@@ -21,7 +21,7 @@ def capture() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
-        # On CPU these two are replaced by functions over the CPU generator (cpu_megatron.py).
+        # On CPU these two are replaced by functions over the CPU generator (replacements.py).
         "device": megatron_random._get_cuda_rng_state(),
         "streams": dict(megatron_random.get_cuda_rng_tracker().get_states()),
     }

@@ -60,14 +60,18 @@ def _old_log_probs(micro: PackedBatch) -> torch.Tensor:
 
 
 def old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    """Sums over the model's tokens of these micro-batches, and the largest |sampler - trainer| (nats)."""
-    difference = torch.cat([(_old_log_probs(m) - m.rollout_log_probs)[m.response_mask].abs() for m in micro_batches])
-    return {
-        "max": float(difference.max()) if difference.numel() else 0.0,  # no answer has a token of the model
-        "sum": float(difference.sum()),
-        "tokens": float(difference.numel()),
-        "entropy": sum(found["entropy_sum"] for found in kept),
-    }
+    """Sums over the model's tokens of these micro-batches, largest |sampler - trainer| (nats); one read-back."""
+    places = [m.on_host.response_mask.nonzero().squeeze(1) for m in micro_batches]
+    difference = torch.cat(
+        [
+            (_old_log_probs(m) - m.rollout_log_probs)[at.to(m.token_ids.device, non_blocking=True)].abs()
+            for m, at in zip(micro_batches, places, strict=True)
+        ]
+    )
+    largest = difference.max() if difference.numel() else difference.sum()  # no answer has a token of the model
+    found = [largest.double(), difference.sum().double(), *(micro["entropy_sum"] for micro in kept)]
+    most, total, *entropies = torch.stack(found).tolist()
+    return {"max": most, "sum": total, "tokens": float(difference.numel()), "entropy": sum(entropies)}
 
 
 def diagnostics_of(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyObjective) -> Diagnostics:
@@ -75,10 +79,11 @@ def diagnostics_of(micro: PackedBatch, log_probs: torch.Tensor, objective: Polic
     curves = token_diagnostics(
         log_probs, _old_log_probs(micro), micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
     )
-    columns = {"log_ratio": curves.log_ratio, "clip_low": curves.low, "clip_high": curves.high}
+    names = ("log_ratio", "clip_low", "clip_high")
+    columns = torch.stack([curves.log_ratio, curves.low, curves.high]).cpu()
     return {
-        key: {"advantage": float(micro.advantages[place.start])}
-        | {name: [round(x, 6) for x in column[place].tolist()] for name, column in columns.items()}
+        key: {"advantage": float(micro.on_host.advantages[place.start])}
+        | {name: [round(x, 6) for x in column[place].tolist()] for name, column in zip(names, columns, strict=True)}
         for key, place in micro.places()
     }
 

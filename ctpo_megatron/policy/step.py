@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.context import ContextSplit, Targets
+from ctpo_megatron.policy.layers import packed_sequences
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.predictions import LogitsPredictions, Predictions, StreamingPredictions
 
@@ -49,19 +49,12 @@ def _forward_step(
     temperature: float,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     batch = next(batches)
-    split = ContextSplit.of(batch.cu_seqlens)
-    longest = batch.max_seqlen
+    split = ContextSplit.of(batch.on_host.cu_seqlens).to(batch.cu_seqlens.device)
     output = module(
         input_ids=split.take(batch.token_ids)[None],
         position_ids=split.take(batch.position_ids)[None],
         attention_mask=None,
-        packed_seq_params=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        packed_seq_params=packed_sequences(batch, split),
         **model.output_options,
     )
 

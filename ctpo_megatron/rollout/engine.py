@@ -45,9 +45,10 @@ class RolloutEngine:
 
     def __init__(self, index: int, spec: EngineSpec) -> None:
         _redirect_output(spec.log_path(index))
-        os.environ.update(engine_environment(spec.device, spec.config.rollout.engine.threads))
+        os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
         self._spec, self._config = spec, spec.config
         self._requests = 0
+        self._asleep = False
 
     async def start(self) -> int:
         """Load the users' parts, the model and the tokenizer; returns the engine process id."""
@@ -105,18 +106,29 @@ class RolloutEngine:
     async def update_weights(self, path: str, version: int) -> UpdateReport:
         """Replace the weights by those in the safetensors file `path`, forget all cached prefixes, take on `version`.
 
-        Requests in flight are frozen meanwhile and go on with the new weights.
+        Requests in flight are frozen meanwhile and go on with the new weights. An engine that sleeps has none.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        if not self._asleep:
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": path}))
         await self._llm.finish_weight_update(weight_version=str(version))
         answers = await self._llm.collective_rpc("ctpo_compare_weights", args=(path,))
-        await self._llm.resume_generation()
+        if not self._asleep:
+            await self._llm.resume_generation()
         wrong = tuple(sorted({name for _, names in answers for name in names}))
         return UpdateReport(await self.ping(), min(count for count, _ in answers), wrong)
+
+    async def sleep(self, level: int) -> None:
+        """Give the GPU's memory back; 1: the weights stay in host memory, 2: they are gone. Requests are aborted."""
+        await self._llm.sleep(level=level, mode="abort")
+        self._asleep = True
+
+    async def wake_up(self, tags: list[str]) -> None:
+        """Take memory for `weights`, `kv_cache` or both; with both there, sampling goes on."""
+        self._asleep = not await self._llm.wake_up(tags=tags)
 
     async def shutdown(self) -> None:
         """Stop the engine core."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config import Config, Placement, engine_count
 from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.dispatch import Dispatcher, Request, check_prompt
 from ctpo_megatron.rollout.handle import EngineHandle, engine_died
 from ctpo_megatron.rollout.metrics import fleet_stats
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
 from ctpo_megatron.rollout.ray_runtime import RayRuntime
+from ctpo_megatron.rollout.sleep import CACHE, WEIGHTS, SleepState
 from ctpo_megatron.rollout.tasks import EngineSpec, FleetError, Sampling, WeightSyncError
 from ctpo_megatron.weights.shared_file import WeightSnapshot, checkpoint_names
 
@@ -36,6 +38,7 @@ class RolloutFleet:
     model_path: Hugging Face directory the engines start from; its weights carry version 0.
     run_seed: part of every sampling seed.
     sandbox_url: base URL of the code execution service.
+    placement: whose the GPUs of this node are; None without any, or where Ray may have all.
     """
 
     def __init__(
@@ -46,13 +49,16 @@ class RolloutFleet:
         sandbox_url: str,
         *,
         log_dir: Path | None = None,
+        placement: Placement | None = None,
     ) -> None:
         log_dir = (log_dir or config.run.directory / "logs").resolve()
         self._spec = EngineSpec(config, model_path, run_seed, sandbox_url, log_dir)
-        self._rollout = config.rollout
+        self._rollout, self._count = config.rollout, engine_count(config)
+        self._placement = placement
         self._runtime: RayRuntime | None = None
         self._started_at = 0.0
         self._engines: list[EngineHandle] = []
+        self._memory = SleepState(config.rollout.start_timeout_s)
         self._quarantine = Quarantine(config.rollout.max_quarantined)
         self._snapshot: WeightSnapshot | None = None
         self._counts: Counter[str] = Counter()
@@ -67,11 +73,13 @@ class RolloutFleet:
     def start(self) -> None:
         """Begin to bring up Ray and all engines, and return at once."""
         self._started_at = time.monotonic()
-        self._runtime = RayRuntime(self._rollout.engines * self._rollout.engine.threads, self._launch)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = None if self._placement is None else self._placement.engine_devices(visible)
+        self._runtime = RayRuntime(self._count * self._rollout.engine.threads, self._launch, gpus)
 
     def _launch(self, gpus: float) -> None:
         spec = replace(self._spec, device="cuda" if gpus > 0 else "cpu")
-        self._engines = [EngineHandle(index, spec) for index in range(self._rollout.engines)]
+        self._engines = [EngineHandle(index, spec) for index in range(self._count)]
 
     def wait_ready(self) -> None:
         """Block until every engine serves. Raises FleetError naming what is late or failed, and where its log is."""
@@ -124,9 +132,9 @@ class RolloutFleet:
     def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Give all engines these weights (Hugging Face names and full shapes) and hold them to `version` (>= 0).
 
-        An engine found dead is restarted with the new weights. Raises WeightSyncError when a tensor of the model is
-        missing (engines would silently keep the old one) or an engine answers with another version or other values,
-        FleetError when one cannot be restarted.
+        An engine found dead is restarted with the new weights. Engines that sleep wake for their weights; their caches
+        sleep on. Raises WeightSyncError when a tensor of the model is missing (engines would silently keep the old one)
+        or an engine answers with another version or other values, FleetError when one cannot be restarted.
         """
         self.wait_ready()
         started = time.monotonic()
@@ -138,21 +146,39 @@ class RolloutFleet:
         if self._snapshot is not None:
             self._snapshot.close()
         self._snapshot = snapshot
-        dead: list[EngineHandle] = []
+        self._memory.wake(self._engines, WEIGHTS)
         with snapshot.published() as path:
-            references = [(engine, engine.begin_update(path, version)) for engine in self._engines]
+            references = [(engine, engine.begin_update(path, version)) for engine in self._memory.living(self._engines)]
             for engine, reference in references:
                 try:
                     engine.check_update(reference, version)
                 except RayError as error:
                     if not engine_died(error):
                         raise WeightSyncError(f"{engine.name}: {error}; log: {engine.log_path}") from error
-                    dead.append(engine)
-        for engine in dead:
-            self._restart(engine)
-        for engine in dead:
-            self._await_start(engine)
+                    self._memory.dead.append(engine)
+        if not self._memory.asleep:
+            self._revive()
         self._add_seconds("sync_s", started)
+
+    def sleep(self, level: int) -> None:
+        """All engines give their GPU memory back: 1 keeps the weights in host memory, 2 keeps nothing. Idempotent.
+
+        Raises FleetError when an engine refuses. A dead one is restarted at `wake`, when there is memory for it.
+        """
+        self.wait_ready()
+        self._memory.sleep(self._engines, level)
+
+    def wake(self) -> None:
+        """All engines take their memory again and can sample. Raises FleetError when one cannot."""
+        self._memory.wake(self._engines, WEIGHTS, CACHE)
+        self._revive()
+
+    def _revive(self) -> None:
+        for engine in self._memory.dead:
+            self._restart(engine)
+        for engine in self._memory.dead:
+            self._await_start(engine)
+        self._memory.dead.clear()
 
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the last call, then reset.

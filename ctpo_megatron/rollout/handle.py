@@ -67,6 +67,14 @@ class EngineHandle:
         """Begin a group; returns the object reference of its GroupOutcome."""
         return self._actor.run_group.remote(task)
 
+    def begin_sleep(self, level: int) -> Any:
+        """Begin to sleep; see `RolloutEngine.sleep`."""
+        return self._actor.sleep.remote(level)
+
+    def begin_wake(self, tags: list[str]) -> Any:
+        """Begin to wake; see `RolloutEngine.wake_up`."""
+        return self._actor.wake_up.remote(tags)
+
     def begin_update(self, path: str, version: int) -> Any:
         """Begin a weight update from `path`; returns the reference for `check_update`."""
         return self._actor.update_weights.remote(path, version)

@@ -8,13 +8,15 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ctpo_megatron.signals import children_spared
 
 _OBJECT_STORE_BYTES = 256 << 20
 _JOIN_TIMEOUT_S = 30.0
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -22,6 +24,20 @@ _ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # how long orphaned agents linger after a killed driver
 }
+
+
+@contextmanager
+def _visible(gpus: str | None) -> Iterator[None]:
+    """Processes that are started inside see these GPUs; this one read the variable when it initialized CUDA."""
+    before = os.environ.get(_VISIBLE)
+    if gpus is not None:
+        os.environ[_VISIBLE] = gpus
+    try:
+        yield
+    finally:
+        if gpus is not None:
+            os.environ.pop(_VISIBLE)
+            os.environ.update({} if before is None else {_VISIBLE: before})
 
 
 class RayRuntime:
@@ -32,8 +48,9 @@ class RayRuntime:
     process however that ends.
     """
 
-    def __init__(self, cpus: int, then: Callable[[float], None]) -> None:
-        self._cpus, self._then = cpus, then
+    def __init__(self, cpus: int, then: Callable[[float], None], gpus: str | None = None) -> None:
+        """gpus: the only ones that a private Ray sees, as in `CUDA_VISIBLE_DEVICES`; None: all of this process."""
+        self._cpus, self._then, self._gpus = cpus, then, gpus
         self._temp: Path | None = None
         self._owner = False
         self._error: BaseException | None = None
@@ -81,10 +98,13 @@ class RayRuntime:
             return
         # Unix socket paths are limited to about 100 characters, so TMPDIR is not used.
         self._temp = Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))
-        with children_spared():  # without Ray's head the trainer is ended before it has saved its state
+        count = None if self._gpus is None else len(self._gpus.split(","))
+        # Without Ray's head the trainer is ended before it has saved its state.
+        with _visible(self._gpus), children_spared():
             ray.init(
                 address="local",
                 num_cpus=self._cpus,
+                num_gpus=count,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

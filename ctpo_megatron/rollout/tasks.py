@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config.schema import Config, EngineConfig
 from ctpo_megatron.data.records import Prompt, ToolCall, Trajectory
 
 Device = Literal["cpu", "cuda"]
@@ -87,17 +87,19 @@ class UpdateReport:
     wrong: tuple[str, ...]
 
 
-def engine_environment(device: Device, threads: int) -> dict[str, str]:
+def engine_environment(device: Device, engine: EngineConfig) -> dict[str, str]:
     """Environment variables that must be set before vLLM is imported."""
     env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if engine.model_runner == "v2" else "0",  # left to vLLM, a GPU gets another one
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device == "cpu":
         env |= {
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(engine.threads),
+            # Without it vLLM's CPU platform replaces the "uni" executor by "mp": a process more for each engine.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCHDYNAMO_DISABLE": "1",  # no compiler needed at run time; never on CUDA
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
@@ -128,6 +130,7 @@ def engine_arguments(config: Config, model_path: str, device: Device) -> dict[st
         arguments["block_size"] = engine.block_size
     if device == "cuda":
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.placement.mode == "colocated"
         return arguments | engine.extra
     if engine.kv_cache_mb is None:
         raise ValueError("rollout.engine.kv_cache_mb is required on CPU (vLLM would claim most of the machine)")

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from ctpo_megatron.data import RolloutBatch
 from ctpo_megatron.policy import Layout, Policy
+from ctpo_megatron.rollout import RolloutFleet
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.weights import RankZeroTransport, WeightTransport
 
 
 class Bridge:
-    """Rollouts and evaluation for all ranks; every method is collective."""
+    """Rollouts and evaluation for all ranks; every method is collective.
 
-    def __init__(self, layout: Layout, services: Services | None, report: Reporter) -> None:
-        """services: None on ranks other than zero."""
+    Where engines and trainer share GPUs (`shared`) they take turns: engines wake to sample, and sleep to `give_way`.
+    """
+
+    def __init__(self, layout: Layout, services: Services | None, report: Reporter, *, shared: bool = False) -> None:
+        """services: None on ranks other than zero. shared: the engines start now and sleep. vLLM measures a GPU when it
+        starts, so the trainer must take memory afterwards."""
         self._layout, self._services, self._report = layout, services, report
         self._transport: WeightTransport = RankZeroTransport(None if services is None else services.rollouts)
+        self._shared, self._awake = shared, True
+        self.give_way(level=2)
 
-    def next_batch(self, step: int) -> RolloutBatch | None:
+    def next_batch(self, step: int, policy: Policy) -> RolloutBatch | None:
         """The batch of a step, without groups and metrics on ranks other than zero; None when the run is to end."""
         batch: RolloutBatch | None = None
 
@@ -26,24 +33,48 @@ class Bridge:
             batch = self._rank_zero.rollouts.next_batch(step)
             return None if batch is None else RolloutBatch([], weight_versions=batch.weight_versions)
 
+        self._wake(policy)
         outline = self._layout.on_rank_zero(sample)
+        if outline is not None:
+            self.give_way(level=2)  # these weights are used up: the next ones come before the next sampling
         return batch if self._layout.is_rank_zero else outline
 
     def publish(self, policy: Policy, version: int) -> None:
         """Send the current weights to every engine as `version`, then free the trainer's device memory for them."""
         with self._report.phase("sync"):
             self._transport.send(policy, version)
+            self._wake(policy)
         policy.release()
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, policy: Policy) -> dict[str, float]:
         """See `Evaluation.run`."""
+        self._wake(policy)
         return self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.run(step))
 
     def lacks_evaluation(self) -> bool:
         """Whether the latest step was logged without an evaluation."""
         return self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.lacks(self._report.latest))
 
+    def give_way(self, level: int = 1) -> None:
+        """Before the trainer uses shared GPUs: the engines sleep. Level 1 keeps their weights, 2 does not."""
+        if self._shared and self._awake:
+            self._layout.on_rank_zero(lambda: self._fleet.sleep(level))
+            self._awake = False
+
+    def _wake(self, policy: Policy) -> None:
+        """Before engines sample on shared GPUs: every rank leaves them, then the engines wake."""
+        if self._shared and not self._awake:
+            policy.release()
+            self._layout.wait_for_ranks()
+            self._layout.on_rank_zero(lambda: self._fleet.wake())
+            self._awake = True
+
     @property
     def _rank_zero(self) -> Services:
         assert self._services is not None  # asked for in actions of rank zero only
         return self._services
+
+    @property
+    def _fleet(self) -> RolloutFleet:
+        assert self._rank_zero.fleet is not None  # a recording shares no GPUs
+        return self._rank_zero.fleet

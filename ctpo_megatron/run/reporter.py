@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ctpo_megatron.config import Config
+from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Group, RolloutBatch
 from ctpo_megatron.policy import Layout, peak_flops
 from ctpo_megatron.tracking import (
@@ -98,7 +98,7 @@ class RankZeroReporter(Reporter):
         super().__init__(directory)
         self._config, self._directory, self._decode = config.tracking, directory, decode
         sampling = config.rollout.replay is None  # reading a file is no sampling
-        engines = config.rollout.engines * config.rollout.engine.tensor_parallel_size if sampling else 0
+        engines = engine_count(config) * config.rollout.engine.tensor_parallel_size if sampling else 0
         self._peaks = phase_peaks(config.tracking.peak_flops or peak, trainers=trainers, engines=engines)
         self._exit = ExitStack()
         title = f"{config.run.name}, {config.objective.preset}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,15 +11,18 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from ctpo_megatron.config import Config, ConfigError, Problem, spec_for
+from ctpo_megatron.config import Config, ConfigError, Job, Placement, Problem, node_ranks, spec_for, world_size
 from ctpo_megatron.data import Group, PromptSampler, load_prompts
 from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
 from ctpo_megatron.evaluate import Evaluation
+from ctpo_megatron.policy import capabilities
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.tracking import read_trajectories, reward_metrics, trajectory_files, trajectory_of
 from ctpo_sandbox import Limits, start_server
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Services:
 
     rollouts: RolloutSource
     evaluation: Evaluation
+    fleet: RolloutFleet | None = None
+    """The engines; None for a recording."""
 
 
 @contextmanager
@@ -60,7 +66,7 @@ def start_services(
         collector = Collector(engines, score, cancelled)
         rollouts = SampledRollouts(config.rollout, collector, engines, prompts, report.phase)
         evaluation = Evaluation(config.eval, collector, held_out, report.dump_evaluation, report.phase)
-        yield Services(rollouts, evaluation)
+        yield Services(rollouts, evaluation, engines if isinstance(engines, RolloutFleet) else None)
 
 
 def _check_tokenizer(config: Config, tokens: int) -> None:
@@ -73,7 +79,9 @@ def _check_tokenizer(config: Config, tokens: int) -> None:
 def _engines(config: Config, directory: Path, stack: ExitStack) -> RolloutFleet | Replay:
     if config.rollout.replay is None:
         url = _sandbox_url(config, directory, stack) if needs_sandbox(config.rollout) else ""
-        fleet = stack.enter_context(RolloutFleet(config, config.model.path, config.run.seed, url))
+        log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
+        placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
+        fleet = stack.enter_context(RolloutFleet(config, config.model.path, config.run.seed, url, placement=placement))
         fleet.start()
         return fleet
     recorded = trajectory_files(Path(config.rollout.replay))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -12,6 +13,8 @@ from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _HEADER_BYTES = 16 << 20  # names of some 70,000 tensors: a mixture of experts has one for each matrix
@@ -48,6 +51,13 @@ class WeightSnapshot:
         except BaseException:
             writer.discard()
             raise
+        if writer.path.parent != _SHARED_MEMORY:
+            log.warning(
+                "no space in %s (docker run --shm-size): weights of version %d go by %s, which is slower",
+                _SHARED_MEMORY,
+                version,
+                writer.path.parent,
+            )
         self.names, self._path = writer.names, writer.path
         self._file: IO[bytes] = open(self._path, "rb")  # noqa: SIM115 - held for the life of the snapshot
 

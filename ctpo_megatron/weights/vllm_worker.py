@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 class WorkerExtension:
     """Methods added to every vLLM worker (`worker_extension_cls`); importing this module registers the backend."""
 
-    model_runner: Any
+    get_model: Callable[[], torch.nn.Module]  # vLLM's worker has it; without the wrapper of CUDA graphs
 
     def ctpo_compare_weights(self, path: str) -> tuple[int, list[str]]:
         """(tensors compared, names that differ) between the file and the live parameters.
@@ -87,7 +87,7 @@ class WorkerExtension:
         Only parameters that the engine keeps under the checkpoint's name and shape can be compared (embeddings, norms;
         fused and repacked ones cannot), a few evenly spaced elements of each, in the engine's own precision.
         """
-        live = dict(self.model_runner.model.named_parameters())
+        live = dict(self.get_model().named_parameters())
         compared, wrong = 0, []
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118

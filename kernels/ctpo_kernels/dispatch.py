@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Backend = Literal["torch", "triton"]
 ENVIRONMENT = "CTPO_KERNELS_BACKEND"
 
 _forced: Backend | None = None
+
+
+def require_torch(version: str) -> None:
+    """Raise ImportError for a torch before 2.10.
+
+    From 2.10 on `addmm` adds a product of bfloat16 matrices into a float32 one: weight gradients on CUDA need it.
+    """
+    if tuple(map(int, version.split(".")[:2])) < (2, 10):
+        raise ImportError(
+            f"ctpo_kernels needs torch 2.10 or newer (addmm with out_dtype and a float32 addend); this is {version}"
+        )
+
+
+require_torch(torch.__version__)
 
 
 @contextlib.contextmanager
@@ -41,39 +58,78 @@ def choose(tensor: torch.Tensor) -> Backend:
     """The backend for work on `tensor`'s device and dtype.
 
     Forced (`use_backend`, or the environment variable CTPO_KERNELS_BACKEND): that one, or RuntimeError with the reason
-    why it cannot run. Otherwise Triton where it can run and computes in float32, else the torch twin.
+    why it cannot run. Otherwise Triton where it can run and computes in float32, else the torch twin; on a GPU, which
+    the twin leaves mostly idle, with one warning that says why. RuntimeError when the interpreter is asked for
+    (TRITON_INTERPRET=1) and Triton is missing: tests would check the twin twice.
     """
+    return _choose(tensor.device, tensor.dtype)
+
+
+def _choose(device: torch.device, dtype: torch.dtype) -> Backend:
     wanted = _forced or os.environ.get(ENVIRONMENT) or None
     if wanted is not None:
         _check(wanted, ENVIRONMENT)
     if wanted == "torch":
         return "torch"
-    problem = _obstacle(tensor)
+    problem = _obstacle(device, dtype)
     if problem is None:
         return "triton"
     if wanted == "triton":
         raise RuntimeError(f"the triton backend was asked for, but {problem}")
+    if interpreting() and not _installed():
+        raise RuntimeError("TRITON_INTERPRET=1 asks for the interpreter, but triton is not installed: unset it")
+    if device.type == "cuda" and dtype != torch.float64:
+        _warn_once(f"ctpo_kernels uses plain torch on {device}, many times slower than its Triton kernels: {problem}")
     return "torch"
 
 
-def _obstacle(tensor: torch.Tensor) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    if not _installed():
         return "triton is not installed (pip install triton, or use the torch backend)"
-    if tensor.dtype == torch.float64:
+    if dtype == torch.float64:
         return "its kernels compute in float32 and the tensors are float64: use the torch backend"
-    if tensor.device.type == "cpu":
+    if device.type == "cpu":
         if not interpreting():
             return (
                 "the tensors are on the CPU: set TRITON_INTERPRET=1 before importing triton, or use the torch backend"
             )
         return None
-    if tensor.device.type != "cuda":
-        return f"it does not support device {tensor.device}: use the torch backend"
+    if device.type != "cuda":
+        return f"it does not support device {device}: use the torch backend"
     if interpreting():
         return "TRITON_INTERPRET=1 is set and the tensors are on a GPU: unset it"
-    if torch.cuda.get_device_capability(tensor.device) < (8, 0):
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return "its kernels need compute capability 8.0 (Ampere) or newer: use the torch backend"
     return None
+
+
+def compiling(tensor: torch.Tensor) -> bool:
+    """Whether a call is traced (torch.compile, torch.export) or only its shapes are asked for (FakeTensor)."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
+def refuse_compiled(name: str, value: bool, effect: str) -> None:
+    """Raises RuntimeError where an argument is set that asks for an effect which no compiled graph may have."""
+    if value:
+        raise RuntimeError(f"{name}=True cannot be compiled: it {effect}. Pass False, or call outside of torch.compile")
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """Start a Triton kernel on the device of its first argument, a tensor; Triton itself takes the current device.
+
+    Fused multiply-add is part of the bits that are promised, so it does not follow the default of a Triton version.
+    """
+    with torch.cuda.device_of(arguments[0]):
+        kernel[(programs,)](*arguments, enable_fp_fusion=True, **options)
 
 
 def _check(name: str, where: str) -> None:

@@ -7,29 +7,19 @@ sequence need tokens that come later: their logits are computed twice (four prod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ctpo_kernels import context_parallel
+from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
-from ctpo_kernels.linear import (
-    LinearHead,
-    active_rows,
-    check_operands,
-    gather_hidden,
-    pick,
-    reduce_d_hidden,
-    scatter,
-)
-from ctpo_kernels.loss import loss_implementation, whole_pass
-from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossKeywords, LossSpec
+from ctpo_kernels.loss import prepared
+from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands
+from ctpo_kernels.spec import LossKeywords
 from ctpo_kernels.stats import CTPOStats
+from ctpo_kernels.sweep import Plan, sweep
 
 
 def fused_linear_ctpo(
@@ -39,7 +29,7 @@ def fused_linear_ctpo(
     old_log_probs: Tensor | None,
     response_mask: Tensor,
     advantages: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None = None,
     *,
     clip_low: float = 0.025,
     clip_high: float = 0.05,
@@ -53,7 +43,9 @@ def fused_linear_ctpo(
     loss_scale_factor: float = 1.0,
     batch_num_tokens: int | Tensor | None = None,
     global_batch_size: int | Tensor | None = None,
+    entropy_coef: float = 0.0,
     temperature: float = 1.0,
+    softcap: float | None = None,
     vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
@@ -61,154 +53,110 @@ def fused_linear_ctpo(
     chunk_size: int | None = None,
     accumulate_into_main_grad: bool = False,
     skip_zero_tiles: bool = True,
-) -> tuple[Tensor, CTPOStats, Tensor]:
+    return_entropy: bool = False,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, CTPOStats, Tensor] | tuple[Tensor, CTPOStats, Tensor, Tensor]:
     """`ctpo_loss(linear_log_probs(hidden, weight, labels), ...)` with its gradients, computed in the forward pass.
 
-    hidden, weight, labels, temperature, vocab_size, tp_group, sequence_parallel, chunk_size: as `linear_log_probs`.
-    Row i of hidden predicts labels[i]; everything per token is aligned with labels. All others: as `ctpo_loss`;
-    old_log_probs None means on-policy. Rows whose response_mask is 0 are dropped before the first matrix product.
+    hidden, weight, labels, temperature, softcap, vocab_size, tp_group, sequence_parallel, chunk_size: as
+        `linear_log_probs`. Row i of hidden predicts labels[i]; everything per token is aligned with labels. All others:
+        as `ctpo_loss`; old_log_probs None means on-policy. Rows whose response_mask is 0 are dropped before the first
+        matrix product.
+    entropy_coef: subtract this times the entropy of the loss tokens, aggregated as the loss is, without
+        `weights`. No further matrix product; the statistics stay those of the policy loss alone.
     accumulate_into_main_grad: add the weight gradient (float32) to `weight.main_grad` in the forward pass, as
         megatron-core's fused layers do in the backward: sets `weight.grad_added_to_main_grad` and hands autograd a
         placeholder. The upstream scalar must then be 1 (checked in the backward, on CUDA by a device-side assertion).
     skip_zero_tiles: leave out tiles of 128 rows without any gradient (clipped, or advantage 0) in the two gradient
         products; exact, and costs one small read-back a chunk.
+    rows: int64 `[M]`, where response_mask is not 0, ascending, from a caller who knows.
 
-    Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs: float32 `[N]`, detached,
-    0 where the response mask is 0. One backward per forward: a second one raises RuntimeError. Without grad mode only
-    the log-probs and the loss are computed. CUDA: synchronises once for the number of rows.
+    Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs: float32 in the shape of
+    labels, detached, 0 where the response mask is 0; with `return_entropy` also the entropies, likewise. One backward
+    per forward: a second one raises RuntimeError. Without grad mode only the log-probs and the loss are computed. CUDA:
+    synchronises once for the number of rows, unless they are given.
     """
+    shape = labels.shape
+    hidden, labels = flat_operands(hidden, labels, sequence_parallel)
     keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
-    spec = LossSpec.of(LossKeywords(*keywords))
-    group = arguments.effective(tp_group)
-    n = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
+    cp_group, group = arguments.effective(cp_group), arguments.effective(tp_group)
+    labels = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
     if accumulate_into_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("accumulate_into_main_grad: weight has no main_grad (megatron's DDP makes it)")
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    # The loss fills in the log-probs as they come.
-    log_probs = torch.zeros(n, dtype=dtype, device=hidden.device)
-    full = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-    cp_group = arguments.effective(cp_group)
-    spec.require_global_counts(cp_group, batch_num_tokens)
-    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, full)
-    if cp_group is not None:
-        full = context_parallel.pieces(full)
-    rows = active_rows(full.sampled)
-    if rows is None:
-        batch = full
-    else:
-        kept_before = torch.nn.functional.pad(full.sampled.long().cumsum(0), (1, 0))
-        batch = full.select(rows, kept_before[full.cu])
-    plan = _Plan(
-        batch=batch,
-        spec=spec,
-        inverse=inverse,
-        rows=rows,
-        tokens=n,
-        labels=pick(labels, rows),
-        cp_group=cp_group,
+    head = {
+        "group": group,
+        "temperature": temperature,
+        "vocab_size": vocab_size,
+        "chunk_size": chunk_size,
+        "softcap": arguments.checked_softcap(softcap),
+        "entropy_gradient": entropy_coef != 0,
+    }
+    if dispatch.compiling(hidden):
+        from ctpo_kernels import ops_loss
+
+        main_grad = "adds to weight.main_grad in the forward pass"
+        dispatch.refuse_compiled("accumulate_into_main_grad", accumulate_into_main_grad, main_grad)
+        given = (old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+        options = (cp_group, sequence_parallel, skip_zero_tiles, entropy_coef, return_entropy)
+        counts = (batch_num_tokens, global_batch_size)
+        return ops_loss.compiled_fused(hidden, weight, labels, given, counts, keywords, head, options, shape)
+    plan = Plan.of(
+        prepared(
+            # The loss fills in the log-probs as they come.
+            torch.zeros(shape, dtype=accumulation_dtype(hidden), device=hidden.device),
+            *(old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights),
+            LossKeywords(*keywords),
+            *(batch_num_tokens, global_batch_size, cp_group),
+        ),
+        labels,
+        cp_group,
+        rows,
         sequence_parallel=sequence_parallel,
-        into_main_grad=accumulate_into_main_grad,
         skip=skip_zero_tiles,
-        differentiate=torch.is_grad_enabled(),
-        head={"group": group, "temperature": temperature, "vocab_size": vocab_size, "chunk_size": chunk_size},
+        entropy_coef=entropy_coef,
+        entropy=return_entropy or entropy_coef != 0,
+        head=head,
     )
-    arguments.check_range(plan.labels, vocab_size or weight.shape[0] * (group.size() if group else 1))
-    loss, vector, log_probs = _Sweep.apply(hidden, weight, plan)  # type: ignore[no-untyped-call]  # untyped in torch
-    return loss, CTPOStats.from_vector(vector), log_probs
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Everything of a call that is no operand. batch, labels: of the response tokens only; rows: where they are."""
-
-    batch: PackedTokens
-    spec: LossSpec
-    inverse: float | Tensor
-    rows: Tensor | None
-    tokens: int
-    labels: Tensor
-    cp_group: dist.ProcessGroup | None
-    sequence_parallel: bool
-    into_main_grad: bool
-    skip: bool
-    differentiate: bool
-    head: dict[str, Any]
+    plan.check_labels(weight)
+    loss, vector, log_probs, entropy = _Sweep.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
+        hidden, weight, plan, torch.is_grad_enabled(), accumulate_into_main_grad
+    )
+    found = (loss, CTPOStats.from_vector(vector), log_probs.view(shape))
+    return (*found, entropy.view(shape)) if return_entropy else found
 
 
 class _Sweep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, plan: _Plan) -> tuple[Tensor, Tensor, Tensor]:
-        group = plan.head["group"]
-        x = pick(gather_hidden(hidden, group, plan.sequence_parallel), plan.rows)
-        head = LinearHead(x, weight, plan.labels, **plan.head)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, plan: Plan, differentiate: bool, into_main_grad: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Without grad mode autograd still asks for the gradients of its leaves.
-        want_hidden, want_weight = (needed and plan.differentiate for needed in ctx.needs_input_grad[:2])
-        d_hidden = torch.zeros_like(x) if want_hidden else None
+        want_hidden, want_weight = (needed and differentiate for needed in ctx.needs_input_grad[:2])
         d_weight = None
         if want_weight:
-            d_weight = _main_grad(weight) if plan.into_main_grad else torch.zeros_like(weight, dtype=head.dtype)
-
-        def accumulate(dz: Tensor, start: int, g: Tensor) -> None:
-            head.accumulate(dz, start, g, d_hidden, d_weight, skip=plan.skip)
-
-        two_phases = plan.spec.whole_sequence or plan.cp_group is not None
-        sweep = _twice if two_phases else _once
-        log_probs, vector = sweep(head, plan, accumulate if want_hidden or want_weight else None)
-
-        if d_hidden is not None:
-            d_hidden = reduce_d_hidden(scatter(d_hidden, plan.rows, plan.tokens), group, plan.sequence_parallel)
-        ctx.gradients = (d_hidden, d_weight)
-        ctx.weight, ctx.into_main_grad = weight, plan.into_main_grad
-        log_probs = scatter(log_probs, plan.rows, plan.tokens)
-        ctx.mark_non_differentiable(vector, log_probs)
-        return vector[0].to(head.dtype), vector, log_probs
+            dtype = accumulation_dtype(hidden)
+            d_weight = _main_grad(weight) if into_main_grad else torch.zeros_like(weight, dtype=dtype)
+        found = sweep(hidden, weight, plan, want_hidden=want_hidden, d_weight=d_weight)
+        ctx.gradients = (found.d_hidden, found.d_weight)
+        ctx.weight, ctx.into_main_grad = weight, into_main_grad
+        ctx.mark_non_differentiable(found.vector, found.log_probs, found.entropy)
+        return found.loss, found.vector, found.log_probs, found.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("fused_linear_ctpo keeps its gradients for one backward pass: call it again")
         (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
         if d_hidden is not None:
-            d_hidden.mul_(upstream.to(d_hidden.dtype))
+            # A 0-d factor would be rounded to the dtype of d_hidden first; one of its rank is not.
+            d_hidden.mul_(upstream.reshape(1, 1))
         if d_weight is None:
-            return d_hidden, None, None
+            return d_hidden, None, None, None, None
         if not ctx.into_main_grad:
-            return d_hidden, d_weight.mul_(upstream).to(ctx.weight.dtype), None
+            return d_hidden, d_weight.mul_(upstream).to(ctx.weight.dtype), None, None, None
         _require_one(upstream)
-        return d_hidden, _placeholder(ctx.weight), None
-
-
-Accumulate = Callable[[Tensor, int, Tensor], None] | None
-
-
-def _once(head: LinearHead, plan: _Plan, accumulate: Accumulate) -> tuple[Tensor, Tensor]:
-    """Log-probs `[M]` and the statistics vector; logits of every chunk are computed once."""
-    implementation = loss_implementation(plan.batch.log_probs)
-    totals = implementation.segment_totals(plan.batch) if plan.spec.per_sequence else None
-    state = torch.zeros(plan.batch.segments, 3, dtype=torch.int64, device=plan.batch.cu.device)
-    stream = implementation.LossStream(plan.batch, plan.spec, plan.inverse, totals=totals, state=state)
-    for start, end in head.chunks():
-        merged = head.log_probs(start, end)
-        g = stream.step(start, end, merged.log_probs)
-        plan.batch.log_probs[start:end] = merged.log_probs
-        if accumulate is not None:
-            accumulate(head.gradient_rows(start, end, merged, g), start, g)
-    return plan.batch.log_probs, stream.finish()
-
-
-def _twice(head: LinearHead, plan: _Plan, accumulate: Accumulate) -> tuple[Tensor, Tensor]:
-    """The same when the ratio needs all log-probs first."""
-    lse = torch.empty_like(plan.batch.log_probs)
-    for start, end in head.chunks():
-        merged = head.log_probs(start, end)
-        plan.batch.log_probs[start:end], lse[start:end] = merged.log_probs, merged.lse
-    out = whole_pass(plan.batch, plan.spec, plan.inverse, plan.cp_group)
-    if accumulate is not None:
-        for start, end in head.chunks():
-            g = out.gradient[start:end]
-            accumulate(head.recomputed_gradient_rows(start, end, lse[start:end], g), start, g)
-    return plan.batch.log_probs, out.vector
+        return d_hidden, _placeholder(ctx.weight), None, None, None
 
 
 def _require_one(upstream: Tensor) -> None:

@@ -27,8 +27,11 @@ def shard_of(columns: int, vocab_size: int | None, group: dist.ProcessGroup | No
     return Shard(rank * columns, max(0, min(columns, vocab_size - rank * columns)))
 
 
-def check(rows: int, labels: Tensor, device: torch.device, temperature: float) -> None:
-    """Raises ValueError or TypeError for labels that do not fit `[rows]` on `device`, or a temperature not above 0."""
+def checked(rows: int, labels: Tensor, device: torch.device, temperature: float) -> Tensor:
+    """The labels in the one form that kernels read, int64 and contiguous.
+
+    Raises ValueError or TypeError for labels that do not fit `[rows]` on `device`, or a temperature not above 0.
+    """
     if labels.dim() != 1 or labels.numel() != rows:
         raise ValueError(f"labels has shape {list(labels.shape)}; expected [{rows}]")
     if labels.is_floating_point() or labels.dtype == torch.bool:
@@ -37,6 +40,16 @@ def check(rows: int, labels: Tensor, device: torch.device, temperature: float) -
         raise ValueError(f"labels is on {labels.device}, the rows on {device}: move it")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive and finite; got {temperature}")
+    return labels.to(torch.int64).contiguous()
+
+
+def checked_softcap(softcap: float | None) -> float:
+    """0 for None, which leaves the logits as they are. Raises ValueError for a cap that is not positive and finite."""
+    if softcap is None:
+        return 0.0
+    if not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap must be positive and finite, or None; got {softcap}")
+    return softcap
 
 
 def check_range(labels: Tensor, vocab_size: int) -> None:

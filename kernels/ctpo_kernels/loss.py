@@ -22,7 +22,7 @@ def ctpo_loss(
     old_log_probs: Tensor | None,
     response_mask: Tensor,
     advantages: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None = None,
     *,
     clip_low: float = 0.025,
     clip_high: float = 0.05,
@@ -41,12 +41,15 @@ def ctpo_loss(
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
     """Policy-gradient loss of packed sequences (arXiv 2605.07331, and its relatives on the same machinery).
 
-    log_probs: float32 `[N]` nats, the only differentiable input (float64 too, in the torch backend).
+    log_probs: float32 `[N]` nats, the only differentiable input (float64 too, in the torch backend). Or padded
+        `[B, T]`, without `cu_seqlens`: then everything per token is, and padding is what response_mask leaves out.
     old_log_probs: `[N]`, log-probs the ratio is taken against; None: on-policy (every ratio 1).
     response_mask: `[N]`, 1 where the policy sampled the token (the model mask): only these enter the prefix sum and
         advance the position.
-    advantages: `[N]` or `[B]`. weights: `[N]` or `[B]`, detached factors of the token loss (default 1).
-    cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding.
+    advantages: `[N]` or `[1, N]`, one value a token, or `[B]` or `[B, 1]`, one a sequence. With N == B > 1 a flat
+        tensor may be either and is refused. weights: the same shapes, detached factors of the token loss (default 1).
+    cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding. None for `[B, T]`. On a
+        GPU they are not read back: wrong ones make the loss and the gradient NaN.
     clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"), or of r_t itself ("ratio":
         1 - low, 1 + high, c). clip_c bounds negative advantages from above; None or negative: off.
     ratio_mode: log r_t is the prefix sum S_t ("cumprod", CTPO), S_t / t ("geomean"), the token's own d_t ("token"),
@@ -54,29 +57,54 @@ def ctpo_loss(
     loss_mask: `[N]`, tokens whose loss counts (default and at most response_mask); it acts on the loss alone.
     loss_agg_mode: "seq-mean-token-mean", "token-mean", "seq-mean-token-sum" (divided by `loss_scale_factor` too).
     batch_num_tokens, global_batch_size: loss tokens and sequences of the whole optimizer step (default: of this call),
-        so that the losses of its micro-batches add up.
+        so that the losses of its micro-batches add up. Counting loss tokens here costs about eight small launches.
     cp_group: context-parallel group in which this rank holds the pieces r and 2R - 1 - r of 2R of every sequence, one
         behind the other (`cu_seqlens` local); loss and statistics are this rank's share.
     return_per_token: also return `PerToken`.
 
-    The gradient reaches each token's own log-prob only. S_t has the same bits for every launch form, block size,
+    The gradient reaches each token's own log-prob only. S_t has the same bits for every span, block size,
     packing order and context-parallel split. Values at masked tokens never enter; a NaN at a response token shows in
     its own sequence from there on. No host synchronisation where `cu_seqlens` and the data are on one device.
     Raises ValueError or TypeError naming the argument, RuntimeError when a backend that was asked for cannot run.
     """
     keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
-    spec = LossSpec.of(LossKeywords(*keywords))
-    batch = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
     cp_group = effective(cp_group)
-    spec.require_global_counts(cp_group, batch_num_tokens)
-    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch)
-    if cp_group is not None:
-        batch = context_parallel.pieces(batch)
+    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    if dispatch.compiling(log_probs):
+        from ctpo_kernels import ops_loss
+
+        given = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+        return ops_loss.compiled_loss(
+            given, (batch_num_tokens, global_batch_size), keywords, cp_group, return_per_token
+        )
+    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    batch, spec, inverse = prepared(*tokens, LossKeywords(*keywords), batch_num_tokens, global_batch_size, cp_group)
     loss, out = _Loss.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        log_probs, lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)
+        log_probs.reshape(-1), lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)
     )
     stats = CTPOStats.from_vector(out.vector)
-    return (loss, stats, out.per_token) if return_per_token else (loss, stats)
+    return (loss, stats, out.per_token.view(log_probs.shape)) if return_per_token else (loss, stats)
+
+
+def prepared(
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    response_mask: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor | None,
+    loss_mask: Tensor | None,
+    weights: Tensor | None,
+    keywords: LossKeywords,
+    batch_num_tokens: int | Tensor | None,
+    global_batch_size: int | Tensor | None,
+    cp_group: dist.ProcessGroup | None,
+) -> tuple[PackedTokens, LossSpec, float | Tensor]:
+    """Checked batch (with `cp_group`: of pieces), checked keywords, inverse denominator; raises as `ctpo_loss`."""
+    spec = LossSpec.of(keywords)
+    batch = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    spec.require_global_counts(cp_group, batch_num_tokens)
+    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch)
+    return batch if cp_group is None else context_parallel.pieces(batch), spec, inverse
 
 
 def whole_pass(

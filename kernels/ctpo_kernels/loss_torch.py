@@ -137,7 +137,7 @@ class LossStream:
     def __init__(
         self, batch: PackedTokens, spec: LossSpec, inverse: float | Tensor, *, totals: Tensor | None, state: Tensor
     ) -> None:
-        """batch: its log-probs are not read. totals: as `loss_pass`, needed where the spec asks for them.
+        """batch: its log-probs are filled in. totals: as `loss_pass`, needed where the spec asks for them.
 
         state: int64 `[S, 3]`, advanced in place.
         """
@@ -145,8 +145,12 @@ class LossStream:
         self._vector: Tensor | None = None
 
     def step(self, start: int, end: int, log_probs: Tensor) -> Tensor:
-        """Gradient `[end - start]` of the window's tokens, given their log-probs; windows must follow each other."""
-        window = self._batch.window(start, end).with_log_prob(log_probs)
+        """Gradient `[end - start]` of the window's tokens, given their log-probs, which the batch takes over.
+
+        Windows must follow each other.
+        """
+        self._batch.log_probs[start:end] = log_probs
+        window = self._batch.window(start, end)
         out = loss_pass(window, self._spec, self._inverse, state=self._state, totals=self._totals)
         self._state += segment_totals(window)[:, :3]
         self._vector = out.vector if self._vector is None else merge_vectors(self._vector, out.vector)

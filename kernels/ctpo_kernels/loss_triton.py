@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ctpo_kernels import dispatch, loss_tile
 from ctpo_kernels import loss_kernels as kernels
-from ctpo_kernels import loss_tile
 from ctpo_kernels.loss_torch import LossPass, empty_vector, position_scale, segment_totals
 from ctpo_kernels.names import RATIO_MODES
 from ctpo_kernels.packed import PackedTokens
@@ -19,28 +19,28 @@ from ctpo_kernels.stats import MAXIMA, SUMS, PerToken
 
 __all__ = ["LossStream", "loss_pass", "segment_totals"]
 
-Form = Literal["segment", "tile"]
 STATS = len(SUMS) + len(MAXIMA)
 
-# (BLOCK, num_warps) of each form: no spills on sm_80, sm_90 and sm_100 (python -m ctpo_kernels.aot).
-SEGMENT = (512, 8)
-TILE = (512, 4)
-MAX_REGISTERS = 128
-"""A thread: ptxas spills a few bytes to reach a smaller number that it prefers unless it is told this one."""
+BLOCK, RUN, WARPS = 128, 4, 1
+"""A program is one warp, so that scans and sums need no barrier; each of its threads owns RUN tokens side by side."""
 
-LOOK = 256
-"""Tile totals that a tile reads at a time."""
+OPTIONS = {"num_warps": WARPS, "maxnreg": 128}
+"""maxnreg: ptxas spills a few bytes to reach a smaller number that it prefers unless it is told this one."""
 
-SEGMENT_FORM_FROM = 256
-"""Segments from which a program for each fills the device."""
+LOOK = 128
+"""Spans whose totals a program reads at a time."""
 
-SEGMENT_FORM_TOKENS = 16384
-"""Mean tokens a segment up to which one program may walk it alone."""
+PROGRAMS = 2048
+"""Spans that a batch is cut into where it is long enough: they fill the largest device."""
+
+SPANS = (512, 8192)
+"""Tokens of the shortest and of the longest span, and of the longest window: a program's counts must fit 10 bits."""
 
 
-def choose_form(tokens: int, segments: int) -> Form:
-    """The launch form by what the host knows; both give the same bits in S_t and in every decision."""
-    return "segment" if segments >= SEGMENT_FORM_FROM and tokens <= segments * SEGMENT_FORM_TOKENS else "tile"
+def choose_span(tokens: int) -> int:
+    """Tokens of one program: a power of two. S_t and every decision have the same bits for each."""
+    shortest, longest = SPANS
+    return max(shortest, min(longest, 1 << ((tokens - 1) // PROGRAMS).bit_length()))
 
 
 def loss_pass(
@@ -51,24 +51,20 @@ def loss_pass(
     state: Tensor | None = None,
     totals: Tensor | None = None,
     per_token: bool = False,
-    form: Form | None = None,
-    block: int | None = None,
+    span: int | None = None,
+    block: int = BLOCK,
 ) -> LossPass:
-    """As `loss_torch.loss_pass`. form, block (a power of two up to 2048): the launch; None chooses."""
+    """As `loss_torch.loss_pass`. span, block: tokens of a program and of its tiles, powers of two; None chooses."""
     device, n = batch.log_probs.device, batch.tokens
     if n == 0 or batch.segments == 0:
         details = _details(n, device) if per_token else None
         nothing = batch.log_probs.new_zeros(())
         return LossPass(nothing, torch.zeros_like(batch.log_probs), empty_vector(device), details)
-    form = form or choose_form(n, batch.segments)
-    tokens = _Arguments(batch, spec, inverse, state, totals, positions=None if state is not None else n)
+    arguments = _Arguments(batch, spec, inverse, state, totals, positions=None if state is not None else n)
     gradient = torch.empty_like(batch.log_probs)
     details = _details(n, device) if per_token else None
-    if form == "segment":
-        partials = _launch_segments(tokens, gradient, details, 0, n, block=block)
-    else:
-        partials = _launch_tiles(tokens, gradient, details, block=block)
-    loss, vector = _reduce(partials)
+    partials = _launch_spans(arguments, gradient, details, max(span or choose_span(n), block), block)
+    loss, vector = _reduce(partials, batch)
     return LossPass(loss, gradient, vector, details)
 
 
@@ -80,16 +76,17 @@ class LossStream:
     ) -> None:
         self._batch = batch
         self._arguments = _Arguments(batch, spec, inverse, state, totals, positions=batch.tokens)
+        self._gradient = torch.empty_like(batch.log_probs)
         self._partials = empty_vector(batch.log_probs.device)[:, None].repeat(1, batch.segments)
 
     def step(self, start: int, end: int, log_probs: Tensor) -> Tensor:
         self._batch.log_probs[start:end] = log_probs
-        gradient = torch.empty_like(log_probs)
-        _launch_segments(self._arguments, gradient, None, start, end, partials=self._partials)
-        return gradient
+        for first in range(start, end, SPANS[1]):
+            _launch_window(self._arguments, self._gradient, self._partials, first, min(first + SPANS[1], end))
+        return self._gradient[start:end]
 
     def finish(self) -> Tensor:
-        return _reduce(self._partials)[1]
+        return _reduce(self._partials, self._batch)[1]
 
 
 class _Arguments:
@@ -127,6 +124,8 @@ class _Arguments:
             "HAS_LOSS_MASK": batch.loss_mask is not None,
             "RATIO": RATIO_MODES.index(spec.ratio),
             "POWER": power,
+            "WHOLE_SEQUENCE": spec.whole_sequence and totals is None,
+            "COUNT_TRAINED": spec.per_sequence and totals is None,
             "PER_SEQUENCE": spec.per_sequence,
             "ADVANTAGE_PER_TOKEN": batch.advantages.dim() == 1,
             "HAS_WEIGHTS": batch.weights is not None,
@@ -137,68 +136,39 @@ class _Arguments:
         }
 
 
-def _launch_segments(
-    arguments: _Arguments,
-    gradient: Tensor,
-    details: PerToken | None,
-    start: int,
-    end: int,
-    *,
-    partials: Tensor | None = None,
-    block: int | None = None,
-) -> Tensor:
-    """Partial statistics `[STATS, S]`; given ones are added to, and the state advances."""
-    segments, stream = arguments.batch.segments, partials is not None
-    if partials is None:
-        partials = gradient.new_empty(STATS, segments, dtype=torch.float64)
-    kernels.segment_kernel[(segments,)](
-        *arguments.tensors,
-        arguments.state,
-        arguments.totals,
-        gradient,
-        *_outputs(details, gradient),
-        partials,
-        *arguments.numbers,
-        segments,
-        start,
-        end,
-        BLOCK=block or SEGMENT[0],
-        num_warps=SEGMENT[1],
-        maxnreg=MAX_REGISTERS,
-        PER_TOKEN=details is not None,
-        STREAM=stream,
-        **arguments.constants,
-    )
-    return partials
-
-
-def _launch_tiles(
-    arguments: _Arguments, gradient: Tensor, details: PerToken | None, *, block: int | None = None
-) -> Tensor:
-    """Partial statistics `[STATS, slots]`."""
-    size = block or TILE[0]
+def _launch_spans(arguments: _Arguments, gradient: Tensor, details: PerToken | None, span: int, block: int) -> Tensor:
+    """Partial statistics `[STATS, slots]` of a whole batch."""
     segments, n = arguments.batch.segments, arguments.batch.tokens
-    slots = n // size + segments
-    totals = torch.empty(4, slots, dtype=torch.int64, device=gradient.device)
+    slots, tile_bits = n // span + segments, (span // block).bit_length() - 1
+    span_totals = torch.empty(slots, 4, dtype=torch.int64, device=gradient.device)
     partials = gradient.new_empty(STATS, slots, dtype=torch.float64)
     log_probs, old, model, trained, *_, cu = arguments.tensors
-    kernels.tile_totals_kernel[(slots,)](
+    dispatch.launch(
+        kernels.span_totals_kernel,
+        slots,
         log_probs,
         old,
         model,
         trained,
         cu,
-        totals,
+        span_totals,
         segments,
         slots,
-        BLOCK=size,
+        tile_bits,
+        n,
+        BLOCK=block,
+        RUN=RUN,
         HAS_OLD=arguments.constants["HAS_OLD"],
         HAS_LOSS_MASK=arguments.constants["HAS_LOSS_MASK"],
-        num_warps=TILE[1],
+        WHOLE_SEQUENCE=arguments.constants["WHOLE_SEQUENCE"],
+        COUNT_TRAINED=arguments.constants["COUNT_TRAINED"],
+        **OPTIONS,
     )
-    kernels.tile_kernel[(slots,)](
+    dispatch.launch(
+        kernels.loss_kernel,
+        slots,
         *arguments.tensors,
-        totals,
+        span_totals,
         arguments.state,
         arguments.totals,
         gradient,
@@ -207,21 +177,67 @@ def _launch_tiles(
         *arguments.numbers,
         segments,
         slots,
+        tile_bits,
+        0,
         n,
-        BLOCK=size,
+        n,
+        BLOCK=block,
+        RUN=RUN,
         LOOK=LOOK,
-        num_warps=TILE[1],
-        maxnreg=MAX_REGISTERS,
         PER_TOKEN=details is not None,
+        STREAM=False,
         **arguments.constants,
+        **OPTIONS,
     )
     return partials
 
 
-def _reduce(partials: Tensor) -> tuple[Tensor, Tensor]:
+def _launch_window(arguments: _Arguments, gradient: Tensor, partials: Tensor, start: int, end: int) -> None:
+    """The tokens `start : end` of every segment: their statistics are added to `partials`, the state advances."""
+    segments, none = arguments.batch.segments, gradient
+    dispatch.launch(
+        kernels.loss_kernel,
+        segments,
+        *arguments.tensors,
+        none,
+        arguments.state,
+        arguments.totals,
+        gradient,
+        *_outputs(None, gradient),
+        partials,
+        *arguments.numbers,
+        segments,
+        segments,
+        0,
+        start,
+        end,
+        arguments.batch.tokens,
+        BLOCK=BLOCK,
+        RUN=RUN,
+        LOOK=LOOK,
+        PER_TOKEN=False,
+        STREAM=True,
+        **arguments.constants,
+        **OPTIONS,
+    )
+
+
+def _reduce(partials: Tensor, batch: PackedTokens) -> tuple[Tensor, Tensor]:
     """Loss (float32 scalar) and statistics vector."""
     loss, vector = partials.new_empty((), dtype=torch.float32), partials.new_empty(STATS)
-    kernels.reduce_kernel[(STATS,)](partials, vector, loss, partials.shape[1], BLOCK=1024, num_warps=4)
+    dispatch.launch(
+        kernels.reduce_kernel,
+        STATS,
+        partials,
+        batch.cu_seqlens,
+        vector,
+        loss,
+        batch.segments,
+        batch.tokens,
+        partials.shape[1],
+        BLOCK=1024,
+        num_warps=4,
+    )
     return loss, vector
 
 

@@ -58,10 +58,6 @@ class PackedTokens:
         """bool `[N]`: tokens whose loss counts, a subset of `sampled`."""
         return self.sampled if self.loss_mask is None else self.sampled & (self.loss_mask != 0)
 
-    def with_log_prob(self, log_probs: Tensor) -> PackedTokens:
-        """The same batch with other log-probs."""
-        return replace(self, log_probs=log_probs)
-
     def select(self, rows: Tensor, cu: Tensor) -> PackedTokens:
         """The batch of the tokens `rows` (int64 `[M]`, ascending) with their boundaries `cu`; all of them in order."""
 
@@ -98,22 +94,26 @@ class PackedTokens:
         old_log_probs: Tensor | None,
         response_mask: Tensor,
         advantages: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | None,
         loss_mask: Tensor | None,
         weights: Tensor | None,
     ) -> PackedTokens:
-        """Check shapes, dtypes and devices.
+        """Check shapes, dtypes and devices. Padded `[B, T]` tokens come without boundaries: every T of them.
 
         The values of `cu_seqlens` are checked where that needs no device synchronisation: when it lies on the CPU.
         Raises TypeError for dtypes, ValueError for shapes, devices and boundaries; each names the argument.
         """
-        device, n = log_probs.device, log_probs.numel()
+        device, n, shape = log_probs.device, log_probs.numel(), log_probs.shape
         if log_probs.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"log_probs must be float32 or float64: the cumulative ratio adds up the rounding of {log_probs.dtype}"
             )
-        if log_probs.dim() != 1:
-            raise ValueError(f"log_probs must be packed [N]; got shape {list(log_probs.shape)}")
+        if log_probs.dim() != (1 if cu_seqlens is not None else 2):
+            raise ValueError(
+                f"log_probs must be packed [N] with cu_seqlens, or padded [B, T] without; got shape {list(shape)}"
+            )
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(shape[0] + 1, device=device) * shape[1]
         if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
             raise TypeError(f"cu_seqlens must be integers; got {cu_seqlens.dtype}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
@@ -133,24 +133,40 @@ class PackedTokens:
         for name, (value, per_sequence) in given.items():
             if value is None:
                 continue
-            if value.shape != (n,) and not (per_sequence and value.shape == (b,)):
-                also = f" or [{b}]" if per_sequence else ""
-                raise ValueError(f"{name} has shape {list(value.shape)}; expected [{n}]{also}")
+            _check_shape(name, value, shape, b if per_sequence else None)
             if value.device != device:
                 raise ValueError(f"{name} is on {value.device}, log_probs on {device}: move it")
         dtype = log_probs.dtype
 
         def column(values: Tensor) -> Tensor:
-            # With N == B a flat tensor is per token, as in the objective room.
-            flat = values.detach().to(dtype).contiguous()
-            return flat if flat.shape == (n,) else flat[:, None]
+            values = values.detach().to(dtype)
+            return values.reshape(n) if values.numel() == n and values.shape != (b, 1) else values.reshape(b, 1)
+
+        def flat(values: Tensor) -> Tensor:
+            return values.detach().reshape(n).contiguous()
 
         return cls(
-            log_probs.detach().contiguous(),
-            None if old_log_probs is None else old_log_probs.detach().to(dtype).contiguous(),
-            response_mask.contiguous(),
-            None if loss_mask is None else loss_mask.contiguous(),
-            column(advantages),
-            None if weights is None else column(weights),
+            flat(log_probs),
+            None if old_log_probs is None else flat(old_log_probs.to(dtype)),
+            flat(response_mask),
+            None if loss_mask is None else flat(loss_mask),
+            column(advantages).contiguous(),
+            None if weights is None else column(weights).contiguous(),
             cu_seqlens.to(device).contiguous(),
+        )
+
+
+def _check_shape(name: str, value: Tensor, tokens: torch.Size, b: int | None) -> None:
+    """Raises ValueError for what is neither one value a token nor (b given) one a sequence, or may be both."""
+    n, packed = tokens.numel(), len(tokens) == 1
+    shapes: list[tuple[int, ...]] = [tuple(tokens)]
+    if b is not None:
+        shapes += [(b,), (1, n), (b, 1)] if packed else [(b,), (b, 1)]
+    if tuple(value.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} has shape {list(value.shape)}; expected {expected}")
+    if packed and n == b and n > 1 and value.dim() == 1:
+        raise ValueError(
+            f"{name} [{n}] may be one value a token or one a sequence, of which there are {n} too: "
+            f"give [1, {n}] or [{n}, 1]"
         )

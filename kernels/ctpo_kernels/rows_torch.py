@@ -46,8 +46,27 @@ class Merged:
     entropy: Tensor
 
 
-def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:
-    """Statistics `[C, 4]` of this shard. float32 or float64 `logits` `[C, V]` become e^a."""
+@dataclass(frozen=True)
+class EntropyGradient:
+    """value: entropies `[C]` of the rows, nats; g: derivative `[C]` of the loss by them."""
+
+    value: Tensor
+    g: Tensor
+
+    def rows(self, rows: slice) -> EntropyGradient:
+        """Those of some rows."""
+        return EntropyGradient(self.value[rows], self.g[rows])
+
+
+def row_stats(
+    logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool, softcap: float = 0.0
+) -> Tensor:
+    """Statistics `[C, 4]` of this shard. float32 or float64 `logits` `[C, V]` become e^a.
+
+    softcap: logits are softcap * tanh(logits / softcap) before anything else; 0 leaves them as they are.
+    """
+    if softcap:
+        logits.div_(softcap).tanh_().mul_(softcap)
     if shard.valid < logits.shape[1]:
         logits[:, max(shard.valid, 0) :] = float("-inf")
     largest = logits.amax(dim=1)
@@ -98,15 +117,44 @@ def gradient_after_stats(
     return _add_at_labels(exponentials, labels, g, shard)
 
 
-def gradient(logits: Tensor, lse: Tensor, labels: Tensor, g: Tensor, shard: Shard, temperature: float) -> Tensor:
-    """The same from fresh float32 or float64 logits and the lse of an earlier pass, in place."""
+def gradient(
+    logits: Tensor,
+    lse: Tensor,
+    labels: Tensor,
+    g: Tensor,
+    shard: Shard,
+    temperature: float,
+    *,
+    softcap: float = 0.0,
+    entropy: EntropyGradient | None = None,
+) -> Tensor:
+    """The same from fresh float32 or float64 logits and the lse of an earlier pass, in place.
+
+    entropy: also adds the gradient of sum_i g_i entropy_i with these g.
+    """
+    slope = None
+    if softcap:
+        logits.div_(softcap).tanh_()
+        slope = 1.0 - logits.square()
+        logits.mul_(softcap)
     if shard.valid < logits.shape[1]:
         logits[:, max(shard.valid, 0) :] = float("-inf")
     if temperature != 1.0:
         logits.mul_(1.0 / temperature)
     g = g / temperature
-    logits.sub_(lse[:, None]).exp_().mul_(-g[:, None])
-    return _add_at_labels(logits, labels, g, shard)
+    logits.sub_(lse[:, None])
+    extra = None if entropy is None else _entropy_gradient(logits, entropy, temperature)
+    _add_at_labels(logits.exp_().mul_(-g[:, None]), labels, g, shard)
+    if extra is not None:
+        logits.add_(extra)
+    return logits if slope is None else logits.mul_(slope)
+
+
+def _entropy_gradient(log_p: Tensor, entropy: EntropyGradient, temperature: float) -> Tensor:
+    """-g / T p (log p + entropy), 0 where p is."""
+    p = log_p.exp()
+    surprise = torch.where(p == 0, 0.0, log_p) + entropy.value[:, None]
+    return surprise.mul_(p).mul_(-(entropy.g / temperature)[:, None])
 
 
 def _own(labels: Tensor, shard: Shard, columns: int) -> tuple[Tensor, Tensor]:

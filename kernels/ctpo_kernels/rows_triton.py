@@ -6,8 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from ctpo_kernels import dispatch
 from ctpo_kernels import rows_kernels as kernels
-from ctpo_kernels.rows_torch import Merged, Shard
+from ctpo_kernels.rows_torch import EntropyGradient, Merged, Shard
 
 # (BLOCK, num_warps): a row is long (152k columns), so blocks are as large as registers allow.
 STATS = (8192, 16)
@@ -19,13 +20,17 @@ def _block(columns: int, largest: int) -> int:
     return max(16, min(largest, int(triton.next_power_of_2(columns))))
 
 
-def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool) -> Tensor:
+def row_stats(
+    logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool, softcap: float = 0.0
+) -> Tensor:
     """Statistics float32 `[C, 4]` as `rows_torch.row_stats`; the logits (any float dtype) stay as they are."""
     rows, columns = logits.shape
     parts = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
     if rows:
         logits = _unit_stride(logits)
-        kernels.row_stats_kernel[(rows,)](
+        dispatch.launch(
+            kernels.row_stats_kernel,
+            rows,
             logits,
             logits.stride(0),
             labels,
@@ -33,8 +38,10 @@ def row_stats(logits: Tensor, labels: Tensor, shard: Shard, temperature: float, 
             shard.start,
             shard.valid,
             1.0 / temperature,
+            softcap,
             BLOCK=_block(columns, STATS[0]),
             ENTROPY=entropy,
+            SOFTCAP=softcap != 0.0,
             num_warps=STATS[1],
         )
     return parts
@@ -45,8 +52,9 @@ def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
     shards, rows, _ = parts.shape
     log_probs, lse, entropy = torch.empty(3, rows, dtype=torch.float32, device=parts.device).unbind()
     if rows:
-        grid = (triton.cdiv(rows, MERGE[0]),)
-        kernels.merge_kernel[grid](
+        dispatch.launch(
+            kernels.merge_kernel,
+            triton.cdiv(rows, MERGE[0]),
             parts.contiguous(),
             labels,
             log_probs,
@@ -62,15 +70,31 @@ def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
 
 
 def gradient_into(
-    out: Tensor, logits: Tensor, lse: Tensor, labels: Tensor, g: Tensor, shard: Shard, temperature: float
+    out: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    labels: Tensor,
+    g: Tensor,
+    shard: Shard,
+    temperature: float,
+    *,
+    softcap: float = 0.0,
+    entropy: EntropyGradient | None = None,
 ) -> None:
-    """out `[C, V]` = (onehot(label) - softmax(z)) g / T. It may be the logits, or lie in the first part of each row."""
+    """out `[C, V]` = what `rows_torch.gradient` gives. It may be the logits, or lie in the first part of each row."""
     rows, columns = logits.shape
     if not rows:
         return
+    if out.stride(-1) != 1:
+        dense = torch.empty(rows, columns, dtype=out.dtype, device=out.device)
+        gradient_into(dense, logits, lse, labels, g, shard, temperature, softcap=softcap, entropy=entropy)
+        out.copy_(dense)
+        return
     source = _unit_stride(logits)
     same_memory = out.data_ptr() == source.data_ptr()
-    kernels.gradient_kernel[(rows,)](
+    dispatch.launch(
+        kernels.gradient_kernel,
+        rows,
         source,
         source.stride(0),
         out,
@@ -82,8 +106,13 @@ def gradient_into(
         shard.valid,
         columns,
         1.0 / temperature,
+        softcap,
+        lse if entropy is None else entropy.value,  # stands in for pointers that the kernel does not read
+        lse if entropy is None else entropy.g,
         BLOCK=_block(columns, GRADIENT[0]),
         OVERLAPPING=same_memory and out.dtype != source.dtype,
+        SOFTCAP=softcap != 0.0,
+        ENTROPY=entropy is not None,
         num_warps=GRADIENT[1],
     )
 

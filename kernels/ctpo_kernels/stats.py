@@ -42,7 +42,7 @@ class CTPOStats:
 
 @dataclass(frozen=True)
 class PerToken:
-    """What happened at every token, `[N]` each, detached; 0 where it does not apply.
+    """What happened at every token, in the shape of the log-probs, detached; 0 where it does not apply.
 
     loss: float, l_t w_t before aggregation. log_ratio: float, log r_t before the cap (response tokens), nats.
     prefix: int64, S_t in units of 2^-40 nats. clip: int8, 0 inside the window, 1 above it (A > 0), 2 below it (A < 0),
@@ -53,3 +53,7 @@ class PerToken:
     log_ratio: torch.Tensor
     prefix: torch.Tensor
     clip: torch.Tensor
+
+    def view(self, shape: torch.Size) -> PerToken:
+        """The same in the shape of the caller's tokens."""
+        return PerToken(*(values.view(shape) for values in (self.loss, self.log_ratio, self.prefix, self.clip)))

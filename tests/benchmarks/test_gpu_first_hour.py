@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import psutil
 import pytest
@@ -30,7 +32,7 @@ def python(code: str) -> tuple[str, ...]:
 
 
 def run(stage: Stage, folder: Path) -> Record:
-    return run_stage(stage, folder / "log", ROOT, "c" * 40)
+    return run_stage(stage, folder / "log", ROOT, "c" * 40, Event())
 
 
 def test_a_stage_that_passes_gives_its_figures(tmp_path: Path) -> None:
@@ -96,12 +98,14 @@ def test_what_a_machine_cannot_run_is_skipped_with_the_reason(tmp_path: Path) ->
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Stage]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stage]]:
     """The stages of the program; its commit is one without changes."""
-    found: list[Stage] = []
-    monkeypatch.setattr(program, "stages", lambda machine, work: found)
+    stages: list[Stage] = []
+    monkeypatch.setattr(program, "stages", lambda machine, work: stages)
     monkeypatch.setattr(program.report, "environment", lambda device: ENVIRONMENT)
-    return found
+    before = signal.getsignal(signal.SIGINT)
+    yield stages
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, planned: list[Stage]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_kernels.linear import CHUNK_BYTES
+from ctpo_kernels.linear_head import CHUNK_BYTES
 from ctpo_megatron.config import PolicyConfig, Split, layer_activations, memory_table, stage_memory
 from ctpo_megatron.config.memory import HEAD_CHUNK_BYTES, in_flight, memory, parameters, peak, stage_parameters
 from ctpo_megatron.config.sizing import MODELS, SIZINGS, sizing, update

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from ctpo_megatron.config.schema import CorruptionConfig
+from ctpo_megatron.config.task_schema import CorruptionConfig
 from ctpo_megatron.data.toolmath.conversations import conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, draw_problem, run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ctpo_megatron.config.schema import PrepareConfig
+from ctpo_megatron.config.task_schema import PrepareConfig
 
 
 def small_config(directory: Path, **changes: object) -> PrepareConfig:

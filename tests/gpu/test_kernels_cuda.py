@@ -102,15 +102,15 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("form", ["segment", "tile"])
+@pytest.mark.parametrize("span", [128, 8192], ids=["many spans", "one span"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_both_launch_forms_decide_as_the_twin_does(device: str, form: str, variant: str) -> None:
+def test_short_and_long_spans_decide_as_the_twin_does(device: str, span: int, variant: str) -> None:
     options = dict(VARIANTS[variant])
     values = packed(device, per=options.pop("per", "sequence"), spread=options.pop("spread", 0.05))
     spec = LossSpec.of(LossKeywords(**options))
     wanted = loss_torch.loss_pass(tokens_of(values), spec, 0.25, per_token=True)
-    block = None if device == "cuda" else 64
-    found = loss_triton().loss_pass(tokens_of(on(device, values)), spec, 0.25, per_token=True, form=form, block=block)
+    batch = tokens_of(on(device, values))
+    found = loss_triton().loss_pass(batch, spec, 0.25, per_token=True, span=span)
     n = int(values["cu_seqlens"][-1])
     assert torch.equal(found.per_token.prefix.cpu()[:n], wanted.per_token.prefix[:n])
     assert torch.equal(found.per_token.clip.cpu()[:n], wanted.per_token.clip[:n])
@@ -138,9 +138,9 @@ def test_pieces_of_sequences_continue_their_prefix(device: str) -> None:
     state = torch.zeros(totals.shape[0], 2, 3, dtype=torch.int64, device=device)
     state[:, 1] = totals[:, 0, :3]
     of_sequence = totals.sum(1).repeat_interleave(2, dim=0)
-    for form in ("segment", "tile"):
+    for span in (128, 8192):
         found = loss_triton().loss_pass(
-            batch, spec, 0.25, state=state.view(-1, 3), totals=of_sequence, per_token=True, form=form
+            batch, spec, 0.25, state=state.view(-1, 3), totals=of_sequence, per_token=True, span=span
         )
         assert torch.equal(found.per_token.prefix.cpu(), whole.per_token.prefix)
         assert torch.equal(found.per_token.clip.cpu(), whole.per_token.clip)
@@ -359,3 +359,15 @@ def test_memory_of_the_sweep_does_not_grow_with_tokens(cuda: str) -> None:
     per_token = 256 * 16384  # masks, sums and losses
     assert peaks[16384] < 1.1 * buffer + per_token, f"{peaks[16384]} bytes above results, a chunk is {buffer}"
     assert peaks[16384] - peaks[2048] < per_token
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_another_device_than_the_current_one() -> None:
+    """Triton launches where torch stands, which is not where these tensors are."""
+    logits, labels = torch.randn(33, 1000), torch.randint(0, 1000, (33,))
+    with ck.use_backend("triton"), torch.cuda.device(0):
+        found = ck.vocab_parallel_log_probs(logits.to("cuda:1"), labels.to("cuda:1"))
+    wanted = logits.double().log_softmax(1).gather(1, labels[:, None]).squeeze(1)
+    assert found.device == torch.device("cuda:1")
+    assert float((found.cpu() - wanted).abs().max()) < 5e-6

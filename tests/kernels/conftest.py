@@ -1,7 +1,8 @@
-"""Fixtures: run a test on a backend, Triton meaning its interpreter (see tests/conftest.py)."""
+"""Fixtures: run a test on a backend, Triton meaning its interpreter (see tests/conftest.py), and watch every launch."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ctpo_kernels import use_backend
+from tests.kernels.harness import observed, poisoned_memory
 
 
 def _obstacle() -> str | None:
@@ -52,6 +54,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     else:
         with use_backend("torch"):
             yield "torch"
+
+
+@pytest.fixture(autouse=True)
+def harness() -> Iterator[None]:
+    """All tests: programs in a shuffled order, races and accesses outside of arguments found, fresh memory poisoned."""
+    with poisoned_memory(), observed() if OBSTACLE is None else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from typing import Any
@@ -61,6 +62,7 @@ def main() -> dict[Any, Any]:
     import importlib.util
 
     from ctpo_kernels import use_backend
+    from tests.kernels.harness import observed
 
     cases = [("torch", torch.float64), ("torch", torch.float32)]
     if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
@@ -68,7 +70,7 @@ def main() -> dict[Any, Any]:
     results = {}
     for backend, dtype in cases:
         torch.manual_seed(0)
-        with use_backend(backend):
+        with use_backend(backend), observed() if backend == "triton" else contextlib.nullcontext():
             results[backend, dtype] = run_cases(dist.get_rank(), dtype)
     dist.destroy_process_group()
     return results
@@ -91,6 +93,8 @@ def run_cases(rank: int, dtype: torch.dtype) -> dict[Any, Any]:
     for ratio in ("cumprod", "sequence-geomean"):
         out["context parallel head", ratio] = context_parallel_head(rank, head_of(name, dtype), ratio_mode=ratio)
     out["refusals"] = refusals(case_batch(dtype))
+    if dtype == torch.float64:
+        out["compiled"] = tensor_parallel(rank, head_of(name, dtype), sequence_parallel=True, compiled=True)
     return out
 
 
@@ -100,17 +104,23 @@ def shard(weight: Tensor, rank: int) -> Tensor:
 
 
 def tensor_parallel(
-    rank: int, head: Head, *, sequence_parallel: bool = False, accumulate_into_main_grad: bool = False
+    rank: int,
+    head: Head,
+    *,
+    sequence_parallel: bool = False,
+    accumulate_into_main_grad: bool = False,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     from ctpo_kernels import fused_linear_ctpo
 
+    call: Any = torch.compile(fused_linear_ctpo, fullgraph=True, backend="eager") if compiled else fused_linear_ctpo
     weight = shard(head.weight, rank)
     if accumulate_into_main_grad:
         weight.main_grad = torch.zeros(weight.shape)
     n = head.hidden.shape[0]
     rows = slice(rank * n // RANKS, (rank + 1) * n // RANKS) if sequence_parallel else slice(None)
     hidden = head.hidden[rows].clone().requires_grad_()
-    loss, stats, log_probs = fused_linear_ctpo(
+    loss, stats, log_probs = call(
         **{**head.arguments(), "hidden": hidden, "weight": weight},
         tp_group=dist.group.WORLD,
         sequence_parallel=sequence_parallel,
@@ -142,12 +152,17 @@ def log_probs(rank: int, head: Head, *, sequence_parallel: bool = False) -> dict
         hidden, weight, labels, dist.group.WORLD, sequence_parallel, chunk_size=16, **settings
     )
     log_probs.backward(g)
-    found = {"log_probs": log_probs.detach(), "entropy": entropy, "d_hidden": hidden.grad, "d_weight": weight.grad}
+    found = {
+        "log_probs": log_probs.detach(),
+        "entropy": entropy.detach(),
+        "d_hidden": hidden.grad,
+        "d_weight": weight.grad,
+    }
     if not sequence_parallel:
         logits = (head.hidden @ shard(head.weight, rank).detach().T).requires_grad_()
         given, given_entropy = vocab_parallel_log_probs(logits, labels, dist.group.WORLD, **settings)
         given.backward(g)
-        found |= {"given": given.detach(), "given_entropy": given_entropy, "d_logits": logits.grad}
+        found |= {"given": given.detach(), "given_entropy": given_entropy.detach(), "d_logits": logits.grad}
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,26 +12,11 @@ import psutil
 import pytest
 
 from ctpo_kernels import aot
+from tests.kernels.compiling import ENVIRONMENT, gate, python
 from tests.support import children
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-PACKAGES = Path(aot.__file__).parents[1]
-
-
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-    "PYTHONPATH": str(PACKAGES),
-    "PYTHONWARNINGS": "ignore",
-}
-
-
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own: this one may have been told to interpret the kernels."""
-    return children.run([sys.executable, *arguments], deadline_s=280, environment=ENVIRONMENT | environment)
-
-
-def gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "ctpo_kernels.aot", *arguments, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +36,17 @@ def test_default_configurations_fit_every_architecture(compiled: Path) -> None:
     for row in rows:
         assert 16 <= row["registers"] <= row["limit"]
         assert row["spill_bytes"] == row["stack_bytes"] == 0
+        assert (row["instructions"] > 0) == (row["kernel"] in aot.INSTRUCTIONS)
+
+
+def test_a_token_of_the_loss_takes_240_instructions_at_most(compiled: Path) -> None:
+    """Both passes over a whole batch, and the one of a window, in the shortest span of 512 tokens: 16 a thread."""
+    counted: dict[str, list[float]] = {name: [] for name in aot.INSTRUCTIONS}
+    for row in json.loads(compiled.read_text())["kernels"]:
+        if row["kernel"] in counted:
+            counted[row["kernel"]].append(row["instructions"] + row["other_instructions"] / 16)
+    assert len(counted["loss_kernel"]) == 2 * len(counted["span_totals_kernel"]) == 2 * len(aot.ARCHITECTURES)
+    assert sum(max(values) for values in counted.values()) <= 240
 
 
 @pytest.mark.slow
@@ -111,11 +106,25 @@ def test_a_kernel_outside_the_table_is_refused() -> None:
 
 
 def test_spills_and_compiler_errors_are_failures() -> None:
-    bad = aot.Report("tile_kernel", "some", 90, 4, registers=20, spill_bytes=8, stack_bytes=16, shared_bytes=1 << 20)
-    assert [word for line in bad.failures(aot.REGISTERS) for word in ("spills 8", "16 bytes", "shared") if word in line]
-    assert len(bad.failures(aot.REGISTERS)) == 3
-    broken = aot.Report("tile_kernel", "some", 90, 4, error="CompilationError: no")
-    assert broken.failures(aot.REGISTERS) == ["tile_kernel (some) on sm_90 does not compile: CompilationError: no"]
+    bad = aot.Report(
+        "loss_kernel",
+        "some",
+        90,
+        1,
+        registers=20,
+        spill_bytes=8,
+        stack_bytes=16,
+        shared_bytes=1 << 20,
+        instructions=500.0,
+        most_instructions=240,
+        unordered=True,
+    )
+    failures = "\n".join(bad.failures(aot.REGISTERS))
+    assert len(failures.splitlines()) == 5
+    for part in ("spills 8 bytes", "16 bytes", "shared memory", "500 instructions a token", "have still to load"):
+        assert part in failures
+    broken = aot.Report("loss_kernel", "some", 90, 1, error="CompilationError: no")
+    assert broken.failures(aot.REGISTERS) == ["loss_kernel (some) on sm_90 does not compile: CompilationError: no"]
 
 
 def test_the_interpreter_is_refused() -> None:

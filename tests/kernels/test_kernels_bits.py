@@ -1,8 +1,9 @@
-"""What must not change a bit: backend, launch form, block, chunk, packing, the layout of advantages, repetition."""
+"""What must not change a bit: backend, span, block, chunk, packing, the layout of advantages, repetition."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,17 +76,17 @@ def test_interpreter_and_twin_agree_on_every_packing(interpreter: None, name: st
 
 
 @pytest.mark.parametrize(
-    ("form", "block"),
+    ("span", "block"),
     [
-        ("tile", 64),
-        ("tile", 512),
-        ("segment", 16),
-        ("segment", 512),
-        pytest.param("tile", 16, marks=pytest.mark.slow),
-        pytest.param("segment", 64, marks=pytest.mark.slow),
+        (64, 64),
+        (64, 16),
+        (4096, 32),
+        (4096, 512),
+        pytest.param(16, 16, marks=pytest.mark.slow),
+        pytest.param(128, 32, marks=pytest.mark.slow),
     ],
 )
-def test_launch_forms_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, form: str, block: int) -> None:
+def test_spans_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, span: int, block: int) -> None:
     """LOOK of 4 makes long sequences look back several times."""
     from ctpo_kernels import loss_triton
 
@@ -93,20 +94,24 @@ def test_launch_forms_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPa
         batch, spec = checked(rough(3, LENGTHS, padding=9), ratio_mode=ratio, loss_agg_mode=agg)
         expected = loss_triton.loss_pass(batch, spec, 0.1, per_token=True)
         monkeypatch.setattr(loss_triton, "LOOK", 4)
-        found = loss_triton.loss_pass(batch, spec, 0.1, per_token=True, form=form, block=block)
+        found = loss_triton.loss_pass(batch, spec, 0.1, per_token=True, span=span, block=block)
         assert same_decisions(found, expected)
         assert same_bits(found.gradient, expected.gradient)
         assert same_bits(found.per_token.loss, expected.per_token.loss)
         torch.testing.assert_close(found.vector, expected.vector, rtol=1e-6, atol=1e-6)
 
 
-def test_form_follows_the_shape_of_the_batch(interpreter: None) -> None:
-    from ctpo_kernels.loss_triton import choose_form
+def test_no_program_walks_a_long_sequence_alone(interpreter: None) -> None:
+    from ctpo_kernels.loss_triton import BLOCK, PROGRAMS, choose_span
 
-    assert choose_form(1 << 15, 1) == "tile"
-    assert choose_form(1 << 15, 255) == "tile"
-    assert choose_form(1 << 15, 256) == "segment"
-    assert choose_form(1 << 24, 256) == "tile"
+    assert choose_span(1 << 15) == 512
+    assert choose_span(1 << 20) == 512
+    assert choose_span(1 << 24) == 8192
+    assert choose_span(1 << 30) == 8192
+    for tokens in (1, 1 << 15, (1 << 22) + 3, 1 << 26):
+        span = choose_span(tokens)
+        assert span % BLOCK == 0
+        assert tokens < 1 << 20 or tokens // span >= PROGRAMS // 2
 
 
 @pytest.mark.parametrize("cuts", [[], [100], [1, 2, 3], [64, 128, 192, 256], [150, 220, 285], [149, 151, 299]])
@@ -117,12 +122,24 @@ def test_windows_of_a_stream(backend: str, cuts: list[int]) -> None:
     totals = segment_totals(batch)
     expected = implementation.loss_pass(batch, spec, 0.1, totals=totals)
     state = torch.zeros(batch.segments, 3, dtype=torch.int64)
-    blank = batch.with_log_prob(torch.zeros_like(batch.log_probs))
+    blank = replace(batch, log_probs=torch.zeros_like(batch.log_probs))
     stream = implementation.LossStream(blank, spec, 0.1, totals=totals, state=state)
     edges = itertools.pairwise([0, *cuts, batch.tokens])
     gradient = torch.cat([stream.step(a, b, batch.log_probs[a:b].clone()) for a, b in edges])
     assert same_bits(gradient, expected.gradient)
     assert torch.equal(state, totals[:, :3])
+    torch.testing.assert_close(stream.finish(), expected.vector, rtol=1e-6, atol=1e-6)
+
+
+def test_a_window_longer_than_the_longest_span(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ctpo_kernels import loss_triton
+
+    batch, spec = checked(rough(4, LENGTHS), loss_agg_mode="token-mean")
+    expected = loss_triton.loss_pass(batch, spec, 0.1)
+    monkeypatch.setattr(loss_triton, "SPANS", (64, 128))
+    state = torch.zeros(batch.segments, 3, dtype=torch.int64)
+    stream = loss_triton.LossStream(batch, spec, 0.1, totals=None, state=state)
+    assert same_bits(stream.step(0, batch.tokens, batch.log_probs.clone()), expected.gradient)
     torch.testing.assert_close(stream.finish(), expected.vector, rtol=1e-6, atol=1e-6)
 
 

@@ -1,7 +1,9 @@
-"""How much a call of the loss asks of the device: three launches at most, and nothing else."""
+"""How much a call of the loss asks of the device: three launches at most, and nothing else. Where launches go."""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +60,17 @@ def test_three_launches_at_most_and_nothing_else(
     assert 1 <= launches <= 3
     extra = [name for name in operations.names if not any(free in name for free in FREE) and name not in CHECKS]
     assert extra == []
+
+
+def test_every_launch_is_on_the_device_of_its_tensors() -> None:
+    """Triton takes the current device, so no kernel is started but by `dispatch.launch`, which enters theirs."""
+    started = {
+        f"{path.name}:{node.lineno}"
+        for path in Path(ck.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and "kernel" in ast.unparse(node.func.value)
+    }
+    assert len(started) == 1
+    assert started.pop().startswith("dispatch.py:")

@@ -72,7 +72,7 @@ def test_given_logits(backend: str, n: int, columns: int, vocab: int, temperatur
     assert absolute(entropy, expected.entropy) <= LOG_PROB
     assert distance(given.grad, expected.d_logits) <= GRADIENT
     assert not given.grad[:, vocab:].any()
-    assert not entropy.requires_grad
+    assert entropy.requires_grad
     assert torch.equal(given.detach(), logits)
 
 
@@ -122,6 +122,16 @@ def test_gradient_in_place_of_the_logits(backend: str, dtype: torch.dtype) -> No
     log_probs.backward(g)
     assert same_bits(leaf.grad, apart.grad)
     assert same_bits(memory, apart.grad)
+
+
+def test_second_backward_in_place_of_the_logits_is_refused(backend: str) -> None:
+    """The first one has overwritten what the second would read."""
+    logits, labels, g = made_up(6, 20, 20)
+    inside = logits.requires_grad_() * 1.0
+    log_probs = vocab_parallel_log_probs(inside, labels, inplace_backward=True)
+    log_probs.backward(g, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        log_probs.backward(g)
 
 
 @pairwise(

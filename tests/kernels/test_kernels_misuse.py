@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,14 @@ from tests.kernels.packings import random_batch
 N, B = 36, 3
 
 
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.1+cu130"])
+def test_a_torch_without_mixed_addmm_is_refused(version: str) -> None:
+    with pytest.raises(ImportError, match=f"needs torch 2.10 or newer .* this is {re.escape(version)}"):
+        dispatch.require_torch(version)
+    for newer in ("2.10.0a0+git1234", "2.13.0+cpu", "3.0"):
+        dispatch.require_torch(newer)
+
+
 def loss_with(**changes: Any) -> None:
     ctpo_loss(**{**random_batch(1, [20, 10, 6]), **changes})
 
@@ -32,12 +41,14 @@ def loss_with(**changes: Any) -> None:
     [
         ({"log_probs": torch.zeros(N, dtype=torch.bfloat16)}, TypeError, "log_probs must be float32 .*bfloat16"),
         ({"log_probs": torch.zeros(N, dtype=torch.float16)}, TypeError, "log_probs must be float32 .*float16"),
-        ({"log_probs": torch.zeros(6, 6)}, ValueError, r"log_probs must be packed \[N\]; got shape \[6, 6\]"),
+        ({"log_probs": torch.zeros(6, 6)}, ValueError, r"log_probs must be packed \[N\] .* got shape \[6, 6\]"),
         ({"old_log_probs": torch.zeros(7)}, ValueError, r"old_log_probs has shape \[7\]; expected \[36\]"),
         ({"response_mask": torch.ones(2, 18)}, ValueError, r"response_mask has shape \[2, 18\]; expected \[36\]"),
         ({"loss_mask": torch.ones(B)}, ValueError, r"loss_mask has shape \[3\]; expected \[36\]$"),
-        ({"advantages": torch.ones(4)}, ValueError, r"advantages has shape \[4\]; expected \[36\] or \[3\]"),
-        ({"weights": torch.ones(())}, ValueError, r"weights has shape \[\]; expected \[36\] or \[3\]"),
+        ({"advantages": torch.ones(4)}, ValueError, r"advantages has shape \[4\]; expected \[36\] or \[3\] or"),
+        ({"advantages": torch.ones(3, 36)}, ValueError, r"expected .* or \[1, 36\] or \[3, 1\]$"),
+        ({"response_mask": torch.ones(1, N)}, ValueError, r"response_mask has shape \[1, 36\]; expected \[36\]$"),
+        ({"weights": torch.ones(())}, ValueError, r"weights has shape \[\]; expected \[36\] or \[3\] or"),
         ({"weights": torch.ones(N, device="meta")}, ValueError, "weights is on meta, log_probs on cpu"),
         ({"old_log_probs": torch.ones(N, device="meta")}, ValueError, "old_log_probs is on meta"),
         ({"cu_seqlens": torch.tensor([0.0, 36.0])}, TypeError, "cu_seqlens must be integers; got torch.float32"),
@@ -132,10 +143,12 @@ def test_log_prob_arguments(logits, labels, error: type[Exception], message: str
         vocab_parallel_log_probs(logits, labels)
 
 
-def test_mask_of_the_wrong_shape() -> None:
+def test_mask_and_rows_that_do_not_fit() -> None:
     head = random_head(1, [20, 10, 6])
     with pytest.raises(ValueError, match=r"mask has shape \[3\]; expected \[36\]"):
         linear_log_probs(head.hidden, head.weight, head.labels.clamp(min=0), mask=torch.ones(3))
+    with pytest.raises(ValueError, match="rows are 1 places, not the "):
+        fused_linear_ctpo(**head.arguments(), rows=torch.tensor([0]))
 
 
 def test_no_grad_and_detached_log_probs(backend: str) -> None:
@@ -232,6 +245,28 @@ def test_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with use_backend("triton"), pytest.raises(RuntimeError, match="triton is not installed"):
         loss_with()
     loss_with()
+
+
+def test_interpreter_without_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the interpreter does not want the twin tested a second time."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1 asks for the interpreter, but triton is not installed"):
+        loss_with()
+    with use_backend("torch"):
+        loss_with()
+
+
+def test_plain_torch_on_a_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dispatch._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="plain torch on cuda:0.*: triton is not installed") as caught:
+        for _ in range(3):
+            assert dispatch._choose(torch.device("cuda:0"), torch.bfloat16) == "torch"
+            assert dispatch._choose(torch.device("cuda:0"), torch.float64) == "torch"  # as its precision asks
+            assert dispatch._choose(torch.device("cpu"), torch.float32) == "torch"
+    assert len(caught) == 1
 
 
 def test_backend_is_restored_after_an_error() -> None:

@@ -85,6 +85,12 @@ def test_sequence_parallel_head(ranks: list, backend: str, dtype: torch.dtype) -
     assert distance(joined(found, "d_hidden"), plain[0]["d_hidden"].double()) <= tolerance(dtype)
 
 
+def test_compiled_head_takes_its_group_by_name(ranks: list) -> None:
+    eager = of_ranks(ranks, "torch", torch.float64, "sequence parallel")
+    for found, expected in zip(of_ranks(ranks, "torch", torch.float64, "compiled"), eager, strict=True):
+        assert all(same_bits(found[name], expected[name]) for name in expected)
+
+
 @cases
 def test_main_grad_of_the_shards(ranks: list, backend: str, dtype: torch.dtype) -> None:
     found = of_ranks(ranks, backend, dtype, "main grad")

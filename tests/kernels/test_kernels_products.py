@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels import linear_log_probs, use_backend
-from ctpo_kernels.linear import TILE, active_runs
+from ctpo_kernels.linear_head import TILE, active_runs
 from tests.kernels.heads import Head, eager, random_head, sweep, watched
 from tests.kernels.packings import boundaries, same_bits
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from ctpo_megatron.config import PolicyConfig
@@ -24,8 +25,9 @@ from ctpo_megatron.data import (
 )
 from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
+from ctpo_megatron.policy.context import ContextSplit
 from ctpo_megatron.policy.flops import sequence_flops
-from ctpo_megatron.policy.layers import AttentionPlan, PackedCausalAttention
+from ctpo_megatron.policy.layers import AttentionPlan, PackedCausalAttention, packed_sequences, rotate_packed
 from ctpo_megatron.policy.minibatch import packing_rules
 from ctpo_megatron.policy.workload import SHORTEST_OF_CLASS, length_classes, padded_tokens
 from tests.policy import models
@@ -155,6 +157,7 @@ def test_packed_attention_equals_attention_per_sequence(lengths: list[int], layo
     key, value = (torch.randn(tokens, groups, width, requires_grad=True) for _ in range(2))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
+    packed.split = ContextSplit.of(cu_seqlens)
     attention = PackedCausalAttention(SimpleNamespace(), 1, None, "self")
     found = attention(query, key, value, None, packed_seq_params=packed)
 
@@ -173,9 +176,23 @@ def test_packed_attention_equals_attention_per_sequence(lengths: list[int], layo
         torch.testing.assert_close(a, b)
 
 
+def test_rotary_embedding_of_packed_rows_is_that_of_each_sequence(layout: Layout) -> None:
+    torch.manual_seed(0)
+    batch = pack(token_sequences(models.trajectories(4)), None, PackingRules(4096))[0]
+    packed = packed_sequences(batch, ContextSplit.of(batch.cu_seqlens))
+    rows = torch.randn(batch.num_tokens, 2, 8)
+    angles = torch.randn(batch.max_seqlen, 1, 1, 8)
+    found = rotate_packed(rows, packed.cu_seqlens_q, angles)
+    expected = [
+        _apply_rotary_pos_emb_bshd(rows[place].unsqueeze(1), angles[: place.stop - place.start]).squeeze(1)
+        for _, place in batch.places()
+    ]
+    assert torch.equal(found, torch.cat(expected))
+
+
 def test_length_classes_hold_every_token_once_and_little_else(layout: Layout) -> None:
     batch = pack(token_sequences(models.trajectories()), None, PackingRules(4096))[0]
-    plan = AttentionPlan(batch.cu_seqlens)
+    plan = AttentionPlan(ContextSplit.of(batch.cu_seqlens))
     assert plan.queries[plan.back].tolist() == list(range(batch.num_tokens))
     rows = sum(part.queries.numel() for part in plan.classes)
     assert len(plan.queries) == len(plan.tokens) == rows == padded_tokens(batch.cu_seqlens)

@@ -63,7 +63,9 @@ def test_a_full_header_is_said_before_anything_is_written(tmp_path: Path) -> Non
     assert {int(value[0]) for value in load_file(tmp_path / "a").values()} == set(range(count)) and count > 3
 
 
-def test_weights_leave_shared_memory_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_leave_shared_memory_when_it_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     shared, disk = tmp_path / "shared", tmp_path / "disk"
     shared.mkdir()
     disk.mkdir()
@@ -73,6 +75,7 @@ def test_weights_leave_shared_memory_when_it_is_full(tmp_path: Path, monkeypatch
     snapshot = weights.WeightSnapshot(TENSORS.items(), 4)
     with snapshot.published() as path:
         assert Path(path).parent == disk and list(shared.iterdir()) == []
+        assert f"no space in {shared}" in caplog.text and f"go by {disk}" in caplog.text
         check(Path(path))
     snapshot.close()
     assert list(disk.iterdir()) == []

@@ -8,6 +8,7 @@ import select
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ from tests.support.prefork import Child, Prefork
 
 PRELOADED = ("pytest", "tests.conftest", "tests.support.preload")
 """In this order: tests.conftest imports Triton so that it can be interpreted."""
+PRETENDING = ("pytest", "tests.conftest", "tests.rehearsal.preload", "tests.support.preload")
+"""The same with pretended GPUs, which have to be there before anything looks for CUDA."""
 _OUTPUT_CHARACTERS = 4000
 _GRACE_S = 10.0
 """How long the others may take to speak of a rank that failed, before they are killed."""
@@ -27,10 +30,20 @@ class RanksFailed(AssertionError):
     """A rank failed, died or did not end in time. The message has every rank's fate and the end of its output."""
 
 
-@cache
+class Default:
+    """pretend_cuda: whether ranks take the CPU for a GPU where nothing else is said (`pytest --pretend-cuda`)."""
+
+    pretend_cuda = False
+
+
 def prefork() -> Prefork:
     """This process's server of processes that have imported what training needs."""
-    server = Prefork(PRELOADED)
+    return _server(False)
+
+
+@cache
+def _server(pretend_cuda: bool) -> Prefork:
+    server = Prefork(PRETENDING if pretend_cuda else PRELOADED)
     atexit.register(server.close)
     return server
 
@@ -41,19 +54,22 @@ def run(
     ranks: int = 1,
     deadline_s: float = 280.0,
     server: Prefork | None = None,
+    pretend_cuda: bool | None = None,
 ) -> list[Any]:
     """Call a function of a module on every rank of a new job; what each returned, in rank order.
 
-    The environment is torchrun's: `RANK`, `WORLD_SIZE`, ..., none of it for one rank. Raises RanksFailed.
+    The environment is torchrun's: `RANK`, `WORLD_SIZE`, ..., none of it for one rank. pretend_cuda: see
+    `tests/rehearsal/pretend.py`. Raises RanksFailed.
     """
     import torch
 
+    pretend = Default.pretend_cuda if pretend_cuda is None else pretend_cuda
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         store, environments = _rendezvous(ranks)
         children = [
-            (server or prefork()).start(
-                _call, function, arguments, folder / f"{rank}.pt", output=folder / f"{rank}", environment=e
+            (server or _server(pretend)).start(
+                _call, function, arguments, folder / f"{rank}.pt", pretend, output=folder / f"{rank}", environment=e
             )
             for rank, e in enumerate(environments)
         ]
@@ -68,12 +84,20 @@ def run(
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _call(function: Callable[..., Any], arguments: tuple[Any, ...], result: Path) -> int:
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...], result: Path, pretend: bool) -> int:
     import torch
 
     torch.set_num_threads(1)
-    torch.save(function(*arguments), result)
+    with _pretending() if pretend else nullcontext():
+        found = function(*arguments)
+    torch.save(found, result)
     return 0
+
+
+def _pretending() -> AbstractContextManager[None]:
+    from tests.rehearsal.pretend import pretending
+
+    return pretending()
 
 
 def _rendezvous(ranks: int) -> tuple[Any, list[dict[str, str]]]:

@@ -48,10 +48,10 @@ def leave_traces() -> bool:
 
 
 def state() -> tuple[object, ...]:
-    from ctpo_megatron.policy import cpu_megatron
+    from ctpo_megatron.policy import replacements
 
     return (
-        cpu_megatron._installed,
+        replacements._installed,
         dist.is_initialized(),
         torch.initial_seed(),
         torch.get_rng_state().sum().item(),

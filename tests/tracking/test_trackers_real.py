@@ -66,7 +66,7 @@ def offline_run(tmp_path, config_in, caplog, monkeypatch, python=None):
 
 def test_weights_and_biases_offline(tmp_path, config_in, caplog, monkeypatch):
     if importlib.util.find_spec("wandb") is None:
-        pytest.skip("wandb is not installed (requirements/dev.txt)")
+        pytest.skip("wandb is not installed (setup.py, extra wandb)")
     offline_run(tmp_path, config_in, caplog, monkeypatch)
 
 

@@ -15,24 +15,40 @@ from pathlib import Path
 from ctpo_megatron.config.checks.directories import check_export, check_model_directory
 from ctpo_megatron.config.checks.engine import check_engine, check_tokens
 from ctpo_megatron.config.checks.parallel import check_parallel
+from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
 from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_spec import PREPARED, spec_for, will_be_prepared
 from ctpo_megatron.config.objective import objective_from_config
+from ctpo_megatron.config.placement import Job
 from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
 from ctpo_megatron.config.schema import Config, OptimizerConfig
 from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.models import ModelSpec
 
 
-def validate(config: Config, *, world_size: int, cuda: bool, sources: Sources | None = None) -> list[Problem]:
-    """Run every check; returns the warnings, raises ConfigError with all errors (and names file and line if it can)."""
+def validate(
+    config: Config,
+    *,
+    world_size: int,
+    cuda: bool,
+    sources: Sources | None = None,
+    job: Job | None = None,
+    gpu_gib: float | None = None,
+) -> list[Problem]:
+    """Run every check; returns the warnings, raises ConfigError with all errors (and names file and line if it can).
+
+    job: what is known of ranks and GPUs a node. gpu_gib: refuse what a GPU of that size cannot hold.
+    """
     found: list[Problem] = []
     spec = None
     try:
         spec = spec_for(config)
     except ConfigError as unreadable:
         found += unreadable.problems
-    found += check(config, world_size, spec, cuda=cuda)
+    job = job or Job(world_size)
+    found += check(config, world_size, spec, cuda=cuda, job=job)
+    if cuda and gpu_gib is not None and spec is not None and not any(p.severity == "error" for p in found):
+        found += check_gpu_memory(config, job, spec, gpu_gib=gpu_gib)
     placed = [place(problem, sources) for problem in found]
     errors = [problem for problem in placed if problem.severity == "error"]
     if errors:
@@ -40,7 +56,9 @@ def validate(config: Config, *, world_size: int, cuda: bool, sources: Sources | 
     return placed
 
 
-def check(config: Config, world_size: int, spec: ModelSpec | None, *, cuda: bool) -> list[Problem]:
+def check(
+    config: Config, world_size: int, spec: ModelSpec | None, *, cuda: bool, job: Job | None = None
+) -> list[Problem]:
     """All problems, errors and warnings; without the model's spec, the checks that need them are left out."""
     found = [
         *_run(config),
@@ -48,6 +66,7 @@ def check(config: Config, world_size: int, spec: ModelSpec | None, *, cuda: bool
         *_batch(config, world_size),
         *check_tokens(config, spec),
         *check_engine(config, spec, cuda=cuda),
+        *check_placement(config, job or Job(world_size), cuda=cuda),
         *_objective(config),
         *_sampling(config),
         *_schedules(config),

@@ -22,6 +22,7 @@ _OWNED = {
 _FIXED = {
     "logprobs_mode": "the trainer needs the log-probs of the distribution sampled from",
     "worker_extension_cls": "the weight synchronization uses it",
+    "enable_sleep_mode": "placement.mode decides",
     "weight_transfer_config": "the weight synchronization uses it",
     "skip_tokenizer_init": "stop strings need the tokenizer",
     "pipeline_parallel_size": "the weight synchronization expects one stage",
@@ -79,6 +80,8 @@ def _cpu(config: Config, engine: EngineConfig) -> Iterator[Problem]:
     if engine.kv_cache_mb is None:
         message = "required without CUDA: vLLM would claim most of the machine's memory"
         yield error(config, "rollout.engine.kv_cache_mb", message, "64 suffices for a tiny model")
+    if engine.model_runner == "v2":
+        yield error(config, "rollout.engine.model_runner", "needs CUDA and Triton", "set v1")
     if engine.block_size is not None and engine.block_size % 32:
         yield error(config, "rollout.engine.block_size", "must be a multiple of 32 without CUDA", "set 32")
 

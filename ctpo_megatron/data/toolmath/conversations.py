@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from random import Random
 
-from ctpo_megatron.config.schema import CorruptionConfig
+from ctpo_megatron.config import CorruptionConfig
 from ctpo_megatron.data.toolmath.families import Problem, Program, run
 
 Message = dict[str, str]

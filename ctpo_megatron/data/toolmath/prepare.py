@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ctpo_megatron.config.schema import PrepareConfig
+from ctpo_megatron.config import PrepareConfig
 from ctpo_megatron.data.tables import DataError
 from ctpo_megatron.data.toolmath.conversations import Message, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, Problem, draw_problem

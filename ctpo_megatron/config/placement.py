@@ -1,0 +1,63 @@
+"""Which GPUs of a node the trainer has and which the engines: `placement` and `rollout.engines`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ctpo_megatron.config.schema import Config
+
+
+def engine_count(config: Config) -> int:
+    """`rollout.engines`; for `auto`, one for each `tensor_parallel_size` GPUs of `placement.engine_gpus`."""
+    if config.rollout.engines != "auto":
+        return config.rollout.engines
+    return max(1, (config.placement.engine_gpus or 0) // config.rollout.engine.tensor_parallel_size)
+
+
+def shares_gpus(config: Config) -> bool:
+    """Whether engines and trainer use the same GPUs by turns."""
+    return config.placement.mode == "colocated" and config.rollout.replay is None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The trainer's ranks, in all and on one node (None: not known, all on one), and how many GPUs a node shows."""
+
+    world_size: int
+    node_ranks: int | None = None
+    node_gpus: int | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Positions of GPUs among those that CUDA shows on the node; engines without any read a recording."""
+
+    trainer: range
+    engines: range
+
+    @classmethod
+    def of(cls, config: Config, job: Job) -> Placement:
+        """The trainer's GPUs are the first ones, one for each of its ranks on this node."""
+        trainer = range(config.placement.trainer_gpus or job.node_ranks or job.world_size)
+        count = config.placement.engine_gpus or engine_count(config) * config.rollout.engine.tensor_parallel_size
+        if config.rollout.replay is not None:
+            return cls(trainer, range(0))
+        first = 0 if config.placement.mode == "colocated" else len(trainer)
+        return cls(trainer, range(first, first + count))
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs the node needs."""
+        return max(self.trainer.stop, self.engines.stop)
+
+    def engine_devices(self, visible: str | None) -> str:
+        """`CUDA_VISIBLE_DEVICES` for the engines, where the whole job has `visible` (None: all GPUs of the node).
+
+        Raises ValueError when the job does not have that many.
+        """
+        if visible is None:
+            return ",".join(str(gpu) for gpu in self.engines)
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        if len(names) < self.engines.stop:
+            raise ValueError(f"the engines need GPU {self.engines.stop - 1} of CUDA_VISIBLE_DEVICES={visible}")
+        return ",".join(names[self.engines.start : self.engines.stop])

@@ -1,0 +1,162 @@
+"""The output layer in chunks of rows: logits exist for one chunk at a time, in float32, and never for all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ctpo_kernels import dispatch, rows_torch
+from ctpo_kernels import labels as arguments
+from ctpo_kernels.logprob import merge
+from ctpo_kernels.rows_torch import EntropyGradient, Merged
+
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1216 << 20}
+"""Memory for one chunk of float32 logits: below it the weight gradient is read and written too often."""
+
+TILE = 128
+"""Rows that are skipped together when none of them has a gradient."""
+
+
+class LinearHead:
+    """Chunked logits of `rows` hidden states, and the two gradients, for this rank's vocabulary shard.
+
+    hidden: `[M, H]`. weight: `[V / tp, H]` of the same dtype. labels: `[M]`. Logits come from operands of that dtype
+    with float32 accumulation and stay float32 (float64 operands: float64).
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        group: dist.ProcessGroup | None,
+        temperature: float,
+        vocab_size: int | None,
+        chunk_size: int | None,
+        softcap: float = 0.0,
+        entropy_gradient: bool = False,
+    ) -> None:
+        self.hidden, self.weight, self.labels, self.group = hidden, weight, labels, group
+        self.temperature, self.softcap = temperature, softcap
+        self.shard = arguments.shard_of(weight.shape[0], vocab_size, group)
+        self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.triton = dispatch.choose(hidden) == "triton"
+        columns = weight.shape[0]
+        budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
+        rows = chunk_size or max(TILE, budget // (4 * columns) // TILE * TILE)
+        self.chunk_size = min(rows, max(1, hidden.shape[0]))
+        self._buffer = hidden.new_empty(self.chunk_size, columns, dtype=self.dtype)
+        # CUDA multiplies low-precision operands into float32; elsewhere one float32 copy of the weight serves.
+        self._mixed = hidden.dtype != self.dtype and hidden.is_cuda
+        self._operand = weight if self._mixed else weight.to(self.dtype)
+        self._parts: Tensor | None = None
+        # The twin's statistics overwrite the logits by exponentials, of which only the plain gradient can be made.
+        self._keep_logits = not self.triton and (softcap != 0 or entropy_gradient)
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Row ranges in order."""
+        for start in range(0, self.hidden.shape[0], self.chunk_size):
+            yield start, min(start + self.chunk_size, self.hidden.shape[0])
+
+    def log_probs(self, start: int, end: int, *, entropy: bool = False) -> Merged:
+        """Log-probs of the rows `start : end`; their logits stay in the buffer for `gradient_rows`."""
+        logits, labels = self._logits(start, end), self.labels[start:end]
+        if self.triton:
+            from ctpo_kernels import rows_triton
+
+            row_stats = rows_triton.row_stats
+        else:
+            row_stats = rows_torch.row_stats
+            logits = logits.clone() if self._keep_logits else logits
+        parts = row_stats(logits, labels, self.shard, self.temperature, entropy=entropy, softcap=self.softcap)
+        self._parts = parts
+        return merge(arguments.gather_parts(parts, self.group), labels, self.temperature)
+
+    def gradient_rows(
+        self, start: int, end: int, merged: Merged, g: Tensor, entropy: EntropyGradient | None = None
+    ) -> Tensor:
+        """d (sum g log_probs) / d logits of the rows that `log_probs` saw last, for `accumulate`.
+
+        entropy: also that of sum g entropy with its g; needs `entropy_gradient`.
+        """
+        if self.triton or self._keep_logits:
+            return self._gradient(start, end, merged.lse, g, entropy)
+        logits, labels = self._buffer[: end - start], self.labels[start:end]
+        assert self._parts is not None  # `log_probs` came first
+        return rows_torch.gradient_after_stats(logits, self._parts, merged, labels, g, self.shard, self.temperature)
+
+    def recomputed_gradient_rows(
+        self, start: int, end: int, lse: Tensor, g: Tensor, entropy: EntropyGradient | None = None
+    ) -> Tensor:
+        """The same for rows whose logits are gone and whose lse `[end - start]` was kept."""
+        self._logits(start, end)
+        return self._gradient(start, end, lse, g, entropy)
+
+    def _gradient(self, start: int, end: int, lse: Tensor, g: Tensor, entropy: EntropyGradient | None) -> Tensor:
+        """From the logits in the buffer, in their place."""
+        logits, labels = self._buffer[: end - start], self.labels[start:end]
+        own = (lse, labels, g, self.shard, self.temperature)
+        if not self.triton:
+            return rows_torch.gradient(logits, *own, softcap=self.softcap, entropy=entropy)
+        from ctpo_kernels import rows_triton
+
+        # Low-precision gradients take the first half of each row that they replace: no second buffer.
+        out = logits.view(self.hidden.dtype)[:, : logits.shape[1]] if self._mixed else logits
+        rows_triton.gradient_into(out, logits, *own, softcap=self.softcap, entropy=entropy)
+        return out
+
+    def _logits(self, start: int, end: int) -> Tensor:
+        x, out = self.hidden[start:end], self._buffer[: end - start]
+        if self._mixed:
+            return torch.mm(x, self._operand.t(), out_dtype=self.dtype, out=out)
+        return torch.mm(x.to(self.dtype), self._operand.t(), out=out)
+
+    def accumulate(
+        self, dz: Tensor, start: int, g: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None, *, skip: bool
+    ) -> None:
+        """d_hidden[rows] = dz W (written), d_weight += dz^T x; dz `[C, V / tp]` belongs to the rows from `start` on.
+
+        skip: leave out tiles of TILE rows whose `g` is zero throughout: their rows of dz are zero. d_hidden must hold
+        zeros. Reads one flag a tile back to the host.
+        """
+        for first, last in active_runs(g) if skip else [(0, dz.shape[0])]:
+            part, x = dz[first:last], self.hidden[start + first : start + last]
+            if d_hidden is not None:
+                target = d_hidden[start + first : start + last]
+                if part.dtype == self._operand.dtype == target.dtype == self.dtype:
+                    torch.mm(part, self._operand, out=target)
+                elif self._mixed and part.dtype == self._operand.dtype:
+                    # Written in low precision, cuBLAS may add the parts of a split sum in low precision too.
+                    target.copy_(torch.mm(part, self._operand, out_dtype=self.dtype))
+                else:
+                    target.copy_(part @ self._operand.to(part.dtype))
+            if d_weight is not None:
+                _add_outer(d_weight, part, x)
+
+
+def active_runs(g: Tensor) -> list[tuple[int, int]]:
+    """Ranges of rows, in multiples of TILE, that hold all nonzero (NaN included) entries of `g` `[C]`."""
+    rows = g.shape[0]
+    tiles = torch.nn.functional.pad(g != 0, (0, -rows % TILE)).view(-1, TILE).any(dim=1).tolist()
+    runs: list[tuple[int, int]] = []
+    for tile, active in enumerate(tiles):
+        first, last = tile * TILE, min((tile + 1) * TILE, rows)
+        if active and runs and runs[-1][1] == first:
+            runs[-1] = (runs[-1][0], last)
+        elif active:
+            runs.append((first, last))
+    return runs
+
+
+def _add_outer(total: Tensor, dz: Tensor, x: Tensor) -> None:
+    """total += dz^T x, accumulated in total's dtype."""
+    if dz.dtype == x.dtype == total.dtype:
+        total.addmm_(dz.t(), x)
+    elif dz.is_cuda and dz.dtype == x.dtype and total.dtype == torch.float32:
+        torch.addmm(total, dz.t(), x, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(dz.t() @ x.to(dz.dtype))

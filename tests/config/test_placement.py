@@ -1,0 +1,180 @@
+"""Which GPUs trainer and engines have, and the sums that refuse what does not fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from ctpo_megatron.config import Config, GpuMemory, Job, Placement, engine_count
+from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
+from ctpo_megatron.config.memory import GIB
+from ctpo_megatron.config.sizing import MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAPER_14B = {
+    "policy": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+    "rollout": {"engine": {"tensor_parallel_size": 2}},
+}
+
+
+def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    return base | {
+        key: merged(base.get(key, {}), value) if isinstance(value, dict) else value for key, value in change.items()
+    }
+
+
+def readme(**change: Any) -> Config:
+    """README's example, the one that docs/parallelism.md starts from."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert example is not None
+    return TypeAdapter(Config).validate_python(merged(yaml.safe_load(example[1]), change))
+
+
+def refused(config: Config, job: Job, model: str = "Qwen3-4B", gpu_gib: float = 80) -> str:
+    problems = [
+        *check_placement(config, job, cuda=True),
+        *check_gpu_memory(config, job, MODELS[model], gpu_gib=gpu_gib),
+    ]
+    return "\n".join(f"{problem.severity}: {problem}" for problem in problems)
+
+
+def colocated(**change: Any) -> dict[str, Any]:
+    placed = {"mode": "colocated", "trainer_gpus": 8, "engine_gpus": 8}
+    return merged({"placement": placed, "policy": {"offload": "all"}}, change)
+
+
+@pytest.mark.parametrize(
+    ("job", "model", "change"),
+    [
+        (Job(4), "Qwen3-4B", {}),  # as README says
+        (Job(8), "Qwen3-4B", colocated()),
+        (Job(4), "Qwen3-14B", PAPER_14B),
+        (Job(8), "Qwen3-14B", colocated(**PAPER_14B)),
+    ],
+    ids=["4B-4+4", "4B-colocated", "14B-4+4", "14B-colocated"],
+)
+def test_the_papers_models_fit_on_a_node_of_eight(job: Job, model: str, change: dict[str, Any]) -> None:
+    config = readme(**change)
+    assert Placement.of(config, job).gpus == 8
+    assert refused(config, job, model) == ""
+
+
+def test_sides_have_gpus_of_their_own_or_share_them() -> None:
+    apart, shared = Placement.of(readme(), Job(4)), Placement.of(readme(**colocated()), Job(8))
+    assert (apart.trainer, apart.engines) == (range(4), range(4, 8))
+    assert (shared.trainer, shared.engines) == (range(8), range(8))
+    assert apart.engine_devices(None) == "4,5,6,7"
+    assert apart.engine_devices("7, 6,5,4,3,2,1,0") == "3,2,1,0"
+    with pytest.raises(ValueError, match="the engines need GPU 7 of CUDA_VISIBLE_DEVICES=0,1,2,3"):
+        apart.engine_devices("0,1,2,3")
+
+
+def test_one_gpu_is_enough_by_turns() -> None:
+    """As the first hour on a GPU runs the quickstart."""
+    one = Job(1, None, 1)
+    single: dict[str, Any] = {"placement": {"trainer_gpus": None, "engine_gpus": None}, "rollout": {"engines": 1}}
+    assert "needs 2 GPUs" in str([str(p) for p in check_placement(readme(**single), one, cuda=True)])
+    shared = merged(single, {"placement": {"mode": "colocated"}})
+    assert list(check_placement(readme(**shared), one, cuda=True)) == []
+
+
+def test_auto_is_one_engine_for_each_group_of_gpus() -> None:
+    assert engine_count(readme()) == 4
+    assert engine_count(readme(rollout={"engine": {"tensor_parallel_size": 2}})) == 2
+    assert engine_count(readme(rollout={"engines": 3})) == 3
+    assert engine_count(Config.model_validate({**readme().model_dump(), "placement": {}})) == 1
+
+
+@pytest.mark.parametrize(
+    ("job", "change", "expected"),
+    [
+        (Job(2), {}, "placement.trainer_gpus = 4: but 2 trainer ranks run here; start 4 ranks a node: torchrun"),
+        (Job(16, 8), {}, "placement.trainer_gpus = 4: but 8 trainer ranks run here"),
+        (
+            Job(4),
+            {"placement": {"engine_gpus": None}},
+            'rollout.engines = "auto": needs to know how many GPUs there are',
+        ),
+        (
+            Job(4),
+            {"rollout": {"engine": {"tensor_parallel_size": 8}}},
+            "placement.engine_gpus = 4: cannot be shared out",
+        ),
+        (
+            Job(4),
+            {"rollout": {"engines": 5}},
+            "rollout.engines = 5: x 1 GPUs each do not fit into placement.engine_gpus",
+        ),
+        (Job(4), {"rollout": {"engines": 3}}, "warning: rollout.engines = 3: leaves 1 of placement.engine_gpus (4)"),
+        (Job(8), colocated(placement={"engine_gpus": 16}), "engines need 16 GPUs, and the trainer has 8 to share"),
+        (
+            Job(4, 4, 4),
+            {},
+            "needs 8 GPUs, 4 for the trainer and 4 for the engines, and this node shows 4; start fewer",
+        ),
+    ],
+)
+def test_contradictions_are_named(job: Job, change: dict[str, Any], expected: str) -> None:
+    found = [f"{p.severity}: {p}" for p in check_placement(readme(**change), job, cuda=True)]
+    assert any(expected in text for text in found), found
+
+
+def test_no_gpu_no_placement() -> None:
+    assert list(check_placement(readme(placement={"trainer_gpus": 3}), Job(1), cuda=False)) == []
+    (problem,) = check_placement(readme(**colocated()), Job(1), cuda=False)
+    assert str(problem) == 'placement.mode = "colocated": engines sleep on CUDA only; set disaggregated'
+
+
+def test_both_sides_are_added_up_on_a_shared_gpu() -> None:
+    """84 of 80 GiB: what README's example asked of GPU 0 when engines neither slept nor had GPUs of their own."""
+    moments = {m.when: m for m in GpuMemory.of(readme(**colocated()), Job(8), MODELS["Qwen3-4B"], 80).moments}
+    assert moments["in an update"].parts["trainer"] / GIB == pytest.approx(35.7, abs=0.1)
+    awake = moments["while sampling"].parts["engine"] / GIB
+    assert awake == pytest.approx(48)
+    assert 83 < moments["in an update"].parts["trainer"] / GIB + awake < 84
+    assert moments["while sampling"].parts["trainer"] == 0
+    assert moments["while weights are sent"].bytes / GIB == pytest.approx(7.5 + 15 + 5.6 + 7.5 + 2, abs=0.2)
+
+
+@pytest.mark.parametrize("change", [{"policy": {"offload": "none"}}, {"policy": {"offload": "optimizer"}}])
+def test_a_trainer_that_stays_is_added_to_the_sampling_engine(change: dict[str, Any]) -> None:
+    both = {"rollout": {"engine": {"gpu_memory_utilization": 0.85}}}
+    text = refused(readme(**colocated(**change, **both)), Job(8))
+    assert "GPUs 0 to 7 need" in text and "of 80 GiB while sampling (trainer" in text and "+ engine 68.0 GiB)" in text
+
+
+def test_the_three_cheapest_changes_are_named() -> None:
+    text = refused(
+        readme(**colocated(policy={"offload": "none"}, rollout={"engine": {"gpu_memory_utilization": 0.6}})), Job(8)
+    )
+    assert text.startswith('error: placement.mode = "colocated": GPUs 0 to 7 need 76.1 GiB of 80 GiB while sampling')
+    changes = re.findall(r"([a-z_.]+=[a-z0-9.]+) \((\d+\.\d) GiB\)", text)
+    assert [change for change, _ in changes] == [
+        "policy.offload=optimizer",
+        "policy.offload=all",
+        "rollout.engine.gpu_memory_utilization=0.5",
+    ]
+    assert all(float(size) <= 72 for _, size in changes)
+
+
+def test_a_change_that_is_named_helps() -> None:
+    config = readme(policy={"recompute": "none", "use_distributed_optimizer": False, "micro_batch_tokens": 32768})
+    text = refused(config, Job(4))
+    assert "GPUs 0 to 3 need" in text and "in an update (trainer" in text
+    assert "policy.recompute=full" in text
+    assert refused(readme(), Job(4)) == ""
+
+
+@pytest.mark.parametrize(
+    ("share", "fix"), [(0.1, "set at least 0.14"), (0.9, "raise rollout.engine.tensor_parallel_size")]
+)
+def test_an_engine_that_cannot_hold_its_model_is_refused(share: float, fix: str) -> None:
+    config = readme(rollout={"engine": {"gpu_memory_utilization": share}})
+    text = refused(config, Job(4), *(("Qwen3-32B",) if share > 0.5 else ()), gpu_gib=48 if share > 0.5 else 80)
+    assert f"rollout.engine.gpu_memory_utilization = {share}: of" in text and fix in text, text

@@ -1,0 +1,45 @@
+"""How often Triton compiles: counts of tokens, segments and rows differ in every step, and must not make it start."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from ctpo_kernels import aot
+from tests.kernels.compiling import python
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+# Every launch of batches of many sizes and of windows of many lengths, as Triton tells compiled kernels apart.
+RECORD = """
+from ctpo_kernels import aot_launches, loss_triton
+from ctpo_kernels.spec import LossKeywords, LossSpec
+import torch
+
+def window(start, end, segments):
+    batch, spec = aot_launches.batch_of(4096, segments), LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
+    state = torch.zeros(segments, 3, dtype=torch.int64)
+    stream = loss_triton.LossStream(batch, spec, 0.1, totals=None, state=state)
+    stream.step(start, end, torch.zeros(end - start))
+
+found = {}
+for size in ((2, 1), (16, 1), (17, 2), (4096, 16), (70001, 300), (1 << 22, 5)):
+    for launch in aot_launches.recorded(lambda: aot_launches.launch_loss(size, {}), ""):
+        found.setdefault(launch.kernel, set()).add(launch.key)
+for place in ((0, 1, 1), (0, 16, 2), (1, 18, 16), (2048, 4096, 300)):
+    for launch in aot_launches.recorded(lambda: window(*place), ""):
+        found.setdefault("window", set()).add(launch.key)
+for rows in (1, 2, 16, 17, 301):
+    for launch in aot_launches.recorded(
+        lambda: aot_launches.launch_rows(512, 500, torch.float32, rows=rows, differentiable=True), ""
+    ):
+        found.setdefault(launch.kernel, set()).add(launch.key)
+print({name: len(keys) for name, keys in sorted(found.items())})
+"""
+
+
+def test_other_numbers_of_tokens_segments_and_rows_compile_nothing_anew() -> None:
+    done = python("-c", RECORD)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(dict.fromkeys(sorted([*aot.REGISTERS, "window"]), 1))

@@ -1,0 +1,85 @@
+"""The harness that every kernel test runs in sees what it is there for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from ctpo_kernels import vocab_parallel_log_probs
+
+
+@pytest.fixture
+def planted(interpreter: None) -> Any:
+    """The kernels with mistakes, defined for the interpreter."""
+    return importlib.import_module("tests.kernels.planted_kernels")
+
+
+@pytest.mark.parametrize(("step", "race"), [(8, False), (7, True), (4, True)])
+def test_two_programs_that_store_to_one_place(planted: Any, step: int, race: bool) -> None:
+    values, out = torch.arange(20.0), torch.zeros(20)
+    if not race:
+        planted.neighbours_kernel[(3,)](values, out, 20, BLOCK=8, STEP=step)
+        assert torch.equal(out, values)
+        return
+    with pytest.raises(AssertionError, match=r"neighbours_kernel: race: \d+ places are stored to by one program"):
+        planted.neighbours_kernel[(4,)](values, out, 20, BLOCK=8, STEP=step)
+
+
+def test_a_program_that_reads_what_another_one_stores(planted: Any) -> None:
+    with pytest.raises(AssertionError, match="carry_kernel: race: 4 places are loaded by one program and stored"):
+        planted.carry_kernel[(5,)](torch.zeros(5, dtype=torch.int64), 5)
+
+
+def test_programs_come_in_another_order(planted: Any) -> None:
+    """In the order of the interpreter alone the carry would be right."""
+    totals = torch.zeros(9, dtype=torch.int64)
+    with pytest.raises(AssertionError, match="race"):
+        planted.carry_kernel[(9,)](totals, 9)
+    assert totals.tolist() != list(range(1, 10))
+
+
+@pytest.mark.parametrize(("place", "race"), [(0, True), (1, True), (2, False)], ids=["low half", "high half", "behind"])
+def test_elements_of_different_width(planted: Any, place: int, race: bool) -> None:
+    memory = torch.zeros(4)
+    narrow = memory.view(torch.bfloat16)[place : place + 2]
+    if race:
+        with pytest.raises(AssertionError, match="halves_kernel: race"):
+            planted.halves_kernel[(2,)](memory, narrow)
+    else:
+        planted.halves_kernel[(2,)](memory, narrow)
+
+
+def test_accesses_behind_the_end(planted: Any) -> None:
+    """The memory is there, so nothing faults; but it belongs to someone else."""
+    values, out = torch.zeros(64), torch.zeros(64)
+    with pytest.raises(AssertionError, match="past_the_end_kernel: 4 stores outside of the arguments; 4 loads outside"):
+        planted.past_the_end_kernel[(3,)](values[:20], out[:20], 20, BLOCK=8)
+
+
+def test_gaps_of_a_slice_belong_to_nobody(planted: Any) -> None:
+    columns = torch.zeros(20, 2)
+    with pytest.raises(AssertionError, match="neighbours_kernel: 4 loads outside of the arguments"):
+        planted.neighbours_kernel[(1,)](columns[:, 0], torch.zeros(20), 8, BLOCK=8, STEP=8)
+
+
+def test_atomics_are_refused(planted: Any) -> None:
+    with pytest.raises(Exception, match="does not record atomic operations"):
+        planted.counter_kernel[(2,)](torch.zeros(1, dtype=torch.int64))
+
+
+def test_fresh_memory_is_poisoned() -> None:
+    assert torch.empty(3).isnan().all()
+    assert torch.zeros(1).new_empty(3, dtype=torch.float64).isnan().all()
+    assert (torch.empty_like(torch.zeros(3, dtype=torch.int64)) == torch.iinfo(torch.int64).max).all()
+
+
+def test_our_kernels_run_in_the_harness(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that hands strided labels to a kernel which reads them densely does not pass."""
+    from ctpo_kernels import labels
+
+    monkeypatch.setattr(labels, "checked", lambda rows, given, *_: given)
+    with pytest.raises(AssertionError, match="row_stats_kernel: 6 loads outside of the arguments"):
+        vocab_parallel_log_probs(torch.zeros(9, 5), torch.zeros(9, 3, dtype=torch.int64)[:, 1])

@@ -1,0 +1,58 @@
+"""What is rehearsed: every pair of values of two of the choices that a policy on a GPU leaves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.rehearsal.synchronizations import Synchronization
+
+
+@dataclass(frozen=True)
+class Case:
+    """adam: see `fused_adam.install`. layout: sizes of the parallel layout, as keys of `policy`.
+
+    Memory is given back and taken again (`policy.offload`) where bfloat16 meets the distributed optimizer.
+    """
+
+    adam: str
+    ranks: int
+    family: str
+    dtype: str
+    head: str
+    distributed: bool
+    layout: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        how = "-".join(key.split("_")[0] for key in self.layout) or "data"
+        parts = (self.family, self.dtype, self.head, self.adam, "distributed" if self.distributed else "")
+        return "-".join(filter(None, (*parts, f"{self.ranks}-ranks-{how}" if self.ranks > 1 else "")))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one rank. passes: micro-batches of each pass, or forward and backward pass, of a phase."""
+
+    counts: Counter[Synchronization]
+    passes: dict[str, list[int]]
+
+
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERTS = {"expert_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+DENSE, MIXTURE = "qwen3-tied", "qwen3-moe"
+
+CASES = (
+    Case("torch", 1, MIXTURE, "float32", "logits", True),
+    Case("transformer_engine", 2, DENSE, "float32", "logits", True),
+    Case("apex", 2, MIXTURE, "float32", "logits", False, EXPERTS),
+    Case("apex", 1, DENSE, "float32", "streaming", True),
+    Case("transformer_engine", 1, MIXTURE, "bfloat16", "streaming", False),
+    Case("apex", 1, MIXTURE, "bfloat16", "logits", True),
+    Case("torch", 2, DENSE, "bfloat16", "streaming", False, TENSOR),
+    # Beyond pairs: what README recommends for eight GPUs, and sequences that are cut over ranks.
+    Case("transformer_engine", 2, DENSE, "bfloat16", "streaming", True, CONTEXT),
+)

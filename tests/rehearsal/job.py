@@ -1,0 +1,147 @@
+"""What a rank rehearses: everything that training asks of a policy, once, on claimed devices."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from safetensors.torch import load_file
+
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.data import PackedBatch
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.policy import Policy, destroy_distributed, device, init_distributed, policy, policy_gradient
+from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.weights.tensor_file import TensorFile
+from tests.policy import models
+from tests.rehearsal import fused_adam, synchronizations
+from tests.rehearsal.cases import Case, Report
+from tests.rehearsal.synchronizations import phase
+
+Weights = dict[str, torch.Tensor]
+OBJECTIVE = PolicyObjective.preset("ctpo")
+
+
+def config_of(case: Case) -> PolicyConfig:
+    return PolicyConfig(
+        timeout_minutes=2.0,
+        micro_batch_tokens=256,
+        dtype=case.dtype,
+        head=case.head,
+        use_distributed_optimizer=case.distributed,
+        offload="all" if case.dtype == "bfloat16" and case.distributed else "none",
+        **case.layout,
+    )
+
+
+def rehearse(case: Case, model: Path, folder: Path) -> Report:
+    """One case on this rank. Raises whatever CUDA's rules refuse, and AssertionError for what came out wrong."""
+    fused_adam.install(case.adam)
+    _fork_results_queue()
+    layout = init_distributed(config_of(case), seed=0)
+    try:
+        assert device.CUDA and layout.device == torch.device("cuda", layout.rank)
+        with _passes_counted() as passes:
+            before, first, second = _train(_new_policy(case, layout, model), folder)
+        counts = synchronizations.counted()
+        resumed = _new_policy(case, layout, model)
+        assert resumed.load(folder / "step_000001") == {"step": 1}
+        _same(first, _weights(resumed))
+        _same(second, _update(1, resumed))
+        assert resumed.load(folder / "step_000000") == {"step": 0}
+        _same(before, _weights(resumed))
+        _same(first, _update(0, resumed))
+        _check_export(resumed, folder, is_rank_zero=layout.is_rank_zero)
+    finally:
+        destroy_distributed()
+    return Report(counts, passes)
+
+
+def _fork_results_queue() -> None:
+    """Megatron's queue of what was written, in a process that has torch: one that is spawned imports it again."""
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+
+
+def _new_policy(case: Case, layout: Any, model: Path) -> Policy:
+    new = Policy(config_of(case), layout, model, temperature=0.9)
+    new.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=4)
+    assert {parameter.device for chunk in new._model.gpt for parameter in chunk.parameters()} == {layout.device}
+    return new
+
+
+def _mini_batch(step: int, on: Policy) -> MiniBatch:
+    found = on.mini_batches(models.trajectories(8, seed=step), models.advantages(8), size=8)
+    return found[0]
+
+
+def _update(step: int, on: Policy) -> Weights:
+    """One optimizer step with everything around it, and the weights after it."""
+    batch = _mini_batch(step, on)
+    with phase("old log-probs"):
+        on.compute_old_log_probs([batch])
+    with phase("update"):
+        on.update(batch, policy_gradient(OBJECTIVE, "proximal"))
+    on.release()
+    return _weights(on)
+
+
+def _weights(on: Policy) -> Weights:
+    return {name: tensor.cpu() for name, tensor in on.weights()}
+
+
+def _train(on: Policy, folder: Path) -> list[Weights]:
+    """Before training, after one step and after two, with a checkpoint of the first two moments."""
+    before = _weights(on)
+    on.save(folder, 0, {"step": 0})
+    first = _update(0, on)
+    on.save(folder, 1, {"step": 1})
+    second = _update(1, on)
+    batch = _mini_batch(0, on)
+    with phase("old log-probs"):
+        on.compute_old_log_probs([batch])
+    with phase("diagnostics"):
+        on.token_diagnostics(batch, OBJECTIVE)
+    return [before, first, second]
+
+
+def _same(expected: Weights, found: Weights) -> None:
+    assert expected.keys() == found.keys()
+    different = [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+    assert not different, f"a resumed run goes on otherwise: {different}"
+
+
+def _check_export(on: Policy, folder: Path, *, is_rank_zero: bool) -> None:
+    """The directory that is exported and the file that engines read hold the weights as they are."""
+    on.export(folder / "export")
+    writer = TensorFile(folder / f"weights-{on.layout.rank}.safetensors")
+    weights = {}
+    for name, tensor in on.weights():
+        writer.add(name, tensor)
+        weights[name] = tensor.cpu().clone()
+    writer.close()
+    _same(weights, load_file(writer.path))
+    if is_rank_zero:
+        _same(weights, load_file(folder / "export" / "model.safetensors"))
+
+
+@contextmanager
+def _passes_counted() -> Iterator[dict[str, list[int]]]:
+    """Micro-batches of each call of the schedule, by phase."""
+    passes: dict[str, list[int]] = defaultdict(list)
+    original = policy.run_schedule
+
+    def run_schedule(model: Any, batches: list[PackedBatch], *args: Any, **kwargs: Any) -> Any:
+        passes[synchronizations.current()].append(len(batches))
+        return original(model, batches, *args, **kwargs)
+
+    policy.run_schedule = run_schedule
+    try:
+        yield passes
+    finally:
+        policy.run_schedule = original

@@ -1,0 +1,17 @@
+"""The context in which a process that has imported `preload` first takes its CPU for a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ctpo_kernels import use_backend
+from tests.rehearsal.requests import Requests
+from tests.rehearsal.rules import Rules
+
+
+@contextlib.contextmanager
+def pretending() -> Iterator[None]:
+    """Tensors claim devices, and CUDA's rules hold for them; both modes are of this thread."""
+    with use_backend("torch"), Rules(), Requests():
+        yield

@@ -1,0 +1,30 @@
+"""Functions that ranks start with. They import late: the process of the tests itself needs no megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("qwen3-tied", "qwen3-moe")
+
+
+def build_models(folder: Path) -> None:
+    """A model of two layers of each family."""
+    from tests.policy import models
+
+    for family in FAMILIES:
+        models.build(family, folder / family, layers=2)
+
+
+def rehearse(case: Any, models_dir: Path, folder: Path) -> Any:
+    """See `job.rehearse`."""
+    from tests.rehearsal import job
+
+    return job.rehearse(case, models_dir / case.family, folder)
+
+
+def gpu_test(name: str, *arguments: Any) -> None:
+    """A test of tests/gpu/test_policy_cuda.py."""
+    from tests.gpu import test_policy_cuda
+
+    getattr(test_policy_cuda, name)(*arguments)

@@ -1,0 +1,122 @@
+"""Engines and trainer on the same GPUs take turns: who leaves before who comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from ctpo_megatron.data import RolloutBatch
+from ctpo_megatron.policy import Layout
+from ctpo_megatron.run import Bridge
+from ctpo_megatron.run.services import Services
+
+ONE_RANK = Layout(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, torch.device("cpu"))
+
+
+class Recorder:
+    """Stands for engines, policy and evaluation, whose GPUs are not here, and writes down what they are asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.batch: RolloutBatch | None = RolloutBatch([])
+        self.before_work: Any = lambda: None
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"engines sleep {level}")
+
+    def wake(self) -> None:
+        self.calls.append("engines wake")
+
+    def release(self) -> None:
+        self.calls.append("trainer leaves")
+
+    def work(self, what: str) -> None:
+        self.before_work()
+        self.calls.append(what)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.before_work()
+        yield "weight", torch.zeros(1)
+
+    def publish(self, named_tensors: Any, version: int) -> None:
+        self.calls.append(f"engines take weights {version}: {[name for name, _ in named_tensors]}")
+
+    def next_batch(self, step: int) -> RolloutBatch | None:
+        self.calls.append(f"sample {step}")
+        return self.batch
+
+    def run(self, step: int) -> dict[str, float]:
+        self.calls.append(f"evaluate {step}")
+        return {}
+
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+
+def a_bridge(*, shared: bool) -> tuple[Bridge, Recorder]:
+    recorder = Recorder()
+    parts: Any = recorder
+    bridge = Bridge(ONE_RANK, Services(parts, parts, parts), parts, shared=shared)
+    recorder.before_work = bridge.give_way
+    return bridge, recorder
+
+
+def a_run(bridge: Bridge, recorder: Any) -> list[str]:
+    """As `train.py` calls it: start, SFT, publish, evaluation, checkpoint, one step, export."""
+    recorder.work("build the model and SFT")
+    bridge.publish(recorder, 0)
+    bridge.evaluate(0, recorder)
+    recorder.work("save")
+    recorder.release()
+    assert bridge.next_batch(1, recorder) is not None
+    recorder.work("update")
+    bridge.publish(recorder, 1)
+    recorder.batch = None
+    assert bridge.next_batch(2, recorder) is None
+    recorder.work("save, to end")
+    return recorder.calls
+
+
+def test_no_gpu_holds_both_sides() -> None:
+    assert a_run(*a_bridge(shared=True)) == [
+        "engines sleep 2",
+        "build the model and SFT",
+        "engines take weights 0: ['weight']",
+        "trainer leaves",
+        "engines wake",
+        "trainer leaves",
+        "evaluate 0",
+        "engines sleep 1",  # the weights are needed again
+        "save",
+        "trainer leaves",
+        "trainer leaves",
+        "engines wake",
+        "sample 1",
+        "engines sleep 2",
+        "update",
+        "engines take weights 1: ['weight']",
+        "trainer leaves",
+        "engines wake",
+        "trainer leaves",
+        "sample 2",
+        "engines sleep 1",
+        "save, to end",
+    ]
+
+
+def test_engines_with_gpus_of_their_own_never_sleep() -> None:
+    calls = a_run(*a_bridge(shared=False))
+    assert [call for call in calls if "sleep" in call or "wake" in call] == []
+    assert calls.count("trainer leaves") == 3
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_sleeps_already_is_left_alone(shared: bool) -> None:
+    bridge, recorder = a_bridge(shared=shared)
+    for _ in range(2):
+        bridge.give_way()
+    assert recorder.calls == ["engines sleep 2"] * shared
