@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import multiprocessing
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -149,9 +150,17 @@ class Writer:
 
 
 def _start_results_queue() -> None:
-    """Have megatron's queue of results, a process that serves all saves, live through a SIGTERM to the whole job."""
+    """Have megatron's queue of results, a process that serves all saves, live through a signal to the whole job."""
+    if filesystem_async._results_queue is None:
+        atexit.register(_end_children)
     with children_spared():
         filesystem_async._get_write_results_queue()
+
+
+def _end_children() -> None:
+    """At exit: multiprocessing would wait for ever for a queue that was interrupted while it was started."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 @contextmanager

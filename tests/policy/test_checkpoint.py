@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +22,9 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import CheckpointError, Layout, Policy, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.policy.checkpoint import _inner_adamw
+from tests.end_to_end.small_run import Ctpo
 from tests.policy import models
+from tests.support import children
 
 OLD_MARKER = ("step", "score", "run", "files")
 ASYNCHRONOUS = CheckpointConfig(asynchronous=True)
@@ -216,6 +219,26 @@ def test_a_writer_that_hangs_is_discarded_and_does_not_outlive_the_job(
     policy._writer._abandon()
     process.join(timeout=5)
     assert not process.is_alive()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_ended_while_it_prepares_to_save_does_not_stay(tmp_path: Path) -> None:
+    """By a second Ctrl-C, or because its time is up."""
+    lines = [
+        "import multiprocessing, os, signal, sys, threading, time",
+        "from ctpo_megatron.policy import checkpoint",
+        "def interrupt():",
+        "    while not multiprocessing.active_children(): time.sleep(0.01)",
+        "    os.kill(os.getpid(), signal.SIGALRM)",
+        "signal.signal(signal.SIGALRM, lambda *_: sys.exit(5))",
+        "threading.Thread(target=interrupt).start()",
+        "try: checkpoint._start_results_queue()",
+        "except SystemExit as error: kept = error",  # with its frames, which hold the queue's pipe open
+        "sys.exit(kept.code)",
+    ]
+    program = [sys.executable, "-c", "\n".join(lines)]
+    ended = children.run(program, directory=tmp_path, environment=Ctpo(tmp_path).environment, deadline_s=50)
+    assert ended.returncode == 5, ended.stderr[-2000:]
 
 
 def test_random_streams_go_on_where_they_stood(layout: Layout, folder: Path, tmp_path: Path) -> None:
