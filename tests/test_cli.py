@@ -77,6 +77,22 @@ def test_what_a_verb_does_not_import(arguments: list[str], banned: set[str]) -> 
     assert done.returncode == 0, done.stderr
 
 
+def test_missing_kernels_are_named(tmp_path: Path) -> None:
+    """They are a distribution of their own; -S leaves out site-packages, where this environment has them."""
+    code = "import sys; from ctpo_megatron.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("is missing: pip install -e ./kernels\n")
+
+
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])

@@ -116,6 +116,7 @@ def _quickstart(machine: Machine, work: Path) -> Stage:
     if machine.device == "cuda":  # rounding to bfloat16 moves log-probs by far more than the CPU's limit
         settings += ["policy.dtype=bfloat16", "rollout.engine.dtype=bfloat16", "rollout.mismatch_limit=null"]
         settings += ["rollout.engine.gpu_memory_utilization=0.3", "rollout.engine.kv_cache_mb=null"]
+        settings += ["placement.mode=colocated"]  # the engine sleeps while the trainer works
     purpose = "the whole ring on one device, three steps"
     return Stage(
         "quickstart", purpose, 600, _ctpo("train", "configs/quickstart.yaml", *settings), run / "metrics.jsonl"

@@ -62,7 +62,7 @@ def ctpo_loss(
         behind the other (`cu_seqlens` local); loss and statistics are this rank's share.
     return_per_token: also return `PerToken`.
 
-    The gradient reaches each token's own log-prob only. S_t has the same bits for every launch form, block size,
+    The gradient reaches each token's own log-prob only. S_t has the same bits for every span, block size,
     packing order and context-parallel split. Values at masked tokens never enter; a NaN at a response token shows in
     its own sequence from there on. No host synchronisation where `cu_seqlens` and the data are on one device.
     Raises ValueError or TypeError naming the argument, RuntimeError when a backend that was asked for cannot run.

@@ -15,7 +15,6 @@ from ctpo_kernels.loss_tile import (
     CLIP_BITS,
     CLIP_MASK,
     N_SUMS,
-    STATS,
     UNIT,
     largest_of,
     load,
@@ -383,7 +382,9 @@ def loss_kernel(
         excess_sum = tl.sum(excess, 0)
         unknown = excess_sum != excess_sum
         store_partials(
-            partials + slot.to(tl.int64) * STATS,
+            partials,
+            slots,
+            slot,
             tl.sum(loss, 0) * scale,
             tl.sum(trained_capped & 0xFFFF, 0),
             tokens_carry - tokens_before,
@@ -403,7 +404,7 @@ def loss_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def reduce_kernel(partials, cu, out, loss, segments, tokens, columns, BLOCK: tl.constexpr):
-    """Grid: sums and maxima. out float64 from partials `[columns, grid]`; a NaN survives in the maxima.
+    """Grid: sums and maxima. out float64 from partials `[grid, columns]`; a NaN survives in the maxima.
 
     The first sum is the loss: `loss` gets it in its own dtype. It is NaN if any boundary is wrong.
     """
@@ -413,7 +414,7 @@ def reduce_kernel(partials, cu, out, loss, segments, tokens, columns, BLOCK: tl.
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        where = partials + column.to(tl.int64) * STATS + row
+        where = partials + row.to(tl.int64) * columns + column
         total += tl.load(where, mask=inside, other=0.0)
         value = tl.load(where, mask=inside, other=float("-inf"))
         top = tl.maximum(top, tl.where(value != value, float("inf"), value))

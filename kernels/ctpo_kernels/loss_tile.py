@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 N_SUMS = tl.constexpr(10)  # len(SUMS)
-STATS = tl.constexpr(13)  # and of MAXIMA
 UNIT = tl.constexpr(2.0**-40)
 UNITS_PER_NAT = tl.constexpr(2.0**40)
 LOG2E = tl.constexpr(1.4426950216293335)  # float32(log2 e)
@@ -264,6 +263,8 @@ def smallest_of(values):
 @triton.jit
 def store_partials(
     partials,
+    columns,
+    column,
     loss,
     loss_tokens,
     tokens,
@@ -284,11 +285,12 @@ def store_partials(
     maxima = (largest, smallest, farthest)
     for row in tl.static_range(len(sums)):
         value = sums[row].to(tl.float64)
+        where = partials + (row * columns + column)
         if ADD:
-            value += tl.load(partials + row)
-        tl.store(partials + row, value)
+            value += tl.load(where)
+        tl.store(where, value)
     for row in tl.static_range(len(maxima)):
-        where = partials + len(sums) + row
+        where = partials + ((len(sums) + row) * columns + column)
         value = maxima[row].to(tl.float64)
         if ADD:
             value = tl.maximum(value, tl.load(where))

@@ -77,7 +77,7 @@ class LossStream:
         self._batch = batch
         self._arguments = _Arguments(batch, spec, inverse, state, totals, positions=batch.tokens)
         self._gradient = torch.empty_like(batch.log_probs)
-        self._partials = empty_vector(batch.log_probs.device)[None].repeat(batch.segments, 1)
+        self._partials = empty_vector(batch.log_probs.device)[:, None].repeat(1, batch.segments)
 
     def step(self, start: int, end: int, log_probs: Tensor) -> Tensor:
         self._batch.log_probs[start:end] = log_probs
@@ -137,11 +137,11 @@ class _Arguments:
 
 
 def _launch_spans(arguments: _Arguments, gradient: Tensor, details: PerToken | None, span: int, block: int) -> Tensor:
-    """Partial statistics `[slots, STATS]` of a whole batch."""
+    """Partial statistics `[STATS, slots]` of a whole batch."""
     segments, n = arguments.batch.segments, arguments.batch.tokens
     slots, tile_bits = n // span + segments, (span // block).bit_length() - 1
     span_totals = torch.empty(slots, 4, dtype=torch.int64, device=gradient.device)
-    partials = gradient.new_empty(slots, STATS, dtype=torch.float64)
+    partials = gradient.new_empty(STATS, slots, dtype=torch.float64)
     log_probs, old, model, trained, *_, cu = arguments.tensors
     dispatch.launch(
         kernels.span_totals_kernel,
@@ -234,7 +234,7 @@ def _reduce(partials: Tensor, batch: PackedTokens) -> tuple[Tensor, Tensor]:
         loss,
         batch.segments,
         batch.tokens,
-        partials.shape[0],
+        partials.shape[1],
         BLOCK=1024,
         num_warps=4,
     )

@@ -75,6 +75,15 @@ def test_sides_have_gpus_of_their_own_or_share_them() -> None:
         apart.engine_devices("0,1,2,3")
 
 
+def test_one_gpu_is_enough_by_turns() -> None:
+    """As the first hour on a GPU runs the quickstart."""
+    one = Job(1, None, 1)
+    single: dict[str, Any] = {"placement": {"trainer_gpus": None, "engine_gpus": None}, "rollout": {"engines": 1}}
+    assert "needs 2 GPUs" in str([str(p) for p in check_placement(readme(**single), one, cuda=True)])
+    shared = merged(single, {"placement": {"mode": "colocated"}})
+    assert list(check_placement(readme(**shared), one, cuda=True)) == []
+
+
 def test_auto_is_one_engine_for_each_group_of_gpus() -> None:
     assert engine_count(readme()) == 4
     assert engine_count(readme(rollout={"engine": {"tensor_parallel_size": 2}})) == 2

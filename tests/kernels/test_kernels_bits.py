@@ -1,4 +1,4 @@
-"""What must not change a bit: backend, launch form, block, chunk, packing, the layout of advantages, repetition."""
+"""What must not change a bit: backend, span, block, chunk, packing, the layout of advantages, repetition."""
 
 from __future__ import annotations
 
