@@ -19,7 +19,10 @@ from tests.support import ranks
 from tests.support.deadlines import scaled
 
 RANKS = ("policy", "verify", "support")
-FIRST = ("engines", "ranks")
+ENGINES = {"stage", "users_stage", "shared_ray"}
+"""Fixtures of the fleets that tests share."""
+
+FIRST = ("ring", "ranks", "resume", "engines")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,21 +62,29 @@ _import_interpretable_triton()
 
 def _group(item: pytest.Item) -> str:
     """Tests of a group run in one process, which starts what they share once: ranks, engines, a sandbox of a level."""
+    if marker := item.get_closest_marker("xdist_group"):
+        return str(marker.args[0])
     folder, _, file = item.location[0].removeprefix("tests/").partition("/")
-    if folder in RANKS or file in ("test_kernels_parallel.py", "test_kill_resume.py"):
+    if ENGINES & set(getattr(item, "fixturenames", ())):
+        return "engines"
+    if folder == "end_to_end":
+        return "resume" if file == "test_kill_resume.py" else "ring"
+    if folder in RANKS or file == "test_kernels_parallel.py":
         return "ranks"
     if folder == "rehearsal":
         return folder
-    if folder == "end_to_end" or file.startswith("test_fleet"):
-        return "engines"
     if file == "test_attacks.py" and hasattr(item, "callspec"):
         return f"sandbox-{item.callspec.params.get('target', '')}"
     return item.location[0]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """The group of a test; pytest-xdist reads it before any `pytest_collection_modifyitems` of ours."""
-    item.add_marker(pytest.mark.xdist_group(_group(item)))
+    """The group of a test; pytest-xdist reads it before any `pytest_collection_modifyitems` of ours.
+
+    Two markers would make a group of their own, so a test that has one keeps it.
+    """
+    if item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
 @pytest.hookimpl(trylast=True)

@@ -133,7 +133,7 @@ def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, planned: li
 
 
 def test_ctrl_c_ends_the_stage_and_keeps_what_is_done(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_first_hour", "--device", "cpu", "--only", "doctor", "two-ranks"]
+    command = [sys.executable, "-m", "benchmarks.gpu_first_hour", "--device", "cpu", "--only", "test-gpu", "two-ranks"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")],
@@ -155,7 +155,7 @@ def test_ctrl_c_ends_the_stage_and_keeps_what_is_done(tmp_path: Path) -> None:
     (results,) = (tmp_path / "out").glob("*.jsonl")
     records = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(record["stage"], record["status"]) for record in records] == [
-        ("doctor", "passed"),
+        ("test-gpu", "skipped"),
         ("two-ranks", "interrupted"),
     ]
     assert "interrupted: Ctrl-C" in results.with_suffix(".md").read_text()

@@ -75,7 +75,7 @@ def test_trajectories_are_whole_and_dumped_with_masks_and_ratios(finished: Path)
 def test_exported_model_gives_the_same_greedy_answers(finished: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(finished / "model")
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32).eval()
-    for line in records(finished, "evaluation/step_000003.jsonl"):
+    for line in records(finished, "evaluation/step_000003.jsonl")[::3]:
         ids, mask = line["token_ids"], line["response_mask"]
         start, end = mask.index(1), next((i for i in range(mask.index(1), len(mask)) if not mask[i]), len(mask))
         prompt = torch.tensor([ids[:start]])

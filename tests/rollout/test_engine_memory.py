@@ -89,7 +89,6 @@ def test_only_engines_that_share_gpus_can_sleep(mode: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("engines")
 def test_a_fleet_sleeps_and_wakes(stage: Stage) -> None:
     """vLLM's own states, on a CPU, where nothing leaves the memory: what sleeps, wakes and samples, and with what."""
     prompts = stage.prompts(1)

@@ -31,7 +31,7 @@ from tests.rollout.fleet_helpers import (
 )
 from tests.support.deadlines import scaled
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_groups_are_complete_and_exact(stage: Stage) -> None:

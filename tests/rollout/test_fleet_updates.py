@@ -8,7 +8,7 @@ import pytest
 
 from tests.rollout.fleet_helpers import Stage, largest_log_prob_error, versions
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.timeout(600)
 
 
 def check_updates(stage: Stage) -> None:

@@ -8,7 +8,7 @@ from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.rollout import rollout_metrics
 from tests.rollout.fleet_helpers import Stage, trajectories
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_users_parser_calls_two_tools_in_one_turn_and_words_the_answer(users_stage: Stage) -> None:
