@@ -22,6 +22,7 @@ from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import (
     AdvantageConfig,
     CheckpointConfig,
+    ClusterConfig,
     Config,
     DataConfig,
     EngineConfig,
@@ -50,6 +51,7 @@ __all__ = [
     "PRESETS",
     "AdvantageConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "ConfigError",
     "CorruptionConfig",
