@@ -8,7 +8,7 @@ from ctpo_megatron.config.schema import Config
 
 
 def engine_count(config: Config) -> int:
-    """`rollout.engines`; for `auto`, one for each `tensor_parallel_size` GPUs of `placement.engine_gpus`, every node."""
+    """`rollout.engines`; for `auto`, one for each `tensor_parallel_size` GPUs of a node's `engine_gpus`."""
     if config.rollout.engines != "auto":
         return config.rollout.engines
     of_node = (config.placement.engine_gpus or 0) // config.rollout.engine.tensor_parallel_size
