@@ -91,7 +91,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
-    "ctpo_launchers": ("ctpo_megatron.config",),
+    "ctpo_launchers": ("ctpo_megatron.config", "ctpo_megatron.signals", "ctpo_sandbox"),
 }
 # Every package may ask the root package for its version, and keep secrets out of what it prints.
 ALWAYS = ("ctpo_megatron.__version__", "ctpo_megatron.redact")
