@@ -50,15 +50,16 @@ class NodeProgram:
         self._trainer: Child | None = None
         self._until, self._reason = float("inf"), ""
         self._status = 0
+        self._others: RollCall | None = None
+        self._main: asyncio.Task[int] | None = None
         self._asked_by: int | None = None
         self._over = asyncio.Event()
 
     async def run(self) -> int:
         """Start everything, wait for its end; returns the exit status."""
-        main = asyncio.current_task()
-        assert main is not None
+        self._main = asyncio.current_task()
         for number in ENDING:
-            asyncio.get_running_loop().add_signal_handler(number, self._asked, number, main)
+            asyncio.get_running_loop().add_signal_handler(number, self._asked, number)
         self._logs.mkdir(parents=True, exist_ok=True)
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -70,6 +71,9 @@ class NodeProgram:
             log.error("%s", error)
             return NOT_READY
         except asyncio.CancelledError:
+            if self._reason:
+                log.error("%s", self._reason)
+                return NOT_READY
             if self._asked_by is None:
                 raise
             log.error("%s before training began: leaving", signal.Signals(self._asked_by).name)
@@ -82,7 +86,7 @@ class NodeProgram:
         folder = new_ray_directory() if self._needs.ray else Path()
         facts = {"ray": f"{job.address}:{ray_port}", "folder": str(folder), "master": f"{job.address}:{master_port}"}
         names = {rank: job.name(rank) for rank in range(1, job.nodes)}
-        others = RollCall(names, token, facts, self._peer_over)
+        others = self._others = RollCall(names, token, facts, self._peer_over)
         environment = await self._services(stack, facts)
         await stack.enter_async_context(others.open(job.address, job.port))
         try:
@@ -111,6 +115,9 @@ class NodeProgram:
         await head.send(state="ready")
         try:
             first = await head.receive(timeout_s)
+        except asyncio.CancelledError:
+            await head.send(state="failed", reason=self._reason or "it was asked to end")
+            raise
         except TimeoutError:
             raise NotReady(f"the other nodes were not ready after {timeout_s:g} s: see the head's output") from None
         if first is None or first["state"] != "start":
@@ -164,7 +171,7 @@ class NodeProgram:
             while trainer.status is None and time.monotonic() < self._until:
                 if self._reason and not told:
                     told = True
-                    log.error("%s: the trainer is asked to end, within %g s", self._reason, self._args.after_loss)
+                    log.error("the trainer is asked to end within %g s: %s", self._args.after_loss, self._reason)
                     trainer.signal(signal.SIGTERM)
                     self._until = min(self._until, time.monotonic() + self._args.after_loss)
                 await asyncio.sleep(_POLL_S)
@@ -195,15 +202,21 @@ class NodeProgram:
             self._lose(message["reason"])
 
     def _lose(self, reason: str) -> None:
-        """The job cannot go on; the trainer is told, and what it says counts no more."""
-        ending = self._trainer is None or self._trainer.status is not None
-        self._reason = self._reason or ("" if ending else reason)
+        """The job cannot go on: the trainer is asked to end and its status counts no more, or it is not begun."""
+        if self._trainer is not None and self._trainer.status is not None:
+            return
+        self._reason = self._reason or reason
+        if self._others is not None:
+            self._telling = asyncio.ensure_future(self._others.tell(state="end", reason=reason))
+        if self._trainer is None and self._main is not None:
+            self._main.cancel()
 
-    def _asked(self, number: int, main: asyncio.Task[Any]) -> None:
+    def _asked(self, number: int) -> None:
         """Ask the ranks to save and end; before there are any, leave at once."""
         self._asked_by = self._asked_by or number
         if self._trainer is None:
-            main.cancel()
+            if self._main is not None:
+                self._main.cancel()
             return
         self._trainer.signal(number)
         self._until = min(self._until, time.monotonic() + self._config.checkpoint.grace_s + _AFTER_GRACE_S)

@@ -144,6 +144,7 @@ class RayNode:
                 await self._start(timeout_s)
             except NotReady as error:
                 return self._lost(str(error))
+            log.warning("Ray is up again")
         self._lost(f"Ray has ended {_RESTARTS} times on this node")
 
 
