@@ -102,9 +102,20 @@ def await_head(address: str, deadline: float) -> None:
         time.sleep(_POLL_S)
 
 
+def check_address(address: str | None) -> None:
+    """Raises ClusterError when `cluster.node_address` is not this machine's: Ray would look for it for minutes."""
+    if address is None:
+        return
+    try:
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError as error:
+        raise ClusterError(f"cluster.node_address={address} is no address of this machine: {error}") from error
+
+
 def join(cluster: ClusterConfig, deadline: float) -> None:
     """Connect this process to the cluster of RAY_ADDRESS. Raises ClusterError, by `deadline` (monotonic)."""
     check_token(cluster.nodes, os.environ)
+    check_address(cluster.node_address)
     address = os.environ[ADDRESS]
     await_head(address, deadline)
     try:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ctpo_megatron.rollout.cluster import described, listed, living_nodes
 from ctpo_megatron.rollout.engine import RolloutEngine
@@ -17,6 +17,7 @@ from ctpo_megatron.weights.shared_file import WeightSnapshot
 
 _PING_TIMEOUT_S = 20.0
 _SHUTDOWN_TIMEOUT_S = 5.0
+_VERDICT_TIMEOUT_S = 30.0  # until Ray calls a node dead whose processes are gone: 10 to 13 s
 
 
 def engine_died(error: BaseException) -> bool:
@@ -83,7 +84,7 @@ class EngineHandle:
         try:
             ray.get(self.ready_ref, timeout=0)
         except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
-            if isinstance(error, RayActorError) and self._lost_a_node():
+            if isinstance(error, RayActorError) and self._lost_a_node(error):
                 self.kill()
                 self._launch()
                 return
@@ -96,9 +97,14 @@ class EngineHandle:
                 raise FleetError(f"{self.name} did not take its weights: {error}; log: {self.log_path}") from error
         self.live = True
 
-    def _lost_a_node(self) -> bool:
-        """Whether a node has died since the launch: Ray took its time to notice, and began the engine there."""
-        return self._group is not None and not self._nodes <= {node.id for node in living_nodes()}
+    def _lost_a_node(self, error: RayActorError) -> bool:
+        """Whether a node has died since the launch: Ray notices late, and begins engines there meanwhile."""
+        if self._group is None:
+            return False
+        deadline = time.monotonic() + (_VERDICT_TIMEOUT_S if isinstance(error, ActorUnavailableError) else 0.0)
+        while not (lost := self._nodes - {node.id for node in living_nodes()}) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return bool(lost)
 
     def submit(self, task: GroupTask) -> Any:
         """Begin a group; returns the object reference of its GroupOutcome."""

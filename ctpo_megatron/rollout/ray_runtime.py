@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ctpo_megatron.config.schema import ClusterConfig
-from ctpo_megatron.rollout.cluster import join
+from ctpo_megatron.rollout.cluster import ADDRESS, join
 from ctpo_megatron.signals import children_spared
 
 _OBJECT_STORE_BYTES = 256 << 20
@@ -76,7 +76,10 @@ class RayRuntime:
     def wait(self, timeout_s: float) -> None:
         """Return once `then` has run; raises what Ray or `then` raised, TimeoutError when it takes longer."""
         if not self._up.wait(timeout_s):
-            raise TimeoutError(f"Ray is not up after {timeout_s:g} s; its logs: {self._temp or 'on the cluster'}")
+            where = f"its logs: {self._temp}"
+            if self._cluster is not None:
+                where = f"is there a Ray node of RAY_ADDRESS={os.environ.get(ADDRESS)} on this machine?"
+            raise TimeoutError(f"Ray is not up after {timeout_s:.0f} s; {where}")
         if self._error is not None:
             raise self._error
 

@@ -23,6 +23,7 @@ import psutil
 
 from tests.support.deadlines import scaled
 
+ROOT = Path(__file__).resolve().parents[2]
 OBJECT_STORE_BYTES = 100 << 20
 _START_TIMEOUT_S = 90.0
 _RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--object-store-memory={OBJECT_STORE_BYTES}"]
@@ -207,3 +208,31 @@ def two_nodes(**options: object) -> Iterator[TwoNodes]:
         yield cluster
     finally:
         cluster.close()
+
+
+_SANDBOX = """
+import pathlib, sys, time
+from ctpo_sandbox import start_server
+log = pathlib.Path(sys.argv[1])
+with start_server(slots=2, start_timeout_s=120, require="none", tiers=["stdlib"], log_path=log) as server:
+    print(server.url, flush=True)
+    time.sleep(3600)
+"""
+
+
+@contextmanager
+def sandbox_of_worker(cluster: TwoNodes) -> Iterator[Node]:
+    """A sandbox on the worker's own loopback, with a token by file; `environment`: what Ray's processes there need."""
+    shared = {"SANDBOX_TOKEN_FILE": str(cluster.token_file)}
+    command = [*cluster.in_namespace(), sys.executable, "-c", _SANDBOX, str(cluster.folder / "sandbox.log")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **shared}, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().decode().strip()
+    node = Node(cluster.cable.there, process, cluster.folder / "sandbox.log", {**shared, "CTPO_SANDBOX_URL": url})
+    try:
+        assert url.startswith("http://127.0.0.1:"), node.log.read_text()
+        yield node
+    finally:
+        node.kill()

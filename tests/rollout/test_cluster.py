@@ -12,7 +12,7 @@ import pytest
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
 from ctpo_megatron.environments.tools.python import PythonTool
-from ctpo_megatron.rollout.cluster import ClusterError, Node, await_head, check_token
+from ctpo_megatron.rollout.cluster import ClusterError, Node, await_head, check_address, check_token
 from ctpo_megatron.rollout.logs import mark, path_here, read_from, unmark
 from ctpo_megatron.rollout.node_facts import Needs, differences, node_facts
 from ctpo_megatron.rollout.tasks import EngineSpec
@@ -49,6 +49,13 @@ def test_a_head_that_does_not_answer_is_named() -> None:
         await_head(address, time.monotonic())
     with pytest.raises(ClusterError, match="Ray Client is not supported"):
         await_head("ray://host:10001", time.monotonic())
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    for own in (None, "127.0.0.1"):
+        check_address(own)
+    with pytest.raises(ClusterError, match=r"cluster.node_address=192.0.2.1 is no address of this machine"):
+        check_address("192.0.2.1")
 
 
 def test_several_nodes_without_a_cluster_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
