@@ -147,9 +147,10 @@ class Dispatcher:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 self._retry(job, f"{cause!r} on {engine.name}; its log: {engine.log_path}")
                 return
+            cause = f"{engine.name} died; its log: {engine.log_path}"
             if engine.live:
                 self._restart(engine)
-            self._retry(job, f"{engine.name} died; its log: {engine.log_path}")
+            self._retry(job, cause)
             return
         if outcome.trajectories is None:
             self._counts.update(f"lost_{call.status}" for call in outcome.tool_calls)
