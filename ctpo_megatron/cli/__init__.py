@@ -11,6 +11,7 @@ from ctpo_megatron.cli.errors import report_error
 
 VERBS = {
     "train": "train from a configuration file",
+    "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run",
     "doctor": "what is installed, what is missing",
     "verify": "compare parallel layouts with a float64 oracle",
