@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import shlex
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_launchers.clusters import Cluster
+from ctpo_launchers.clusters import Cluster, ClusterError
 from ctpo_launchers.environment import ROOT
 from ctpo_megatron.config import Config, dump
 
@@ -69,12 +70,24 @@ def script(launch: Launch) -> str:
 
 
 def submit(launch: Launch) -> str:
-    """Submit to Slurm, or run here to the end; returns the experiment's id."""
+    """Submit to Slurm, or run here to the end; the experiment's id. Raises ClusterError for uncommitted code."""
+    if launch.cluster.executor == "slurm":
+        _check_committed()
     launch.write_config()
     with _experiment(launch, launch.cluster.job_dir, dry=False) as experiment:
         local = launch.cluster.executor == "local"
         experiment.run(detach=not local, tail_logs=local)
         return str(experiment._id)
+
+
+def _check_committed() -> None:
+    """A job gets the code of the last commit."""
+    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise ClusterError(f"{ROOT} is not a git checkout, from which a job takes its code: {done.stderr.strip()}")
+    if done.stdout:
+        raise ClusterError(f"a job gets the code of the last commit; commit or put away first:\n{done.stdout.rstrip()}")
 
 
 @contextlib.contextmanager
@@ -153,7 +166,8 @@ def _slurm(run: Any, launch: Launch, packager: Any) -> Any:
         time=cluster.time,
         job_name_prefix="ctpo.",
         container_image=cluster.container_image,
-        container_mounts=[f"{cluster.job_dir}:{cluster.job_dir}", *cluster.container_mounts],
+        container_mounts=list(dict.fromkeys(f"{path}:{path}" for path in (cluster.job_dir, str(launch.workdir))))
+        + list(cluster.container_mounts),
         container_env=[*_FOR_CONTAINERS, *cluster.container_env],
         additional_parameters=extra,
         env_vars={name: shlex.quote(value) for name, value in (cluster.env | _paths(_CODE)).items()},

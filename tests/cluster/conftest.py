@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.local_slurm import PACKAGES, Slurm, local_slurm, missing
+from tests.cluster.local_slurm import Slurm, local_slurm
+from tests.cluster.packages import COMMAND, missing
 from tests.end_to_end.small_run import Ctpo
 
 RECORDED = ("run.steps=6", "eval.every=0", "data.eval=[]", "export.enabled=false", "tracking.report=false")
@@ -16,7 +17,7 @@ RECORDED = ("run.steps=6", "eval.every=0", "data.eval=[]", "export.enabled=false
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
     if names := missing():
-        pytest.fail(f"{', '.join(names)} is missing: apt-get install --no-install-recommends {PACKAGES}")
+        pytest.fail(f"{', '.join(names)} is missing: {COMMAND}")
     with local_slurm() as running:
         yield running
 

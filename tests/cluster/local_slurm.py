@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ctpo_launchers.network import free_ports
+from tests.cluster.packages import PATH
 from tests.support.deadlines import scaled
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
-PACKAGES = "slurmctld slurmd slurm-client munge"
 NODES = {"n0": "127.0.0.2", "n1": "127.0.0.3"}
 _CONFIGURATION = """
 ClusterName=ctpo
@@ -66,20 +65,12 @@ ConstrainDevices=no
 """
 
 
-def missing() -> list[str]:
-    """Programs that the packages would bring."""
-    return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
-
-
-_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-
-
 class Slurm:
     """The running daemons; `environment` lets Slurm's commands find them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH}
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
 
     def ask(self, *command: str) -> str:
         """The output of a command of Slurm."""

@@ -66,3 +66,26 @@ def test_a_requeued_job_of_two_nodes_resumes_bit_for_bit(slurm: Slurm, ctpo: Ctp
     assert "a checkpoint follows, within" in text
     expected = [repeatable(record) for record in records(ctpo.directory / "runs" / "whole")]
     assert [repeatable(record) for record in records(run)] == expected
+
+
+@pytest.mark.timeout(1500)
+def test_a_requeued_job_with_engines_on_both_nodes_trains_on_every_prompt_once(slurm: Slurm, ctpo: Ctpo) -> None:
+    live = ("rollout.engines=2", "policy.data_parallel_size=2", "run.steps=4", "sft.steps=100", "eval.every=0")
+    job, output = submit(slurm, ctpo, "live", *live, "prepare.sft_conversations=1600", "checkpoint.grace_s=60")
+    run = ctpo.directory / "runs" / "live"
+    wait_for_lines(run / "metrics.jsonl", 3, output, 600)
+    slurm.requeue(job)
+    slurm.until(job, "COMPLETED", "FAILED", seconds=600)
+    text = output.read_text()
+    assert slurm.shown(job, "JobState") == "COMPLETED", text[-8000:]
+    assert slurm.shown(job, "Restarts") == "1" and "a checkpoint follows, within" in text
+    metrics = records(run)
+    assert [record["step"] for record in metrics] == [0, 1, 2, 3, 4]
+    assert max(record["mismatch/log_prob_abs_max"] for record in metrics[1:]) <= 1e-3
+    prompts = [
+        line["prompt_id"] for step in range(4) for line in records(run, f"trajectories/step_{step + 1:06d}.jsonl")
+    ]
+    assert len(prompts) == 4 * 4 * 4 and len(set(prompts)) == 4 * 4
+    for rank in (0, 1):
+        logs = ctpo.directory / "runs" / "live.nodes" / f"node{rank}"
+        assert {path.name for path in logs.iterdir()} >= {"trainer.log", "ray.log", "sandbox.log"}
