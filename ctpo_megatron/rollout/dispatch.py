@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from ctpo_megatron.config.schema import RolloutConfig
 from ctpo_megatron.data.records import Group, Prompt
@@ -148,7 +148,9 @@ class Dispatcher:
                 self._retry(job, f"{cause!r} on {engine.name}; its log: {engine.log_path}")
                 return
             cause = f"{engine.name} died; its log: {engine.log_path}"
-            if engine.live:
+            if engine.live and isinstance(error, ActorUnavailableError) and engine.responds():
+                cause = f"the connection to {engine.name} broke"
+            elif engine.live:
                 self._restart(engine)
             self._retry(job, cause)
             return

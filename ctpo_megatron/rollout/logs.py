@@ -114,25 +114,26 @@ class LogCopy:
                 self._copy(seat)
 
     def _copy(self, seat: EngineSeat) -> None:
+        ended = self._ended
         try:
-            while data := ray.get(self._read(seat), timeout=_READ_TIMEOUT_S):
+            while data := ray.get(self._read(seat, ended), timeout=_READ_TIMEOUT_S):
                 with self._target.open("ab") as file:
                     file.write(data)
                 self._offset += len(data)
-            self.done = self._ended
+            self.done = ended
         except TimeoutError:  # busy with loading, or out of reach: next time
             return
         except RayError as error:
-            if self._ended:
+            if ended:
                 self.done = True
                 log.warning(
                     "the log of %s ends at byte %d of %s on %s, which is out of reach: %s",
                     *(self._name, self._offset, seat.log_path, seat.address, str(error).splitlines()[0]),
                 )
 
-    def _read(self, seat: EngineSeat) -> Any:
+    def _read(self, seat: EngineSeat, ended: bool) -> Any:
         """From the engine itself; from another process of its node once it has ended."""
-        if not self._ended:
+        if not ended:
             return self._actor.read_log.remote(self._offset)
         there = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
         read: Any = ray.remote(read_from)

@@ -60,7 +60,7 @@ def nodes() -> Iterator[Set]:
         try:
             everything = Set(cluster, sandbox, driver)
             options: dict[str, Any] = {"sections": {"cluster": {"nodes": 2}}, "tools": [{"name": "python"}]}
-            options |= {"start_timeout_s": scaled(240), "weights": {"timeout_s": scaled(60)}}
+            options |= {"start_timeout_s": scaled(240)}
             with pytest.raises(Refused, match=r"no place for 9 engines of 1 CPU and 0 GPU each .*spread\)"):
                 driver.call("start", root=str(cluster.folder), sandbox_url=None, engines=9, **options)
             seconds = driver.call("start", root=str(cluster.folder), sandbox_url=None, **options)
@@ -122,10 +122,10 @@ def test_nothing_is_lost_while_the_network_is_gone(nodes: Set) -> None:
     nodes.cluster.cable.plug_in()
     began = time.monotonic()
     outcome = answer()
-    print(f"network back after {OUTAGE_S:g} s: all groups {time.monotonic() - began:.1f} s later")
+    print(f"network back after {OUTAGE_S:g} s: all groups {time.monotonic() - began:.1f} s later, {outcome['stats']}")
     check(outcome, 24)
     assert outcome["seconds"] > OUTAGE_S
-    assert outcome["stats"]["engine_restarts"] == outcome["stats"]["group_retries"] == 0
+    assert outcome["stats"]["engine_restarts"] == 0
 
 
 def test_a_sandbox_that_is_killed_costs_no_group(nodes: Set) -> None:
