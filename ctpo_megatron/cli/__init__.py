@@ -21,6 +21,9 @@ VERBS = {
 """Verb -> its line in `ctpo --help`. `add_arguments` of the module of that name declares arguments and sets `run`."""
 
 
+_OVERRIDABLE = ("train", "launch")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `ctpo`; returns the exit status: 0 done, 1 failed, 2 the request was wrong."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -29,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     parser = _parser(verb=argv[0] if argv else "")
     args, unknown = parser.parse_known_args(argv)
-    if unknown and not (args.verb == "train" and all("." in text or "=" in text for text in unknown)):
+    if unknown and not (args.verb in _OVERRIDABLE and all("." in text or "=" in text for text in unknown)):
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if "run" not in args:
         parser.error("the verb comes first")

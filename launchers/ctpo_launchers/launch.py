@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def as_words(args: argparse.Namespace) -> list[str]:
     """The command line that has these arguments."""
-    words = [args.config, *args.overrides, "--executor", args.executor, "--nodes", str(args.nodes)]
+    words = [args.config, *args.overrides, *args.unknown, "--executor", args.executor, "--nodes", str(args.nodes)]
     words += ["--dry-run"] if args.dry_run else []
     return words if args.cluster is None else [*words, "--cluster", args.cluster]
 

@@ -25,7 +25,7 @@ def submit(slurm: Slurm, ctpo: Ctpo, name: str, *overrides: str, options: str = 
     slurm.environment |= ctpo.environment | {
         "PYTHON": sys.executable,
         "NODE_OPTIONS": options,
-        "ARGUMENTS": " ".join([CONFIG, *SMALL, f"run.name={name}", "run.resume=auto", *overrides]),
+        "TRAINER_WORDS": " ".join([CONFIG, *SMALL, f"run.name={name}", "run.resume=auto", *overrides]),
         "SLURM_CONF": str(slurm.folder / "slurm.conf"),
     }
     return slurm.submit(SCRIPT, f"--chdir={ctpo.directory}", f"--output={output}"), output
