@@ -32,8 +32,8 @@ quickstart: $(INSTALLED)
 # deadline four times as long. Coverage is of the third: it nearly doubles the CPU time (22 -> 39 s of three folders),
 # and would not see forked ranks and engines anyway.
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
-LIGHT := tests/config tests/data tests/objective tests/tracking $(wildcard tests/test_*.py)
-PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.tracking ctpo_megatron.cli
+LIGHT := tests/config tests/data tests/objective $(wildcard tests/test_*.py)
+PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-processes test-light

@@ -26,9 +26,7 @@ def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return children.run(command, environment=environ, directory=ROOT, deadline_s=120)
 
 
-@pytest.mark.parametrize(
-    "suites", ["D", pytest.param("A B C D", marks=pytest.mark.slow)], ids=["exactness", "all"]
-)
+@pytest.mark.parametrize("suites", ["D", pytest.param("A B C D", marks=pytest.mark.slow)], ids=["exactness", "all"])
 def test_suites_run_and_measure_what_a_cpu_can(suites: str, tmp_path: Path) -> None:
     chosen = suites.split()
     done = run("benchmarks.kernels", "--device", "cpu", "--quick", "--suite", *chosen, "--out", str(tmp_path))
