@@ -27,7 +27,8 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
-# Three processes on two cores for tests that start others, as they often wait; those that share ranks, engines or a sandbox stay together
+# Three processes on two cores for tests that start others, as they often wait; those that share ranks, engines or a
+# sandbox stay together
 # (tests/conftest.py). A fourth for the folders that start none. On a slow machine CTPO_TEST_SLOWNESS=4 makes every
 # deadline four times as long. Coverage is of the fourth: it nearly doubles the CPU time (22 -> 39 s of three folders),
 # and would not see forked ranks and engines anyway.
