@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests.end_to_end import killed_train
 from tests.end_to_end.small_run import ROOT, Ctpo, records, repeatable
-from tests.support import children, ranks
+from tests.support import ranks
 
 STEPS = 3
 SETTINGS = (
@@ -104,9 +103,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    """By the plain command; the other runs of this file are forked from a process that has imported it."""
-    plain = [sys.executable, "-m", "ctpo_megatron.cli", *command("run.name=whole")]
-    done = children.run(plain, directory=folder, environment=Ctpo(folder).environment, deadline_s=120)
+    done = train(folder, "run.name=whole")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder / "runs" / "whole"
 
