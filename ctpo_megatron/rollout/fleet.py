@@ -39,6 +39,7 @@ class RolloutFleet:
     run_seed: part of every sampling seed.
     sandbox_url: base URL of the code execution service.
     placement: whose the GPUs of this node are; None without any, or where Ray may have all.
+    finished: called when a group is complete.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class RolloutFleet:
         *,
         log_dir: Path | None = None,
         placement: Placement | None = None,
+        finished: Callable[[], None] = lambda: None,
     ) -> None:
         log_dir = (log_dir or config.run.directory / "logs").resolve()
         self._spec = EngineSpec(config, model_path, run_seed, sandbox_url, log_dir)
         self._rollout, self._count = config.rollout, engine_count(config)
-        self._placement = placement
+        self._placement, self._finished = placement, finished
         self._runtime: RayRuntime | None = None
         self._started_at = 0.0
         self._engines: list[EngineHandle] = []
@@ -118,7 +120,13 @@ class RolloutFleet:
         self.wait_ready()
         started = time.monotonic()
         dispatcher = Dispatcher(
-            self._rollout, self._engines, self._quarantine, self._counts, self._restart, self._readmit
+            self._rollout,
+            self._engines,
+            self._quarantine,
+            self._counts,
+            restart=self._restart,
+            readmit=self._readmit,
+            finished=self._finished,
         )
         groups = dispatcher.run(prompts, Request(step, samples, sampling, cancelled, replacement))
         self._add_seconds("generate_s", started)

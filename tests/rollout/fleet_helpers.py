@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
 class Stage:
     """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.
 
-    model: settings of the tiny model. rollout: settings of the fleet.
+    model: settings of the tiny model. rollout: settings of the fleet. finished: counts complete groups, under "groups".
     """
 
     def __init__(self, root: Path, model: dict[str, Any] | None = None, **rollout: Any) -> None:
@@ -57,7 +59,9 @@ class Stage:
         self.tokenizer, self.model = build_tiny_model(self.path, favour=favour, **(model or {}))
         self.version = 0
         self.config = make_config(self.path, root, **rollout)
-        self.fleet = RolloutFleet(self.config, str(self.path), 7, "unused")
+        self.finished: Counter[str] = Counter()
+        count = partial(self.finished.update, ["groups"])
+        self.fleet = RolloutFleet(self.config, str(self.path), 7, "unused", finished=count)
         self.fleet.start()
 
     def prompts(self, count: int, length: int = 40) -> list[Prompt]:
