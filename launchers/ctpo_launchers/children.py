@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 
 from ctpo_megatron.signals import children_spared
 
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
 _KILL_S = 10.0
 _TAIL_LINES = 15
@@ -107,6 +109,21 @@ class Child:
                     raise RuntimeError(f"processes of {self.kind} are still there: {alive}")
                 await asyncio.sleep(_POLL_S)
         self._process.wait()
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all that children leave behind, as Ray's agents when their node is killed."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def end_orphans() -> None:
+    """Kill whatever is still there of what this process started."""
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_KILL_S)
 
 
 def _runs(process: psutil.Process) -> bool:

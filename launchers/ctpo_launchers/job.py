@@ -60,10 +60,8 @@ def _hosts(args: argparse.Namespace) -> tuple[str, ...]:
     nodes = args.nodes or 1
     if nodes > 1 and (args.head is None or args.node_rank is None):
         raise ValueError("several nodes outside of Slurm need --node-rank (0: the head) and --head (its host) on each")
-    unknown = [f"rank {rank}" for rank in range(nodes)]
-    if nodes > 1:
-        unknown[0], unknown[args.node_rank] = args.head, socket.gethostname() if args.node_rank else args.head
-    return tuple(unknown)
+    known = {args.node_rank: socket.gethostname(), 0: args.head}
+    return tuple(known.get(rank) or f"rank {rank}" for rank in range(nodes))
 
 
 def _reachable(host: str) -> str:

@@ -60,7 +60,7 @@ def address_of_interface(name: str) -> str:
 def free_ports(address: str, first: int, count: int) -> list[int]:
     """Ports from `first` on that nobody listens on, below the ephemeral ones. Raises OSError without enough of them."""
     found: list[int] = []
-    for port in range(first, max(_EPHEMERAL, first + 100)):
+    for port in range(first, min(max(_EPHEMERAL, first + 100), 65536)):
         if len(found) == count:
             break
         if _is_free(address, port):

@@ -30,6 +30,7 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # how long agents of a dead node linger
 }
 
 
