@@ -62,7 +62,7 @@ def _end_with_parent() -> None:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    os._exit(128 + signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)  # this process leads its group
 
 
 _KINDS: dict[str, Callable[[Sequence[str]], int]] = {"torchrun": torchrun, "ray": ray}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import psutil
 
 from ctpo_megatron.signals import children_spared
 
-_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
 _KILL_S = 10.0
 _TAIL_LINES = 15
@@ -98,32 +96,28 @@ class Child:
 
     async def kill(self) -> None:
         """End it and all that it started. Raises RuntimeError when a process survives that."""
+        family = _of_session(self.pid)
         with contextlib.suppress(psutil.NoSuchProcess):
-            family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
-            for process in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            deadline = time.monotonic() + _KILL_S
-            while alive := [process for process in family if _runs(process)]:
-                if self.status is not None and time.monotonic() > deadline:
-                    raise RuntimeError(f"processes of {self.kind} are still there: {alive}")
-                await asyncio.sleep(_POLL_S)
+            family += psutil.Process(self.pid).children(recursive=True)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        deadline = time.monotonic() + _KILL_S
+        while alive := [process for process in family if _runs(process)]:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes of {self.kind} are still there: {alive}")
+            await asyncio.sleep(_POLL_S)
         self._process.wait()
 
 
-def adopt_orphans() -> None:
-    """Become the parent of all that children leave behind, as Ray's agents when their node is killed."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def end_orphans() -> None:
-    """Kill whatever is still there of what this process started."""
-    left = psutil.Process().children(recursive=True)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=_KILL_S)
+def _of_session(session: int) -> list[psutil.Process]:
+    """Processes of a session, orphans included: Ray's agents outlive a node that is killed."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if os.getsid(pid) == session:
+                found.append(psutil.Process(pid))
+    return found
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ctpo_launchers import network, slurm
 from ctpo_launchers.child import asked_status
-from ctpo_launchers.children import Child, adopt_orphans, end_orphans
+from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.needs import Needs
 from ctpo_launchers.roll_call import Connection, NotReady, RollCall, report
@@ -245,11 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ValueError, OSError) as error:
         print(f"ctpo_launchers.node: {error}", file=sys.stderr)
         return WRONG
-    adopt_orphans()
-    try:
-        return asyncio.run(program.run())
-    finally:
-        end_orphans()
+    return asyncio.run(program.run())
 
 
 def _of_the_job(job: NodeJob, arguments: Sequence[str]) -> list[str]:
