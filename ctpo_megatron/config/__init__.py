@@ -38,6 +38,7 @@ from ctpo_megatron.config.schema import (
     SandboxConfig,
     SftConfig,
     TrackingConfig,
+    WeightsConfig,
 )
 from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
@@ -81,6 +82,7 @@ __all__ = [
     "Stored",
     "TinyModelConfig",
     "TrackingConfig",
+    "WeightsConfig",
     "check",
     "check_parallel",
     "dump",
