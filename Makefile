@@ -28,13 +28,13 @@ quickstart: $(INSTALLED)
 	@name=quickstart; i=1; while [ -e runs/$$name ]; do i=$$((i + 1)); name=quickstart-$$i; done; \
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
-# Two processes for tests that start others; those that share ranks, engines or a sandbox stay together
-# (tests/conftest.py). A third for the folders that start none. On a slow machine CTPO_TEST_SLOWNESS=4 makes every
-# deadline four times as long. Coverage is of the third: it nearly doubles the CPU time (22 -> 39 s of three folders),
-# and would not see forked ranks and engines anyway.
+# Three processes on two cores for tests that start others, as they often wait; those that share ranks, engines or a
+# sandbox stay together (tests/conftest.py). A fourth for the folders that start none. On a slow machine
+# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the fourth: it nearly doubles the CPU time
+# (22 -> 39 s of three folders), and would not see forked ranks and engines anyway.
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu and not cluster"
-LIGHT := tests/config tests/data tests/objective tests/tracking $(wildcard tests/test_*.py)
-PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.tracking ctpo_megatron.cli
+LIGHT := tests/config tests/data tests/objective $(wildcard tests/test_*.py)
+PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-processes test-light
@@ -43,7 +43,7 @@ else
 endif
 
 test-processes:
-	$(PYTEST) $(addprefix --ignore=,$(LIGHT)) --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) $(addprefix --ignore=,$(LIGHT)) --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 test-light:
 	@$(PYTEST) $(LIGHT) $(addprefix --cov=,$(PACKAGES)) --cov-report=term:skip-covered >$(VENV)/light.txt 2>&1; \

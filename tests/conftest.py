@@ -22,7 +22,8 @@ RANKS = ("policy", "verify", "support")
 ENGINES = {"stage", "users_stage", "shared_ray"}
 """Fixtures of the fleets that tests share."""
 
-FIRST = ("ring", "ranks", "resume", "engines")
+FIRST = ("ring", "ranks", "resume", "sandbox-load", "tests/sandbox/test_service.py", "engines", "rehearsal")
+"""Groups that take long, in the order in which they begin: what begins last should be short."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -39,6 +39,7 @@ from ctpo_megatron.config.schema import (
     SandboxConfig,
     SftConfig,
     TrackingConfig,
+    WeightsConfig,
 )
 from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
@@ -83,6 +84,7 @@ __all__ = [
     "Stored",
     "TinyModelConfig",
     "TrackingConfig",
+    "WeightsConfig",
     "check",
     "check_parallel",
     "dump",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 FinishReason = Literal["answer", "length", "max_turns"]
@@ -114,7 +115,9 @@ class Trajectory:
 
     def to_json(self) -> dict[str, Any]:
         """A plain-JSON form that `from_json` restores exactly (Python floats round-trip through JSON)."""
-        return asdict(self)
+        # `asdict` of the whole would copy every number by itself.
+        record = {each.name: copy.copy(getattr(self, each.name)) for each in fields(self)}
+        return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Trajectory:

@@ -104,9 +104,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    """By the plain command; the other runs of this file are forked from a process that has imported it."""
-    plain = [sys.executable, "-m", "ctpo_megatron.cli", *command("run.name=whole")]
-    done = children.run(plain, directory=folder, environment=Ctpo(folder).environment, deadline_s=120)
+    done = train(folder, "run.name=whole")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder / "runs" / "whole"
 
@@ -251,6 +249,21 @@ def test_one_command_starts_a_run_and_goes_on_with_it(
     again = train(folder, *settings)
     assert again.returncode == 0 and f"runs/auto-{by} has done its 3 steps (run.steps): nothing is left" in again.stderr
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_torchrun_hands_sigusr1_on_where_it_is_told_to(folder: Path) -> None:
+    settings = ("run.name=told", "checkpoint.every=0", "run.resume=auto", "policy.tensor_model_parallel_size=2")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "-m", "tests.end_to_end.killed_train"]
+    environment = Ctpo(folder).environment
+    told = [*launcher, *command(*settings)]
+    ended = children.run(told, directory=folder, environment=environment, deadline_s=200)
+    assert ended.returncode == 1, ended.stderr[-4000:]  # torchrun's own, whatever the ranks' is
+    assert ended.stderr.count("SIGUSR1: a checkpoint follows, within") == 2, ended.stderr[-4000:]
+    assert [path.name for path in (folder / "runs" / "told" / "checkpoints").iterdir()] == ["step_000001"]
+    assert ranks.run(train_on_a_rank, folder, command(*settings), ranks=2) == [0, 0]
+    assert [line["step"] for line in records(folder / "runs" / "told")] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from ctpo_megatron.config import Config, ConfigError, OptimizerConfig, family_fo
 from ctpo_megatron.export import resolve
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
-from ctpo_megatron.verify import batch
+from ctpo_megatron.verify import batch, job, run
+from tests.support import ranks
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
 LONGEST_EXAMPLE = 25
@@ -94,9 +96,22 @@ def test_an_export_finds_the_family_of_the_run(config: Config, tmp_path: Path) -
     assert resolve(run, None, None).family.architecture == "SeedOssForCausalLM"
 
 
+def verify_job(path: str, folder: Path, layouts: list[str]) -> None:
+    os.chdir(path)
+    sys.path.insert(0, path)
+    job.main(folder, layouts)
+
+
+@pytest.mark.xdist_group("ranks")
 def test_ctpo_verify_compares_it_with_transformers(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def run_forked(folder: Path, count: int, layouts: list[str]) -> str:
+        """As `run._run_job`, in processes that have imported everything."""
+        ranks.run(verify_job, str(tmp_path), folder, layouts, ranks=count)
+        return ""
+
+    monkeypatch.setattr(run, "_run_job", run_forked)
     monkeypatch.chdir(tmp_path)
     assert main(["verify", "--model", "model", "--family", "my_models:SeedOss", "--layouts", "tp2"]) == 0
     assert "1 of 1 within 1e-05 of the float64 oracle" in capsys.readouterr().out

@@ -23,16 +23,15 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the gate wrote of one compilation of the default configurations, which it let pass."""
     folder = tmp_path_factory.mktemp("aot")
-    done = gate("--quick", "--json", str(folder / "aot.json"), TRITON_CACHE_DIR=str(folder / "cache"))
+    done = gate("--quick", "--arch", "90", "--json", str(folder / "aot.json"), TRITON_CACHE_DIR=str(folder / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "aot.json"
 
 
-def test_default_configurations_fit_every_architecture(compiled: Path) -> None:
+def test_default_configurations_fit_hopper(compiled: Path) -> None:
+    """Every configuration on every architecture: the slow test below."""
     rows = json.loads(compiled.read_text())["kernels"]
-    assert {(row["kernel"], row["arch"]) for row in rows} == {
-        (kernel, arch) for kernel in aot.REGISTERS for arch in aot.ARCHITECTURES
-    }
+    assert {(row["kernel"], row["arch"]) for row in rows} == {(kernel, 90) for kernel in aot.REGISTERS}
     for row in rows:
         assert 16 <= row["registers"] <= row["limit"]
         assert row["spill_bytes"] == row["stack_bytes"] == 0

@@ -127,6 +127,7 @@ def test_the_logged_adam_is_the_one_that_steps(tmp_path: Path) -> None:
     assert f"{type(inner).__module__.split('.')[0]} {type(inner).__name__}" == capabilities().adam
 
 
+@pytest.mark.slow  # it imports everything anew
 def test_the_other_package_called_apex_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core sees a package of that name and believes that it has NVIDIA's norms."""
     foreign = tmp_path / "site" / "apex"

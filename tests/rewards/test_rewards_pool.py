@@ -158,12 +158,15 @@ def test_closing_twice_is_harmless() -> None:
     pool.close()
 
 
+OF_OTHERS = ("resource_tracker", "tests.support.prefork", "ctpo_sandbox")
+
+
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """All that live, but for multiprocessing's tracker and the rank server that other tests share."""
+    """All that live, but for multiprocessing's tracker and the servers of ranks and snippets that other tests share."""
     found = []
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
-            if not any(name in str(child.cmdline()) for name in ("resource_tracker", "tests.support.prefork")):
+            if not any(name in str(child.cmdline()) for name in OF_OTHERS):
                 found.append(child)
     return found
 

@@ -421,6 +421,7 @@ def test_smoke_fails_on_a_server_without_isolation(tmp_path: Path):
     assert "FAILED no other program: expected runtime_error, got success" in done.stdout
 
 
+@pytest.mark.slow
 def test_bench_prints_its_table(sandbox_server):
     done = _ctpo("bench", "--url", sandbox_server.url, "--seconds", "0.2", "--concurrency", "2")
     assert done.returncode == 0, done.stderr
