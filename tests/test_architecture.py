@@ -24,6 +24,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.models": (),
     "ctpo_megatron.config": ("ctpo_megatron.models", "ctpo_megatron.extensions", "ctpo_kernels.names"),
     "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_megatron.extensions", "ctpo_kernels"),
+    "ctpo_megatron.doctor": (
+        "ctpo_megatron.config",
+        "ctpo_megatron.environments",
+        "ctpo_megatron.extensions",
+        "ctpo_megatron.models",
+        "ctpo_sandbox",
+    ),
     "ctpo_megatron.weights": (),
     "ctpo_megatron.environments": (
         "ctpo_megatron.data.records",
@@ -100,7 +107,6 @@ SIDE_DOORS = (
     "ctpo_megatron.data.records",
     "ctpo_megatron.config.extension",
     "ctpo_megatron.config.schema",
-    "ctpo_megatron.config.doctor",
     "ctpo_megatron.environments",
     "ctpo_megatron.weights",
     "ctpo_megatron.tracking.run_data",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import types
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config
-from ctpo_megatron.config.doctor import Finding, diagnose, failed, has_cuda, install_line
 
 CONFIG = """\
 run: {name: first, steps: 4}
@@ -246,66 +243,3 @@ def test_sandbox_serve_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(package, "server", server, raising=False)
     monkeypatch.setitem(sys.modules, "ctpo_sandbox", package)
     assert cli.main(["sandbox", "serve", "--port", "5"]) == 5
-
-
-# --- doctor -------------------------------------------------------------------------------------------------------
-
-
-def test_doctor_sees_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = {"imports": {}, "cuda": False, "apex_extensions": []}
-
-    def fake(modules: list[str]) -> dict[str, object]:
-        return {**probe, "imports": {**dict.fromkeys(modules, ""), "transformer_engine.pytorch": "ImportError: no"}}
-
-    monkeypatch.setattr("ctpo_megatron.config.doctor._probe", fake)
-    by_name = {finding.name: finding for finding in diagnose()}
-    assert by_name["layer spec"].detail.startswith("local")
-    assert by_name["optimizer"].detail == "torch.optim.AdamW"
-    assert by_name["CUDA"] == Finding("CUDA", "note", "none")
-    assert int(by_name["cores"].detail) >= 1
-
-
-def test_doctor_holds_shared_memory_against_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 40 << 30
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    monkeypatch.setattr(
-        "ctpo_megatron.config.doctor._probe",
-        lambda modules: {"imports": dict.fromkeys(modules, ""), "apex_extensions": []},
-    )
-    for shard in range(2):
-        with (tmp_path / f"model-{shard}.safetensors").open("wb") as file:
-            file.truncate(14 << 30)  # a hole
-    assert {f.name: f for f in diagnose(tmp_path)}["/dev/shm"].status == "ok"
-    free = 28 << 30
-    short = {f.name: f for f in diagnose(tmp_path)}["/dev/shm"]
-    assert short.status == "note" and "weights (28.0 GiB)" in short.fix and "--shm-size 30g" in short.fix
-
-
-def test_doctor_exits_1_with_the_pip_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = [Finding("ray", "missing", "not installed", "ray>=2.60"), Finding("vllm", "missing", "not installed")]
-    monkeypatch.setattr("ctpo_megatron.config.doctor.diagnose", lambda model: findings)
-    monkeypatch.setattr("ctpo_megatron.cli.doctor.sandbox_rows", list)
-    assert cli.main(["doctor"]) == 1
-    out, err = capsys.readouterr()
-    assert "ray   missing  not installed; ray>=2.60" in out
-    assert "pip install -e '.[cpu,train]'" in err
-
-
-def test_doctor_verdict() -> None:
-    good = [Finding("torch", "ok", "2"), Finding("apex", "note", "optional"), Finding("CUDA", "ok", "H100")]
-    assert not failed(good)
-    assert has_cuda(good)
-    broken = [Finding("pyseccomp", "broken", "does not import")]
-    assert failed(broken)
-    assert install_line(broken, cuda=True) == "pip install -e '.[sandbox]'"
-
-
-def test_probe_survives_a_broken_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ctpo_megatron.config import doctor
-
-    (tmp_path / "dies_at_import.py").write_text("import os; os._exit(3)")
-    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('half installed')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    raised = doctor._probe(["raises_at_import", "json"])["imports"]
-    assert raised == {"raises_at_import": "RuntimeError: half installed", "json": ""}
-    assert "exit status 3" in doctor._probe(["dies_at_import"])["imports"]["dies_at_import"]

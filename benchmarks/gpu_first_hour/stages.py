@@ -60,7 +60,7 @@ def _ctpo(*arguments: str) -> tuple[str, ...]:
 
 
 def _doctor() -> Stage:
-    return Stage("doctor", "versions, devices, what is missing", 300, _ctpo("doctor"))
+    return Stage("doctor", "versions, devices, what is missing", 300, _ctpo("doctor", "--deep"))
 
 
 def _gpu_tests(machine: Machine) -> Stage:

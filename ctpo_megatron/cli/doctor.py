@@ -1,51 +1,94 @@
-"""`ctpo doctor`: what is installed, what is missing, and what the sandbox enforces on this machine."""
+"""`ctpo doctor`: what is missing on this machine, or on every node, for training and for one configuration."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ctpo_megatron.cli.console import print_table
-from ctpo_megatron.config import doctor
+from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.config import Job, load_with_sources, node_ranks, world_size
+from ctpo_megatron.doctor import (
+    Finding,
+    NoCluster,
+    Wanted,
+    diagnose,
+    diagnose_nodes,
+    diagnose_run,
+    failed,
+    gpus,
+    install_line,
+    verdict,
+    weight_bytes,
+)
+
+HERE = "This machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.description = "Check this machine."
+    parser.description = "Check this machine. Exit status: 0 ready, 1 something is missing or broken, 2 wrong request."
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="check for this configuration, too")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="override a key of it")
     parser.add_argument(
         "--model", metavar="DIR", type=Path, help="a model directory: is there shared memory for its weights?"
     )
+    parser.add_argument("--nodes", action="store_true", help="every node of the Ray cluster that RAY_ADDRESS names")
+    parser.add_argument("--deep", action="store_true", help="import everything, and let ranks exchange tensors")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table; 1 if something that training needs is missing or broken."""
-    findings = doctor.diagnose(args.model)
-    rows = [(f.name, f.status, f"{f.detail}; {f.fix}" if f.fix else f.detail) for f in findings]
-    print_table("This machine", ("what", "status", "detail"), [*rows, *sandbox_rows()])
-    if not doctor.failed(findings):
-        return 0
-    missing = doctor.install_line(findings, doctor.has_cuda(findings))
-    print(f"\nTo install what is missing: {missing}", file=sys.stderr)
-    return 1
-
-
-def sandbox_rows() -> list[tuple[str, str, str]]:
-    """What the sandbox enforces here, by starting one and asking it."""
-    try:
-        from ctpo_sandbox import Limits, SandboxStartError, start_server
-    except ImportError as error:
-        return [("sandbox", "note", f"does not import: {error}")]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "sandbox.log"
+    """Print tables or JSON, then the verdict; 1 if something that training needs is missing or broken."""
+    found, wanted = _of_config(args)
+    if args.model is not None:
+        wanted = replace(wanted, weight_bytes=weight_bytes(args.model))
+    if args.nodes:
         try:
-            with start_server(slots=1, limits=Limits(run_timeout_s=5), start_timeout_s=60, log_path=log) as server:
-                health = server.health
-        except SandboxStartError as error:
-            return [("sandbox", "note", f"does not start: {error}")]
-    return [
-        ("sandbox", "ok", "; ".join(health["enforced"])),
-        ("  not enforced", "note", "; ".join(health["not_enforced"])),
-    ]
+            found |= diagnose_nodes(wanted)
+        except NoCluster as error:
+            raise UsageError(str(error)) from error
+    else:
+        found[HERE] = diagnose(wanted)
+    findings = [finding for part in found.values() for finding in part]
+    if args.json:
+        print(json.dumps(_as_json(found, findings), indent=1))
+    else:
+        _print(found, findings)
+    return 1 if failed(findings) else 0
+
+
+def _of_config(args: argparse.Namespace) -> tuple[dict[str, list[Finding]], Wanted]:
+    if args.config is None:
+        return {}, Wanted(deep=args.deep)
+    config, sources = load_with_sources(args.config, args.overrides)
+    seen = gpus()
+    here = [] if isinstance(seen, str) else seen
+    job = Job(world_size(), node_ranks(), None if args.nodes else len(here))
+    findings, wanted = diagnose_run(config, sources, job, here, deep=args.deep)
+    return {f"Configuration {args.config}": findings}, wanted
+
+
+def _as_json(found: Mapping[str, Sequence[Finding]], findings: Sequence[Finding]) -> dict[str, object]:
+    return {
+        "ready": not failed(findings),
+        "verdict": verdict(findings),
+        "to_do": list(dict.fromkeys(finding.fix for finding in failed(findings) if finding.fix)),
+        "findings": {where: [asdict(finding) for finding in part] for where, part in found.items()},
+    }
+
+
+def _print(found: Mapping[str, Sequence[Finding]], findings: Sequence[Finding]) -> None:
+    for where, part in found.items():
+        rows = [(f.name, f.status, f"{f.detail}; {f.fix}" if f.fix else f.detail) for f in part]
+        print_table(where, ("what", "status", "detail"), rows)
+    print(f"\n{verdict(findings)}", flush=True)
+    for finding in failed(findings):
+        print(f"  {finding.name}: {finding.detail}{f'; {finding.fix}' if finding.fix else ''}", file=sys.stderr)
+    if line := install_line(findings):
+        print(f"To install what is missing: {line}", file=sys.stderr)

@@ -12,6 +12,8 @@ from ctpo_megatron.config.gpu_memory import GpuMemory
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.machine import has_cuda_device
 from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, layer_activations, stage_memory
+from ctpo_megatron.config.memory import parameters as model_parameters
+from ctpo_megatron.config.memory import peak as peak_memory
 from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_spec import family_for, load_family, read_spec, spec_for
 from ctpo_megatron.config.objective import PolicyObjective, objective_from_config
@@ -97,9 +99,11 @@ __all__ = [
     "load_family",
     "load_with_sources",
     "memory_table",
+    "model_parameters",
     "named_extensions",
     "node_ranks",
     "objective_from_config",
+    "peak_memory",
     "place",
     "read_spec",
     "sequence_multiple",

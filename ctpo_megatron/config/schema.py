@@ -33,6 +33,12 @@ class RunConfig(Section):
         description="end of this job in seconds since the epoch: the trainer saves and leaves in time; null: as Slurm "
         "says (SLURM_JOB_END_TIME), if there is one",
     )
+    stall_timeout_s: PositiveFloat | None = Field(
+        default=900.0,
+        description="without progress of any rank for so long, all ranks dump their stacks into `<run>/stalls` and the "
+        "log names who keeps the others waiting; give less than `policy.timeout_minutes`, which ends the run; null: no",
+    )
+    end_on_stall: bool = Field(default=False, description="end the run after such a dump, with exit status 75")
     accept_changed_code: bool = Field(
         default=False, description="resume although users' own parts (`extensions`) are not the code it was begun with"
     )
@@ -458,7 +464,8 @@ class TrackingConfig(Section):
     )
     trackers: tuple[Extension, ...] = Field(
         default=(Extension(name="tensorboard"),),
-        description="where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, or `package.module:Name`",
+        description="where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, prometheus, or "
+        "`package.module:Name`",
     )
     python: str | None = Field(
         default=None,

@@ -21,13 +21,14 @@ warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor tha
 from ctpo_megatron.policy.checkpoint_files import CheckpointError
 from ctpo_megatron.policy.checkpoint_files import give_up as discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
+from ctpo_megatron.policy.collectives import pending_collectives
 from ctpo_megatron.policy.device import capabilities, max_ranks
 from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import configured_loss, policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.parallel import Layout, destroy_distributed, gather_objects, init_distributed
 from ctpo_megatron.policy.policy import Policy
-from ctpo_megatron.policy.rank_zero import RankLost, RankZeroError
+from ctpo_megatron.policy.rank_zero import RankLost, RankZero, RankZeroError
 from ctpo_megatron.policy.reports import Diagnostics, Update, summarize_updates
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "MiniBatch",
     "Policy",
     "RankLost",
+    "RankZero",
     "RankZeroError",
     "Update",
     "capabilities",
@@ -48,6 +50,7 @@ __all__ = [
     "latest_checkpoint",
     "max_ranks",
     "peak_flops",
+    "pending_collectives",
     "policy_gradient",
     "summarize_updates",
     "supervised",

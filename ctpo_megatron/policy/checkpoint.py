@@ -151,16 +151,15 @@ class Writer:
 
 def _start_results_queue() -> None:
     """Have megatron's queue of results, a process that serves all saves, live through a signal to the whole job."""
-    if filesystem_async._results_queue is None:
-        atexit.register(_end_children)
-    with children_spared():
-        filesystem_async._get_write_results_queue()
-
-
-def _end_children() -> None:
-    """At exit: multiprocessing would wait for ever for a queue that was interrupted while it was started."""
-    for child in multiprocessing.active_children():
-        child.kill()
+    others = multiprocessing.active_children()
+    try:
+        with children_spared():
+            filesystem_async._get_write_results_queue()
+    finally:
+        for child in multiprocessing.active_children():
+            if child not in others:
+                # At exit multiprocessing would wait for ever for a queue that was interrupted while it was started.
+                atexit.register(child.kill)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 T = TypeVar("T")
 
@@ -43,29 +43,33 @@ class RankLost(RuntimeError):
 class RankZero:
     """One per rank; made, called and closed by all ranks of the job in the same order.
 
-    beat_s, lost_after_s: see `BEAT_S`, `LOST_AFTER_S`.
+    rank, world_size, names: of this rank, and all ranks by name (`rank 1 (process 77 on host)`). board: keys and values
+    that all ranks see, for short notes; safe to use in a thread. waits: whether this rank waits for rank zero now.
     """
 
     def __init__(self, *, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        """beat_s, lost_after_s: see `BEAT_S`, `LOST_AFTER_S`."""
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.waits = False
         self._beat_s, self._lost_after_s = beat_s, lost_after_s
         host = os.environ.get("MASTER_ADDR", "localhost")
         self._store, port = self._open(host)
         # A client of its own: the store serves one call of a client at a time, and a wait would hold back the beats.
         self._beats = TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
+        self.board = PrefixStore("board", self._beats)
         self._calls = 0
         self._lost = ""
         self._closed = threading.Event()
-        self._beats.set(f"beat/{self._rank}", "0")
-        self._names = [""] * self._world_size
-        dist.all_gather_object(self._names, f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()})")
+        self._beats.set(f"beat/{self.rank}", "0")
+        self.names = [""] * self.world_size
+        dist.all_gather_object(self.names, f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})")
         self._thread = threading.Thread(target=self._signs_of_life, name="signs of life", daemon=True)
         self._thread.start()
 
     def _open(self, host: str) -> tuple[TCPStore, int]:
         box: list[int | None] = [None]
         store = None
-        if self._rank == 0:
+        if self.rank == 0:
             store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
             box = [store.port]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -80,15 +84,15 @@ class RankZero:
         """
         self._calls += 1
         key = f"call/{self._calls}"
-        if self._rank == 0:
+        if self.rank == 0:
             return self._act(key, action)
         self._await(key)
         problem, result = pickle.loads(self._store.get(key))
-        if self._store.add(f"{key}/read", 1) == self._world_size - 1:
+        if self._store.add(f"{key}/read", 1) == self.world_size - 1:
             self._store.delete_key(key)
             self._store.delete_key(f"{key}/read")
         if problem:
-            raise RankZeroError(f"rank {self._rank} stops, rank 0 failed: {problem.splitlines()[0]}")
+            raise RankZeroError(f"rank {self.rank} stops, rank 0 failed: {problem.splitlines()[0]}")
         return result  # type: ignore[no-any-return] # what rank zero pickled
 
     def check(self) -> None:
@@ -101,7 +105,7 @@ class RankZero:
         self._closed.set()
         self._thread.join(timeout=_STORE_TIMEOUT.total_seconds())
         with suppress(dist.DistError):  # rank zero may have left before
-            self._beats.set(f"beat/{self._rank}", _LEFT.decode())
+            self._beats.set(f"beat/{self.rank}", _LEFT.decode())
 
     def _act(self, key: str, action: Callable[[], T]) -> T:
         try:
@@ -115,39 +119,42 @@ class RankZero:
 
     def _await(self, key: str) -> None:
         pause, longest = _POLL_S
-        while True:
-            self.check()
-            try:
+        self.waits = True
+        try:
+            while True:
+                self.check()
                 if self._store.check([key]):
                     return
-            except dist.DistNetworkError as error:
-                raise RankLost(f"rank {self._rank} stops: {self._names[0]} is gone") from error
-            time.sleep(pause)
-            pause = min(longest, 2 * pause)
+                time.sleep(pause)
+                pause = min(longest, 2 * pause)
+        except dist.DistNetworkError as error:
+            raise RankLost(f"rank {self.rank} stops: {self.names[0]} is gone") from error
+        finally:
+            self.waits = False
 
     def _signs_of_life(self) -> None:
         """Beat, and look whether the others do: rank zero at all of them, the others at rank zero and what it says."""
-        watched = range(1, self._world_size) if self._rank == 0 else range(1)
+        watched = range(1, self.world_size) if self.rank == 0 else range(1)
         seen = {rank: (b"", time.monotonic()) for rank in watched}
         count = 0
         while not (self._closed.wait(self._beat_s) or self._lost):
             count += 1
             try:
-                self._beats.set(f"beat/{self._rank}", str(count))
+                self._beats.set(f"beat/{self.rank}", str(count))
                 beats = self._beats.multi_get([f"beat/{rank}" for rank in watched])
-                if self._rank != 0 and self._beats.check(["lost"]):
-                    self._lost = f"rank {self._rank} stops: {self._beats.get('lost').decode()}"
+                if self.rank != 0 and self._beats.check(["lost"]):
+                    self._lost = f"rank {self.rank} stops: {self._beats.get('lost').decode()}"
             except dist.DistError:
-                self._lost = f"rank {self._rank} stops: {self._names[0]} is gone"
+                self._lost = f"rank {self.rank} stops: {self.names[0]} is gone"
                 return
             now = time.monotonic()
             for rank, beat in zip(watched, beats, strict=True):
                 if seen[rank][0] != beat or beat == _LEFT:
                     seen[rank] = (beat, now)
                 elif now - seen[rank][1] > self._lost_after_s and not self._lost:
-                    self._lose(f"{self._names[rank]} gave no sign of life for {now - seen[rank][1]:.0f} s")
+                    self._lose(f"{self.names[rank]} gave no sign of life for {now - seen[rank][1]:.0f} s")
 
     def _lose(self, news: str) -> None:
         self._lost = news
-        if self._rank == 0:
+        if self.rank == 0:
             self._beats.set("lost", news)

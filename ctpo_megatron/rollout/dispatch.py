@@ -51,7 +51,8 @@ class _InFlight:
 
 
 class Dispatcher:
-    """One `generate` call. `restart` replaces an engine, `readmit` registers those that came back.
+    """One `generate` call. `restart` replaces an engine, `readmit` registers those that came back; `finished` is called
+    when a group is complete.
 
     Counts go to `counts`: group_retries, quarantined and lost_<status>.
     """
@@ -62,11 +63,13 @@ class Dispatcher:
         engines: Sequence[EngineHandle],
         quarantine: Quarantine,
         counts: Counter[str],
+        *,
         restart: Callable[[EngineHandle], None],
         readmit: Callable[[], None],
+        finished: Callable[[], None],
     ) -> None:
         self._rollout, self._engines, self._quarantine, self._counts = rollout, engines, quarantine, counts
-        self._restart, self._readmit = restart, readmit
+        self._restart, self._readmit, self._finished = restart, readmit, finished
         self._waiting: deque[_Job] = deque()
         self._in_flight: dict[Any, _InFlight] = {}
         self._done: dict[int, Group] = {}
@@ -164,6 +167,7 @@ class Dispatcher:
             self._retry(job, outcome.failure, pause=True)
             return
         self._done[job.index] = Group(job.prompt, outcome.trajectories)
+        self._finished()
 
     def _retry(self, job: _Job, cause: str, *, pause: bool = False) -> None:
         """Queue the whole group again with the same seeds, or quarantine its prompt and queue what replaces it."""

@@ -51,6 +51,7 @@ class RolloutFleet:
     run_seed: part of every sampling seed.
     sandbox_url: base URL of the code execution service; None: every node has its own.
     placement: whose the GPUs of this node are; None without any, or where Ray may have all.
+    finished: called when a group is complete.
     cluster: of RAY_ADDRESS, where the engines run; None: they run on this node.
     """
 
@@ -63,12 +64,14 @@ class RolloutFleet:
         *,
         log_dir: Path | None = None,
         placement: Placement | None = None,
+        finished: Callable[[], None] = lambda: None,
         cluster: ClusterConfig | None = None,
     ) -> None:
         log_dir = (log_dir or config.run.directory / "logs").resolve()
         self._spec = EngineSpec(config, str(Path(model_path).absolute()), run_seed, sandbox_url, log_dir)
         self._rollout, self._count = config.rollout, engine_count(config)
-        self._placement, self._cluster = placement, cluster
+        self._placement, self._finished = placement, finished
+        self._cluster = cluster
         self._group: EngineGroup | None = None
         self._runtime: RayRuntime | None = None
         self._started_at = 0.0
@@ -143,7 +146,13 @@ class RolloutFleet:
         self.wait_ready()
         started = time.monotonic()
         dispatcher = Dispatcher(
-            self._rollout, self._engines, self._quarantine, self._counts, self._restart, self._readmit
+            self._rollout,
+            self._engines,
+            self._quarantine,
+            self._counts,
+            restart=self._restart,
+            readmit=self._readmit,
+            finished=self._finished,
         )
         groups = dispatcher.run(prompts, Request(step, samples, sampling, cancelled, replacement))
         self._add_seconds("generate_s", started)

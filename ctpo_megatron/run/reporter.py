@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from transformers import AutoTokenizer
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Group, RolloutBatch
 from ctpo_megatron.policy import Layout, peak_flops
+from ctpo_megatron.run.progress import Progress
+from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import (
     SFT_FILE,
     Display,
@@ -37,6 +39,7 @@ class Reporter:
 
     def __init__(self, directory: Path | None = None) -> None:
         self.timer = PhaseTimer(directory)
+        self.progress = Progress()
 
     def __enter__(self) -> Reporter:
         return self
@@ -44,14 +47,16 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         """Nothing is open."""
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Time a part of the current step."""
-        return self.timer.phase(name)
+        with self.progress.within(name), self.timer.phase(name):
+            yield
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Show and time one stage of the run."""
-        with self.timer.stage(name):
+        with self.progress.within(name), self.timer.stage(name):
             yield
 
     @property
@@ -126,6 +131,7 @@ class RankZeroReporter(Reporter):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._metrics.log(step, self._with_speed(metrics))
+        self.progress.step = step
 
     def log_step(
         self,
@@ -136,6 +142,7 @@ class RankZeroReporter(Reporter):
     ) -> None:
         record = self._with_speed({**batch.metrics, **metrics})
         self._metrics.log(step, record)
+        self.progress.step = step
         self._display.step(step, record)
         if self._config.trajectories:
             write_trajectories(self._directory, step, batch.groups, self._decode, extra=diagnostics)
@@ -152,11 +159,13 @@ class RankZeroReporter(Reporter):
         metrics = {**metrics, **self.timer.metrics()}
         record = sft_metrics(metrics | throughput_metrics(metrics, self._peaks))
         self._sft.log(step, record)
+        self.progress.step = step
         self._display.progress(step, total, {name: record[name] for name in _SFT_SHOWN})
 
     def discard(self, after: int, record: Mapping[str, Any] | None) -> None:
         discard_dumps(self._directory, after)
         self._metrics.truncate_after(after, record)
+        self.progress.step = max(after, 0)
 
     def finish(self) -> None:
         with self.stage("report"):
@@ -173,8 +182,16 @@ class RankZeroReporter(Reporter):
         return metrics | throughput_metrics(metrics, self._peaks)
 
 
-def open_reporter(config: Config, layout: Layout, directory: Path) -> Reporter:
-    """The reporter of this rank."""
+@contextmanager
+def open_reporter(config: Config, layout: Layout, directory: Path) -> Iterator[Reporter]:
+    """The reporter of this rank; while it is open, a watchdog looks whether there is progress."""
+    with _reporter(config, layout, directory) as reporter:
+        timeout_s, end = config.run.stall_timeout_s, config.run.end_on_stall
+        with Watchdog(reporter.progress, layout.rank_zero, directory, timeout_s=timeout_s, end=end):
+            yield reporter
+
+
+def _reporter(config: Config, layout: Layout, directory: Path) -> Reporter:
     if not layout.is_rank_zero:
         return Reporter()
     peak = peak_flops(config.policy)

@@ -68,7 +68,7 @@ def start_services(
     # A recording has no answers of these weights to the held-out prompts.
     held_out = read(config.data.eval) if config.data.eval and config.rollout.replay is None else []
     with ExitStack() as stack:
-        engines = _engines(config, directory, stack)
+        engines = _engines(config, directory, stack, report.progress.advance)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
 
         def score(groups: Sequence[Group]) -> dict[str, float]:
@@ -87,14 +87,22 @@ def _check_tokenizer(config: Config, tokens: int) -> None:
         raise ConfigError([Problem("model.path", message, fix, config.model.path)])
 
 
-def _engines(config: Config, directory: Path, stack: ExitStack) -> RolloutFleet | Replay:
+def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callable[[], None]) -> RolloutFleet | Replay:
     if config.rollout.replay is None:
         cluster = _cluster(config)
         url = _sandbox_url(config, directory, stack) if needs_sandbox(config.rollout) else ""
         log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
         private = capabilities().cuda and cluster is None
         placement = Placement.of(config, Job(world_size(), node_ranks())) if private else None
-        fleet = RolloutFleet(config, config.model.path, config.run.seed, url, placement=placement, cluster=cluster)
+        fleet = RolloutFleet(
+            config,
+            config.model.path,
+            config.run.seed,
+            url,
+            placement=placement,
+            cluster=cluster,
+            finished=finished,
+        )
         stack.enter_context(fleet).start()
         return fleet
     recorded = trajectory_files(Path(config.rollout.replay))

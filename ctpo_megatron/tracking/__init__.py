@@ -12,6 +12,7 @@ Training code calls these and ignores what they return. Every metric is defined 
 
 from ctpo_megatron.tracking.display import Display
 from ctpo_megatron.tracking.groups import evaluation_metrics, reward_metrics
+from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
 from ctpo_megatron.tracking.metrics import SFT_FILE, MetricsWriter, read_metrics
 from ctpo_megatron.tracking.report import write_report
 from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
@@ -29,6 +30,7 @@ from ctpo_megatron.tracking.trajectories import (
 __all__ = [
     "SFT_FILE",
     "Display",
+    "Heartbeat",
     "MetricsWriter",
     "PhaseTimer",
     "Summary",
@@ -39,6 +41,7 @@ __all__ = [
     "open_trackers",
     "phase_peaks",
     "print_summary",
+    "read_heartbeat",
     "read_metrics",
     "read_trajectories",
     "reward_metrics",

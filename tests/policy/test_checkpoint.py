@@ -223,12 +223,14 @@ def test_a_writer_that_hangs_is_discarded_and_does_not_outlive_the_job(
 
 @pytest.mark.slow
 def test_a_process_that_is_ended_while_it_prepares_to_save_does_not_stay(tmp_path: Path) -> None:
-    """By a second Ctrl-C, or because its time is up."""
+    """By a second Ctrl-C, or because its time is up; a process of somebody else's ends as it likes."""
     lines = [
         "import multiprocessing, os, signal, sys, threading, time",
         "from ctpo_megatron.policy import checkpoint",
+        "def work(): time.sleep(3); print('worked to its end', flush=True)",
+        "multiprocessing.get_context('fork').Process(target=work).start()",
         "def interrupt():",
-        "    while not multiprocessing.active_children(): time.sleep(0.01)",
+        "    while len(multiprocessing.active_children()) < 2: time.sleep(0.01)",
         "    os.kill(os.getpid(), signal.SIGALRM)",
         "signal.signal(signal.SIGALRM, lambda *_: sys.exit(5))",
         "threading.Thread(target=interrupt).start()",
@@ -239,6 +241,7 @@ def test_a_process_that_is_ended_while_it_prepares_to_save_does_not_stay(tmp_pat
     program = [sys.executable, "-c", "\n".join(lines)]
     ended = children.run(program, directory=tmp_path, environment=Ctpo(tmp_path).environment, deadline_s=50)
     assert ended.returncode == 5, ended.stderr[-2000:]
+    assert ended.stdout == "worked to its end\n"
 
 
 def test_random_streams_go_on_where_they_stood(layout: Layout, folder: Path, tmp_path: Path) -> None:

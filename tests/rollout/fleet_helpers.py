@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,6 +88,7 @@ class Stage:
     """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.
 
     model: settings of the tiny model. rollout: settings of the fleet. sandbox_url: None: of the engine's own node.
+    finished: counts complete groups, under "groups".
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class Stage:
         self.tokenizer, self.model = build_tiny_model(self.path, favour=favour, **(model or {}))
         self.version = 0
         self.config = make_config(self.path, root, **rollout)
+        self.finished: Counter[str] = Counter()
+        count = partial(self.finished.update, ["groups"])
         cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
-        self.fleet = RolloutFleet(self.config, str(self.path), 7, sandbox_url, cluster=cluster)
+        self.fleet = RolloutFleet(self.config, str(self.path), 7, sandbox_url, cluster=cluster, finished=count)
         self.fleet.start()
         self.transport: TcpTransport | None = None
 

@@ -35,8 +35,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_groups_are_complete_and_exact(stage: Stage) -> None:
+    before = stage.finished["groups"]
     prompts = stage.prompts(6)
     groups = stage.generate(prompts)
+    assert stage.finished["groups"] - before == len(prompts)
     stop = stage.tokenizer.eos_token_id
     assert [group.prompt.id for group in groups] == [prompt.id for prompt in prompts]
     for group in groups:

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ctpo_megatron.data import Group, Prompt, RolloutBatch, Trajectory
-from ctpo_megatron.run import RankZeroReporter, Reporter
+from ctpo_megatron.policy import Layout
+from ctpo_megatron.run import RankZeroReporter, Reporter, open_reporter
+from ctpo_megatron.tracking import read_heartbeat
 from tests.tracking.synthetic_run import make_config
 
 
@@ -81,3 +84,17 @@ def test_other_ranks_time_and_write_nothing(tmp_path: Path, monkeypatch: pytest.
         report.finish()
     assert "time/step" in report.timer.metrics()
     assert report.latest == {"step": -1} and list(tmp_path.iterdir()) == []
+
+
+def test_a_run_has_a_heartbeat_from_beginning_to_end(tmp_path: Path) -> None:
+    alone = Layout(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, device=torch.device("cpu"))
+    config = make_config(tmp_path, tracking={"live": "off", "trackers": []})
+    with open_reporter(config, alone, tmp_path) as reporter:
+        reporter.log(5, {"reward/mean": 0.5})
+        with reporter.stage("rl"), reporter.phase("update"):
+            assert reporter.progress.phase == "rl/update"
+        assert reporter.progress.idle_s < reporter.timer.stages["rl"].wall + 60
+        first = read_heartbeat(tmp_path)
+    last = read_heartbeat(tmp_path)
+    assert first is not None and last is not None
+    assert (first.state, first.ranks) == ("running", 1) and (last.state, last.step, last.stalls) == ("ended", 5, 0)

@@ -148,7 +148,7 @@ def test_the_old_switch_is_refused_with_what_to_write():
         ({"name": "misbehaving_trackers:CannotStart", "arguments": {"any": 1}}, "unexpected keyword argument 'any'"),
         ("misbehaving_trackers:NoClose", "has no method close"),
         ("misbehaving_trackers:NOT_CALLABLE", "is no class or function"),
-        ("tensorbord", "write tensorboard, wandb, mlflow, or package.module:Name"),
+        ("tensorbord", "write tensorboard, wandb, mlflow, prometheus, or package.module:Name"),
         ("jsonl", "metrics.jsonl is always written"),
         ({"name": "mlflow", "arguments": {"expriment": "x"}}, "unexpected keyword argument 'expriment'"),
     ],

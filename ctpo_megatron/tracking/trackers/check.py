@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctpo_megatron.extensions import ExtensionError
-from ctpo_megatron.tracking.trackers.protocol import BUILT_IN, TENSORBOARD, find
+from ctpo_megatron.tracking.trackers.protocol import find
 
 if TYPE_CHECKING:
     from ctpo_megatron.config.extension import Extension
+
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}
+"""What our own trackers import that an environment for training may lack."""
 
 
 def tracker_problem(extension: Extension, python: str | None = None) -> str | None:
@@ -27,7 +30,7 @@ def tracker_problem(extension: Extension, python: str | None = None) -> str | No
         make = find(extension.name)
     except ExtensionError as error:
         return str(error)
-    package = extension.name if extension.name in BUILT_IN and extension.name != TENSORBOARD else None
+    package = _PACKAGES.get(extension.name)
     if python is None and package and importlib.util.find_spec(package) is None:
         return f"the package {package} is not installed: see docs/extend.md for it and for tracking.python"
     return _does_not_bind(make, extension) or _lacks(make, extension)

@@ -16,6 +16,7 @@ BUILT_IN: Mapping[str, str] = {
     TENSORBOARD: f"{_PACKAGE}.tensorboard:TensorBoard",
     "wandb": f"{_PACKAGE}.wandb:WeightsAndBiases",
     "mlflow": f"{_PACKAGE}.mlflow:Mlflow",
+    "prometheus": f"{_PACKAGE}.prometheus:Prometheus",
 }
 """Word of a configuration -> import path of the class."""
 

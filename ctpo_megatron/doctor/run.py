@@ -1,0 +1,163 @@
+"""What can be said of a configuration on this machine, and what it wants of each: sizes, ports, servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ctpo_megatron.config import (
+    Config,
+    ConfigError,
+    GpuMemory,
+    Job,
+    Problem,
+    Sources,
+    Split,
+    engine_count,
+    model_parameters,
+    peak_memory,
+    spec_for,
+    tokenizer_problems,
+    validate,
+)
+from ctpo_megatron.doctor.devices import Gpu
+from ctpo_megatron.doctor.findings import Finding, Status
+from ctpo_megatron.doctor.machine import GIB, Wanted
+from ctpo_megatron.extensions import activate
+from ctpo_megatron.models import ModelSpec
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_PROMETHEUS_PORT = 9464
+
+
+def diagnose_run(
+    config: Config, sources: Sources, job: Job, gpus: list[Gpu], *, deep: bool = False
+) -> tuple[list[Finding], Wanted]:
+    """Findings on a configuration for ranks as in `job`, and what it wants of each machine. gpus: of this one."""
+    activate(config.extensions.path or ())
+    gpu_gib = min((gpu.gib for gpu in gpus), default=None)
+    findings = [_finding("config", p) for p in _problems(config, sources, job, gpu_gib)] or [
+        Finding("config", "ok", config.run.name)
+    ]
+    try:
+        spec = spec_for(config)
+    except ConfigError:
+        return findings, Wanted(deep=deep)
+    findings += [*_tokenizer(config, spec)]
+    if gpu_gib is not None:
+        fullest = GpuMemory.of(config, job, spec, gpu_gib).fullest
+        text = f"{fullest.bytes / GIB:.1f} of {gpu_gib:.0f} GiB on {fullest.gpus}, {fullest.when}"
+        findings.append(Finding("GPU memory", "ok", text))  # what is too much is a problem above
+    return findings, _wanted(config, spec, job, cuda=bool(gpus), deep=deep)
+
+
+def _problems(config: Config, sources: Sources, job: Job, gpu_gib: float | None) -> tuple[Problem, ...]:
+    cuda = gpu_gib is not None
+    try:
+        return tuple(validate(config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib))
+    except ConfigError as error:
+        return error.problems
+
+
+def _finding(name: str, problem: Problem) -> Finding:
+    status: Status = "broken" if problem.severity == "error" else "note"
+    return Finding(name, status, str(replace(problem, fix="")), problem.fix)
+
+
+def _wanted(config: Config, spec: ModelSpec, job: Job, *, cuda: bool, deep: bool) -> Wanted:
+    count, policy, kept = model_parameters(spec)[0], config.policy, config.checkpoint
+    engine = spec.dtype if config.rollout.engine.dtype == "auto" else config.rollout.engine.dtype
+    # Weights, and the optimizer's two moments and, below float32, its copy of the weights.
+    one = count * (_BYTES[policy.dtype] + 8 + (4 if policy.dtype != "float32" else 0))
+    saves = kept.keep_last + kept.keep_best + 1 if kept.every else 1
+    folder = str(config.run.directory)
+    return Wanted(
+        weight_bytes=count * _BYTES[engine],
+        disk=((folder, one if kept.every else 0.0, one * saves + count * _BYTES[policy.dtype] + GIB),),
+        host_bytes=0.0 if cuda else _host_bytes(config, spec, job, count * _BYTES[engine]),
+        ports=tuple(_ports(config)),
+        servers=tuple(_servers(config)),
+        sandbox=config.sandbox.require if _starts_sandbox(config) else "",
+        deep=deep,
+    )
+
+
+def _host_bytes(config: Config, spec: ModelSpec, job: Job, weights: float) -> float:
+    """What the trainer's ranks of a node and its engines hold between steps, on a CPU."""
+    rank = peak_memory(spec, Split.of(config.policy, job.world_size)).while_sampling("none")
+    engines = 0 if config.rollout.replay else engine_count(config)
+    return rank * (job.node_ranks or job.world_size) + engines * (
+        weights + (config.rollout.engine.kv_cache_mb or 0) * 2**20
+    )
+
+
+def _starts_sandbox(config: Config) -> bool:
+    from ctpo_megatron.environments.factory import needs_sandbox
+
+    return config.sandbox.url is None and config.rollout.replay is None and needs_sandbox(config.rollout)
+
+
+def _ports(config: Config) -> Iterator[tuple[str, int, str]]:
+    for tracker in config.tracking.trackers:
+        if tracker.name == "prometheus":
+            host, port = tracker.arguments.get("host", "127.0.0.1"), tracker.arguments.get("port", _PROMETHEUS_PORT)
+            yield str(host), int(port), "the tracker prometheus"
+
+
+def _servers(config: Config) -> Iterator[tuple[str, int, str]]:
+    for url in (config.sandbox.url or "").split(","):
+        if url.strip():
+            parts = urlsplit(url.strip())
+            yield parts.hostname or "", parts.port or 80, "sandbox.url"
+
+
+def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Finding]:
+    directory = Path(config.model.path)
+    if not directory.is_dir() and config.prepare is not None:
+        yield Finding("tokenizer", "note", f"{directory} is made by the stage prepare")
+        return
+    if problems := tokenizer_problems(directory):
+        yield from (_finding("tokenizer", problem) for problem in problems)
+        return
+    try:
+        yield from _rendered(config, spec)
+    except Exception as error:  # a template is a program of somebody else's
+        yield Finding("tokenizer", "broken", f"{directory}: {type(error).__name__}: {error}", "copy the model anew")
+
+
+def _rendered(config: Config, spec: ModelSpec) -> Iterator[Finding]:
+    from transformers import AutoTokenizer
+
+    from ctpo_megatron.environments.factory import tool_schemas
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    if len(tokenizer) > spec.vocab_size:
+        text = f"{len(tokenizer)} tokens, but the model's vocabulary has {spec.vocab_size}"
+        yield Finding("tokenizer", "broken", text, "use the tokenizer that the model came with")
+    elif tokenizer.eos_token_id is None:
+        yield Finding(
+            "tokenizer", "broken", "has no token that ends a turn (eos_token)", "set it in tokenizer_config.json"
+        )
+    else:
+        yield Finding("tokenizer", "ok", f"{len(tokenizer)} tokens, a turn ends with {tokenizer.eos_token}")
+    if not tokenizer.chat_template:
+        yield Finding(
+            "chat template", "broken", "the tokenizer has none", "add chat_template.jinja to the model's folder"
+        )
+        return
+    tools = tool_schemas(config.rollout) if config.data.tool_in_prompt else None
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1 + 1 = ?"}],
+        tools=tools or None,
+        tokenize=False,
+        add_generation_prompt=True,
+        **config.model.chat_template_kwargs,
+    )
+    lost = [tool["function"]["name"] for tool in tools or () if tool["function"]["name"] not in text]
+    if lost:
+        fix = "use a template with tools, or data.tool_in_prompt: false"
+        yield Finding("chat template", "note", f"does not show the tools: {', '.join(lost)}", fix)
+    else:
+        yield Finding("chat template", "ok", f"{len(tokenizer(text)['input_ids'])} tokens for a prompt of 5")

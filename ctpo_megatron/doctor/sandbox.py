@@ -1,0 +1,38 @@
+"""What the sandbox enforces here, by starting one and asking it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from ctpo_megatron.doctor.findings import Finding, Status
+
+_START_S = 60.0
+
+
+def check_sandbox(require: str) -> list[Finding]:
+    """Its isolation. require: the least that is wanted; empty: a sandbox that does not start is only a note."""
+    bad: Status = "broken" if require else "note"
+    fix = "docs/sandbox.md says what each level needs; sandbox.require takes less, sandbox.url another machine"
+    try:
+        from ctpo_sandbox import Limits, SandboxStartError, start_server
+    except ImportError as error:
+        return [Finding("sandbox", bad, f"does not import: {error}", extra="sandbox")]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "sandbox.log"
+        try:
+            with start_server(
+                slots=1,
+                limits=Limits(run_timeout_s=5),
+                start_timeout_s=_START_S,
+                log_path=log,
+                require=require or "landlock",
+                tiers=["stdlib"],
+            ) as server:
+                health = server.health
+        except SandboxStartError as error:
+            return [Finding("sandbox", bad, f"does not start: {error}", fix)]
+    return [
+        Finding("sandbox", "ok", f"level {health['level']}: {'; '.join(health['enforced'])}"),
+        Finding("  not enforced", "note", "; ".join(health["not_enforced"])),
+    ]

@@ -1,0 +1,101 @@
+"""An endpoint that Prometheus scrapes: the figures of the latest step, counts of faults, and whether the run moves."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.tracking.heartbeat import read_heartbeat
+
+FAULTS = (
+    "rollout/engine_restarts",
+    "rollout/group_retries",
+    "rollout/quarantined",
+    "reward/timeouts",
+    "reward/failures",
+    "sandbox/infrastructure_error",
+    "actor/bad_steps",
+)
+"""Metrics of a step that count what went wrong and was survived."""
+
+
+class Prometheus:
+    """Serves `http://<host>:<port>/metrics`, to everybody who can reach it; noted in `trackers/prometheus.json`.
+
+    port: 0 takes a free one. The heartbeat file is read at every scrape, so that a run that hangs is seen. Raises
+    ValueError when host and port cannot be had.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        identity: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 9464,
+    ) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run_dir, self._name = run_dir, str(config["run"]["name"])
+        self._steps: dict[str, int] = {}
+        self._latest: dict[str, float] = {}
+        self._seconds: Counter[str] = Counter()
+        self._faults = Counter(dict.fromkeys(FAULTS, 0.0))
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ValueError(
+                f"no metrics for Prometheus at {host}:{port}: {error.strerror or error}. Is that another run's? Give "
+                "the tracker another port, or 0 for a free one"
+            ) from error
+        self.identity = f"http://{host}:{self._server.server_port}/metrics"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the figures of a step."""
+        stage = "sft" if any(name.startswith("sft/") for name in metrics) else "rl"
+        self._steps = {**self._steps, stage: step}
+        self._latest = {**self._latest, **metrics}
+        self._faults.update({name: metrics[name] for name in FAULTS if name in metrics})
+        self._seconds.update({name.removeprefix("time/"): value for name, value in metrics.items() if _is_phase(name)})
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def collect(self) -> Iterator[Any]:
+        """What the library asks for at a scrape."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+        yield InfoMetricFamily("ctpo_run", "the run", {"name": self._name})
+        yield _family(GaugeMetricFamily("ctpo_step", "latest step that is done", labels=["stage"]), self._steps)
+        text = "metric of the latest step that has it, by its name in docs/metrics.md"
+        yield _family(GaugeMetricFamily("ctpo_metric", text, labels=["name"]), self._latest)
+        text = "wall seconds in phases of the steps since the start"
+        yield _family(CounterMetricFamily("ctpo_phase_seconds", text, labels=["phase"]), self._seconds)
+        text = "what went wrong and was survived since the start, by its name in docs/metrics.md"
+        yield _family(CounterMetricFamily("ctpo_faults", text, labels=["kind"]), self._faults)
+        if (heartbeat := read_heartbeat(self._run_dir)) is not None:
+            now = time.time()
+            yield GaugeMetricFamily("ctpo_heartbeat_age_seconds", "age of the heartbeat", value=now - heartbeat.time)
+            text = "seconds since any rank began or ended a phase"
+            yield GaugeMetricFamily("ctpo_stall_seconds", text, value=now - heartbeat.progress)
+            text = "how often the stacks of a run without progress were dumped"
+            yield CounterMetricFamily("ctpo_stalls", text, value=heartbeat.stalls)
+            yield InfoMetricFamily("ctpo_phase", "where rank zero is", {"phase": heartbeat.phase})
+
+
+def _is_phase(name: str) -> bool:
+    return name.startswith("time/") and not name.endswith(("_cpu", "_fraction"))
+
+
+def _family(family: Any, values: Mapping[str, float]) -> Any:
+    for label, value in dict(values).items():
+        family.add_metric([label], value)
+    return family

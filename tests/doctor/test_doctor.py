@@ -1,0 +1,216 @@
+"""The doctor on this machine as it is, and on set-ups that are broken for real: each fault is a finding with a fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron import cli
+from ctpo_megatron.doctor import Finding, Gpu, Wanted, failed, install_line, verdict, weight_bytes
+from ctpo_megatron.doctor.deep import check_collectives, check_imports, import_troubles
+from ctpo_megatron.doctor.devices import check_devices, gpus
+from ctpo_megatron.doctor.machine import check_machine
+from ctpo_megatron.doctor.nodes import _versions
+from ctpo_megatron.doctor.packages import check_package, check_packages
+
+ENOUGH_CPU_S = 5.0
+HUGE = float(1 << 60)
+PINS = {"ray": "2.60.0", "torch": "2.13.0"}
+
+
+def installed(folder: Path, name: str, version: str, requires: str = "") -> None:
+    """A distribution, as pip leaves its metadata behind."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    (info / "METADATA").write_text("\n".join([*lines, *([f"Requires-Dist: {requires}"] if requires else []), ""]))
+
+
+def machine(**wanted: object) -> dict[str, Finding]:
+    return {finding.name: finding for finding in check_machine(Wanted(**wanted))}  # type: ignore[arg-type]
+
+
+def test_this_machine_is_ready_and_says_so_cheaply(tmp_path: Path) -> None:
+    """One process, as a user starts it: nothing heavy is imported, and its children's CPU time counts."""
+    code = (
+        "import json, resource, sys\n"
+        "from ctpo_megatron.cli import main\n"
+        "status = main(['doctor', '--json'])\n"
+        "heavy = {'torch', 'transformers', 'ray', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\n"
+        "used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]\n"
+        "seconds = sum(part.ru_utime + part.ru_stime for part in used)\n"
+        "print(json.dumps([status, sorted(heavy), seconds]), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    status, heavy, seconds = json.loads(done.stderr.splitlines()[-1])
+    said = json.loads(done.stdout)
+    assert (status, heavy, said["ready"], said["to_do"]) == (0, [], True, []), said
+    assert seconds < ENOUGH_CPU_S
+    names = {finding["name"] for finding in said["findings"]["This machine"]}
+    assert {"torch", "ray", "lock", "CUDA", "memory", "open files", "disk of .", "sandbox"} <= names
+
+
+def test_versions_are_held_against_ranges_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(tmp_path, "ctpo-megatron", "0.2.0", 'ray==2.60.0; extra == "train"')
+    installed(tmp_path, "ray", "2.9.0")
+    installed(tmp_path, "torch", "2.13.0+cpu")
+    old = check_package("ray", "train", PINS)
+    assert old.status == "broken" and old.detail == "2.9.0, but setup.py wants ray==2.60.0"
+    assert old.fix == "pip install 'ray==2.60.0'"
+    assert check_package("torch", "train", PINS) == Finding("torch", "ok", "2.13.0+cpu")
+    assert check_package("torch", "train", {"torch": "2.14.0"}).detail == "2.13.0+cpu; tested with 2.14.0"
+    absent = check_package("no-such-package", "train", PINS)
+    assert absent.status == "missing" and install_line([absent]) == "pip install -e '.[train]'"
+    assert check_package("transformer-engine", "", PINS).status == "note"
+    assert verdict([old, absent]) == "not ready: 2 to mend: ray, no-such-package"
+
+
+def test_the_rest_of_a_lock_is_counted(tmp_path: Path) -> None:
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    (tmp_path / f"cpu-{python}.txt").write_text(
+        "pytest==0.0.1 \\\n    --hash=sha256:0\nno-such-package==1\nrich==1.0\n"
+    )
+    lock = next(finding for finding in check_packages(False, tmp_path) if finding.name == "lock")
+    assert lock.status == "note"
+    assert lock.detail.startswith(
+        f"0 of 3 other packages as in cpu-{python}.txt, 1 are not installed; others differ: pytest "
+    )
+
+
+def test_sizes_are_held_against_what_a_run_wants(tmp_path: Path) -> None:
+    small = machine(
+        weight_bytes=HUGE,
+        shared_memory=str(tmp_path),
+        disk=((str(tmp_path / "runs" / "x"), HUGE, HUGE),),
+        host_bytes=HUGE,
+    )
+    assert small["/dev/shm"].status == "note" and "--shm-size 1073741826g" in small["/dev/shm"].fix
+    disk = small[f"disk of {tmp_path}/runs/x"]
+    assert disk.status == "broken" and disk.detail.endswith("but one checkpoint takes 1073741824.0 GiB")
+    assert small["memory"].status == "broken"
+    enough = machine(shared_memory=str(tmp_path), disk=((str(tmp_path), 1.0, HUGE),))
+    assert (enough["/dev/shm"].status, enough["memory"].status) == ("ok", "ok")
+    assert enough[f"disk of {tmp_path}"].status == "note"
+
+
+def test_shared_memory_is_held_against_the_weights_of_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shard in range(2):
+        with (tmp_path / f"model-{shard}.safetensors").open("wb") as file:
+            file.truncate(1 << 42)  # takes no room
+    assert weight_bytes(tmp_path) == 2 << 42
+    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: list(check_machine(wanted)))
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "weights (8192.0 GiB) and Ray objects pass through it" in out and "--shm-size 8194g" in out
+    assert out.splitlines()[-1].startswith("ready (")
+
+
+def test_what_is_missing_comes_with_the_line_that_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = [check_package("no-such-package", "train", {}), check_package("no-such-engine", "cpu", {})]
+    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: absent)
+    assert cli.main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "missing  not installed; pip install 'no-such-package'" in out
+    assert "To install what is missing: pip install -e '.[cpu,train]'" in err
+
+
+def test_few_open_files_and_ports_in_use_are_found(tmp_path: Path) -> None:
+    """In a process of its own, whose limit can be lowered."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code = (
+            "import dataclasses, json, resource, sys\n"
+            "from ctpo_megatron.doctor import Wanted\n"
+            "from ctpo_megatron.doctor.machine import check_machine\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+            f"at = ('127.0.0.1', {port}, 'the tracker prometheus'), ('127.0.0.1', 1, 'sandbox.url')\n"
+            "found = check_machine(Wanted(ports=at[:1], servers=at))\n"
+            "print(json.dumps([dataclasses.asdict(f) for f in found]))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert found["open files"]["status"] == "broken" and "ulimit -n 65536" in found["open files"]["fix"]
+    used = found[f"port {port}"]
+    assert used["status"] == "broken" and used["detail"].endswith("of the tracker prometheus: Address already in use")
+    assert found["the tracker prometheus"]["status"] == "ok"
+    assert found["sandbox.url"]["status"] == "broken" and "does not answer" in found["sandbox.url"]["detail"]
+
+
+def test_a_driver_is_held_against_the_cuda_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 570.86.15'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = gpus()
+    assert isinstance(found, list) and found == [Gpu("NVIDIA H100 80GB HBM3", 81559 / 1024, "570.86.15")]
+    old = {finding.name: finding for finding in check_devices(found, "13.0")}
+    assert old["driver"].status == "broken" and old["driver"].fix == "install a driver of branch 580 or newer"
+    assert {f.name: f.status for f in check_devices(found, "12.8")}["driver"] == "ok"
+    assert {f.name: f.status for f in check_devices(found, None)}["driver"] == "note"
+    program.write_text("#!/bin/sh\necho 'NVML: Driver/library version mismatch'\nexit 18\n")
+    assert "Driver/library version mismatch" in next(iter(check_devices(gpus(), None))).detail
+
+
+def test_nodes_that_differ_are_named() -> None:
+    same = [Finding("python", "ok", "3.11.7 (/a)"), Finding("ray", "ok", "2.60.0")]
+    other = [Finding("python", "ok", "3.11.7 (/b)"), Finding("ray", "note", "2.59.0; tested with 2.60.0")]
+    differs, answered = _versions({"a": same, "b": other, "c": same})
+    assert (differs.name, differs.status) == ("ray", "broken")
+    assert differs.detail == "differs between nodes: 2.60.0 on a, c; 2.59.0 on b"
+    assert answered == Finding("nodes", "ok", "3 answered")
+
+
+def test_nodes_need_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert cli.main(["doctor", "--nodes"]) == 2
+    assert "RAY_ADDRESS names, and it is not set: start the nodes" in capsys.readouterr().err
+
+
+def test_modules_that_raise_or_kill_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raises_at_import.py").write_text("raise OSError('libfoo.so: not found')\n")
+    (tmp_path / "dies_at_import.py").write_text("import os; os._exit(3)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert import_troubles(["raises_at_import", "json"]) == {
+        "raises_at_import": "OSError: libfoo.so: not found",
+        "json": "",
+    }
+    assert "exit status 3" in import_troubles(["dies_at_import"])["dies_at_import"]
+
+
+@pytest.mark.slow
+def test_everything_imports_and_ranks_meet() -> None:
+    assert failed(check_imports()) == []
+    met = check_collectives(gpus=0)
+    assert met.status == "ok" and met.detail.startswith("2 ranks: an all-reduce of 16 MiB took ")
+
+
+@pytest.mark.slow
+def test_every_node_of_a_cluster_answers(tmp_path: Path) -> None:
+    """One node, started by this test and ended with its process."""
+    code = (
+        "import os, sys, ray\n"
+        "os.environ.setdefault('RAY_AUTH_MODE', 'disabled')\n"
+        "ray.init(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
+        "os.environ['RAY_ADDRESS'] = ray.get_runtime_context().gcs_address\n"
+        "from ctpo_megatron.cli import main\n"
+        "sys.exit(main(['doctor', '--nodes', '--json']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    said = json.loads(done.stdout)
+    node, cluster = said["findings"].values()
+    assert done.returncode == 0 and said["ready"], said
+    assert {"torch", "memory", "sandbox"} <= {finding["name"] for finding in node}
+    assert [(f["name"], f["status"]) for f in cluster] == [("clock", "ok"), ("nodes", "ok")]
+    assert "within 0." in cluster[0]["detail"]

@@ -1,0 +1,104 @@
+"""`ctpo doctor CONFIG`: the configuration, its tokenizer and template, and what it wants of the machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron import cli
+from ctpo_megatron.config import Job, load_with_sources
+from ctpo_megatron.doctor import Finding, Gpu, Wanted, diagnose_run
+from tests.rollout.tiny_model import CHATML, build_tiny_model, tiny_tokenizer
+
+TOOLS = "{%- if tools %}{{ tools | tojson }}{%- endif %}" + CHATML
+CONFIG = """\
+run: {name: first, root: runs, steps: 4}
+model: {path: model}
+data: {train: [train.parquet], max_prompt_tokens: 64}
+policy: {micro_batch_tokens: 1024}
+rollout: {max_response_tokens: 176, engine: {max_model_len: 256, kv_cache_mb: 64, dtype: float32}}
+checkpoint: {every: 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration and its model, below the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first.yaml").write_text(CONFIG)
+    (tmp_path / "train.parquet").touch()
+    build_tiny_model(tmp_path / "model")
+    tiny_tokenizer(TOOLS).save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def checked(*overrides: str, gpus: tuple[Gpu, ...] = ()) -> tuple[dict[str, Finding], Wanted]:
+    config, sources = load_with_sources("first.yaml", [*overrides])
+    findings, wanted = diagnose_run(config, sources, Job(1, 1, len(gpus)), [*gpus])
+    return {finding.name: finding for finding in findings}, wanted
+
+
+def test_a_good_configuration(folder: Path) -> None:
+    found, wanted = checked('tracking.trackers=[{"name": "prometheus"}]', "sandbox.require=seccomp")
+    assert found["tokenizer"].status == found["chat template"].status == "ok", found
+    assert "a turn ends with <|im_end|>" in found["tokenizer"].detail
+    assert wanted.ports == (("127.0.0.1", 9464, "the tracker prometheus"),)
+    assert wanted.sandbox == "seccomp" and wanted.servers == ()
+    ((where, one, kept),) = wanted.disk
+    assert where == "runs/first" and one == 3 * wanted.weight_bytes and kept > 4 * one
+    assert wanted.host_bytes > 2 * wanted.weight_bytes + (64 << 20)
+
+
+def test_every_fault_of_tokenizer_and_template_is_named(folder: Path) -> None:
+    tiny_tokenizer().save_pretrained(folder / "model")
+    found, _ = checked()
+    assert found["chat template"].detail == "does not show the tools: code_interpreter"
+    tiny_tokenizer("{{ raise_exception('no') }}").save_pretrained(folder / "model")
+    assert checked()[0]["tokenizer"].status == "broken"
+    tokenizer = tiny_tokenizer(TOOLS)
+    tokenizer.add_tokens([f"one of many {n}" for n in range(512)])
+    tokenizer.save_pretrained(folder / "model")
+    found, _ = checked()
+    assert found["tokenizer"].status == "broken" and "but the model's vocabulary has" in found["tokenizer"].detail
+    (folder / "model" / "tokenizer.json").unlink()
+    found, _ = checked()
+    assert "has no tokenizer: none of tokenizer.json" in found["tokenizer"].detail
+
+
+def test_servers_that_a_run_names_are_wanted() -> None:
+    _, wanted = checked("sandbox.url='http://10.0.0.7:8080, http://10.0.0.8:8081'")
+    assert wanted.servers == (("10.0.0.7", 8080, "sandbox.url"), ("10.0.0.8", 8081, "sandbox.url"))
+    assert wanted.sandbox == ""
+
+
+def test_a_gpu_that_is_too_small_is_a_problem_of_the_configuration(folder: Path) -> None:
+    card = Gpu("NVIDIA T4", 1e-3, "580.1")
+    found, _ = checked("rollout.engine.kv_cache_mb=null", gpus=(card, card))
+    assert found["config"].status == "broken" and "GiB" in found["config"].detail
+    fits = Gpu("NVIDIA H100", 80.0, "580.1")
+    found, _ = checked("rollout.engine.kv_cache_mb=null", gpus=(fits, fits))
+    assert found["GPU memory"].status == "ok" and "of 80 GiB on GPU 1, while sampling" in found["GPU memory"].detail
+
+
+def test_the_exit_status_tells_ready_broken_and_wrong_request(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: [Finding("torch", "ok", "2")])
+    assert cli.main(["doctor", "frist.yaml"]) == 2
+    assert "did you mean first.yaml?" in capsys.readouterr().err
+    (folder / "model" / "tokenizer.json").unlink()
+    assert cli.main(["doctor", "first.yaml", "policy.micro_batch_tokens=9", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert not said["ready"] and said["verdict"].startswith("not ready: ")
+    assert {
+        finding["name"] for finding in said["findings"]["Configuration first.yaml"] if finding["status"] == "broken"
+    } == {
+        "config",
+        "tokenizer",
+    }
+    assert "copy it there" in said["to_do"]
+    assert cli.main(["doctor", "first.yaml"]) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("\n") and "not ready: " in out and "  tokenizer: " in err
