@@ -60,7 +60,7 @@ def nodes() -> Iterator[Set]:
         try:
             everything = Set(cluster, sandbox, driver)
             options: dict[str, Any] = {"sections": {"cluster": {"nodes": 2}}, "tools": [{"name": "python"}]}
-            options |= {"start_timeout_s": scaled(240)}
+            options |= {"start_timeout_s": scaled(240), "weights": {"timeout_s": scaled(60)}}
             with pytest.raises(Refused, match=r"no place for 9 engines of 1 CPU and 0 GPU each .*spread\)"):
                 driver.call("start", root=str(cluster.folder), sandbox_url=None, engines=9, **options)
             seconds = driver.call("start", root=str(cluster.folder), sandbox_url=None, **options)
