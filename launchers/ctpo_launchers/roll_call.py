@@ -94,14 +94,14 @@ class RollCall:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
-                raise NotReady(self._late(missing, timeout_s)) from None
+                raise NotReady(self._late(state, missing, timeout_s)) from None
 
     async def tell(self, **message: Any) -> None:
         """Send a message to all nodes that are there."""
         for connection in self._connections.values():
             await connection.send(**message)
 
-    def _late(self, missing: list[int], timeout_s: float) -> str:
+    def _late(self, state: str, missing: list[int], timeout_s: float) -> str:
         silent = ", ".join(self._names[rank] for rank in missing if rank not in self._connections)
         slow = ", ".join(self._names[rank] for rank in missing if rank in self._connections)
         texts = []
@@ -111,8 +111,8 @@ class RollCall:
                 "token, and can it reach that address (firewall, --interface)?"
             )
         if slow:
-            texts.append(f"{slow} has reported and is not ready yet: see its logs")
-        return f"not all nodes are ready after {timeout_s:g} s; {'; '.join(texts)}"
+            texts.append(f"{slow} has reported and is not {state} yet: see its logs")
+        return f"not all nodes are {state} after {timeout_s:g} s; {'; '.join(texts)}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)

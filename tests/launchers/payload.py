@@ -1,6 +1,6 @@
 """What torchrun starts in tests of the node program, without torch: says where it is, then does what it is told.
 
-The argument `run.name=WORD` is the order: `done` ends, `fail` fails on rank 1, `wait` waits for a signal and saves.
+The argument `run.name=WORD` is the order: `done` ends, `fail1` fails on rank 1, `wait` waits for a signal and saves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
         signal.signal(number, _leave)
     shown = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "RAY_ADDRESS", "RAY_AUTH_MODE")
     print(f"rank {RANK}:", *(f"{name}={os.environ.get(name)}" for name in shown), *sys.argv[2:], flush=True)
-    if order == "fail" and RANK == 1:
+    if order == f"fail{RANK}":
         return 7
     while order != "done":
         time.sleep(0.1)

@@ -15,7 +15,7 @@ REPLAY = "rollout.replay=runs/recorded"
 SOON = ("--after-loss", "3")
 
 
-def test_a_signal_to_one_node_is_passed_to_its_ranks_and_its_status_is_theirs(tmp_path: Path) -> None:
+def test_a_signal_is_passed_to_the_ranks_once_and_their_status_is_that_of_the_nodes(tmp_path: Path) -> None:
     with running(tmp_path, "run.name=wait", REPLAY, options=SOON) as job:
         for rank in (0, 1):
             job.until(f"rank {rank}: WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.2 GLOO_SOCKET_IFNAME=lo", rank)
@@ -57,10 +57,13 @@ def test_nodes_end_when_the_trainer_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_status_of_the_rank_that_failed_is_that_of_all_nodes(tmp_path: Path) -> None:
-    with running(tmp_path, "run.name=fail", REPLAY, options=SOON) as job:
-        assert job.statuses() == {0: 7, 1: 7}
-        assert "the trainer of node 1 (rank 1) has ended with status 7" in job.output(0)
+@pytest.mark.parametrize(("failed", "statuses"), [(0, {0: 7, 1: 4}), (1, {0: 7, 1: 7})])
+def test_a_rank_that_fails_ends_the_job_with_its_status(tmp_path: Path, failed: int, statuses: dict[int, int]) -> None:
+    with running(tmp_path, f"run.name=fail{failed}", REPLAY, options=SOON) as job:
+        assert job.statuses() == statuses
+        assert f"the trainer of node {failed}" in job.output(1 - failed)
+        assert "has ended with status 7" in job.output(1 - failed)
+        assert job.survivors() == []
 
 
 @pytest.mark.slow
