@@ -69,15 +69,29 @@ def script(launch: Launch) -> str:
         return written.read_text(encoding="utf-8")
 
 
-def submit(launch: Launch) -> str:
-    """Submit to Slurm, or run here to the end; the experiment's id. Raises ClusterError for uncommitted code."""
+def submit(launch: Launch) -> tuple[str, int]:
+    """Submit to Slurm, or run here to the end; the experiment's id, and the worst exit status of the nodes that ended.
+
+    Raises ClusterError for uncommitted code.
+    """
     if launch.cluster.executor == "slurm":
         _check_committed()
     launch.write_config()
     with _experiment(launch, launch.cluster.job_dir, dry=False) as experiment:
-        local = launch.cluster.executor == "local"
-        experiment.run(detach=not local, tail_logs=local)
-        return str(experiment._id)
+        if launch.cluster.executor == "slurm":
+            experiment.run(detach=True)
+            return str(experiment._id), 0
+        return str(experiment._id), _run_here(launch, experiment)
+
+
+def _run_here(launch: Launch, experiment: Any) -> int:
+    """NeMo Run does not tell the statuses; a node program that has written none was killed."""
+    folder = launch.workdir / f"{launch.config.run.directory}.nodes"
+    files = [folder / f"node{rank}" / "status" for rank in range(launch.nodes)]
+    for file in files:
+        file.unlink(missing_ok=True)
+    experiment.run(tail_logs=True)
+    return max(int(file.read_text()) if file.is_file() else 1 for file in files)
 
 
 def _check_committed() -> None:
