@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.config.schema import Config, EngineConfig
-from ctpo_megatron.rollout.tasks import engine_arguments, engine_environment
+from ctpo_megatron.rollout.tasks import Device, engine_arguments, engine_environment
 from tests.optional.signatures import Sources, parsed
 
+DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 RUNNERS = {
     "v1": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     "v2": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
@@ -68,7 +69,7 @@ def test_the_runner_of_the_cpu_is_v1() -> None:
     assert f"{modules[base]}.{base}" == RUNNERS["v1"]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_runner_is_decided_by_us(device: str) -> None:
     """An unset variable leaves the choice to vLLM, which takes v2 on GPUs."""
     names = {"v1": "0", "v2": "1"}
@@ -78,6 +79,14 @@ def test_the_runner_is_decided_by_us(device: str) -> None:
     assert engine_environment(device, EngineConfig())["VLLM_USE_V2_MODEL_RUNNER"] == names["v1"]
     tree = installed()._tree("vllm.envs")
     assert tree is not None and '"VLLM_USE_V2_MODEL_RUNNER"' in ast.unparse(tree).replace("'", '"')
+
+
+def test_only_engines_on_a_cpu_are_kept_from_a_process_more() -> None:
+    """On a GPU the variable would change nothing but vLLM's seeding, and warn."""
+    named = {
+        device: "VLLM_ENABLE_V1_MULTIPROCESSING" in engine_environment(device, EngineConfig()) for device in DEVICES
+    }
+    assert named == {"cpu": True, "cuda": False}
 
 
 def test_arguments_of_a_gpu_engine_are_vllms() -> None:
