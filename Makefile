@@ -1,5 +1,6 @@
 # make quickstart   fresh machine -> .venv -> the whole pipeline on CPU -> report
 # make test         fresh machine -> .venv -> the CPU test suite
+# make test-cluster several nodes on this one: Ray nodes in network namespaces (needs root)
 # make lint         ruff, mypy, and the links of the documents
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-processes test-light test-slow test-gpu mutation bench-kernels gpu-first-hour lint lint-containers locks clean
+.PHONY: quickstart test test-processes test-light test-slow test-cluster test-gpu mutation bench-kernels gpu-first-hour lint lint-containers locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -29,11 +30,10 @@ quickstart: $(INSTALLED)
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
 # Three processes on two cores for tests that start others, as they often wait; those that share ranks, engines or a
-# sandbox stay together
-# (tests/conftest.py). A fourth for the folders that start none. On a slow machine CTPO_TEST_SLOWNESS=4 makes every
-# deadline four times as long. Coverage is of the fourth: it nearly doubles the CPU time (22 -> 39 s of three folders),
-# and would not see forked ranks and engines anyway.
-PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
+# sandbox stay together (tests/conftest.py). A fourth for the folders that start none. On a slow machine
+# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the fourth: it nearly doubles the CPU time
+# (22 -> 39 s of three folders), and would not see forked ranks and engines anyway.
+PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu and not cluster"
 LIGHT := tests/config tests/data tests/doctor tests/objective $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.doctor ctpo_megatron.objective ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
@@ -51,7 +51,11 @@ test-light:
 	status=$$?; cat $(VENV)/light.txt; exit $$status
 
 test-slow: $(INSTALLED) $(TRITON)
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not cluster" $(ARGS)
+
+# Ray nodes in network namespaces of their own: needs root.
+test-cluster: $(INSTALLED)
+	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 mutation: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.mutations $(ARGS)

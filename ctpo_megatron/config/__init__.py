@@ -24,6 +24,7 @@ from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import (
     AdvantageConfig,
     CheckpointConfig,
+    ClusterConfig,
     Config,
     DataConfig,
     EngineConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "PRESETS",
     "AdvantageConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "ConfigError",
     "CorruptionConfig",

@@ -8,10 +8,11 @@ from ctpo_megatron.config.schema import Config
 
 
 def engine_count(config: Config) -> int:
-    """`rollout.engines`; for `auto`, one for each `tensor_parallel_size` GPUs of `placement.engine_gpus`."""
+    """`rollout.engines`; for `auto`, one for each `tensor_parallel_size` GPUs of a node's `engine_gpus`."""
     if config.rollout.engines != "auto":
         return config.rollout.engines
-    return max(1, (config.placement.engine_gpus or 0) // config.rollout.engine.tensor_parallel_size)
+    of_node = (config.placement.engine_gpus or 0) // config.rollout.engine.tensor_parallel_size
+    return config.cluster.nodes * max(1, of_node)
 
 
 def shares_gpus(config: Config) -> bool:
@@ -39,7 +40,8 @@ class Placement:
     def of(cls, config: Config, job: Job) -> Placement:
         """The trainer's GPUs are the first ones, one for each of its ranks on this node."""
         trainer = range(config.placement.trainer_gpus or job.node_ranks or job.world_size)
-        count = config.placement.engine_gpus or engine_count(config) * config.rollout.engine.tensor_parallel_size
+        of_node = -(-engine_count(config) // config.cluster.nodes)
+        count = config.placement.engine_gpus or of_node * config.rollout.engine.tensor_parallel_size
         if config.rollout.replay is not None:
             return cls(trainer, range(0))
         first = 0 if config.placement.mode == "colocated" else len(trainer)

@@ -271,7 +271,8 @@ class RolloutConfig(Section):
         description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
     )
     engines: PositiveInt | Literal["auto"] = Field(
-        default=1, description="vLLM engines; auto: as many as `placement.engine_gpus` hold (one on CPU)"
+        default=1,
+        description="vLLM engines of all nodes; auto: as many as `placement.engine_gpus` hold (on CPU one a node)",
     )
     engine: EngineConfig = EngineConfig()
     start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
@@ -293,6 +294,20 @@ class RolloutConfig(Section):
     )
 
 
+class ClusterConfig(Section):
+    """The Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, Ray is private to this node."""
+
+    nodes: PositiveInt = Field(
+        default=1, description="nodes of the cluster, this one included; several need a token (SECURITY.md)"
+    )
+    node_address: str | None = Field(
+        default=None, description="IP address of this node in the cluster; null: of the Ray node on this machine"
+    )
+    engine_placement: Literal["spread", "packed"] = Field(
+        default="spread", description="engines on as many nodes as possible, or on as few as possible"
+    )
+
+
 class PlacementConfig(Section):
     """GPUs of the trainer and of the engines on one node, in the order in which CUDA shows them. Nothing on a CPU."""
 
@@ -304,7 +319,9 @@ class PlacementConfig(Section):
         default=None, description="trainer ranks of this node; null: all there are"
     )
     engine_gpus: PositiveInt | None = Field(
-        default=None, description="GPUs of all engines together; null: rollout.engines x their tensor_parallel_size"
+        default=None,
+        description="GPUs of a node's engines together; null: rollout.engines x their tensor_parallel_size / "
+        "cluster.nodes",
     )
 
 
@@ -460,6 +477,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
     placement: PlacementConfig = PlacementConfig()
+    cluster: ClusterConfig = ClusterConfig()
     sandbox: SandboxConfig = SandboxConfig()
     reward: RewardConfig = RewardConfig()
     eval: EvalConfig = EvalConfig()

@@ -9,6 +9,7 @@ from typing import Any, cast
 from ctpo_megatron.config import Extension, engine_count
 from ctpo_megatron.config.schema import Config, RolloutConfig
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
+from ctpo_megatron.environments.node_sandbox import node_sandbox_url
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Environment, Schema, Tool, ToolParser
 from ctpo_megatron.environments.toolbox import Toolbox
@@ -20,11 +21,15 @@ PARSERS: dict[str, Any] = {"hermes": HermesParser}
 ENVIRONMENTS: dict[str, Any] = {"tools": ToolEnvironment}
 
 
-def make_toolbox(config: Config, sandbox_url: str) -> Toolbox:
-    """The tools and the parser of a run; `extensions.activate` comes first. Raises ExtensionError."""
+def make_toolbox(config: Config, sandbox_url: str | None) -> Toolbox:
+    """The tools and the parser of a run; `extensions.activate` comes first. Raises ExtensionError.
+
+    sandbox_url: None: of this node's own sandbox; LookupError when there is none.
+    """
     rollout = config.rollout
+    url = node_sandbox_url() if sandbox_url is None else sandbox_url
     tools: list[Tool] = [
-        PythonTool(config.sandbox, sandbox_url, engine_count(config))
+        PythonTool(config.sandbox, url, engine_count(config), config.cluster.nodes)
         if tool.name == "python"
         else _find(TOOLS, tool)(**tool.arguments)
         for tool in rollout.tools

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from ctpo_megatron.config.schema import RolloutConfig
 from ctpo_megatron.data.records import Group, Prompt
@@ -150,9 +150,12 @@ class Dispatcher:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 self._retry(job, f"{cause!r} on {engine.name}; its log: {engine.log_path}")
                 return
-            if engine.live:
+            cause = f"{engine.name} died; its log: {engine.log_path}"
+            if engine.live and isinstance(error, ActorUnavailableError) and engine.responds():
+                cause = f"the connection to {engine.name} broke"
+            elif engine.live:
                 self._restart(engine)
-            self._retry(job, f"{engine.name} died; its log: {engine.log_path}")
+            self._retry(job, cause)
             return
         if outcome.trajectories is None:
             self._counts.update(f"lost_{call.status}" for call in outcome.tool_calls)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import sys
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.data.records import ToolCall, Trajectory
@@ -16,9 +14,11 @@ from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
 from ctpo_megatron.extensions import activate
+from ctpo_megatron.rollout.logs import path_here, read_from, redirect_output
 from ctpo_megatron.rollout.tasks import (
     INITIAL_VERSION,
     EngineDied,
+    EngineSeat,
     EngineSpec,
     GroupOutcome,
     GroupTask,
@@ -29,26 +29,27 @@ from ctpo_megatron.rollout.tasks import (
 )
 
 
-def _redirect_output(path: Path) -> None:
-    """Send this process's and its children's stdout and stderr to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.close(handle)
-
-
 class RolloutEngine:
     """One engine; made a Ray actor by the fleet. `start` loads the model, everything else needs it."""
 
     def __init__(self, index: int, spec: EngineSpec) -> None:
-        _redirect_output(spec.log_path(index))
+        self._log = path_here(spec, index)
+        redirect_output(self._log)
         os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
         self._spec, self._config = spec, spec.config
         self._requests = 0
         self._asleep = False
+
+    async def seat(self) -> EngineSeat:
+        """Where this engine is; answers before the model loads."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return EngineSeat(ray.get_runtime_context().get_node_id(), address, str(self._log))
+
+    async def read_log(self, offset: int) -> bytes:
+        """The log from byte `offset` on, or a part of that."""
+        return read_from(str(self._log), offset)
 
     async def start(self) -> int:
         """Load the users' parts, the model and the tokenizer; returns the engine process id."""

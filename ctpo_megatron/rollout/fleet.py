@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
-from ctpo_megatron.config import Config, Placement, engine_count
+from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
 from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.dispatch import Dispatcher, Request, check_prompt
+from ctpo_megatron.rollout.engine_group import EngineGroup
 from ctpo_megatron.rollout.handle import EngineHandle, engine_died
 from ctpo_megatron.rollout.metrics import fleet_stats
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 _CLOSE_TIMEOUT_S = 20.0
+_MARGIN_S = 5.0  # the runtime has the same deadline, and knows better what it waits for
 
 
 class RolloutFleet:
@@ -37,9 +39,10 @@ class RolloutFleet:
     config: the whole run configuration (rollout, sandbox, model and run sections are used).
     model_path: Hugging Face directory the engines start from; its weights carry version 0.
     run_seed: part of every sampling seed.
-    sandbox_url: base URL of the code execution service.
+    sandbox_url: base URL of the code execution service; None: every node has its own.
     placement: whose the GPUs of this node are; None without any, or where Ray may have all.
     finished: called when a group is complete.
+    cluster: of RAY_ADDRESS, where the engines run; None: they run on this node.
     """
 
     def __init__(
@@ -47,16 +50,19 @@ class RolloutFleet:
         config: Config,
         model_path: str,
         run_seed: int,
-        sandbox_url: str,
+        sandbox_url: str | None,
         *,
         log_dir: Path | None = None,
         placement: Placement | None = None,
         finished: Callable[[], None] = lambda: None,
+        cluster: ClusterConfig | None = None,
     ) -> None:
         log_dir = (log_dir or config.run.directory / "logs").resolve()
-        self._spec = EngineSpec(config, model_path, run_seed, sandbox_url, log_dir)
+        self._spec = EngineSpec(config, str(Path(model_path).absolute()), run_seed, sandbox_url, log_dir)
         self._rollout, self._count = config.rollout, engine_count(config)
         self._placement, self._finished = placement, finished
+        self._cluster = cluster
+        self._group: EngineGroup | None = None
         self._runtime: RayRuntime | None = None
         self._started_at = 0.0
         self._engines: list[EngineHandle] = []
@@ -77,11 +83,16 @@ class RolloutFleet:
         self._started_at = time.monotonic()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = None if self._placement is None else self._placement.engine_devices(visible)
-        self._runtime = RayRuntime(self._count * self._rollout.engine.threads, self._launch, gpus)
+        cpus, limit = self._count * self._rollout.engine.threads, self._rollout.start_timeout_s
+        self._runtime = RayRuntime(cpus, self._launch, gpus, self._cluster, limit)
 
     def _launch(self, gpus: float) -> None:
         spec = replace(self._spec, device="cuda" if gpus > 0 else "cpu")
-        self._engines = [EngineHandle(index, spec) for index in range(self._count)]
+        if self._cluster is not None:
+            deadline = self._started_at + self._rollout.start_timeout_s
+            self._group = EngineGroup(spec, self._count, self._cluster, deadline)
+            spec = self._group.spec
+        self._engines = [EngineHandle(index, spec, self._group) for index in range(self._count)]
 
     def wait_ready(self) -> None:
         """Block until every engine serves. Raises FleetError naming what is late or failed, and where its log is."""
@@ -89,7 +100,7 @@ class RolloutFleet:
             raise FleetError("the fleet was not started")
         limit = self._rollout.start_timeout_s
         try:
-            self._runtime.wait(max(0.0, self._started_at + limit - time.monotonic()))
+            self._runtime.wait(max(0.0, self._started_at + limit + _MARGIN_S - time.monotonic()))
         except Exception as error:
             raise FleetError(f"the rollout side did not start: {error}") from error
         for engine in self._engines:
@@ -210,6 +221,9 @@ class RolloutFleet:
         for engine in self._engines:
             engine.kill(gently=engine.live)
         self._engines = []
+        if self._group is not None:
+            self._group.close()
+            self._group = None
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
@@ -226,13 +240,16 @@ class RolloutFleet:
         """Register restarted engines that are up; raises FleetError when one failed or is late."""
         for engine in self._engines:
             if not engine.live and (ray.wait([engine.ready_ref], timeout=0)[0] or engine.deadline <= time.monotonic()):
-                self._await_start(engine)
+                self._register(engine, 0.0)
 
     def _await_start(self, engine: EngineHandle) -> None:
-        remaining = max(0.0, engine.deadline - time.monotonic())
-        ready, _ = ray.wait([engine.ready_ref], timeout=remaining)
+        while not engine.live:
+            self._register(engine, max(0.0, engine.deadline - time.monotonic()))
+
+    def _register(self, engine: EngineHandle, timeout_s: float) -> None:
+        ready, _ = ray.wait([engine.ready_ref], timeout=timeout_s)
         if not ready:
             limit = self._rollout.start_timeout_s
-            where = f"log: {engine.log_path}" if engine.log_path.exists() else f"Ray found no place for {engine.needs}"
-            raise FleetError(f"{engine.name} is not up after {limit:g} s (rollout.start_timeout_s); {where}")
+            late = f"{engine.name} is not up after {limit:g} s (rollout.start_timeout_s)"
+            raise FleetError(f"{late}; {engine.waits_for()}")
         engine.register(self._snapshot)

@@ -6,14 +6,18 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from ctpo_megatron.rollout.cluster import described, listed, living_nodes
 from ctpo_megatron.rollout.engine import RolloutEngine
+from ctpo_megatron.rollout.engine_group import EngineGroup
+from ctpo_megatron.rollout.logs import LogCopy, seat_of
 from ctpo_megatron.rollout.tasks import EngineSpec, FleetError, GroupTask, UpdateReport, WeightSyncError
 from ctpo_megatron.weights.shared_file import WeightSnapshot
 
 _PING_TIMEOUT_S = 20.0
 _SHUTDOWN_TIMEOUT_S = 5.0
+_VERDICT_TIMEOUT_S = 30.0  # until Ray calls a node dead whose processes are gone: 10 to 13 s
 
 
 def engine_died(error: BaseException) -> bool:
@@ -25,35 +29,65 @@ def engine_died(error: BaseException) -> bool:
 
 
 class EngineHandle:
-    """Owner of engine number `index`. `launch` returns at once; `ready_ref` resolves when the engine can serve."""
+    """Owner of engine number `index`. `launch` returns at once; `ready_ref` resolves when the engine can serve.
 
-    def __init__(self, index: int, spec: EngineSpec) -> None:
-        self.index, self.log_path, self.name = index, spec.log_path(index), f"rollout engine {index}"
+    group: its place on a cluster; None where Ray is private.
+    """
+
+    def __init__(self, index: int, spec: EngineSpec, group: EngineGroup | None = None) -> None:
+        self.index, self.log_path = index, spec.log_path(index)
         self.live = False
-        self._spec, self._start_timeout_s = spec, spec.config.rollout.start_timeout_s
-        on_gpu, engine = spec.device == "cuda", spec.config.rollout.engine
-        self._cpus, self._gpus = (1, engine.tensor_parallel_size) if on_gpu else (engine.threads, 0)
-        self.needs = f"{self._cpus} CPU and {self._gpus} GPU"
+        self._spec, self._group, self._start_timeout_s = spec, group, spec.config.rollout.start_timeout_s
         self.launch()
+
+    @property
+    def name(self) -> str:
+        """For messages: its number and, on a cluster, the address of its node."""
+        seat = None if self._group is None else seat_of(self._seat_ref)
+        return f"rollout engine {self.index}" + (f" on {seat.address}" if seat else "")
+
+    def waits_for(self) -> str:
+        """What to look at when it is late: its log, or what Ray has for it."""
+        if seat_of(self._seat_ref) is not None:
+            return f"log: {self.log_path}"
+        there = "" if self._group is None else f"; the cluster has {listed(living_nodes())}"
+        return f"Ray found no place for {described(self._spec.resources)}{there}"
 
     def launch(self) -> None:
         """Begin a (new) engine process; it is not live until `register` succeeded."""
+        self.deadline = time.monotonic() + self._start_timeout_s
+        self._launch()
+
+    def _launch(self) -> None:
         self.live = False
+        resources = self._spec.resources
         remote: Any = ray.remote(RolloutEngine)
         self._actor = remote.options(
-            num_cpus=self._cpus,
-            num_gpus=self._gpus,
+            num_cpus=resources["CPU"],
+            num_gpus=resources["GPU"],
             max_restarts=0,  # a new engine has old weights: the fleet restarts it, so that it can push first
             max_concurrency=4096,
+            **({} if self._group is None else self._group.options(self.index)),
         ).remote(self.index, self._spec)
+        self._seat_ref = self._actor.seat.remote()
         self.ready_ref = self._actor.start.remote()
-        self.deadline = time.monotonic() + self._start_timeout_s
+        if self._group is not None:
+            self._nodes = {node.id for node in living_nodes()}
+            self._log = LogCopy(self.name, self.log_path, self._actor, self._seat_ref)
+            self._group.logs.follow(self._log)
 
     def register(self, snapshot: WeightSnapshot | None) -> None:
-        """Collect the finished start, push the current weights if there are any, and go live. Raises FleetError."""
+        """Collect the finished start, push the current weights if there are any, and go live. Raises FleetError.
+
+        An engine that was begun on a node that died is begun once more, with the deadline that it had.
+        """
         try:
             ray.get(self.ready_ref, timeout=0)
         except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
+            if isinstance(error, RayActorError) and self._lost_a_node(error):
+                self.kill()
+                self._launch()
+                return
             raise FleetError(f"{self.name} did not start: {_last_line(error)}; log: {self.log_path}") from error
         if snapshot is not None:
             try:
@@ -62,6 +96,15 @@ class EngineHandle:
             except RayError as error:
                 raise FleetError(f"{self.name} did not take its weights: {error}; log: {self.log_path}") from error
         self.live = True
+
+    def _lost_a_node(self, error: RayActorError) -> bool:
+        """Whether a node has died since the launch: Ray notices late, and begins engines there meanwhile."""
+        if self._group is None:
+            return False
+        deadline = time.monotonic() + (_VERDICT_TIMEOUT_S if isinstance(error, ActorUnavailableError) else 0.0)
+        while not (lost := self._nodes - {node.id for node in living_nodes()}) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return bool(lost)
 
     def submit(self, task: GroupTask) -> Any:
         """Begin a group; returns the object reference of its GroupOutcome."""
@@ -105,6 +148,8 @@ class EngineHandle:
         if gently:
             ray.wait([self._actor.shutdown.remote()], timeout=_SHUTDOWN_TIMEOUT_S)
         self.live = False
+        if self._group is not None:
+            self._log.end(reachable=gently)
         ray.kill(self._actor, no_restart=True)
 
 

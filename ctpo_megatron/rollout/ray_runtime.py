@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ctpo_megatron.config.schema import ClusterConfig
+from ctpo_megatron.rollout.cluster import ADDRESS, join
 from ctpo_megatron.signals import children_spared
 
 _OBJECT_STORE_BYTES = 256 << 20
@@ -22,6 +24,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_metrics_collection": "0",
+}
+_PRIVATE_ENVIRONMENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # how long orphaned agents linger after a killed driver
 }
 
@@ -48,9 +52,20 @@ class RayRuntime:
     process however that ends.
     """
 
-    def __init__(self, cpus: int, then: Callable[[float], None], gpus: str | None = None) -> None:
-        """gpus: the only ones that a private Ray sees, as in `CUDA_VISIBLE_DEVICES`; None: all of this process."""
+    def __init__(
+        self,
+        cpus: int,
+        then: Callable[[float], None],
+        gpus: str | None = None,
+        cluster: ClusterConfig | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """gpus: the only ones that a private Ray sees, as in `CUDA_VISIBLE_DEVICES`; None: all of this process.
+
+        cluster: of RAY_ADDRESS, which is joined within `timeout_s`; None: Ray is private.
+        """
         self._cpus, self._then, self._gpus = cpus, then, gpus
+        self._cluster, self._deadline = cluster, time.monotonic() + timeout_s
         self._temp: Path | None = None
         self._owner = False
         self._error: BaseException | None = None
@@ -61,7 +76,10 @@ class RayRuntime:
     def wait(self, timeout_s: float) -> None:
         """Return once `then` has run; raises what Ray or `then` raised, TimeoutError when it takes longer."""
         if not self._up.wait(timeout_s):
-            raise TimeoutError(f"Ray is not up after {timeout_s:g} s; its logs: {self._temp or 'on the cluster'}")
+            where = f"its logs: {self._temp}"
+            if self._cluster is not None:
+                where = f"is there a Ray node of RAY_ADDRESS={os.environ.get(ADDRESS)} on this machine?"
+            raise TimeoutError(f"Ray is not up after {timeout_s:.0f} s; {where}")
         if self._error is not None:
             raise self._error
 
@@ -85,7 +103,8 @@ class RayRuntime:
         self._disconnect()
 
     def _connect(self) -> None:
-        for name, value in _ENVIRONMENT.items():
+        defaults = _ENVIRONMENT if self._cluster else _ENVIRONMENT | _PRIVATE_ENVIRONMENT
+        for name, value in defaults.items():
             os.environ.setdefault(name, value)
         import ray
 
@@ -93,8 +112,8 @@ class RayRuntime:
         if ray.is_initialized():
             return
         self._owner = True
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        if self._cluster is not None:
+            join(self._cluster, self._deadline)
             return
         # Unix socket paths are limited to about 100 characters, so TMPDIR is not used.
         self._temp = Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))

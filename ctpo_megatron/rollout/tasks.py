@@ -19,19 +19,38 @@ INITIAL_VERSION = 0
 class EngineSpec:
     """What every engine of a fleet is made from.
 
-    model_path: Hugging Face directory. run_seed: part of every sampling seed.
+    model_path: Hugging Face directory, absolute. run_seed: part of every sampling seed. sandbox_url: None: that of the
+    engine's own node. log_mark: tells an engine on a cluster whether its node sees `log_dir` (`rollout.logs`).
     """
 
     config: Config
     model_path: str
     run_seed: int
-    sandbox_url: str
+    sandbox_url: str | None
     log_dir: Path
     device: Device = "cpu"
+    log_mark: str = ""
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """What Ray sets aside for one engine."""
+        engine = self.config.rollout.engine
+        if self.device == "cuda":
+            return {"CPU": 1, "GPU": engine.tensor_parallel_size}
+        return {"CPU": engine.threads, "GPU": 0}
 
     def log_path(self, index: int) -> Path:
         """The log of engine number `index`."""
         return self.log_dir / f"rollout_engine_{index}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSeat:
+    """Where an engine runs: Ray's node, its address, and the log as that node names it."""
+
+    node_id: str
+    address: str
+    log_path: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,17 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from ctpo_megatron.config import Config, ConfigError, Job, Placement, Problem, node_ranks, spec_for, world_size
+from ctpo_megatron.config import (
+    ClusterConfig,
+    Config,
+    ConfigError,
+    Job,
+    Placement,
+    Problem,
+    node_ranks,
+    spec_for,
+    world_size,
+)
 from ctpo_megatron.data import Group, PromptSampler, load_prompts
 from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
 from ctpo_megatron.evaluate import Evaluation
@@ -79,14 +89,21 @@ def _check_tokenizer(config: Config, tokens: int) -> None:
 
 def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callable[[], None]) -> RolloutFleet | Replay:
     if config.rollout.replay is None:
+        cluster = _cluster(config)
         url = _sandbox_url(config, directory, stack) if needs_sandbox(config.rollout) else ""
         log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
-        private = capabilities().cuda and "RAY_ADDRESS" not in os.environ
+        private = capabilities().cuda and cluster is None
         placement = Placement.of(config, Job(world_size(), node_ranks())) if private else None
-        fleet = stack.enter_context(
-            RolloutFleet(config, config.model.path, config.run.seed, url, placement=placement, finished=finished)
+        fleet = RolloutFleet(
+            config,
+            config.model.path,
+            config.run.seed,
+            url,
+            placement=placement,
+            cluster=cluster,
+            finished=finished,
         )
-        fleet.start()
+        stack.enter_context(fleet).start()
         return fleet
     recorded = trajectory_files(Path(config.rollout.replay))
     return Replay(
@@ -95,10 +112,23 @@ def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callab
     )
 
 
-def _sandbox_url(config: Config, directory: Path, stack: ExitStack) -> str:
+def _cluster(config: Config) -> ClusterConfig | None:
+    """The Ray cluster to join, if there is one. Raises ConfigError when there should be."""
+    if os.environ.get("RAY_ADDRESS"):
+        return config.cluster
+    if config.cluster.nodes > 1:
+        fix = "start the run with `ctpo launch`, or Ray on every node and export RAY_ADDRESS=HOST:PORT of its head"
+        raise ConfigError([Problem("cluster.nodes", "but RAY_ADDRESS names no Ray cluster", fix, config.cluster.nodes)])
+    return None
+
+
+def _sandbox_url(config: Config, directory: Path, stack: ExitStack) -> str | None:
+    """Address of the sandbox of all engines; None: every node has its own."""
     sandbox = config.sandbox
     if sandbox.url is not None:
         return sandbox.url
+    if config.cluster.nodes > 1 or "CTPO_SANDBOX_URL" in os.environ:
+        return None
     server = start_server(
         slots=sandbox.slots,
         limits=Limits.of(sandbox),

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,8 +11,9 @@ from typing import Any, Literal
 
 import httpx
 
+from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
+
 _PATH = "/faas/sandbox"
-_TOKEN_VARIABLE = "SANDBOX_TOKEN"
 _STATUSES = ("success", "timeout", "runtime_error")
 _RETRIED_CODES = (429, 500, 502, 503, 504)
 _REFUSED_CODES = (400, 413, 422)
@@ -50,8 +50,8 @@ class _Retry(Exception):
 
 
 def authorization(token: str | None = None) -> dict[str, str]:
-    """Headers with the token, or with that of the environment; none without either."""
-    token = token or os.environ.get(_TOKEN_VARIABLE)
+    """Headers with the token, or with that of the environment; none without either. Raises ValueError."""
+    token = token or shared_token()
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
@@ -70,8 +70,9 @@ class SandboxClient:
 
     At most `max_concurrency` requests are in flight over all servers; each goes to the one with the fewest, and after a
     failure to another where there is one. `request_timeout_s` bounds one `run` as its caller sees it: waiting, retries
-    and backoff included. token: sent as a bearer token (default: the environment variable SANDBOX_TOKEN). Connections
-    belong to the running event loop and are opened by the first `run` in it, so the object can be made anywhere.
+    and backoff included. token: sent as a bearer token (default: what the environment variable SANDBOX_TOKEN holds, or
+    the file that SANDBOX_TOKEN_FILE names). Connections belong to the running event loop and are opened by the first
+    `run` in it, so the object can be made anywhere.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class SandboxClient:
         if response.status_code in _REFUSED_CODES:
             raise ValueError(f"sandbox {url} refused: HTTP {response.status_code}: {response.text[:500]}")
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise self._unavailable(f"{url} wants a bearer token: set {_TOKEN_VARIABLE} to the server's")
+            raise self._unavailable(f"{url} wants a bearer token: set {TOKEN} or {TOKEN_FILE} to the server's")
         if response.status_code != httpx.codes.OK:
             raise self._unavailable(f"HTTP {response.status_code}, is this a sandbox? {response.text[:200]}")
         try:

@@ -23,8 +23,8 @@ from ctpo_sandbox.libraries import tiers
 from ctpo_sandbox.pool import LevelRefused, Pool, PoolUnavailable, WorkerLost
 from ctpo_sandbox.records import LEVELS, Limits, option
 from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, explain, measure
+from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
-TOKEN_VARIABLE = "SANDBOX_TOKEN"
 _VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
 _SHUTDOWN_TIMEOUT_S = 2
 _BACKLOG = 2048
@@ -43,7 +43,7 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ctpo sandbox serve`."""
-    parser.add_argument("--host", default="127.0.0.1", help=f"off loopback {TOKEN_VARIABLE} must be set")
+    parser.add_argument("--host", default="127.0.0.1", help=f"off loopback {TOKEN} or {TOKEN_FILE} must be set")
     parser.add_argument("--port", type=int, default=8080, help="0: any free port, see --announce")
     # Linux only, as the server is; its options can be listed anywhere.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -114,8 +114,7 @@ def _versions() -> dict[str, str]:
 async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
     pool, enforced, refused = await _isolated_pool(args)
     try:
-        token = os.environ.get(TOKEN_VARIABLE) or None
-        state = ServerState(enforced, token, refused, _versions())
+        state = ServerState(enforced, shared_token(), refused, _versions())
         config = uvicorn.Config(
             create_app(pool, state),
             log_level="warning",
@@ -146,15 +145,15 @@ def _check_platform() -> None:
 
 
 def _check_address(host: str) -> None:
-    """Raises NotEnforceable for an address that others reach while there is no token."""
+    """Raises NotEnforceable for an address that others reach while there is no token, ValueError for a bad one."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
-    if not loopback and not os.environ.get(TOKEN_VARIABLE):
+    if shared_token() is None and not loopback:
         raise NotEnforceable(
-            f"--host {host} is not a loopback address: whoever reaches it could run code. Set {TOKEN_VARIABLE} to a "
-            "secret that clients send as a bearer token"
+            f"--host {host} is not a loopback address: whoever reaches it could run code. Set {TOKEN} to a secret that "
+            f"clients send as a bearer token, or {TOKEN_FILE} to a file with it"
         )
 
 

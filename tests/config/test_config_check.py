@@ -68,6 +68,7 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
             ["policy.overlap_param_gather=true"],
             "needs policy.use_distributed_optimizer and policy.overlap_grad_reduce",
         ),
+        (["cluster.node_address=node7"], 'cluster.node_address = "node7": is no IP address; give the address that Ray'),
         (["policy.pad_to_multiple=250", "policy.micro_batch_tokens=249"], "set at least 250"),
         (
             ["policy.context_parallel_size=3", "policy.micro_batch_tokens=79"],

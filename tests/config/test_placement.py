@@ -91,6 +91,16 @@ def test_auto_is_one_engine_for_each_group_of_gpus() -> None:
     assert engine_count(Config.model_validate({**readme().model_dump(), "placement": {}})) == 1
 
 
+def test_gpus_of_engines_are_those_of_every_node() -> None:
+    """Two nodes of 8 GPUs, the halves of each for trainer and engines."""
+    nodes: dict[str, Any] = {"cluster": {"nodes": 2}}
+    assert engine_count(readme(**nodes)) == 8
+    assert engine_count(readme(**nodes, placement={"engine_gpus": None})) == 2  # a CPU engine a node
+    assert Placement.of(readme(**nodes), Job(8, 4)).gpus == 8
+    six = readme(**nodes, rollout={"engines": 6}, placement={"engine_gpus": None})
+    assert Placement.of(six, Job(8, 4)).engines == range(4, 7)
+
+
 @pytest.mark.parametrize(
     ("job", "change", "expected"),
     [
@@ -112,6 +122,16 @@ def test_auto_is_one_engine_for_each_group_of_gpus() -> None:
             "rollout.engines = 5: x 1 GPUs each do not fit into placement.engine_gpus",
         ),
         (Job(4), {"rollout": {"engines": 3}}, "warning: rollout.engines = 3: leaves 1 of placement.engine_gpus (4)"),
+        (
+            Job(8, 4),
+            {"rollout": {"engines": 9}, "cluster": {"nodes": 2}},
+            "rollout.engines = 9: x 1 GPUs each do not fit into placement.engine_gpus (4) x cluster.nodes (2)",
+        ),
+        (
+            Job(8, 4),
+            {"rollout": {"engines": 7}, "cluster": {"nodes": 2}},
+            "leaves 1 of placement.engine_gpus (4) x cluster.nodes (2) without an engine",
+        ),
         (Job(8), colocated(placement={"engine_gpus": 16}), "engines need 16 GPUs, and the trainer has 8 to share"),
         (
             Job(4, 4, 4),

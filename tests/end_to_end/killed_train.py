@@ -1,12 +1,14 @@
 """`ctpo train ...` that kills itself, with all its processes, at a chosen point: the Nth time it is reached in the run.
 
 After SIGTERM and the like the run goes on as it will. "wait" sends none: there the run waits for one from elsewhere.
+As a rank of torchrun (`-m tests.end_to_end.killed_train`) it has torchrun signalled in its second step.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,12 @@ def wait_for_a_signal(*_: Any) -> None:
     signal.pause()
 
 
+def ask_torchrun(*_: Any) -> None:
+    """As a scheduler that signals the launcher alone: whether it arrives here is torchrun's business."""
+    os.kill(os.getppid(), signal.SIGUSR1)
+    signal.pause()
+
+
 def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     """Point -> owner, function, and what to do just before the kill, which comes before the function."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -47,6 +55,7 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
         "publish": (checkpoint_files, "publish", None),
         "log": (MetricsWriter, "_append", half_a_line),
         "wait": (Replay, "generate", wait_for_a_signal),
+        "torchrun": (Replay, "generate", ask_torchrun),
     }
 
 
@@ -61,7 +70,7 @@ def arm(number: signal.Signals, point: str, count: int) -> None:
         if os.fstat(reached).st_size == count:
             if before is not None:
                 before(*args, *kwargs.values())
-            if point != "wait":
+            if point not in ("wait", "torchrun"):
                 os.killpg(0, number)
         return original(*args, **kwargs)
 
@@ -75,3 +84,7 @@ def main(command: list[str], kill_at: tuple[str, int] | None, by: str) -> int:
     if kill_at is not None:
         arm(signal.Signals[by], *kill_at)
     return cli.main(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], ("torchrun", 2), "SIGUSR1"))

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests.end_to_end import killed_train
 from tests.end_to_end.small_run import ROOT, Ctpo, records, repeatable
-from tests.support import ranks
+from tests.support import children, ranks
 
 STEPS = 3
 SETTINGS = (
@@ -248,6 +249,21 @@ def test_one_command_starts_a_run_and_goes_on_with_it(
     again = train(folder, *settings)
     assert again.returncode == 0 and f"runs/auto-{by} has done its 3 steps (run.steps): nothing is left" in again.stderr
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_torchrun_hands_sigusr1_on_where_it_is_told_to(folder: Path) -> None:
+    settings = ("run.name=told", "checkpoint.every=0", "run.resume=auto", "policy.tensor_model_parallel_size=2")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "-m", "tests.end_to_end.killed_train"]
+    environment = Ctpo(folder).environment
+    told = [*launcher, *command(*settings)]
+    ended = children.run(told, directory=folder, environment=environment, deadline_s=200)
+    assert ended.returncode == 1, ended.stderr[-4000:]  # torchrun's own, whatever the ranks' is
+    assert ended.stderr.count("SIGUSR1: a checkpoint follows, within") == 2, ended.stderr[-4000:]
+    assert [path.name for path in (folder / "runs" / "told" / "checkpoints").iterdir()] == ["step_000001"]
+    assert ranks.run(train_on_a_rank, folder, command(*settings), ranks=2) == [0, 0]
+    assert [line["step"] for line in records(folder / "runs" / "told")] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow

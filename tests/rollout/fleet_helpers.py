@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +25,11 @@ HERE = Path(__file__).parent
 
 
 def make_config(path: Path, root: Path, **rollout: Any) -> Config:
-    """Of a fleet with the model at `path`; the file `root / "flag"` tells the scripted tool what to do."""
+    """Of a fleet with the model at `path`; the file `root / "flag"` tells the scripted tool what to do.
+
+    rollout: its settings; `sections`: further ones of the configuration.
+    """
+    sections = rollout.pop("sections", {})
     engine = {"max_model_len": 320, "max_num_seqs": 64, "dtype": "float32", "kv_cache_mb": 32, "block_size": 32}
     settings = {
         "max_turns": 3,
@@ -44,16 +49,20 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
             "rollout": settings | rollout,
             "extensions": {"path": [str(HERE)]},
         }
+        | sections
     )
 
 
 class Stage:
     """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.
 
-    model: settings of the tiny model. rollout: settings of the fleet. finished: counts complete groups, under "groups".
+    model: settings of the tiny model. rollout: settings of the fleet. sandbox_url: None: of the engine's own node.
+    finished: counts complete groups, under "groups".
     """
 
-    def __init__(self, root: Path, model: dict[str, Any] | None = None, **rollout: Any) -> None:
+    def __init__(
+        self, root: Path, model: dict[str, Any] | None = None, *, sandbox_url: str | None = "unused", **rollout: Any
+    ) -> None:
         self.path, self.flag = root / "model", root / "flag"
         favour = {CALL: 9.0, "<|im_end|>": 7.0}
         self.tokenizer, self.model = build_tiny_model(self.path, favour=favour, **(model or {}))
@@ -61,7 +70,8 @@ class Stage:
         self.config = make_config(self.path, root, **rollout)
         self.finished: Counter[str] = Counter()
         count = partial(self.finished.update, ["groups"])
-        self.fleet = RolloutFleet(self.config, str(self.path), 7, "unused", finished=count)
+        cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
+        self.fleet = RolloutFleet(self.config, str(self.path), 7, sandbox_url, cluster=cluster, finished=count)
         self.fleet.start()
 
     def prompts(self, count: int, length: int = 40) -> list[Prompt]:

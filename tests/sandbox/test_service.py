@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from ctpo_sandbox import ClientStats, SandboxClient, SandboxStartError, SandboxUnavailable, start_server
+from ctpo_sandbox.client import authorization
 from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.support.deadlines import scaled
 
@@ -293,9 +294,46 @@ def test_off_loopback_needs_a_token(tmp_path: Path):
     command = [sys.executable, "-m", "ctpo_sandbox.server", "--host", "0.0.0.0", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox")}
     environment.pop("SANDBOX_TOKEN", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(60), check=False)
-    assert done.returncode == 1
-    assert "--host 0.0.0.0 is not a loopback address" in done.stderr and "SANDBOX_TOKEN" in done.stderr
+
+    def refusal(**token: str) -> str:
+        every = {**environment, **token}
+        done = subprocess.run(command, env=every, capture_output=True, text=True, timeout=scaled(60), check=False)
+        assert done.returncode == 1
+        return done.stderr
+
+    said = refusal()
+    assert "--host 0.0.0.0 is not a loopback address" in said and "SANDBOX_TOKEN" in said
+    open_to_all = tmp_path / "token"
+    open_to_all.write_text("secret-of-the-test")
+    open_to_all.chmod(0o644)
+    assert f"{open_to_all} can be read or written by other users; type chmod 600" in refusal(
+        SANDBOX_TOKEN_FILE=str(open_to_all)
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"),
+    [
+        ("secret\n", 0o600, ""),
+        ("secret", 0o640, "can be read or written by other users; type chmod 600"),
+        ("\n", 0o600, "is empty"),
+        (None, 0o600, "No such file"),
+    ],
+)
+def test_a_token_file_is_its_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, mode: int, said: str
+):
+    path = tmp_path / "token"
+    monkeypatch.delenv("SANDBOX_TOKEN", raising=False)
+    monkeypatch.setenv("SANDBOX_TOKEN_FILE", str(path))
+    if content is not None:
+        path.write_text(content)
+        path.chmod(mode)
+    if said:
+        with pytest.raises(ValueError, match=said):
+            authorization()
+    else:
+        assert authorization() == {"authorization": "Bearer secret"}
 
 
 def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -308,6 +346,13 @@ def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
         client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=10)
         assert asyncio.run(client.run("print(1)", run_timeout_s=1)).stdout == "1\n"
         monkeypatch.delenv("SANDBOX_TOKEN")
+        shared = tmp_path / "token"
+        shared.touch(0o600)
+        shared.write_text("secret-of-the-test")
+        monkeypatch.setenv("SANDBOX_TOKEN_FILE", str(shared))
+        client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=10)
+        assert asyncio.run(client.run("print(2)", run_timeout_s=1)).stdout == "2\n"
+        monkeypatch.delenv("SANDBOX_TOKEN_FILE")
         error, _ = _run_against(server.url)
         assert "wants a bearer token" in str(error)
     assert "secret-of-the-test" not in (tmp_path / "log").read_text()

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ctpo_megatron.config.checks.cluster import check_cluster
 from ctpo_megatron.config.checks.directories import check_export, check_model_directory
 from ctpo_megatron.config.checks.engine import check_engine, check_tokens
 from ctpo_megatron.config.checks.parallel import check_parallel
@@ -67,6 +68,7 @@ def check(
         *check_tokens(config, spec),
         *check_engine(config, spec, cuda=cuda),
         *check_placement(config, job or Job(world_size), cuda=cuda),
+        *check_cluster(config),
         *_objective(config),
         *_sampling(config),
         *_schedules(config),

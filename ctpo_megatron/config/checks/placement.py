@@ -30,7 +30,7 @@ def check_placement(config: Config, job: Job, *, cuda: bool) -> Iterator[Problem
 
 def _engines(config: Config, placed: Placement, node_gpus: int | None) -> Iterator[Problem]:
     placement, rollout = config.placement, config.rollout
-    each, given = rollout.engine.tensor_parallel_size, placement.engine_gpus
+    each, given, nodes = rollout.engine.tensor_parallel_size, placement.engine_gpus, config.cluster.nodes
     if given is None:
         if rollout.engines == "auto":
             yield error(config, "rollout.engines", "needs to know how many GPUs there are", "set placement.engine_gpus")
@@ -39,11 +39,12 @@ def _engines(config: Config, placed: Placement, node_gpus: int | None) -> Iterat
         yield error(
             config, "placement.engine_gpus", message, "make it a multiple of rollout.engine.tensor_parallel_size"
         )
-    elif rollout.engines != "auto" and rollout.engines * each > given:
-        message = f"x {each} GPUs each do not fit into placement.engine_gpus ({given})"
+    elif rollout.engines != "auto" and rollout.engines * each > given * nodes:
+        message = f"x {each} GPUs each do not fit into placement.engine_gpus ({given}){_times(nodes)}"
         yield error(config, "rollout.engines", message, "set auto")
-    elif rollout.engines != "auto" and rollout.engines * each < given:
-        message = f"leaves {given - rollout.engines * each} of placement.engine_gpus ({given}) without an engine"
+    elif rollout.engines != "auto" and rollout.engines * each < given * nodes:
+        left = given * nodes - rollout.engines * each
+        message = f"leaves {left} of placement.engine_gpus ({given}){_times(nodes)} without an engine"
         yield warning(config, "rollout.engines", message, "set auto")
     if placement.mode == "colocated" and len(placed.engines) > len(placed.trainer):
         message = f"but engines need {len(placed.engines)} GPUs, and the trainer has {len(placed.trainer)} to share"
@@ -52,6 +53,10 @@ def _engines(config: Config, placed: Placement, node_gpus: int | None) -> Iterat
         sides = f"{len(placed.trainer)} for the trainer and {len(placed.engines)} for the engines"
         message = f"needs {placed.gpus} GPUs, {sides}, and this node shows {node_gpus}"
         yield error(config, "placement.mode", message, "start fewer trainer ranks, or set colocated")
+
+
+def _times(nodes: int) -> str:
+    return f" x cluster.nodes ({nodes})" if nodes > 1 else ""
 
 
 def check_gpu_memory(config: Config, job: Job, spec: ModelSpec, *, gpu_gib: float) -> Iterator[Problem]:

