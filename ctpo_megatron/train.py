@@ -70,7 +70,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         services = layout.keep_on_rank_zero(
             lambda: stack.enter_context(start_services(config, directory, report, cancelled))
         )
-        rollouts = Bridge(layout, services, report, shared=shares_gpus(config))
+        rollouts = stack.enter_context(Bridge(layout, services, report, config, shared=shares_gpus(config)))
         path, temperature, family = Path(config.model.path), config.rollout.temperature, family_for(config)
         policy = Policy(config.policy, layout, path, temperature=temperature, family=family, claim=rollouts.give_way)
     persistence = Persistence(config, layout, directory, services, report)

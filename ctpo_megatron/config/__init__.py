@@ -41,6 +41,7 @@ from ctpo_megatron.config.schema import (
     SandboxConfig,
     SftConfig,
     TrackingConfig,
+    WeightsConfig,
 )
 from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
@@ -85,6 +86,7 @@ __all__ = [
     "Stored",
     "TinyModelConfig",
     "TrackingConfig",
+    "WeightsConfig",
     "check",
     "check_parallel",
     "dump",

@@ -237,6 +237,22 @@ class EngineConfig(Section):
     extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, passed as they are")
 
 
+class WeightsConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["auto", "file", "tcp", "nccl", "nccl_m2n", "ipc"] = Field(
+        default="auto",
+        description="file: shared memory of one node; tcp: any nodes; nccl, nccl_m2n and (on shared GPUs) ipc: vLLM's "
+        "own, for CUDA; auto: by where the engines are",
+    )
+    timeout_s: PositiveFloat = Field(
+        default=300.0, description="deadline of one update for every engine; one that is late is replaced"
+    )
+    bucket_mib: PositiveInt = Field(
+        default=16, description="what travels at once over a network, in MiB; a larger tensor travels alone"
+    )
+
+
 class RolloutConfig(Section):
     """Sampling of trajectories: batch, sampling distribution, token and turn budgets, fleet, deadlines."""
 
@@ -275,6 +291,7 @@ class RolloutConfig(Section):
         description="vLLM engines of all nodes; auto: as many as `placement.engine_gpus` hold (on CPU one a node)",
     )
     engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
     start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
     group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
     max_group_retries: NonNegativeInt = Field(

@@ -161,6 +161,52 @@ def export(
         yield from _relay_stage(number, stage if layout.pp_rank == number else iter(()), layout)
 
 
+def export_share(model: BuiltModel, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (HF name, full tensor) of what this rank is to send, one at a time; every tensor is of one rank only.
+
+    Of a tensor-parallel group, in which shards are gathered, it is the first rank, and of replicas the first. Pipeline
+    stages and expert-parallel ranks have each their own. All ranks must iterate to the end.
+    """
+    for entry in _entries(model):
+        sends = entry.group.rank() == 0 and _is_first_replica(entry.mapping)
+        names = entry.names(model.spec.num_experts // layout.ep_size, layout.ep_rank)
+        for name, part in zip(names, entry.mapping.unshard(entry.parameter.detach(), model.spec), strict=True):
+            tensor = _joined(part, entry, model.spec)
+            if sends:
+                yield name, tensor
+            del tensor
+
+
+Declared = list[tuple[str, tuple[int, ...], torch.dtype]]
+
+
+def declare(model: BuiltModel, layout: Layout) -> Declared:
+    """HF name, shape and dtype of all that `export` yields, in its order, on every rank; only these are gathered."""
+    experts_each = model.spec.num_experts // layout.ep_size
+    of_stage: Declared = []
+    for entry in _entries(model):
+        ranks = range(layout.ep_size) if entry.mapping.per_expert else [layout.ep_rank]
+        names = [entry.names(experts_each, ep_rank) for ep_rank in ranks]
+        for number, shape in enumerate(entry.mapping.shapes):
+            of_stage += [(of_rank[number], shape, entry.parameter.dtype) for of_rank in names]
+    stages: list[Declared] = [of_stage] * layout.pp_size
+    if layout.pp_size > 1:
+        dist.all_gather_object(stages, of_stage, group=mpu.get_pipeline_model_parallel_group())
+    return [tensor for stage in stages for tensor in stage]
+
+
+def _is_first_replica(mapping: ParamMapping) -> bool:
+    if mapping.per_expert:
+        return int(mpu.get_expert_data_parallel_rank()) == 0
+    return int(mpu.get_data_parallel_rank(with_context_parallel=True)) == 0
+
+
+def _joined(part: torch.Tensor, entry: Entry, spec: ModelSpec) -> torch.Tensor:
+    """An HF tensor of the parts that the ranks of its tensor-parallel group have."""
+    tensor = _join(part, entry.mapping.dim, entry.group)
+    return tensor[: spec.vocab_size] if entry.mapping.padded else tensor
+
+
 def _stage_tensors(
     model: BuiltModel, layout: Layout, value: Callable[[torch.nn.Parameter], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,9 +219,7 @@ def _full(entry: Entry, value: torch.Tensor, spec: ModelSpec, layout: Layout) ->
     mapping, experts_each = entry.mapping, spec.num_experts // layout.ep_size
     names = [entry.names(experts_each, ep_rank) for ep_rank in range(layout.ep_size)]
     for number, part in enumerate(mapping.unshard(value, spec)):
-        tensor = _join(part, mapping.dim, entry.group)
-        if mapping.padded:
-            tensor = tensor[: spec.vocab_size]
+        tensor = _joined(part, entry, spec)
         if not mapping.per_expert or layout.ep_size == 1:
             yield names[0][number], tensor
         else:

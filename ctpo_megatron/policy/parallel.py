@@ -80,6 +80,10 @@ class Layout:
         if self.rank_zero is not None:
             gather_objects(None)
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank returns the list of all ranks' values, in rank order; collective."""
+        return gather_objects(value)
+
     def check_ranks(self) -> None:
         """Raises RankLost when another rank is known to be gone; for long work on rank zero."""
         if self.rank_zero is not None:

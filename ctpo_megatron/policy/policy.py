@@ -244,6 +244,16 @@ class Policy:
             self._model.finish_param_gather()
             yield from hf.export(self._model, self.layout)
 
+    def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of `weights` that this rank is to send: each is of one rank. Collective; iterate to the end."""
+        with self._at_work():
+            self._model.finish_param_gather()
+            yield from hf.export_share(self._model, self.layout)
+
+    def weight_shapes(self) -> hf.Declared:
+        """Name, shape and dtype of all `weights`, in their order, on every rank. Collective; no weight is moved."""
+        return hf.declare(self._model, self.layout)
+
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model."""
         write_directory(self.weights(), self.source, directory, self.layout)

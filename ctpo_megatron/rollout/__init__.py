@@ -7,6 +7,7 @@ Nothing here imports vLLM or Ray until a fleet is made.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.rollout.metrics import rollout_metrics
@@ -17,6 +18,7 @@ from ctpo_megatron.rollout.tasks import Cancelled, FleetError, Sampling, WeightS
 
 if TYPE_CHECKING:
     from ctpo_megatron.rollout.fleet import RolloutFleet
+    from ctpo_megatron.rollout.weight_client import WeightClient
 
 __all__ = [
     "Cancelled",
@@ -32,16 +34,18 @@ __all__ = [
     "SampledRollouts",
     "Sampling",
     "TooManyQuarantined",
+    "WeightClient",
     "WeightSyncError",
     "check_mismatch",
     "rollout_metrics",
 ]
 
 
+_NEED_RAY = {"RolloutFleet": "fleet", "WeightClient": "weight_client"}
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs Ray only when it is asked for."""
-    if name != "RolloutFleet":
+    if name not in _NEED_RAY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ctpo_megatron.rollout.fleet import RolloutFleet
-
-    return RolloutFleet
+    return getattr(import_module(f"{__name__}.{_NEED_RAY[name]}"), name)

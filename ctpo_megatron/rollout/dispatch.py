@@ -15,7 +15,7 @@ from ctpo_megatron.config.schema import RolloutConfig
 from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.handle import EngineHandle, engine_died
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
-from ctpo_megatron.rollout.tasks import Cancelled, GroupOutcome, GroupTask, Sampling
+from ctpo_megatron.rollout.tasks import Cancelled, FleetError, GroupOutcome, GroupTask, Sampling
 
 _MAX_BACKOFF_S = 10.0
 _TURN_S = 1.0
@@ -125,7 +125,12 @@ class Dispatcher:
 
     def _wait(self) -> list[Any]:
         """References of finished groups; returns empty-handed when something else wants attention."""
-        starting = [engine for engine in self._engines if not engine.live]
+        starting = [engine for engine in self._engines if not engine.live and not engine.parked]
+        if all(engine.parked for engine in self._engines):
+            raise FleetError(
+                "all engines died and were replaced, and get weights only with the next update "
+                f"(rollout.weights.transport: {self._rollout.weights.transport}): restart the run with run.resume=auto"
+            )
         wake = [entry.deadline for entry in self._in_flight.values()]
         wake += [job.not_before for job in self._waiting if job.not_before > 0]
         wake += [engine.deadline for engine in starting]

@@ -27,6 +27,8 @@ from ctpo_megatron.rollout.tasks import (
     engine_arguments,
     engine_environment,
 )
+from ctpo_megatron.weights import EngineFacts
+from ctpo_megatron.weights.checksum import Part, Sums, differences
 
 
 class RolloutEngine:
@@ -36,6 +38,8 @@ class RolloutEngine:
         self._log = path_here(spec, index)
         redirect_output(self._log)
         os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
+        if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         self._spec, self._config = spec, spec.config
         self._requests = 0
         self._asleep = False
@@ -57,14 +61,15 @@ class RolloutEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from ctpo_megatron.weights.vllm_worker import BACKEND
+        from ctpo_megatron.weights import vllm_worker
 
         activate(self._config.extensions.path or ())
         self._tools = make_toolbox(self._config, self._spec.sandbox_url)
         self._environment = make_environment(self._config.rollout)
+        backend = {"file": vllm_worker.FILE, "tcp": vllm_worker.TCP}.get(self._spec.transport, self._spec.transport)
         arguments = engine_arguments(self._config, self._spec.model_path, self._spec.device)
         self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=BACKEND), **arguments)
+            AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=backend), **arguments)
         )
         await self._llm.update_weight_version(str(INITIAL_VERSION))
         self._codec = self._make_codec(self._llm.get_tokenizer())
@@ -104,23 +109,49 @@ class RolloutEngine:
             return GroupOutcome(None, str(failures[0]), calls)
         return GroupOutcome(trajectories)
 
-    async def update_weights(self, path: str, version: int) -> UpdateReport:
-        """Replace the weights by those in the safetensors file `path`, forget all cached prefixes, take on `version`.
+    async def facts(self) -> EngineFacts:
+        """What a weight transport has to know."""
+        import ray
 
-        Requests in flight are frozen meanwhile and go on with the new weights. An engine that sleeps has none.
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return EngineFacts(self._llm.model_config.dtype, address)
+
+    async def update_weights(self, offer: dict[str, Any], version: int, sums: Sums) -> UpdateReport:
+        """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
+
+        sums: what the parameters have to sum up to afterwards. Requests in flight are frozen meanwhile and go on with
+        the new weights. An engine that sleeps has none.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        await self.start_weight_update()
+        await self.receive_weights(offer)
+        return await self.finish_weight_update(version, sums)
 
+    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        """Meet the trainer's side of one of vLLM's own transports."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def start_weight_update(self) -> None:
+        """Freeze requests, and make the parameters loadable."""
         if not self._asleep:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": path}))
+
+    async def receive_weights(self, offer: dict[str, Any]) -> None:
+        """Load what is offered, all tensors or some."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer))
+
+    async def finish_weight_update(self, version: int, sums: Sums) -> UpdateReport:
+        """Compute with the new weights, compare them with `sums`, and go on with the requests."""
         await self._llm.finish_weight_update(weight_version=str(version))
-        answers = await self._llm.collective_rpc("ctpo_compare_weights", args=(path,))
+        answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
         if not self._asleep:
             await self._llm.resume_generation()
-        wrong = tuple(sorted({name for _, names in answers for name in names}))
-        return UpdateReport(await self.ping(), min(count for count, _ in answers), wrong)
+        wrong, unchecked = differences([Part(*part) for of_worker in answers for part in of_worker], sums)
+        return UpdateReport(await self.ping(), tuple(wrong), tuple(unchecked))
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back; 1: the weights stay in host memory, 2: they are gone. Requests are aborted."""

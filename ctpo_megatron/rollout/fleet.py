@@ -12,19 +12,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
-from ray.exceptions import RayError
 
 from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
 from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.dispatch import Dispatcher, Request, check_prompt
 from ctpo_megatron.rollout.engine_group import EngineGroup
-from ctpo_megatron.rollout.handle import EngineHandle, engine_died
+from ctpo_megatron.rollout.handle import EngineHandle
 from ctpo_megatron.rollout.metrics import fleet_stats
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
 from ctpo_megatron.rollout.ray_runtime import RayRuntime
 from ctpo_megatron.rollout.sleep import CACHE, WEIGHTS, SleepState
-from ctpo_megatron.rollout.tasks import EngineSpec, FleetError, Sampling, WeightSyncError
-from ctpo_megatron.weights.shared_file import WeightSnapshot, checkpoint_names
+from ctpo_megatron.rollout.tasks import (
+    Device,
+    EngineSpec,
+    FleetError,
+    Sampling,
+    Transport,
+    UpdateReport,
+    WeightSyncError,
+    choose_transport,
+)
+from ctpo_megatron.rollout.updates import ReadBack, check_complete, give
+from ctpo_megatron.weights import EngineFacts, EngineWeights
+from ctpo_megatron.weights.shared_file import FileWeights
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +78,10 @@ class RolloutFleet:
         self._engines: list[EngineHandle] = []
         self._memory = SleepState(config.rollout.start_timeout_s)
         self._quarantine = Quarantine(config.rollout.max_quarantined)
-        self._snapshot: WeightSnapshot | None = None
+        self._weights: EngineWeights | None = None
+        self._facts: EngineFacts | None = None
+        self._read_back = ReadBack()
+        self._parks = False
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
 
@@ -87,12 +100,14 @@ class RolloutFleet:
         self._runtime = RayRuntime(cpus, self._launch, gpus, self._cluster, limit)
 
     def _launch(self, gpus: float) -> None:
-        spec = replace(self._spec, device="cuda" if gpus > 0 else "cpu")
+        device: Device = "cuda" if gpus > 0 else "cpu"
+        transport = choose_transport(self._spec.config, device, cluster=self._cluster is not None)
+        self._spec = replace(self._spec, device=device, transport=transport)
         if self._cluster is not None:
             deadline = self._started_at + self._rollout.start_timeout_s
-            self._group = EngineGroup(spec, self._count, self._cluster, deadline)
-            spec = self._group.spec
-        self._engines = [EngineHandle(index, spec, self._group) for index in range(self._count)]
+            self._group = EngineGroup(self._spec, self._count, self._cluster, deadline)
+            self._spec = self._group.spec
+        self._engines = [EngineHandle(index, self._spec, self._group) for index in range(self._count)]
 
     def wait_ready(self) -> None:
         """Block until every engine serves. Raises FleetError naming what is late or failed, and where its log is."""
@@ -104,7 +119,7 @@ class RolloutFleet:
         except Exception as error:
             raise FleetError(f"the rollout side did not start: {error}") from error
         for engine in self._engines:
-            if not engine.live:
+            if not engine.live and not engine.parked:
                 self._await_start(engine)
 
     def generate(
@@ -148,36 +163,77 @@ class RolloutFleet:
         """The run's quarantined prompts, oldest first; a resumed run adds those that it had before."""
         return self._quarantine.records
 
-    def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Give all engines these weights (Hugging Face names and full shapes) and hold them to `version` (>= 0).
+    @property
+    def transport(self) -> Transport:
+        """What carries weights to these engines; waits until they are up."""
+        self.wait_ready()
+        return self._spec.transport
 
-        An engine found dead is restarted with the new weights. Engines that sleep wake for their weights; their caches
-        sleep on. Raises WeightSyncError when a tensor of the model is missing (engines would silently keep the old one)
-        or an engine answers with another version or other values, FleetError when one cannot be restarted.
+    def engine_facts(self) -> EngineFacts:
+        """What a weight transport has to know of the engines; waits until they are up."""
+        self.wait_ready()
+        if self._facts is None:
+            self._facts = self._engines[0].facts()
+        return self._facts
+
+    def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Give all engines these weights (Hugging Face names and full shapes) by a file; see `update`."""
+        dtype, began = self.engine_facts().dtype, time.monotonic()
+        self.update(FileWeights(named_tensors, version, dtype), began)
+
+    def update(self, weights: EngineWeights, began: float) -> None:
+        """Give all engines these weights and hold them to their version (>= 0). They are closed with the next ones.
+
+        An engine that dies or is late is replaced, and the new one gets them. Engines that sleep wake for their
+        weights; their caches sleep on. began: when the weights began to be made, on the monotonic clock. Raises
+        WeightSyncError when a tensor of the model is missing (engines would silently keep the old one) or an engine
+        answers with another version or keeps other values, FleetError when one cannot be replaced.
         """
         self.wait_ready()
-        started = time.monotonic()
-        snapshot = WeightSnapshot(named_tensors, version)
-        missing = checkpoint_names(self._spec.model_path) - snapshot.names - {"lm_head.weight"}  # absent when tied
-        if missing:
-            snapshot.close()
-            raise WeightSyncError(f"weights {version} lack {len(missing)} tensors, e.g. {sorted(missing)[:3]}")
-        if self._snapshot is not None:
-            self._snapshot.close()
-        self._snapshot = snapshot
+        try:
+            check_complete(weights, self._spec.model_path)
+        except WeightSyncError:
+            weights.close()
+            raise
+        if self._weights is not None:
+            self._weights.close()
+        self._weights = weights
         self._memory.wake(self._engines, WEIGHTS)
-        with snapshot.published() as path:
-            references = [(engine, engine.begin_update(path, version)) for engine in self._memory.living(self._engines)]
-            for engine, reference in references:
-                try:
-                    engine.check_update(reference, version)
-                except RayError as error:
-                    if not engine_died(error):
-                        raise WeightSyncError(f"{engine.name}: {error}; log: {engine.log_path}") from error
-                    self._memory.dead.append(engine)
+        failed, reports = give(weights, self._memory.living(self._engines))
+        self._memory.dead += failed
         if not self._memory.asleep:
             self._revive()
-        self._add_seconds("sync_s", started)
+        self._count_update(reports, began, weights.size)
+
+    def _count_update(self, reports: Sequence[UpdateReport], began: float, size: int) -> None:
+        self._read_back.note(reports)
+        self._add_seconds("sync_s", began)
+        self._counts["sync_bytes"] += size
+
+    @property
+    def engines(self) -> Sequence[EngineHandle]:
+        """All of them, for a transport that leads their update itself."""
+        return self._engines
+
+    def begin_transfer(self) -> None:
+        """A transport that keeps no copy of the weights gives them to the engines: replaced ones wait for the next."""
+        self.wait_ready()
+        self._parks = True
+        self._memory.wake(self._engines, WEIGHTS)
+
+    def end_transfer(
+        self, failed: Sequence[EngineHandle], reports: Sequence[UpdateReport], began: float, size: int
+    ) -> None:
+        """The others serve with the new weights, those that failed are replaced. Raises FleetError if they cannot."""
+        if failed and self._memory.asleep:
+            names = ", ".join(engine.name for engine in failed)
+            raise FleetError(f"{names} failed in an update, and cannot be replaced while the trainer has the GPUs")
+        self._memory.dead += failed
+        self._revive()
+        for engine in self._engines:
+            if engine not in failed:
+                engine.admit()
+        self._count_update(reports, began, size)
 
     def sleep(self, level: int) -> None:
         """All engines give their GPU memory back: 1 keeps the weights in host memory, 2 keeps nothing. Idempotent.
@@ -202,7 +258,8 @@ class RolloutFleet:
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the last call, then reset.
 
-        group_retries, quarantined (prompts), engine_restarts, generate_s, sync_s; and lost_<status>: tool calls made
+        group_retries, quarantined (prompts), engine_restarts, generate_s; sync_s, sync_bytes (of one engine), and their
+        rate sync_gb_per_s where there was a sync; and lost_<status>: tool calls made
         by attempts that were thrown away, which therefore appear in no trajectory.
         """
         stats = fleet_stats({**self._counts, **self._seconds})
@@ -224,9 +281,9 @@ class RolloutFleet:
         if self._group is not None:
             self._group.close()
             self._group = None
-        if self._snapshot is not None:
-            self._snapshot.close()
-            self._snapshot = None
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
@@ -239,11 +296,12 @@ class RolloutFleet:
     def _readmit(self) -> None:
         """Register restarted engines that are up; raises FleetError when one failed or is late."""
         for engine in self._engines:
-            if not engine.live and (ray.wait([engine.ready_ref], timeout=0)[0] or engine.deadline <= time.monotonic()):
+            starting = not engine.live and not engine.parked
+            if starting and (ray.wait([engine.ready_ref], timeout=0)[0] or engine.deadline <= time.monotonic()):
                 self._register(engine, 0.0)
 
     def _await_start(self, engine: EngineHandle) -> None:
-        while not engine.live:
+        while not engine.live and not engine.parked:
             self._register(engine, max(0.0, engine.deadline - time.monotonic()))
 
     def _register(self, engine: EngineHandle, timeout_s: float) -> None:
@@ -252,4 +310,4 @@ class RolloutFleet:
             limit = self._rollout.start_timeout_s
             late = f"{engine.name} is not up after {limit:g} s (rollout.start_timeout_s)"
             raise FleetError(f"{late}; {engine.waits_for()}")
-        engine.register(self._snapshot)
+        engine.register(self._weights, park=self._parks)

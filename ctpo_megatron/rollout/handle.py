@@ -12,8 +12,8 @@ from ctpo_megatron.rollout.cluster import described, listed, living_nodes
 from ctpo_megatron.rollout.engine import RolloutEngine
 from ctpo_megatron.rollout.engine_group import EngineGroup
 from ctpo_megatron.rollout.logs import LogCopy, seat_of
-from ctpo_megatron.rollout.tasks import EngineSpec, FleetError, GroupTask, UpdateReport, WeightSyncError
-from ctpo_megatron.weights.shared_file import WeightSnapshot
+from ctpo_megatron.rollout.tasks import EngineLate, EngineSpec, FleetError, GroupTask, UpdateReport, WeightSyncError
+from ctpo_megatron.weights import EngineFacts, EngineWeights
 
 _PING_TIMEOUT_S = 20.0
 _SHUTDOWN_TIMEOUT_S = 5.0
@@ -36,8 +36,9 @@ class EngineHandle:
 
     def __init__(self, index: int, spec: EngineSpec, group: EngineGroup | None = None) -> None:
         self.index, self.log_path = index, spec.log_path(index)
-        self.live = False
+        self.live = self.parked = False
         self._spec, self._group, self._start_timeout_s = spec, group, spec.config.rollout.start_timeout_s
+        self._update_timeout_s = spec.config.rollout.weights.timeout_s
         self.launch()
 
     @property
@@ -54,12 +55,12 @@ class EngineHandle:
         return f"Ray found no place for {described(self._spec.resources)}{there}"
 
     def launch(self) -> None:
-        """Begin a (new) engine process; it is not live until `register` succeeded."""
+        """Begin a (new) engine process; it is not live until `register` succeeded, or parked until it has weights."""
         self.deadline = time.monotonic() + self._start_timeout_s
         self._launch()
 
     def _launch(self) -> None:
-        self.live = False
+        self.live = self.parked = False
         resources = self._spec.resources
         remote: Any = ray.remote(RolloutEngine)
         self._actor = remote.options(
@@ -76,34 +77,46 @@ class EngineHandle:
             self._log = LogCopy(self.name, self.log_path, self._actor, self._seat_ref)
             self._group.logs.follow(self._log)
 
-    def register(self, snapshot: WeightSnapshot | None) -> None:
+    def register(self, weights: EngineWeights | None, *, park: bool = False) -> None:
         """Collect the finished start, push the current weights if there are any, and go live. Raises FleetError.
 
-        An engine that was begun on a node that died is begun once more, with the deadline that it had.
+        park: stay up without serving, until `admit`. An engine that was begun on a node that died is begun once more,
+        with the deadline that it had.
         """
         try:
             ray.get(self.ready_ref, timeout=0)
         except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
-            if isinstance(error, RayActorError) and self._lost_a_node(error):
-                self.kill()
-                self._launch()
+            if self._begun_again(error):
                 return
             raise FleetError(f"{self.name} did not start: {_last_line(error)}; log: {self.log_path}") from error
-        if snapshot is not None:
+        if weights is not None:
             try:
-                with snapshot.published() as path:
-                    self.check_update(self.begin_update(path, snapshot.version), snapshot.version)
+                with weights.offered() as offer:
+                    self.check_update(*self.begin_update(offer, weights), weights.version)
             except RayError as error:
+                if self._begun_again(error):
+                    return
                 raise FleetError(f"{self.name} did not take its weights: {error}; log: {self.log_path}") from error
-        self.live = True
+        self.live, self.parked = not park, park
 
-    def _lost_a_node(self, error: RayActorError) -> bool:
-        """Whether a node has died since the launch: Ray notices late, and begins engines there meanwhile."""
-        if self._group is None:
+    def admit(self) -> None:
+        """Go live with the weights that came by another way than `register`."""
+        self.live, self.parked = True, False
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The reference of what a method of `RolloutEngine` returns."""
+        return getattr(self._actor, method).remote(*arguments)
+
+    def _begun_again(self, error: Exception) -> bool:
+        """Launch it once more if a node has died since: Ray notices that late, and begins engines there meanwhile."""
+        if self._group is None or not isinstance(error, RayActorError):
             return False
         deadline = time.monotonic() + (_VERDICT_TIMEOUT_S if isinstance(error, ActorUnavailableError) else 0.0)
         while not (lost := self._nodes - {node.id for node in living_nodes()}) and time.monotonic() < deadline:
             time.sleep(0.5)
+        if lost:
+            self.kill()
+            self._launch()
         return bool(lost)
 
     def submit(self, task: GroupTask) -> Any:
@@ -118,21 +131,37 @@ class EngineHandle:
         """Begin to wake; see `RolloutEngine.wake_up`."""
         return self._actor.wake_up.remote(tags)
 
-    def begin_update(self, path: str, version: int) -> Any:
-        """Begin a weight update from `path`; returns the reference for `check_update`."""
-        return self._actor.update_weights.remote(path, version)
+    def facts(self) -> EngineFacts:
+        """What a transport has to know of the engine."""
+        facts: EngineFacts = ray.get(self._actor.facts.remote(), timeout=_PING_TIMEOUT_S)
+        return facts
 
-    def check_update(self, reference: Any, version: int) -> UpdateReport:
-        """Wait for an update and hold the engine's own answer against `version`. Raises WeightSyncError."""
-        timeout = self._start_timeout_s
+    def begin_update(self, offer: dict[str, Any], weights: EngineWeights) -> tuple[Any, float]:
+        """Begin a weight update; returns the reference for `check_update`, and until when it has to be done."""
+        reference = self._actor.update_weights.remote(offer, weights.version, weights.sums)
+        return reference, time.monotonic() + self._update_timeout_s
+
+    def check_update(self, reference: Any, deadline: float, version: int) -> UpdateReport:
+        """Wait for an update and hold the engine's own answer against `version`.
+
+        Raises EngineLate, and WeightSyncError when the engine has another version or other weights.
+        """
         try:
-            report: UpdateReport = ray.get(reference, timeout=timeout)
+            report: UpdateReport = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError as error:
-            raise WeightSyncError(f"{self.name} did not load weights {version} in {timeout:g} s") from error
+            limit = f"{self._update_timeout_s:g} s (rollout.weights.timeout_s)"
+            raise EngineLate(
+                f"{self.name} has not loaded weights {version} in {limit}; log: {self.log_path}"
+            ) from error
+        return self.check_report(report, version)
+
+    def check_report(self, report: UpdateReport, version: int) -> UpdateReport:
+        """Raises WeightSyncError when the engine has another version or other weights."""
         if report.version != str(version):
             raise WeightSyncError(f"{self.name} reports weights {report.version!r} after being sent {version}")
         if report.wrong:
-            raise WeightSyncError(f"{self.name} holds other values than sent in {', '.join(report.wrong[:5])}")
+            names = f"{len(report.wrong)} tensors, e.g. {', '.join(report.wrong[:5])}"
+            raise WeightSyncError(f"{self.name} keeps other values than weights {version} have in {names}")
         return report
 
     def responds(self) -> bool:

@@ -57,6 +57,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
     """What `RolloutFleet.stats` reports, from its counts; absent ones are 0."""
-    names = ["group_retries", "quarantined", "engine_restarts", "generate_s", "sync_s"]
+    names = ["group_retries", "quarantined", "engine_restarts", "generate_s", "sync_s", "sync_bytes"]
     names += [f"lost_{status}" for status in TOOL_STATUSES]
-    return {name: float(counts.get(name, 0)) for name in names}
+    stats = {name: float(counts.get(name, 0)) for name in names}
+    if stats["sync_bytes"]:
+        stats["sync_gb_per_s"] = stats["sync_bytes"] / 1e9 / stats["sync_s"]
+    return stats

@@ -10,6 +10,7 @@ from ctpo_megatron.config.schema import Config, EngineConfig
 from ctpo_megatron.data.records import Prompt, ToolCall, Trajectory
 
 Device = Literal["cpu", "cuda"]
+Transport = Literal["file", "tcp", "nccl", "nccl_m2n", "ipc"]
 
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""
@@ -29,6 +30,7 @@ class EngineSpec:
     sandbox_url: str | None
     log_dir: Path
     device: Device = "cpu"
+    transport: Transport = "file"
     log_mark: str = ""
 
     @property
@@ -89,6 +91,10 @@ class WeightSyncError(FleetError):
     """An engine does not hold the weights it was sent."""
 
 
+class EngineLate(FleetError):
+    """An engine did not finish a weight update in time."""
+
+
 class Cancelled(Exception):
     """Sampling was cancelled."""
 
@@ -99,11 +105,23 @@ class EngineDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """An engine's own account of a weight update."""
+    """An engine's own account of a weight update.
+
+    wrong: tensors of which it keeps something else than was sent. unchecked: those that cannot be read back from it.
+    """
 
     version: str
-    compared: int
     wrong: tuple[str, ...]
+    unchecked: tuple[str, ...] = ()
+
+
+def choose_transport(config: Config, device: Device, *, cluster: bool) -> Transport:
+    """What carries weights to engines on `device`; cluster: Ray is that of `RAY_ADDRESS`, over nodes."""
+    if config.rollout.weights.transport != "auto":
+        return config.rollout.weights.transport
+    if device == "cuda":
+        return "ipc" if config.placement.mode == "colocated" else "nccl"
+    return "tcp" if cluster else "file"
 
 
 def engine_environment(device: Device, engine: EngineConfig) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ctpo_megatron.config import Config
 from ctpo_megatron.data import RolloutBatch
 from ctpo_megatron.policy import Layout, Policy
 from ctpo_megatron.rollout import RolloutFleet
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
-from ctpo_megatron.weights import RankZeroTransport, WeightTransport
+from ctpo_megatron.run.transports import make_transport
+from ctpo_megatron.weights import WeightTransport
 
 
 class Bridge:
@@ -16,11 +18,19 @@ class Bridge:
     Where engines and trainer share GPUs (`shared`) they take turns: engines wake to sample, and sleep to `give_way`.
     """
 
-    def __init__(self, layout: Layout, services: Services | None, report: Reporter, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        services: Services | None,
+        report: Reporter,
+        config: Config,
+        *,
+        shared: bool = False,
+    ) -> None:
         """services: None on ranks other than zero. shared: the engines start now and sleep. vLLM measures a GPU when it
         starts, so the trainer must take memory afterwards."""
-        self._layout, self._services, self._report = layout, services, report
-        self._transport: WeightTransport = RankZeroTransport(None if services is None else services.rollouts)
+        self._layout, self._services, self._report, self._config = layout, services, report, config
+        self._transport: WeightTransport | None = None
         self._shared, self._awake = shared, True
         self.give_way(level=2)
 
@@ -42,9 +52,20 @@ class Bridge:
     def publish(self, policy: Policy, version: int) -> None:
         """Send the current weights to every engine as `version`, then free the trainer's device memory for them."""
         with self._report.phase("sync"):
+            if self._transport is None:
+                self._transport = make_transport(self._layout, self._services, self._config)
+                self._transport.init()
             self._transport.send(policy, version)
             self._wake(policy)
         policy.release()
+
+    def __enter__(self) -> Bridge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release what the weights travel by; not collective."""
+        if self._transport is not None:
+            self._transport.close()
 
     def evaluate(self, step: int, policy: Policy) -> dict[str, float]:
         """See `Evaluation.run`."""

@@ -1,5 +1,23 @@
-"""Weights on their way from the trainer to the engines: the protocol of transports, and both ends of one."""
+"""Weights on their way from the trainer to the engines: the protocol of transports, and both ends of each."""
 
-from ctpo_megatron.weights.transport import RankZeroTransport, WeightReceiver, WeightSource, WeightTransport
+from ctpo_megatron.weights.transport import (
+    EngineFacts,
+    EngineFleet,
+    EngineWeights,
+    FileTransport,
+    Ranks,
+    WeightReceiver,
+    WeightSource,
+    WeightTransport,
+)
 
-__all__ = ["RankZeroTransport", "WeightReceiver", "WeightSource", "WeightTransport"]
+__all__ = [
+    "EngineFacts",
+    "EngineFleet",
+    "EngineWeights",
+    "FileTransport",
+    "Ranks",
+    "WeightReceiver",
+    "WeightSource",
+    "WeightTransport",
+]

@@ -9,10 +9,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+    from ctpo_megatron.weights.checksum import Sums
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +47,6 @@ class WeightSnapshot:
                     writer.move(_new_path(_disk()))
                 writer.add(name, tensor)
                 del tensor  # or it would stay while the next one is gathered
-            if not writer.names:
-                raise ValueError(f"weights of version {version}: no tensors given")
             writer.close()
         except BaseException:
             writer.discard()
@@ -58,7 +58,7 @@ class WeightSnapshot:
                 version,
                 writer.path.parent,
             )
-        self.names, self._path = writer.names, writer.path
+        self.names, self.entries, self.size, self._path = writer.names, writer.entries, writer.tensor_bytes, writer.path
         self._file: IO[bytes] = open(self._path, "rb")  # noqa: SIM115 - held for the life of the snapshot
 
     @contextmanager
@@ -71,12 +71,46 @@ class WeightSnapshot:
         try:
             yield str(self._path)
         finally:
-            self._path.unlink(missing_ok=True)
+            self.unlink()
+
+    def unlink(self) -> None:
+        """Take the name away; `published` gives the contents one again."""
+        self._path.unlink(missing_ok=True)
+
+    def reopened(self) -> IO[bytes]:
+        """The file with a position of its own, for the caller to close; it outlives the snapshot."""
+        return open(f"/proc/self/fd/{self._file.fileno()}", "rb")
 
     def close(self) -> None:
         """Release the memory."""
-        self._path.unlink(missing_ok=True)
+        self.unlink()
         self._file.close()
+
+
+class FileWeights:
+    """`EngineWeights` in one file, for engines of this node."""
+
+    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype) -> None:
+        """dtype: of the engines. Raises ValueError for no tensors, or a name that comes twice."""
+        from ctpo_megatron.weights.checksum import Checksums
+
+        checksums = Checksums(version, dtype)
+        self._snapshot = WeightSnapshot(checksums.watch(named_tensors), version)
+        if not self._snapshot.names:
+            self._snapshot.close()
+            raise ValueError(f"weights of version {version}: no tensors given")
+        self.version, self.names, self.size = version, self._snapshot.names, self._snapshot.size
+        self.sums: Sums = checksums.sums
+
+    @contextmanager
+    def offered(self) -> Iterator[dict[str, Any]]:
+        """See `EngineWeights`."""
+        with self._snapshot.published() as path:
+            yield {"path": path}
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._snapshot.close()
 
 
 def checkpoint_names(model_path: str | Path) -> frozenset[str]:

@@ -1,14 +1,19 @@
-"""How the trainer's weights reach the engines: the protocol, and the way through one file of rank zero's node."""
+"""How the trainer's weights reach the engines: the protocols, and the way through one file of rank zero's node."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+    from ctpo_megatron.weights.checksum import Sums
+
+T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
 
@@ -17,6 +22,58 @@ class WeightSource(Protocol):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor), one at a time, on every rank; collective, iterated to the end."""
+
+    def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of `weights` that this rank is to send: each is of one rank. Collective, iterated to the end."""
+
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of all `weights`, in their order, on every rank. Collective; no weight is moved."""
+
+
+class EngineWeights(Protocol):
+    """One version of the weights, that engines can be given as often as it takes until it is closed."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+
+    @property
+    def sums(self) -> Sums:
+        """What the engines' own parameters have to sum up to."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that an engine takes."""
+
+    def offered(self) -> AbstractContextManager[dict[str, Any]]:
+        """What an engine is told in order to take them; valid inside the block."""
+
+    def close(self) -> None:
+        """Release them."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """dtype: of the engines' parameters. address: of an engine's node."""
+
+    dtype: torch.dtype
+    address: str
+
+
+class EngineFleet(Protocol):
+    """Has the engines: `RolloutFleet`, on rank zero."""
+
+    def engine_facts(self) -> EngineFacts:
+        """What a transport has to know of the engines; waits until they are up."""
+
+    def update(self, weights: EngineWeights, began: float) -> None:
+        """Give all engines these weights, which the fleet closes when it is given the next ones.
+
+        began: when they began to be made, on the monotonic clock.
+        """
 
 
 class WeightReceiver(Protocol):
@@ -29,11 +86,33 @@ class WeightReceiver(Protocol):
 class WeightTransport(Protocol):
     """Carries weights from the trainer to the engines; one object on every trainer rank."""
 
+    def init(self) -> None:
+        """Prepare what lasts for the run, once; collective."""
+
     def send(self, source: WeightSource, version: int) -> None:
-        """Return when every engine has the weights and has said that they are `version`. Collective."""
+        """Return when every engine has the weights, has said that they are `version`, and was checked. Collective.
+
+        An engine that is late by `rollout.weights.timeout_s` or dies is replaced, and the new one is given them.
+        """
+
+    def close(self) -> None:
+        """Release what `init` and `send` made; not collective."""
 
 
-class RankZeroTransport:
+class Ranks(Protocol):
+    """The trainer's ranks, as a transport calls them: `Layout`."""
+
+    @property
+    def is_rank_zero(self) -> bool: ...
+
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
+        """The result of `action`, which rank zero alone runs, on every rank."""
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank, in rank order."""
+
+
+class FileTransport:
     """Every tensor is gathered on all ranks, one at a time; rank zero hands it to the receiver of its process.
 
     For engines on rank zero's node: `RolloutFleet` writes the tensors to one file in shared memory.
@@ -43,9 +122,15 @@ class RankZeroTransport:
         """receiver: None on ranks other than zero."""
         self._receiver = receiver
 
+    def init(self) -> None:
+        """Nothing lasts longer than an update."""
+
     def send(self, source: WeightSource, version: int) -> None:
         """See `WeightTransport`."""
         if self._receiver is not None:
             self._receiver.publish(source.weights(), version)
         else:
             deque(source.weights(), maxlen=0)  # a loop would keep each tensor while the next one is gathered
+
+    def close(self) -> None:
+        """Nothing to release; the fleet has the weights."""

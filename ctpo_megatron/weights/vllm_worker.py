@@ -1,12 +1,12 @@
-"""The engine's end of a weight update: a vLLM weight-transfer backend that reads one safetensors file."""
+"""The engine's end of a weight update: vLLM weight-transfer backends for a safetensors file and for TCP."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -16,20 +16,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-BACKEND = "ctpo_file"
-_SAMPLES = 64
+from ctpo_megatron.weights.tcp import Share, fetched
+from ctpo_megatron.weights.vllm_checksum import kept_parts
 
+FILE, TCP = "ctpo_file", "ctpo_tcp"
+"""Names of the backends."""
 
-@contextmanager
-def _opened(path: str) -> Iterator[Any]:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: weights file not visible to this engine (it must share a node with rank 0)")
-    with safe_open(path, "pt") as file:
-        yield file
+Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
 @dataclass
-class FileInitInfo(WeightTransferInitInfo):
+class NoInitInfo(WeightTransferInitInfo):
     """Nothing to agree on beforehand."""
 
 
@@ -40,23 +37,36 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     path: str
 
 
-class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Loads a whole checkpoint-format state dict from a file on the same node."""
+@dataclass
+class TcpUpdateInfo(WeightTransferUpdateInfo):
+    """See `tcp.fetched`. shares: fields of each `Share`. secret: in hexadecimal digits."""
 
-    init_info_cls = FileInitInfo
-    update_info_cls = FileUpdateInfo
+    shares: list[tuple[str, int, list[Any]]]
+    secret: str
+    version: int
+    bucket_bytes: int
+    timeout_s: float
 
-    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+
+class CheckpointEngine(WeightTransferEngine[NoInitInfo, Update]):
+    """Loads a whole checkpoint-format state dict that comes tensor by tensor."""
+
+    init_info_cls = NoInitInfo
+
+    @abstractmethod
+    def tensors(self, update_info: Update) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor)"""
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
         """Give every layer its loadable parameters back."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load every tensor of the file; raises FileNotFoundError when it is not visible from here."""
-        with _opened(update_info.path) as file:
-            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+    def receive_weights(self, update_info: Update) -> None:
+        """Load every tensor; raises what `tensors` raises."""
+        self.model.load_weights(self.tensors(update_info))
 
     def finish_weight_update(self) -> None:
         """Turn the loaded parameters into the layout the kernels want."""
@@ -76,32 +86,45 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Nothing to release."""
 
 
+class FileEngine(CheckpointEngine[FileUpdateInfo]):
+    """From a file on the same node."""
+
+    update_info_cls = FileUpdateInfo
+
+    def tensors(self, update_info: FileUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of the file; raises FileNotFoundError when it is not visible from here."""
+        path = update_info.path
+        if not Path(path).is_file():
+            raise FileNotFoundError(
+                f"{path}: not visible to this engine: rollout.weights.transport: file is for one node"
+            )
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+
+
+class TcpEngine(CheckpointEngine[TcpUpdateInfo]):
+    """From the trainer's ranks."""
+
+    update_info_cls = TcpUpdateInfo
+
+    def tensors(self, update_info: TcpUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        """As they arrive; raises ConnectionError naming the address of the rank that is late or gone."""
+        shares = [Share(*share) for share in update_info.shares]
+        secret, timeout_s = bytes.fromhex(update_info.secret), update_info.timeout_s
+        return fetched(shares, secret, update_info.version, update_info.bucket_bytes, timeout_s)
+
+
 class WorkerExtension:
-    """Methods added to every vLLM worker (`worker_extension_cls`); importing this module registers the backend."""
+    """Methods added to every vLLM worker (`worker_extension_cls`); importing this module registers the backends."""
 
     get_model: Callable[[], torch.nn.Module]  # vLLM's worker has it; without the wrapper of CUDA graphs
 
-    def ctpo_compare_weights(self, path: str) -> tuple[int, list[str]]:
-        """(tensors compared, names that differ) between the file and the live parameters.
-
-        Only parameters that the engine keeps under the checkpoint's name and shape can be compared (embeddings, norms;
-        fused and repacked ones cannot), a few evenly spaced elements of each, in the engine's own precision.
-        """
-        live = dict(self.get_model().named_parameters())
-        compared, wrong = 0, []
-        with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                parameter = live.get(name)
-                if parameter is None or list(parameter.shape) != file.get_slice(name).get_shape():
-                    continue
-                want = file.get_tensor(name).flatten()
-                index = torch.linspace(0, want.numel() - 1, min(_SAMPLES, want.numel()), dtype=torch.float64).long()
-                have = parameter.detach().flatten()[index.to(parameter.device)].cpu()
-                compared += 1
-                if not torch.equal(want[index].to(have.dtype), have):
-                    wrong.append(name)
-        return compared, wrong
+    def ctpo_checksums(self, version: int) -> list[tuple[str, str, bool, int]]:
+        """Fields of each `Part` that this worker keeps."""
+        return [astuple(part) for part in kept_parts(self.get_model(), version)]
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, FileWeightEngine)
+for backend, engine in ((FILE, FileEngine), (TCP, TcpEngine)):
+    if backend not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend, engine)

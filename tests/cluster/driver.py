@@ -127,7 +127,7 @@ class _Served:
     def close(self) -> None:
         """Close the fleet."""
         if self.stage is not None:
-            self.stage.fleet.close()
+            self.stage.close()
 
 
 def main() -> None:

@@ -40,7 +40,8 @@ class Set:
     @property
     def log(self) -> str:
         """The engine's, as the run directory has it."""
-        return (self.run / "logs" / "rollout_engine_0.log").read_text(errors="replace")
+        path = self.run / "logs" / "rollout_engine_0.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def engine(self, name: str = "ray::RolloutEngine") -> psutil.Process:
         [process] = self.worker.processes(name)
@@ -60,7 +61,7 @@ def nodes() -> Iterator[Set]:
         try:
             everything = Set(cluster, sandbox, driver)
             options: dict[str, Any] = {"sections": {"cluster": {"nodes": 2}}, "tools": [{"name": "python"}]}
-            options |= {"start_timeout_s": scaled(240)}
+            options |= {"start_timeout_s": scaled(240), "weights": {"timeout_s": scaled(60)}}
             with pytest.raises(Refused, match=r"no place for 9 engines of 1 CPU and 0 GPU each .*spread\)"):
                 driver.call("start", root=str(cluster.folder), sandbox_url=None, engines=9, **options)
             seconds = driver.call("start", root=str(cluster.folder), sandbox_url=None, **options)

@@ -32,7 +32,7 @@ def running(stage: Stage) -> Iterator[Stage]:
         stage.fleet.wait_ready()
         yield stage
     finally:
-        stage.fleet.close()
+        stage.close()
 
 
 @pytest.fixture(scope="session")
@@ -44,12 +44,13 @@ def stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def users_stage(shared_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A mixture of experts; tools, parser and environment come from a file outside the package."""
+    """A mixture of experts; tools, parser and environment come from a file outside the package, weights over TCP."""
     root = tmp_path_factory.mktemp("users")
     parts: dict[str, Any] = {
         "tools": [{"name": "user_parts:ScriptedPython", "arguments": {"flag": str(root / "flag")}}, "user_parts:Adder"],
         "tool_parser": {"name": "user_parts:TaggedParser", "arguments": {"tag": "result"}},
         "environment": {"name": "user_parts:Either", "arguments": {"times": 3}},
+        "weights": {"transport": "tcp"},
     }
     with running(Stage(root, EXPERTS, **parts)) as stage:
         yield stage

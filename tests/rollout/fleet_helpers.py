@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
+import ray
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -16,7 +19,11 @@ from transformers import PreTrainedModel
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.rollout import RolloutFleet, Sampling
+from ctpo_megatron.weights import EngineFleet
+from ctpo_megatron.weights.tcp_transport import TcpTransport
 from tests.rollout.tiny_model import CALL, build_tiny_model
+
+T = TypeVar("T")
 
 MAX_RESPONSE, MAX_TURN = 150, 30
 
@@ -53,6 +60,30 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
     )
 
 
+class OneRank:
+    """A job of one rank, as a transport calls it."""
+
+    is_rank_zero = True
+
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
+        return action()
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+
+class Source:
+    """Has weights to send."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self._state = state
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._state.items()
+
+    own_weights = weights
+
+
 class Stage:
     """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.
 
@@ -73,6 +104,12 @@ class Stage:
         cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
         self.fleet = RolloutFleet(self.config, str(self.path), 7, sandbox_url, cluster=cluster, finished=count)
         self.fleet.start()
+        self.transport: TcpTransport | None = None
+
+    def close(self) -> None:
+        self.fleet.close()
+        if self.transport is not None:
+            self.transport.close()
 
     def prompts(self, count: int, length: int = 40) -> list[Prompt]:
         generator = torch.Generator().manual_seed(count)
@@ -86,8 +123,36 @@ class Stage:
             for parameter in self.model.parameters():
                 parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
         self.version += 1
-        self.model.save_pretrained(self.path.parent / "updated")  # under the names of a checkpoint
-        self.fleet.sync(load_file(self.path.parent / "updated" / "model.safetensors").items(), self.version)
+        self.send(self.state(), self.version)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All weights, under the names of a checkpoint."""
+        self.model.save_pretrained(self.path.parent / "updated")
+        return load_file(self.path.parent / "updated" / "model.safetensors")
+
+    def send(self, state: dict[str, torch.Tensor], version: int) -> None:
+        """By the transport of the fleet's configuration."""
+        if self.fleet.transport != "tcp":
+            return self.fleet.sync(state.items(), version)
+        if self.transport is None:
+            self.transport = self._tcp(self.fleet)
+        self.transport.send(Source(state), version)
+
+    def _tcp(self, engines: EngineFleet) -> TcpTransport:
+        timeout_s = self.config.rollout.weights.timeout_s
+        transport = TcpTransport(OneRank(), engines, bucket_bytes=64 << 10, timeout_s=timeout_s)
+        transport.init()
+        return transport
+
+    @contextmanager
+    def between(self, engines: EngineFleet) -> Iterator[None]:
+        """What is sent over TCP meanwhile goes to `engines`."""
+        former, self.transport = self.transport, self._tcp(engines)
+        try:
+            yield
+        finally:
+            self.transport.close()
+            self.transport = former
 
     def generate(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
         return self.fleet.generate(prompts, step=step, samples=samples, sampling=Sampling(**sampling))
@@ -122,3 +187,10 @@ def versions(groups: Sequence[Group]) -> set[int]:
         for version, by_model in zip(trajectory.weight_version, trajectory.response_mask, strict=True)
         if by_model
     }
+
+
+def engine_processes(stage: Stage, name: str) -> list[psutil.Process]:
+    """Of the stage's only engine: its actor, or the engine core that the actor started."""
+    [engine] = stage.fleet._engines
+    actor = psutil.Process(ray.get(engine.ready_ref))
+    return [process for process in (actor, *actor.children(recursive=True)) if name in " ".join(process.cmdline())]

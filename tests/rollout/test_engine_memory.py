@@ -33,7 +33,7 @@ class RecordedLLM:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self.calls.append((method, args))
-        return [(1, [])]
+        return [[("weight", "", False, 7)]]
 
     async def get_weight_version(self) -> str:
         return "3"
@@ -54,16 +54,16 @@ def recorded_calls(*, asleep: bool) -> list[str]:
         if asleep:
             await engine.sleep(2)
             await engine.wake_up(["weights"])
-        await engine.update_weights("/weights", 3)
+        await engine.update_weights({"path": "/weights"}, 3, {"weight": (7, 7)})
         if asleep:
             await engine.wake_up(["kv_cache"])
-            await engine.update_weights("/weights", 3)
+            await engine.update_weights({"path": "/weights"}, 3, {"weight": (7, 7)})
 
     asyncio.run(step())
     return [f"{name} {detail}" if name in ("sleep", "wake_up") else name for name, detail in recorder.calls]
 
 
-UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "ctpo_compare_weights"]
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "ctpo_checksums"]
 
 
 def test_the_cache_comes_back_after_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 
 from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.rollout import (
@@ -25,6 +24,7 @@ from tests.rollout.fleet_helpers import (
     MAX_RESPONSE,
     MAX_TURN,
     Stage,
+    engine_processes,
     largest_log_prob_error,
     tokens,
     versions,
@@ -208,13 +208,6 @@ def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) ->
         stage.flag.write_text("0")
         stage.fleet.quarantined[:] = before
     assert [len(group.trajectories) for group in stage.generate([prompt], step=7)] == [4]
-
-
-def engine_processes(stage: Stage, name: str) -> list[psutil.Process]:
-    """Of the stage's only engine: its actor, or the engine core that the actor started."""
-    [engine] = stage.fleet._engines
-    actor = psutil.Process(ray.get(engine.ready_ref))
-    return [process for process in (actor, *actor.children(recursive=True)) if name in " ".join(process.cmdline())]
 
 
 def kill_soon(stage: Stage, name: str, delay_s: float) -> threading.Timer:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from ctpo_megatron.data.records import Group, Prompt, ToolCall, Trajectory
 from ctpo_megatron.environments.seeds import trajectory_seed, turn_seed
 from ctpo_megatron.rollout.metrics import rollout_metrics
-from ctpo_megatron.weights.shared_file import WeightSnapshot, checkpoint_names
+from ctpo_megatron.weights.shared_file import FileWeights, WeightSnapshot, checkpoint_names
 
 
 def test_seed_values_never_change() -> None:
@@ -119,7 +119,7 @@ def test_snapshot_has_a_name_only_while_published() -> None:
 
 def test_snapshot_refuses_nonsense() -> None:
     with pytest.raises(ValueError, match="no tensors"):
-        WeightSnapshot([], 0)
+        FileWeights([], 0, torch.float32)
     with pytest.raises(ValueError, match="twice"):
         WeightSnapshot([("a", torch.zeros(1)), ("a", torch.zeros(1))], 0)
 

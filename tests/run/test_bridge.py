@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from ctpo_megatron.config import Config
 from ctpo_megatron.data import RolloutBatch
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import Bridge
 from ctpo_megatron.run.services import Services
 
 ONE_RANK = Layout(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, torch.device("cpu"))
+CONFIG = Config.model_validate(
+    {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "data": {"train": ["t.parquet"]}}
+)
 
 
 class Recorder:
@@ -24,6 +28,8 @@ class Recorder:
         self.calls: list[str] = []
         self.batch: RolloutBatch | None = RolloutBatch([])
         self.before_work: Any = lambda: None
+
+    transport = "file"
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"engines sleep {level}")
@@ -60,7 +66,7 @@ class Recorder:
 def a_bridge(*, shared: bool) -> tuple[Bridge, Recorder]:
     recorder = Recorder()
     parts: Any = recorder
-    bridge = Bridge(ONE_RANK, Services(parts, parts, parts), parts, shared=shared)
+    bridge = Bridge(ONE_RANK, Services(parts, parts, parts), parts, CONFIG, shared=shared)
     recorder.before_work = bridge.give_way
     return bridge, recorder
 

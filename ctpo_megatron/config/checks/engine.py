@@ -64,6 +64,7 @@ def check_engine(config: Config, spec: ModelSpec | None, *, cuda: bool) -> Itera
     if not cuda:
         yield from _cpu(config, engine)
     yield from _extra(config, engine)
+    yield from _transport(config, cuda)
     if spec is None:
         return
     if spec.num_attention_heads % engine.tensor_parallel_size:
@@ -92,6 +93,20 @@ def _extra(config: Config, engine: EngineConfig) -> Iterator[Problem]:
             yield Problem(f"rollout.engine.extra.{name}", "is set elsewhere", f"use {_OWNED[name]}", value)
         elif name in _FIXED:
             yield Problem(f"rollout.engine.extra.{name}", f"is not for you to set: {_FIXED[name]}", "remove it", value)
+
+
+def _transport(config: Config, cuda: bool) -> Iterator[Problem]:
+    chosen, shared = config.rollout.weights.transport, config.placement.mode == "colocated"
+    key = "rollout.weights.transport"
+    if chosen == "nccl_m2n":
+        message = "is not built: vLLM's backend needs nccl-extensions, which has no release that could be pinned"
+        yield error(config, key, message, "set nccl")
+    elif chosen in ("nccl", "ipc") and not cuda:
+        yield error(config, key, "needs CUDA", "set auto, file or tcp")
+    elif chosen == "ipc" and not shared:
+        yield error(config, key, "is for engines on the trainer's GPUs", "set nccl, or placement.mode: colocated")
+    elif chosen == "nccl" and shared:
+        yield error(config, key, "cannot join two processes on one GPU (placement.mode: colocated)", "set ipc")
 
 
 def _engine_dtype(config: Config, spec: ModelSpec) -> str:

@@ -1,0 +1,238 @@
+"""Weights over TCP, both ends: every trainer rank serves what it owns, every engine fetches from all of them.
+
+An engine sends the run's secret, then asks for byte ranges of a rank's snapshot: version, first byte, length. There is
+no encryption; the network has to be private.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ctpo_megatron.weights.shared_file import WeightSnapshot
+from ctpo_megatron.weights.tensor_file import Entry
+
+log = logging.getLogger(__name__)
+
+SECRET_BYTES = 32
+_REQUEST = struct.Struct("!QQQ")
+_CONNECTIONS = 256
+_SECRET_TIMEOUT_S = 10.0
+_AHEAD = 1
+"""Buckets that are fetched while one is loaded."""
+
+
+def address_toward(peer: str) -> str:
+    """The address of this machine that packets to `peer` leave from; nothing is sent."""
+    family, *_, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+class WeightServer:
+    """Serves the snapshot of a rank on one address, to who knows the secret.
+
+    timeout_s: deadline of every operation on a connection.
+    """
+
+    def __init__(self, host: str, secret: bytes, timeout_s: float) -> None:
+        self._socket = socket.create_server((host, 0), backlog=_CONNECTIONS, family=_family(host))
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._secret, self._timeout_s = secret, timeout_s
+        self._snapshot: WeightSnapshot | None = None
+        self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(_CONNECTIONS)
+        threading.Thread(target=self._accept, name="weight server", daemon=True).start()
+
+    def serve(self, snapshot: WeightSnapshot | None) -> None:
+        """From now on this one, which loses its name; the former is closed, but for ranges that are being sent."""
+        if snapshot is not None:
+            snapshot.unlink()  # or it would stay behind if this process is killed
+        with self._lock:
+            former, self._snapshot = self._snapshot, snapshot
+        if former is not None:
+            former.close()
+
+    def close(self) -> None:
+        """Serve nothing any more, and release the snapshot."""
+        self.serve(None)
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
+        except OSError:
+            log.debug("the weight server was closed before")
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, name = self._socket.accept()
+            except OSError:
+                return  # closed
+            if self._free.acquire(blocking=False):
+                threading.Thread(target=self._answer, args=(peer, name), name="weights", daemon=True).start()
+            else:
+                log.warning("weights: %s refused, %d connections are open", name[0], _CONNECTIONS)
+                peer.close()
+
+    def _answer(self, peer: socket.socket, name: Any) -> None:
+        try:
+            with peer:
+                peer.settimeout(min(_SECRET_TIMEOUT_S, self._timeout_s))
+                secret = bytearray(SECRET_BYTES)
+                _receive(peer, memoryview(secret))
+                if not hmac.compare_digest(secret, self._secret):
+                    log.warning("weights: %s refused, it does not know the secret of this run", name[0])
+                    return
+                peer.settimeout(self._timeout_s)
+                self._serve(peer)
+        except OSError as error:  # rank zero names the engine that is late or gone
+            log.info("weights: connection of %s ended: %s", name[0], error)
+        finally:
+            self._free.release()
+
+    def _serve(self, peer: socket.socket) -> None:
+        request = bytearray(_REQUEST.size)
+        while True:
+            _receive(peer, memoryview(request))
+            version, first, length = _REQUEST.unpack(request)
+            with self._lock:
+                if self._snapshot is None or self._snapshot.version != version:
+                    return
+                file = self._snapshot.reopened()
+            with file:
+                peer.sendfile(file, first, length)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank serves, and where."""
+
+    host: str
+    port: int
+    entries: Sequence[Entry]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive tensors of one share, which are fetched together."""
+
+    share: int
+    entries: list[Entry]
+
+    @property
+    def first(self) -> int:
+        return self.entries[0][3]
+
+    @property
+    def size(self) -> int:
+        return self.entries[-1][3] + self.entries[-1][4] - self.first
+
+
+def plan(shares: Sequence[Share], bucket_bytes: int) -> list[Bucket]:
+    """All tensors in buckets of `bucket_bytes` at most, or of one tensor, layer by layer.
+
+    vLLM keeps tensors of a layer until it has all of them, which may come from several ranks.
+    """
+    order = sorted(
+        ((_layer(entry[0]), number, entry) for number, share in enumerate(shares) for entry in share.entries),
+        key=lambda item: (item[0], item[1], item[2][3]),
+    )
+    buckets: list[Bucket] = []
+    for _, number, entry in order:
+        last = buckets[-1] if buckets else None
+        follows = last is not None and last.share == number and last.first + last.size == entry[3]
+        if last is not None and follows and last.size + entry[4] <= bucket_bytes:
+            last.entries.append(entry)
+        else:
+            buckets.append(Bucket(number, [entry]))
+    return buckets
+
+
+def fetched(
+    shares: Sequence[Share], secret: bytes, version: int, bucket_bytes: int, timeout_s: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor on the CPU) of all shares; a bucket arrives while the one before is used.
+
+    timeout_s: deadline of every operation on a connection. Raises ConnectionError naming the address of a rank that is
+    late or gone, does not have this version, or refuses the secret.
+    """
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="weights"))
+        peers = [stack.enter_context(_Peer(share, secret, version, timeout_s)) for share in shares]
+        coming: deque[tuple[Bucket, Future[torch.Tensor]]] = deque()
+        for bucket in plan(shares, bucket_bytes):
+            coming.append((bucket, pool.submit(peers[bucket.share].fetch, bucket)))
+            if len(coming) > _AHEAD:
+                yield from _tensors(*coming.popleft())
+        while coming:
+            yield from _tensors(*coming.popleft())
+
+
+def _tensors(bucket: Bucket, content: Future[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    data = content.result()
+    for name, dtype_name, shape, first, size in bucket.entries:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        start = first - bucket.first
+        part = data[start : start + size]
+        if start % dtype.itemsize:
+            part = part.clone()
+        yield name, part.view(dtype).view(shape)
+
+
+class _Peer:
+    """An engine's connection to one rank."""
+
+    def __init__(self, share: Share, secret: bytes, version: int, timeout_s: float) -> None:
+        self._version = version
+        self._name = f"weights of {share.host}:{share.port}"
+        try:
+            self._socket = socket.create_connection((share.host, share.port), timeout=timeout_s)
+            self._socket.sendall(secret)
+        except OSError as error:
+            raise ConnectionError(f"{self._name}: {error}") from error
+
+    def __enter__(self) -> _Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def fetch(self, bucket: Bucket) -> torch.Tensor:
+        """Its bytes."""
+        content = torch.empty(bucket.size, dtype=torch.uint8)
+        try:
+            self._socket.sendall(_REQUEST.pack(self._version, bucket.first, bucket.size))
+            _receive(self._socket, memoryview(content.numpy().data))
+        except OSError as error:
+            raise ConnectionError(f"{self._name}, version {self._version}: {error}") from error
+        return content
+
+
+def _receive(peer: socket.socket, into: memoryview) -> None:
+    """Fill `into`; raises ConnectionError when the other side ends before, TimeoutError when it is late."""
+    while into:
+        count = peer.recv_into(into)
+        if count == 0:
+            raise ConnectionError(f"closed by the other side, {len(into)} bytes short")
+        into = into[count:]
+
+
+def _layer(name: str) -> int:
+    """Number of the layer that a tensor is of; -1 of those in none."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None)[0][0]

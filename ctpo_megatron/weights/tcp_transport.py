@@ -1,0 +1,101 @@
+"""The transport over TCP: every rank keeps a snapshot of what it owns and serves it; rank zero tells the engines."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from ctpo_megatron.weights.checksum import Checksums, Sums
+from ctpo_megatron.weights.shared_file import WeightSnapshot
+from ctpo_megatron.weights.tcp import SECRET_BYTES, Share, WeightServer, address_toward
+from ctpo_megatron.weights.transport import EngineFleet, Ranks, WeightSource
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """`EngineWeights` that all ranks serve; each closes its own."""
+
+    version: int
+    shares: Sequence[Share]
+    sums: Sums
+    secret: bytes
+    bucket_bytes: int
+    timeout_s: float
+
+    @property
+    def names(self) -> frozenset[str]:
+        """See `EngineWeights`."""
+        return frozenset(entry[0] for share in self.shares for entry in share.entries)
+
+    @property
+    def size(self) -> int:
+        """See `EngineWeights`."""
+        return sum(entry[4] for share in self.shares for entry in share.entries)
+
+    @contextmanager
+    def offered(self) -> Iterator[dict[str, Any]]:
+        """See `EngineWeights`."""
+        yield {
+            "shares": [astuple(share) for share in self.shares],
+            "secret": self.secret.hex(),
+            "version": self.version,
+            "bucket_bytes": self.bucket_bytes,
+            "timeout_s": self.timeout_s,
+        }
+
+    def close(self) -> None:
+        """Nothing that rank zero could do for the others."""
+
+
+class TcpTransport:
+    """For engines on any node. What a rank owns stays in its node's shared memory until the next version."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        engines: EngineFleet | None,
+        *,
+        bucket_bytes: int,
+        timeout_s: float,
+        address: str | None = None,
+    ) -> None:
+        """engines: None on ranks other than zero. address: to serve on; None: that toward an engine's node."""
+        self._ranks, self._engines, self._address = ranks, engines, address
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._server: WeightServer | None = None
+
+    def init(self) -> None:
+        """Agree on a secret, and begin to serve; waits until the engines are up."""
+        self._secret = self._ranks.on_rank_zero(lambda: secrets.token_bytes(SECRET_BYTES))
+        self._facts = self._ranks.on_rank_zero(lambda: self._rank_zero.engine_facts())
+        host = self._address or address_toward(self._facts.address)
+        self._server = WeightServer(host, self._secret, self._timeout_s)
+
+    def send(self, source: WeightSource, version: int) -> None:
+        """See `WeightTransport`."""
+        if self._server is None:
+            raise RuntimeError("init comes before send")
+        began = time.monotonic()
+        self._server.serve(None)  # or two versions would take memory
+        checksums = Checksums(version, self._facts.dtype)
+        snapshot = WeightSnapshot(checksums.watch(source.own_weights()), version)
+        self._server.serve(snapshot)
+        gathered = self._ranks.gather((Share(*self._server.address, snapshot.entries), checksums.sums))
+        shares = [share for share, _ in gathered if share.entries]
+        sums = {name: value for _, of_rank in gathered for name, value in of_rank.items()}
+        served = ServedWeights(version, shares, sums, self._secret, self._bucket_bytes, self._timeout_s)
+        self._ranks.on_rank_zero(lambda: self._rank_zero.update(served, began))
+
+    def close(self) -> None:
+        """See `WeightTransport`."""
+        if self._server is not None:
+            self._server.close()
+
+    @property
+    def _rank_zero(self) -> EngineFleet:
+        assert self._engines is not None  # asked for in actions of rank zero only
+        return self._engines
