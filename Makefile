@@ -1,6 +1,7 @@
 # make quickstart   fresh machine -> .venv -> the whole pipeline on CPU -> report
 # make test         fresh machine -> .venv -> the CPU test suite
-# make test-cluster several nodes on this one: Ray nodes in network namespaces (needs root)
+# make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
+#                  installs Debian's packages of Slurm where they are missing
 # make lint         ruff, mypy, and the links of the documents
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
@@ -55,6 +56,7 @@ test-slow: $(INSTALLED) $(TRITON)
 
 # Ray nodes in network namespaces of their own: needs root.
 test-cluster: $(INSTALLED)
+	@$(BIN)/python -m tests.cluster.packages $(if $(INSTALL),--install)
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 mutation: $(INSTALLED) $(TRITON)

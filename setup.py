@@ -26,7 +26,7 @@ setup(
     package_data={
         "ctpo_megatron": ["py.typed", "**/*.html", "**/*.jinja"],
         "ctpo_megatron.configs": ["**/*.yaml"],
-        **{package: ["py.typed"] for package in separate},
+        **{package: ["py.typed", "**/*.j2"] for package in separate},
     },
     # The base install validates configs and launches; the heavy stack is an extra, pinned in requirements/.
     install_requires=["omegaconf>=2.3", "pydantic>=2.9", "PyYAML>=6", "rich>=13"],

@@ -20,7 +20,7 @@ SEPARATE = {
 
 # Package -> what of ours it may import, as a prefix of the dotted name. Its own modules are always allowed.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "ctpo_megatron.cli": ("ctpo_megatron", "ctpo_sandbox"),
+    "ctpo_megatron.cli": ("ctpo_megatron", "ctpo_sandbox", "ctpo_launchers"),
     "ctpo_megatron.models": (),
     "ctpo_megatron.config": ("ctpo_megatron.models", "ctpo_megatron.extensions", "ctpo_kernels.names"),
     "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_megatron.extensions", "ctpo_kernels"),
@@ -98,7 +98,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
-    "ctpo_launchers": ("ctpo_megatron.config",),
+    "ctpo_launchers": ("ctpo_megatron.config", "ctpo_megatron.signals", "ctpo_sandbox"),
 }
 # Every package may ask the root package for its version, and keep secrets out of what it prints.
 ALWAYS = ("ctpo_megatron.__version__", "ctpo_megatron.redact")

@@ -11,6 +11,7 @@ from ctpo_megatron.cli.errors import report_error
 
 VERBS = {
     "train": "train from a configuration file",
+    "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run",
     "doctor": "what is installed, what is missing",
     "verify": "compare parallel layouts with a float64 oracle",
@@ -18,6 +19,9 @@ VERBS = {
     "sandbox": "the code execution service",
 }
 """Verb -> its line in `ctpo --help`. `add_arguments` of the module of that name declares arguments and sets `run`."""
+
+
+_OVERRIDABLE = ("train", "launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     parser = _parser(verb=argv[0] if argv else "")
     args, unknown = parser.parse_known_args(argv)
-    if unknown and not (args.verb == "train" and all("." in text or "=" in text for text in unknown)):
+    if unknown and not (args.verb in _OVERRIDABLE and all("." in text or "=" in text for text in unknown)):
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if "run" not in args:
         parser.error("the verb comes first")

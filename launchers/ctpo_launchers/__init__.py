@@ -1,1 +1,1 @@
-"""Reserved for the cluster launchers. Nothing is here yet; one node is started with torchrun."""
+"""Jobs on clusters: `ctpo_launchers.node` runs on every node, `ctpo_launchers.launch` submits (docs/cluster.md)."""

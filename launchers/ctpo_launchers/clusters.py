@@ -1,0 +1,100 @@
+"""What a cluster is like, from a file of configs/clusters: where jobs run, on what, and how they get there."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+from yaml import YAMLError
+
+CLOCK = r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$"
+NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
+
+
+class ClusterError(Exception):
+    """A cluster file cannot be used; the message lists everything that is wrong with it."""
+
+
+class Cluster(BaseModel):
+    """One cluster file. Keys of Slurm's own have its meaning; null leaves them to the cluster."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    executor: Literal["local", "slurm"] = Field(description="who starts the node programs")
+    job_dir: str = Field(description="folder of the jobs: code, scripts, output; on a file system that all nodes share")
+    account: str | None = Field(default=None, description="Slurm account that pays; NeMo Run wants one")
+    partition: str | None = Field(default=None, description="Slurm partition")
+    qos: str | None = Field(default=None, description="Slurm quality of service")
+    time: str = Field(default="04:00:00", pattern=CLOCK, description="time limit of one job, `hours:minutes:seconds`")
+    gpus_per_node: PositiveInt | None = Field(default=None, description="GPUs of a node, trainer and engines together")
+    cpus_per_task: PositiveInt | None = Field(default=None, description="CPU cores of a node program and its children")
+    mem: str | None = Field(default=None, description="memory of a node, e.g. 0 for all of it")
+    exclusive: bool | None = Field(default=None, description="no other job on these nodes")
+    sbatch: dict[str, str | int | bool] = Field(default={}, description="further options of sbatch, without dashes")
+    python: str = Field(default="python", description="interpreter on the nodes: of the container, or an absolute path")
+    container_image: str | None = Field(default=None, description="image for Pyxis/Enroot; null: the nodes' own files")
+    container_mounts: tuple[str, ...] = Field(default=(), description="`host:container`; job_dir is mounted anyway")
+    container_env: tuple[str, ...] = Field(
+        default=(), description="variables that keep the job's value in the container; secrets by name only"
+    )
+    setup: tuple[str, ...] = Field(default=(), description="lines of the batch script before srun")
+    env: dict[str, str] = Field(default={}, description="environment of the node programs, in clear in the script")
+    interface: str | None = Field(
+        default=None, description="network of gloo, NCCL and Ray; null: the route to the head"
+    )
+    signal_s: PositiveInt = Field(default=180, description="SIGTERM to all tasks so many seconds before the time limit")
+    retries: NonNegativeInt = Field(
+        default=3, description="restarts after failures; after preemption there is no limit"
+    )
+    start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all nodes to be ready")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Cluster:
+        if self.executor == "slurm" and self.account is None:
+            raise ValueError("account: required for Slurm; NeMo Run writes it into the script")
+        if self.executor == "slurm" and self.container_image is None and not Path(self.python).is_absolute():
+            raise ValueError(f"python: {self.python!r} must be an absolute path where there is no container_image")
+        return self
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read and check a cluster file. Raises ClusterError with all problems at once."""
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ClusterError(f"{path}: {str(error).strip()}") from error
+    if not isinstance(values, dict):
+        raise ClusterError(f"{path}: must be a mapping of keys, e.g. `executor: slurm`")
+    try:
+        return Cluster.model_validate(values, strict=False)
+    except ValidationError as error:
+        lines = [f"  {_problem(detail)}" for detail in error.errors()]
+        raise ClusterError("\n".join([f"{path} has {len(lines)} problem(s):", *lines])) from error
+
+
+def _problem(detail: ErrorDetails) -> str:
+    key, kind = ".".join(map(str, detail["loc"])), detail["type"]
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(key, Cluster.model_fields, n=1)
+        known = ", ".join(Cluster.model_fields)
+        return f"{key}: unknown key; {f'did you mean {near[0]}?' if near else f'known are {known}'}"
+    if kind == "missing":
+        return f"{key}: required, but not given; add it: {Cluster.model_fields[key].description}"
+    if kind == "value_error":
+        return str(detail["ctx"]["error"])
+    hint = " (quote it: YAML reads 12:30:00 as a number)" if key == "time" else ""
+    return f"{key} = {detail['input']!r}: {str(detail['msg']).replace('Input should be', 'must be')}{hint}"

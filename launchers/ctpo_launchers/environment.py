@@ -1,0 +1,52 @@
+"""The launcher's own environment: NeMo Run and what it pins cannot be installed beside vLLM.
+
+Standard library only: it is made by whatever Python runs `ctpo launch`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = ROOT / "requirements" / "launch.txt"
+FOLDER = ROOT / ".venv-launch"
+_INSTALL_S = 1800.0
+
+
+class NoEnvironment(Exception):
+    """The launcher's environment cannot be made; the message says why."""
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Go on as `ctpo_launchers.launch` in the launcher's environment, which is made when it is not there."""
+    python = _python()
+    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CTPO_PYTHON": sys.executable}
+    sys.stdout.flush()
+    os.execve(python, [str(python), "-m", "ctpo_launchers.launch", *arguments], environment)
+
+
+def _python() -> Path:
+    """The interpreter of the environment for requirements/launch.txt as it is now."""
+    if not REQUIREMENTS.is_file():
+        raise NoEnvironment(f"ctpo launch works from a checkout: there is no {REQUIREMENTS}")
+    wanted, stamp = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), FOLDER / "requirements.sha256"
+    python = FOLDER / "bin" / "python"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return python
+    print(f"ctpo launch: making {FOLDER} (a minute, about 600 MB)", file=sys.stderr)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for command in ([sys.executable, "-m", "venv", str(FOLDER)], [*pip, "--requirement", str(REQUIREMENTS)]):
+        try:
+            done = subprocess.run(command, stdout=sys.stderr, timeout=_INSTALL_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoEnvironment(f"{' '.join(command)}: {error}") from error
+        if done.returncode:
+            raise NoEnvironment(f"{' '.join(command)} ended with status {done.returncode}; its output is above")
+    stamp.write_text(wanted)
+    return python

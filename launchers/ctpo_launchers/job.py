@@ -1,0 +1,94 @@
+"""Which node of which job this is: from flags, else from Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from dataclasses import dataclass
+
+from ctpo_launchers import network, slurm
+
+FIRST_PORT = 29400
+_JOBS_BEFORE_PORTS_REPEAT = 100
+_PORTS_OF_A_JOB = 16
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """A node of a job. `hosts`: names of all nodes, by rank; `head`: address of node 0, as this node reaches it."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    head: str
+    address: str
+    """Of this node, as the others reach it."""
+    interface: str | None
+    port: int
+    """Where node 0 answers the others; it takes further ports above."""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.hosts)
+
+    def name(self, rank: int) -> str:
+        """How messages name a node."""
+        return f"node {rank} ({self.hosts[rank]})"
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> NodeJob:
+        """From flags, else from Slurm. Raises ValueError that says which flag is missing or wrong."""
+        hosts = _hosts(args)
+        rank = args.node_rank if args.node_rank is not None else int(os.environ.get("SLURM_NODEID", "0"))
+        if not 0 <= rank < len(hosts):
+            raise ValueError(f"--node-rank {rank} is not one of the {len(hosts)} nodes, which are counted from 0")
+        if len(hosts) == 1:
+            return cls(rank, hosts, "127.0.0.1", "127.0.0.1", None, 0)
+        try:
+            head = _reachable(args.head or hosts[0])
+            address = args.address or _own_address(args.interface, rank, hosts, head)
+            interface = args.interface or network.interface_of(address)
+        except OSError as error:
+            raise ValueError(f"the head {args.head or hosts[0]} has no address here ({error}): give --head") from error
+        return cls(rank, hosts, head if rank else address, address, interface, args.port or _default_port())
+
+
+def _hosts(args: argparse.Namespace) -> tuple[str, ...]:
+    """Names of all nodes; those that are not known are called by their rank."""
+    if args.nodes is None and slurm.in_a_job():
+        return tuple(slurm.host_names())
+    nodes = args.nodes or 1
+    if nodes > 1 and (args.head is None or args.node_rank is None):
+        raise ValueError("several nodes outside of Slurm need --node-rank (0: the head) and --head (its host) on each")
+    known = {args.node_rank: socket.gethostname(), 0: args.head}
+    return tuple(known.get(rank) or f"rank {rank}" for rank in range(nodes))
+
+
+def _reachable(host: str) -> str:
+    """The address of a host; of a name that only Slurm knows, Slurm's. Raises OSError."""
+    try:
+        return network.resolve(host)
+    except OSError:
+        if not slurm.in_a_job() or (known := slurm.node_address(host)) in (None, host):
+            raise
+        return network.resolve(str(known))
+
+
+def _own_address(interface: str | None, rank: int, hosts: tuple[str, ...], head: str) -> str:
+    """That of the interface, or of Slurm's configuration, or the one on the route to the head (of the head: to node 1).
+
+    The name of this host is not asked for: Debian gives it 127.0.1.1.
+    """
+    if interface is not None:
+        return network.address_of_interface(interface)
+    if slurm.in_a_job():
+        known = slurm.node_address(os.environ.get("SLURMD_NODENAME", hosts[rank]))
+        if known is not None and network.is_address(known):
+            return known
+        return network.source_address(head if rank else _reachable(hosts[1]))
+    return network.source_address(head) if rank else head
+
+
+def _default_port() -> int:
+    """Jobs that share a node have different ones."""
+    return FIRST_PORT + _PORTS_OF_A_JOB * (int(os.environ.get("SLURM_JOB_ID", "0")) % _JOBS_BEFORE_PORTS_REPEAT)

@@ -1,0 +1,138 @@
+"""`ctpo launch` within the launcher's environment: submits a job, and tells what became of jobs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ctpo_launchers.clusters import Cluster, ClusterError, load_cluster
+from ctpo_launchers.environment import ROOT
+from ctpo_megatron.config import Config, ConfigError, load_config
+
+FOLDER = ROOT / "configs" / "clusters"
+DEFAULTS = {"local": "local", "slurm": "slurm_example"}
+ASKING = ("status", "logs", "cancel")
+_ANSWER_S = 60.0
+_SQUEUE = ("squeue", "--noheader", "--format", "%T", "--jobs")
+_SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--format", "State", "--jobs")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="ctpo launch")
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        cluster = load_cluster(_cluster_file(args.cluster or DEFAULTS[args.executor]))
+        if args.config in ASKING:
+            return _ask(args.config, cluster, args.overrides)
+        if cluster.executor != args.executor:
+            raise ClusterError(f"{args.cluster} is a file for --executor {cluster.executor}, not {args.executor}")
+        return _launch(args, cluster)
+    except (ConfigError, ClusterError) as error:
+        print(f"ctpo launch: {error}", file=sys.stderr)
+        return 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `ctpo launch`."""
+    parser.description = "Submit a job to a cluster, and ask what became of it."
+    parser.add_argument("config", metavar="CONFIG", help=f"configuration file; or {', '.join(ASKING)}")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="override a key; after logs and cancel: the job")
+    parser.add_argument("--executor", choices=list(DEFAULTS), default="slurm", help="who starts it (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job (%(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit nothing")
+    parser.add_argument("--cluster", metavar="FILE", help="cluster file, or the name of one in configs/clusters")
+
+
+def as_words(args: argparse.Namespace) -> list[str]:
+    """The command line that has these arguments."""
+    words = [args.config, *args.overrides, *args.unknown, "--executor", args.executor, "--nodes", str(args.nodes)]
+    words += ["--dry-run"] if args.dry_run else []
+    return words if args.cluster is None else [*words, "--cluster", args.cluster]
+
+
+def _cluster_file(text: str) -> Path:
+    for path in (Path(text), FOLDER / f"{text}.yaml"):
+        if path.is_file():
+            return path
+    names = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+    raise ClusterError(f"--cluster {text}: no such file; there are {names} in {FOLDER}")
+
+
+def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
+    from ctpo_launchers.experiment import Launch, script, submit
+
+    if args.nodes < 1:
+        raise ClusterError(f"--nodes {args.nodes}: at least one node")
+    workdir = Path.cwd()
+    config = load_config(args.config, [*args.overrides, *_of_the_launch(args.nodes)])
+    _check_grace(config, cluster)
+    launch = Launch(config, cluster, args.nodes, workdir)
+    if args.dry_run and args.executor == "slurm":
+        print(script(launch), end="")
+        return 0
+    if args.dry_run:
+        raise ClusterError("--dry-run prints a batch script, and --executor local has none")
+    identity = submit(launch)
+    print(f"{identity}: folder {cluster.job_dir}, run {config.run.directory}")
+    return 0
+
+
+def _of_the_launch(nodes: int) -> list[str]:
+    return [f"cluster.nodes={nodes}"] if nodes > 1 else []
+
+
+def _check_grace(config: Config, cluster: Cluster) -> None:
+    if cluster.executor == "slurm" and config.checkpoint.grace_s >= cluster.signal_s:
+        raise ClusterError(
+            f"checkpoint.grace_s is {config.checkpoint.grace_s:g} s, but the job is told only {cluster.signal_s} s "
+            "before its time limit (signal_s of the cluster file): raise signal_s, or lower checkpoint.grace_s"
+        )
+
+
+def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
+    """Status of all jobs, or logs or the end of one; straight from Slurm, whose accounting may be off."""
+    jobs = _jobs(Path(cluster.job_dir))
+    if what == "status":
+        for job, folder in jobs.items():
+            print(f"{job}  {_state(job):<12} {folder}")
+        return 0
+    if len(words) != 1 or words[0] not in jobs:
+        raise ClusterError(f"ctpo launch {what} JOB: the jobs of {cluster.job_dir} are {', '.join(jobs) or 'none'}")
+    job = words[0]
+    if what == "cancel":
+        return subprocess.run(["scancel", job], timeout=_ANSWER_S).returncode
+    for file in sorted(jobs[job].glob("log-*.out")) or sorted(jobs[job].glob("sbatch_*.out")):
+        print(f"==> {file} <==\n{file.read_text(errors='replace')}", end="")
+    return 0
+
+
+def _jobs(folder: Path) -> dict[str, Path]:
+    """Folder by number of all jobs that were submitted from here, as NeMo Run notes them."""
+    notes = folder / ".slurm_jobs"
+    if not notes.is_file():
+        return {}
+    found = re.findall(r"^(\d+) = [^,]*,([^,]+),", notes.read_text(encoding="utf-8"), re.MULTILINE)
+    return {job: Path(path) for job, path in found}
+
+
+def _state(job: str) -> str:
+    for command in (_SQUEUE, _SACCT):
+        try:
+            answer = subprocess.run([*command, job], capture_output=True, text=True, timeout=_ANSWER_S).stdout.split()
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if answer:
+            return answer[0]
+    return "not known"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("COLUMNS", "120")
+    sys.exit(main(sys.argv[1:]))

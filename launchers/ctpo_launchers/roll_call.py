@@ -1,0 +1,176 @@
+"""Node 0 and the others: who is ready, who failed and why, when all may start and when all is over.
+
+One line of JSON is one message. Every node keeps its connection for as long as it lives, so a node that is lost is
+noticed when its connection breaks; one that is cut off, after `_SILENCE_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+Message = dict[str, Any]
+_HELLO_S = 10.0
+_RETRY_S = 0.2
+_SILENCE_S = 90
+
+
+class NotReady(Exception):
+    """The job cannot start; the message names the node and the reason."""
+
+
+class Connection:
+    """One end of a connection between two node programs."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        _watch(writer.get_extra_info("socket"))
+
+    async def send(self, **message: Any) -> None:
+        """Send a message; a broken connection is noticed by whoever reads."""
+        with contextlib.suppress(OSError):
+            self._writer.write(json.dumps(message).encode() + b"\n")
+            await self._writer.drain()
+
+    async def receive(self, timeout_s: float | None = None) -> Message | None:
+        """The next message; None when the other end is gone. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            try:
+                line = await self._reader.readline()
+            except (OSError, ValueError):
+                return None
+        try:
+            return json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            return None
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class RollCall:
+    """Node 0's list of the others. `facts`: told to each when it reports; `over`: called with the name of a node whose
+    trainer has ended and its status, None when the node itself is gone."""
+
+    def __init__(
+        self, names: dict[int, str], token: str, facts: Message, over: Callable[[str, int | None], None]
+    ) -> None:
+        self._names, self._token, self._facts, self._over = names, token, facts, over
+        self._connections: dict[int, Connection] = {}
+        self._reported: dict[int, Message] = {}
+        self._changed = asyncio.Event()
+        self._served: set[asyncio.Task[None]] = set()
+        self._where = ""
+
+    @contextlib.asynccontextmanager
+    async def open(self, address: str, port: int) -> AsyncIterator[None]:
+        """Listen at one address. Raises OSError when it cannot."""
+        self._where = f"{address} port {port}"
+        server = await asyncio.start_server(self._serve, address, port)
+        try:
+            yield
+        finally:
+            server.close()
+            for connection in self._connections.values():
+                connection.close()
+            if self._served:
+                await asyncio.wait(self._served, timeout=_HELLO_S)
+
+    async def all_in(self, state: str, timeout_s: float) -> None:
+        """Wait until every node has reported `state`. Raises NotReady that names those that did not, and why."""
+        deadline = time.monotonic() + timeout_s
+        while missing := [rank for rank in self._names if self._reported.get(rank, {}).get("state") != state]:
+            failures = [m for m in self._reported.values() if m["state"] in ("failed", "lost")]
+            if failures:
+                raise NotReady("; ".join(f"{self._names[m['rank']]}: {m['reason']}" for m in failures))
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise NotReady(self._late(state, missing, timeout_s)) from None
+
+    async def tell(self, **message: Any) -> None:
+        """Send a message to all nodes that are there."""
+        for connection in self._connections.values():
+            await connection.send(**message)
+
+    def _late(self, state: str, missing: list[int], timeout_s: float) -> str:
+        silent = ", ".join(self._names[rank] for rank in missing if rank not in self._connections)
+        slow = ", ".join(self._names[rank] for rank in missing if rank in self._connections)
+        texts = []
+        if silent:
+            texts.append(
+                f"nothing has been heard from {silent} at {self._where}: does the node program run there with the same "
+                "token, and can it reach that address (firewall, --interface)?"
+            )
+        if slow:
+            texts.append(f"{slow} has reported and is not {state} yet: see its logs")
+        return f"not all nodes are {state} after {timeout_s:g} s; {'; '.join(texts)}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer)
+        if (task := asyncio.current_task()) is not None:
+            self._served.add(task)
+        try:
+            hello = await connection.receive(_HELLO_S) or {}
+        except TimeoutError:
+            hello = {}
+        rank = hello.get("rank")
+        if rank not in self._names or not hmac.compare_digest(str(hello.get("token")), self._token):
+            await connection.send(state="refused")
+            return connection.close()
+        self._connections[rank] = connection
+        self._note({"rank": rank, "state": "reported"})
+        await connection.send(state="welcome", **self._facts)
+        while (message := await connection.receive()) is not None:
+            self._note({**message, "rank": rank})
+            if message.get("state") == "ended":
+                self._over(self._names[rank], message["status"])
+        if self._reported[rank]["state"] not in ("failed", "ended"):
+            self._note({"rank": rank, "state": "lost", "reason": "its node program is gone, or the network to it"})
+            self._over(self._names[rank], None)
+
+    def _note(self, message: Message) -> None:
+        self._reported[message["rank"]] = message
+        self._changed.set()
+
+
+async def report(head: str, port: int, rank: int, token: str, timeout_s: float) -> tuple[Connection, Message]:
+    """Connect a node to node 0, however long that one takes; its welcome. Raises NotReady."""
+    deadline, reason = time.monotonic() + timeout_s, ""
+    while time.monotonic() < deadline:
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                connection = Connection(*await asyncio.open_connection(head, port))
+                await connection.send(rank=rank, token=token)
+                welcome = await connection.receive()
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or "no answer"
+            await asyncio.sleep(_RETRY_S)
+            continue
+        if welcome is not None and welcome.get("state") == "welcome":
+            return connection, welcome
+        connection.close()
+        if welcome is not None:
+            raise NotReady(
+                f"the head at {head} port {port} refused this node's token or rank {rank}: is it of this job?"
+            )
+        reason = "the connection was closed"
+        await asyncio.sleep(_RETRY_S)
+    raise NotReady(f"the head at {head} port {port} did not answer within {timeout_s:g} s: {reason}")
+
+
+def _watch(connection: socket.socket) -> None:
+    """Let the kernel notice within `_SILENCE_S` that the other host is gone, and bear shorter interruptions."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)

@@ -1,0 +1,154 @@
+"""What runs on a node for the engines: a sandbox, and Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+from ctpo_launchers.children import Child
+from ctpo_launchers.job import NodeJob
+from ctpo_launchers.needs import Needs
+from ctpo_launchers.roll_call import NotReady
+from ctpo_megatron.config import Config
+from ctpo_sandbox import Limits, SandboxStartError, start_server
+
+log = logging.getLogger(__name__)
+
+_UP = b"Ray runtime started."
+_OBJECT_STORE_BYTES = 256 << 20
+_RESTARTS = 3
+_POLL_S = 0.1
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # how long agents of a dead node linger
+}
+
+
+async def shared_token(path: Path, rank: int, timeout_s: float) -> str:
+    """The job's secret, in a file of mode 0600 that node 0 makes where there is none. Raises NotReady."""
+    if rank == 0 and not path.exists():
+        aside = path.with_name(f"{path.name}.{os.getpid()}")
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        aside.rename(path)
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise NotReady(
+                f"{path} is not there after {timeout_s:g} s: the job's folder must be on a file system that all nodes "
+                "share (--directory), or give the same secret to each in a file of mode 0600 (--token-file)"
+            )
+        await asyncio.sleep(_POLL_S)
+    if path.stat().st_mode & 0o077:
+        raise NotReady(f"{path} can be read or written by other users; type chmod 600 {path}")
+    return path.read_text(encoding="utf-8").strip()
+
+
+@contextlib.asynccontextmanager
+async def sandbox(config: Config, log_path: Path) -> AsyncIterator[str]:
+    """A sandbox on a loopback port, for the engines of this node; its address. Raises NotReady."""
+    try:
+        server = await asyncio.to_thread(
+            start_server,
+            slots=config.sandbox.slots,
+            limits=Limits.of(config.sandbox),
+            start_timeout_s=config.sandbox.start_timeout_s,
+            require=config.sandbox.require,
+            log_path=log_path,
+        )
+    except SandboxStartError as error:
+        raise NotReady(str(error)) from error
+    try:
+        yield server.url
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+def ray_environment(token_file: Path) -> dict[str, str]:
+    """What every process needs that starts, joins or uses the job's Ray."""
+    return {**_QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
+
+
+class RayNode:
+    """Ray on this node: the head on node 0, elsewhere a worker, which is started again when it ends.
+
+    environment: what its engines see. head: address and port of the head. lost: called when it cannot be kept up.
+    """
+
+    def __init__(
+        self,
+        job: NodeJob,
+        needs: Needs,
+        log_path: Path,
+        environment: Mapping[str, str],
+        head: str,
+        directory: Path,
+        lost: Callable[[str], None],
+    ) -> None:
+        self._log_path, self._is_head, self._lost, self._directory = log_path, job.rank == 0, lost, directory
+        self._made_directory = self._is_head or not directory.exists()
+        gpus = {} if needs.gpus is None else {"CUDA_VISIBLE_DEVICES": needs.gpus}
+        self._environment = {**environment, **gpus}
+        where = ["--head", "--port", head.rpartition(":")[2], "--include-dashboard", "false", "--temp-dir", directory]
+        self._arguments = ["start", "--block", *map(str, where if self._is_head else ["--address", head])]
+        self._arguments += ["--node-ip-address", job.address, "--num-cpus", str(needs.cpus)]
+        self._arguments += ["--num-gpus", str(len(needs.gpus.split(",")) if needs.gpus else 0)]
+        self._arguments += ["--object-store-memory", str(_OBJECT_STORE_BYTES), "--disable-usage-stats"]
+        self._child: Child | None = None
+
+    @contextlib.asynccontextmanager
+    async def running(self, timeout_s: float) -> AsyncIterator[None]:
+        """Start it, and keep it up until the context ends. Raises NotReady with the last lines of its log."""
+        try:
+            await self._start(timeout_s)
+            keeper = asyncio.create_task(self._keep(timeout_s))
+            try:
+                yield
+            finally:
+                keeper.cancel()
+                await asyncio.wait([keeper])
+        finally:
+            if self._child is not None:
+                await self._child.kill()
+            if self._made_directory:
+                shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _start(self, timeout_s: float) -> None:
+        child = self._child = Child("ray", self._arguments, self._log_path, self._environment, spared=True)
+        deadline = time.monotonic() + timeout_s
+        while _UP not in child.output():
+            if child.status is not None:
+                raise NotReady(f"Ray did not start (status {child.status}); {child.last_words()}")
+            if time.monotonic() > deadline:
+                raise NotReady(f"Ray is not up after {timeout_s:g} s; {child.last_words()}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _keep(self, timeout_s: float) -> None:
+        for _ in range(_RESTARTS):
+            assert self._child is not None
+            status = await self._child.wait()
+            await self._child.kill()
+            if self._is_head:
+                return self._lost(f"Ray's head has ended with status {status}; {self._child.last_words()}")
+            log.warning("Ray has ended on this node with status %s; starting it again", status)
+            try:
+                await self._start(timeout_s)
+            except NotReady as error:
+                return self._lost(str(error))
+            log.warning("Ray is up again")
+        self._lost(f"Ray has ended {_RESTARTS} times on this node")
+
+
+def new_ray_directory() -> Path:
+    """A folder for the head's files; the paths of Unix sockets are limited to about 100 characters."""
+    return Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))

@@ -1,0 +1,62 @@
+"""Cluster files: those that ship are right and explain themselves, and a wrong one is told everything at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from ctpo_launchers.clusters import Cluster, ClusterError, load_cluster
+from ctpo_megatron.config import Config, Job, engine_count
+from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
+from ctpo_megatron.config.sizing import MODELS
+from tests.config.test_placement import merged, readme
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SLURM = "executor: slurm\njob_dir: /jobs\naccount: me\npython: /usr/bin/python3\n"
+
+
+@pytest.mark.parametrize("name", ["local", "slurm_example", "slurm_container"])
+def test_a_shipped_file_is_right_and_explains_every_key(name: str) -> None:
+    path = CONFIGS / "clusters" / f"{name}.yaml"
+    assert load_cluster(path).executor == name.split("_")[0]
+    lines = [line for line in path.read_text().splitlines() if re.match(r"[a-z_]+:", line)]
+    assert [line for line in lines if "#" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("executor: slurn\ntime: 04:00\nnode: 2\n", ["executor = 'slurn': must be", "job_dir: required", "time ="]),
+        (SLURM + "partitions: gpu\n", ["partitions: unknown key; did you mean partition?"]),
+        (SLURM + "time: 12:30:00\n", ["time = 45000", "quote it"]),
+        (SLURM.replace("account: me\n", ""), ["account: required for Slurm"]),
+        (SLURM.replace("/usr/bin/", ""), ["python: 'python3' must be an absolute path"]),
+        (SLURM + "retries: -1\nsignal_s: 0\n", ["2 problem(s)", "retries = -1", "signal_s = 0"]),
+        ("- a\n", ["must be a mapping"]),
+        ("a: [\n", ["c.yaml"]),
+    ],
+)
+def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path, text: str, messages: list[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterError) as told:
+        load_cluster(path)
+    assert [message for message in messages if message not in str(told.value)] == []
+
+
+def test_every_key_of_a_cluster_says_what_it_means() -> None:
+    assert [name for name, field in Cluster.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(("nodes", "model", "engines"), [(2, "Qwen3-14B", 8), (8, "Qwen3-32B", 16)])
+def test_the_overlays_fit_what_they_say(nodes: int, model: str, engines: int) -> None:
+    overlay = yaml.safe_load((CONFIGS / f"nodes_{nodes}x8.yaml").read_text())
+    config = TypeAdapter(Config).validate_python(merged(readme().model_dump(mode="json"), overlay))
+    job = Job(4 * nodes, 4, 8)
+    assert engine_count(config) == engines and config.cluster.nodes == nodes
+    problems = [*check_placement(config, job, cuda=True), *check_gpu_memory(config, job, MODELS[model], gpu_gib=80)]
+    assert [str(problem) for problem in problems] == []

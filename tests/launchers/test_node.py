@@ -1,0 +1,47 @@
+"""The node program, two of them on this host: what they start, what each end looks like, and that nothing stays."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from tests.launchers.programs import running
+
+REPLAY = "rollout.replay=runs/recorded"
+"""No engines: neither Ray nor a sandbox is needed."""
+SOON = ("--after-loss", "3")
+
+
+def test_a_signal_is_passed_to_the_ranks_once_and_their_status_is_that_of_the_nodes(tmp_path: Path) -> None:
+    with running(tmp_path, "run.name=wait", REPLAY, options=SOON) as job:
+        for rank in (0, 1):
+            job.until(f"rank {rank}: WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.2 GLOO_SOCKET_IFNAME=lo", rank)
+        for rank in (0, 1):
+            job.processes[rank].send_signal(signal.SIGUSR1)
+        assert job.statuses() == {0: 143, 1: 143}
+        assert [f"rank {rank} saves after SIGUSR1" in job.output(rank) for rank in (0, 1)] == [True, True]
+        assert "cluster.nodes=2 cluster.node_address=127.0.0.2" in (tmp_path / "node1" / "trainer.log").read_text()
+        assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+        assert job.survivors() == []
+
+
+def test_a_node_that_does_not_come_is_named_with_what_to_look_at(tmp_path: Path) -> None:
+    with running(tmp_path, "run.name=done", REPLAY, ranks=[0], options=("--start-timeout", "1")) as job:
+        assert job.statuses() == {0: 3}
+        assert "nothing has been heard from node 1 (rank 1) at 127.0.0.2 port" in job.output(0)
+        assert "firewall" in job.output(0)
+
+
+def test_a_head_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    token = tmp_path / "secret"
+    token.touch(0o600)
+    options = ("--start-timeout", "1", "--token-file", str(token))
+    with running(tmp_path, "run.name=done", REPLAY, ranks=[1], options=options) as job:
+        assert job.statuses() == {1: 3}
+        assert "the head at 127.0.0.2 port" in job.output(1) and "did not answer within 1 s" in job.output(1)
+
+
+def test_a_wrong_request_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with running(tmp_path, "run.nonsense=1", ranks=[0]) as job:
+        assert job.statuses() == {0: 2}
+        assert "run.nonsense" in job.output(0)
