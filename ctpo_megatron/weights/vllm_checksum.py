@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from ctpo_megatron.weights.checksum import Part, checksum, sampled_columns
 
@@ -120,14 +120,13 @@ def _through_kernel(module: Any, column: int, version: int) -> tuple[torch.Tenso
 
 
 def _vocabulary(path: str, module: Any, version: int) -> Iterator[Part]:
-    """A table, and the copy of it that a CPU's output layer multiplies with."""
+    """A table, and the packed copy of it that an output layer on a CPU multiplies with."""
     shard = module.shard_indices
     rows, first = slice(0, shard.num_org_elements), shard.org_vocab_start_index
-    yield Part(f"{path}.weight", "", False, int(checksum(module.weight[rows], first)))
-    if hasattr(module, "cpu_linear"):
+    yield Part(f"{path}.weight", type(module).__name__, False, int(checksum(module.weight[rows], first)))
+    if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):  # an embedding has one, too: unused
         columns, matrix = _through_kernel(module, 0, version)
-        copy = f"packed {type(module).__name__}"
-        yield Part(f"{path}.weight", copy, True, int(checksum(matrix[rows], first, columns)))
+        yield Part(f"{path}.weight", "packed", True, int(checksum(matrix[rows], first, columns)))
 
 
 def _experts(path: str, module: Any) -> Iterator[Part]:

@@ -71,7 +71,12 @@ class TrainerWeights(VllmSource):
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self._declared)
+        return sum(map(_bytes, self._declared))
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(map(_bytes, self._declared))
 
     def metadata(self) -> list[ParamMeta]:
         """Of the whole model, in the order of iteration."""
@@ -149,7 +154,9 @@ class VllmTransport:
 
     def _init_info(self) -> TrainerInitInfo:
         if self._kind == "ipc":
-            return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=self._bucket_bytes, rank=0)
+            assert self._weights is not None
+            size = max(self._bucket_bytes, self._weights.largest)  # vLLM refuses a tensor that is larger
+            return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
         host = self._address or address_toward(self._facts.address)
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
@@ -185,3 +192,7 @@ class VllmTransport:
     def _rank_zero(self) -> EngineClient:
         assert self._engines is not None  # asked for in actions of rank zero only
         return self._engines
+
+
+def _bytes(meta: ParamMeta) -> int:
+    return int(meta.dtype.itemsize * torch.Size(meta.shape).numel())
