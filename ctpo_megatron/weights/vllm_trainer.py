@@ -123,6 +123,7 @@ class VllmTransport:
         for _ in range(_ATTEMPTS):
             began = time.monotonic()
             weights = self._meet(source)
+            self._ranks.on_rank_zero(partial(self._begin, weights, version))
             self._transfer(weights, version)
             if self._ranks.on_rank_zero(partial(self._settle, began, weights.size)):
                 return
@@ -145,12 +146,19 @@ class VllmTransport:
         if self._weights is None:
             self._weights = TrainerWeights(source)
         if self._trainer is None:
-            info = self._ranks.on_rank_zero(self._init_info)
-            info.rank = self._rank
-            client: Any = self._engines
-            self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._weights)
-            self._members = () if self._engines is None else self._engines.members
+            info = self._ranks.on_rank_zero(self._open)
+            if self._trainer is None:
+                info.rank = self._rank
+                nobody: Any = None  # vLLM's other ranks never call the engines
+                self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=nobody, source=self._weights)
         return self._weights
+
+    def _open(self) -> TrainerInitInfo:
+        """Rank zero's side, whose failure all ranks shall hear of."""
+        info, client = self._init_info(), self._rank_zero
+        opened: Any = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._weights)
+        self._trainer, self._members = opened, client.members
+        return info
 
     def _init_info(self) -> TrainerInitInfo:
         if self._kind == "ipc":
@@ -169,6 +177,11 @@ class VllmTransport:
             rank=0,
         )
 
+    def _begin(self, weights: TrainerWeights, version: int) -> None:
+        assert self._trainer is not None
+        checksums = weights.checksums = Checksums(version, self._facts.dtype)
+        self._rank_zero.begin(version, lambda: checksums.sums, self._trainer.shutdown)
+
     def _transfer(self, weights: TrainerWeights, version: int) -> None:
         """One round of vLLM's trainer side. NCCL would wait for a dead engine for ever: it is aborted instead."""
         trainer = self._trainer
@@ -176,9 +189,7 @@ class VllmTransport:
         if self._engines is None:
             trainer.send_weights()
             return
-        checksums = weights.checksums = Checksums(version, self._facts.dtype)
         abort = threading.Timer(self._timeout_s, trainer.shutdown)
-        self._engines.begin(version, lambda: checksums.sums, trainer.shutdown)
         abort.start()
         try:
             trainer.send_weights()
