@@ -133,7 +133,7 @@ class EngineHandle:
 
     def facts(self) -> EngineFacts:
         """What a transport has to know of the engine."""
-        facts: EngineFacts = ray.get(self._actor.facts.remote(), timeout=_PING_TIMEOUT_S)
+        facts: EngineFacts = ray.get(self._actor.facts.remote(), timeout=self._start_timeout_s)
         return facts
 
     def begin_update(self, offer: dict[str, Any], weights: EngineWeights) -> tuple[Any, float]:
