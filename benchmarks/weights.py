@@ -30,7 +30,8 @@ from ctpo_megatron.weights.shared_file import WeightSnapshot
 from ctpo_megatron.weights.tcp import SECRET_BYTES, Share, WeightServer, fetched
 
 GOAL = 3.0
-HOST = "127.0.0.1"
+HOST = "127.0.0.2"
+"""Of the loopback; Ray replaces 127.0.0.1 by an address that others can reach."""
 _TENSOR_MIB = 8
 _PAGE = 4096
 _QUIET = {

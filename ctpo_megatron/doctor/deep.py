@@ -63,8 +63,7 @@ def import_troubles(modules: Sequence[str]) -> dict[str, str]:
 def check_collectives(gpus: int) -> Finding:
     """Two ranks of this machine, or one for each of several GPUs, add tensors: over NCCL on GPUs, else over gloo."""
     backend, ranks = ("nccl", gpus) if gpus > 1 else ("gloo", 2)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _RANK, address, backend, str(rank), str(ranks)],
@@ -89,6 +88,12 @@ def check_collectives(gpus: int) -> Finding:
             reason = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
             return Finding(backend, "broken", f"rank {rank} of {ranks}: {reason}")
     return Finding(backend, "ok", f"{ranks} ranks: {outputs[0][0].strip()}")
+
+
+def free_port() -> int:
+    """A port that nobody listened at just now."""
+    with socket.create_server(("", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def meet(address: str, backend: str, rank: int, ranks: int) -> str:

@@ -25,8 +25,8 @@ class Wanted:
 
     weight_bytes: a copy of the weights in the engines' precision. disk: (folder, bytes of one checkpoint, bytes of all
     that are kept). host_bytes: memory of all processes on a CPU. ports: (address, port, whose) to listen at.
-    servers: (address, port, whose) that have to answer. sandbox: least isolation of a server of our own; empty: none is
-    needed. deep: import packages and try collectives. shared_memory: where it is.
+    servers: (address, port, whose) that have to answer. sandbox: least isolation of a server of our own, or
+    `sandbox.NODE`; empty: none is needed. deep: import packages and try collectives. shared_memory: where it is.
     """
 
     weight_bytes: float = 0.0

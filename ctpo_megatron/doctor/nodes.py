@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ctpo_megatron.doctor.deep import free_port, meet
 from ctpo_megatron.doctor.findings import Finding
 from ctpo_megatron.doctor.machine import Wanted
 from ctpo_megatron.doctor.packages import PACKAGES
@@ -26,11 +27,15 @@ class NoCluster(Exception):
 def diagnose_nodes(wanted: Wanted) -> dict[str, list[Finding]]:
     """Findings by node, under `cluster` what holds between them. Raises NoCluster when it cannot be joined."""
     ray = _join()
-    nodes = {f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})": node["NodeID"] for node in _living(ray)}
-    asked = {name: _on(ray, _findings, number).remote(asdict(wanted)) for name, number in nodes.items()}
+    nodes = {_name(node): node for node in ray.nodes() if node["Alive"]}
+    asked = {name: _on(ray, _findings, node).remote(asdict(wanted)) for name, node in nodes.items()}
     found = {name: _answer(ray, reference) for name, reference in asked.items()}
-    clocks = [_clock(ray, name, number) for name, number in nodes.items() if not _lost(found[name])]
-    return {**found, "cluster": [*clocks, *_versions(found)]}
+    answered = {name: node for name, node in nodes.items() if not _lost(found[name])}
+    between = [_clock(ray, name, node) for name, node in answered.items()]
+    between += _versions(found)
+    if wanted.deep and len(answered) > 1:
+        between.append(_meeting(ray, answered))
+    return {**found, "cluster": between}
 
 
 def _join() -> Any:
@@ -50,15 +55,15 @@ def _join() -> Any:
     return ray
 
 
-def _living(ray: Any) -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
+def _name(node: Mapping[str, Any]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, {node['NodeID'][:6]})"
 
 
-def _on(ray: Any, function: Any, node: str) -> Any:
+def _on(ray: Any, function: Any, node: Mapping[str, Any], gpus: int = 0) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+    here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return ray.remote(function).options(num_cpus=0, num_gpus=gpus, max_retries=0, scheduling_strategy=here)
 
 
 def _findings(wanted: Mapping[str, Any]) -> list[Finding]:
@@ -82,7 +87,22 @@ def _lost(findings: Sequence[Finding]) -> bool:
     return [finding.name for finding in findings] == ["node"]
 
 
-def _clock(ray: Any, name: str, node: str) -> Finding:
+def _meeting(ray: Any, nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
+    """One rank on each node, over NCCL where every node has a GPU for it."""
+    gpus = int(all(node["Resources"].get("GPU", 0) >= 1 for node in nodes.values()))
+    backend, ranks = "nccl" if gpus else "gloo", list(nodes.values())
+    try:
+        port = ray.get(_on(ray, free_port, ranks[0]).remote(), timeout=_NODE_S)
+        address = f"{ranks[0]['NodeManagerAddress']}:{port}"
+        met = [_on(ray, meet, n, gpus).remote(address, backend, rank, len(ranks)) for rank, n in enumerate(ranks)]
+        said = ray.get(met, timeout=_NODE_S)
+    except Exception as error:  # of Ray's kinds and torch's
+        fix = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; NCCL_DEBUG=INFO says more"
+        return Finding(f"{backend} between nodes", "broken", str(error).strip().splitlines()[-1], fix)
+    return Finding(f"{backend} between nodes", "ok", f"{len(ranks)} ranks: {said[0]}")
+
+
+def _clock(ray: Any, name: str, node: Mapping[str, Any]) -> Finding:
     """The shortest of a few round trips tells most."""
     task, trips = _on(ray, _now, node), []
     for _ in range(3):

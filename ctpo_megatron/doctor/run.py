@@ -25,6 +25,7 @@ from ctpo_megatron.config import (
 from ctpo_megatron.doctor.devices import Gpu
 from ctpo_megatron.doctor.findings import Finding, Status
 from ctpo_megatron.doctor.machine import GIB, Wanted
+from ctpo_megatron.doctor.sandbox import NODE
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.models import ModelSpec
 
@@ -79,7 +80,7 @@ def _wanted(config: Config, spec: ModelSpec, job: Job, *, cuda: bool, deep: bool
         host_bytes=0.0 if cuda else _host_bytes(config, spec, job, count * _BYTES[engine]),
         ports=tuple(_ports(config)),
         servers=tuple(_servers(config)),
-        sandbox=config.sandbox.require if _starts_sandbox(config) else "",
+        sandbox=_sandbox(config),
         deep=deep,
     )
 
@@ -93,10 +94,12 @@ def _host_bytes(config: Config, spec: ModelSpec, job: Job, weights: float) -> fl
     )
 
 
-def _starts_sandbox(config: Config) -> bool:
+def _sandbox(config: Config) -> str:
     from ctpo_megatron.environments.factory import needs_sandbox
 
-    return config.sandbox.url is None and config.rollout.replay is None and needs_sandbox(config.rollout)
+    if config.sandbox.url is not None or config.rollout.replay is not None or not needs_sandbox(config.rollout):
+        return ""
+    return NODE if config.cluster.nodes > 1 else config.sandbox.require
 
 
 def _ports(config: Config) -> Iterator[tuple[str, int, str]]:

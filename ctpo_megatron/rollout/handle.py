@@ -86,9 +86,7 @@ class EngineHandle:
         try:
             ray.get(self.ready_ref, timeout=0)
         except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
-            if isinstance(error, RayActorError) and self._lost_a_node(error):
-                self.kill()
-                self._launch()
+            if self._begun_again(error):
                 return
             raise FleetError(f"{self.name} did not start: {_last_line(error)}; log: {self.log_path}") from error
         if weights is not None:
@@ -96,6 +94,8 @@ class EngineHandle:
                 with weights.offered() as offer:
                     self.check_update(*self.begin_update(offer, weights), weights.version)
             except RayError as error:
+                if self._begun_again(error):
+                    return
                 raise FleetError(f"{self.name} did not take its weights: {error}; log: {self.log_path}") from error
         self.live, self.parked = not park, park
 
@@ -107,13 +107,16 @@ class EngineHandle:
         """The reference of what a method of `RolloutEngine` returns."""
         return getattr(self._actor, method).remote(*arguments)
 
-    def _lost_a_node(self, error: RayActorError) -> bool:
-        """Whether a node has died since the launch: Ray notices late, and begins engines there meanwhile."""
-        if self._group is None:
+    def _begun_again(self, error: Exception) -> bool:
+        """Launch it once more if a node has died since: Ray notices that late, and begins engines there meanwhile."""
+        if self._group is None or not isinstance(error, RayActorError):
             return False
         deadline = time.monotonic() + (_VERDICT_TIMEOUT_S if isinstance(error, ActorUnavailableError) else 0.0)
         while not (lost := self._nodes - {node.id for node in living_nodes()}) and time.monotonic() < deadline:
             time.sleep(0.5)
+        if lost:
+            self.kill()
+            self._launch()
         return bool(lost)
 
     def submit(self, task: GroupTask) -> Any:
@@ -130,7 +133,7 @@ class EngineHandle:
 
     def facts(self) -> EngineFacts:
         """What a transport has to know of the engine."""
-        facts: EngineFacts = ray.get(self._actor.facts.remote(), timeout=_PING_TIMEOUT_S)
+        facts: EngineFacts = ray.get(self._actor.facts.remote(), timeout=self._start_timeout_s)
         return facts
 
     def begin_update(self, offer: dict[str, Any], weights: EngineWeights) -> tuple[Any, float]:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ SECRET_BYTES = 32
 _REQUEST = struct.Struct("!QQQ")
 _CONNECTIONS = 256
 _SECRET_TIMEOUT_S = 10.0
+_PAUSE_S = 0.2
 _AHEAD = 1
 """Buckets that are fetched while one is loaded."""
 
@@ -54,6 +55,7 @@ class WeightServer:
         self._snapshot: WeightSnapshot | None = None
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="weight server", daemon=True).start()
 
     def serve(self, snapshot: WeightSnapshot | None) -> None:
@@ -68,18 +70,20 @@ class WeightServer:
     def close(self) -> None:
         """Serve nothing any more, and release the snapshot."""
         self.serve(None)
-        try:
+        self._closed.set()
+        with suppress(OSError):  # closed before
             self._socket.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
-        except OSError:
-            log.debug("the weight server was closed before")
         self._socket.close()
 
     def _accept(self) -> None:
         while True:
             try:
                 peer, name = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closed.wait(_PAUSE_S):
+                    return
+                log.warning("weights: a connection was not accepted: %s", error)  # too many open files, say
+                continue
             if self._free.acquire(blocking=False):
                 threading.Thread(target=self._answer, args=(peer, name), name="weights", daemon=True).start()
             else:
@@ -207,6 +211,8 @@ class _Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # the other side may have gone
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch that nobody waits for any more
         self._socket.close()
 
     def fetch(self, bucket: Bucket) -> torch.Tensor:

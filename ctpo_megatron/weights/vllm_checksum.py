@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from ctpo_megatron.weights.checksum import Part, checksum, sampled_columns
 
@@ -41,12 +41,24 @@ class _Piece:
     copy: str = ""
 
 
+Kept = tuple[str, str, bool, torch.Tensor]
+"""A `Part` whose total is still on the device."""
+
+
 @torch.no_grad()
-def kept_parts(model: torch.nn.Module, version: int) -> Iterator[Part]:
-    """Sums of all that this worker keeps and that can be read back, under the names of the checkpoint."""
+def kept_parts(model: torch.nn.Module, version: int, dtype: torch.dtype) -> list[Part]:
+    """Sums of all that this worker keeps in `dtype` and that can be read back, under the names of the checkpoint."""
+    kept = list(_kept(model, version, dtype))
+    totals: list[int] = torch.stack([total for *_, total in kept]).tolist()
+    return [Part(name, copy, sampled, total) for (name, copy, sampled, _), total in zip(kept, totals, strict=True)]
+
+
+def _kept(model: torch.nn.Module, version: int, dtype: torch.dtype) -> Iterator[Kept]:
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     seen: dict[int, str] = {}
     for path, module in model.named_modules():
+        if any(parameter.dtype != dtype for parameter in module.parameters(recurse=False)):
+            continue  # in another precision than the sums: not compared
         if isinstance(module, RoutedExperts):
             yield from _experts(path, module)
         elif isinstance(module, LinearBase):
@@ -57,7 +69,7 @@ def kept_parts(model: torch.nn.Module, version: int) -> Iterator[Part]:
             yield from _vocabulary(path, module, version)
         else:
             for name, parameter in module.named_parameters(path, recurse=False):
-                yield Part(name, _rank_of(module), False, int(checksum(parameter)))
+                yield name, _rank_of(module), False, checksum(parameter)
 
 
 def _rank_of(module: torch.nn.Module) -> str:
@@ -90,19 +102,19 @@ def _pieces(path: str, module: Any, fused: dict[str, list[str]]) -> Iterator[_Pi
         yield _Piece(names[0], 0, module.output_size, copy=str(rank))
 
 
-def _linear(module: Any, piece: _Piece, version: int) -> Iterator[Part]:
+def _linear(module: Any, piece: _Piece, version: int) -> Iterator[Kept]:
     rows = slice(piece.start, piece.start + piece.count)
     name = f"{piece.name}.weight"
     if module.weight.numel():
         total = checksum(module.weight[rows], piece.row, piece.column)
-        yield Part(name, piece.copy, False, int(total))
+        yield name, piece.copy, False, total
     else:
         columns, matrix = _through_kernel(module, piece.column, version)
-        yield Part(name, piece.copy, True, int(checksum(matrix[rows], piece.row, columns)))
+        yield name, piece.copy, True, checksum(matrix[rows], piece.row, columns)
     if (bias := getattr(module, "bias", None)) is not None:
         whole = isinstance(module, RowParallelLinear)
         copy = str(module.tp_rank) if whole else piece.copy
-        yield Part(f"{piece.name}.bias", copy, False, int(checksum(bias[rows], piece.row)))
+        yield f"{piece.name}.bias", copy, False, checksum(bias[rows], piece.row)
 
 
 def _through_kernel(module: Any, column: int, version: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,18 +131,17 @@ def _through_kernel(module: Any, column: int, version: int) -> tuple[torch.Tenso
     return columns, module.cpu_linear(unit, module.weight, None).T
 
 
-def _vocabulary(path: str, module: Any, version: int) -> Iterator[Part]:
-    """A table, and the copy of it that a CPU's output layer multiplies with."""
+def _vocabulary(path: str, module: Any, version: int) -> Iterator[Kept]:
+    """A table, and the packed copy of it that an output layer on a CPU multiplies with."""
     shard = module.shard_indices
     rows, first = slice(0, shard.num_org_elements), shard.org_vocab_start_index
-    yield Part(f"{path}.weight", "", False, int(checksum(module.weight[rows], first)))
-    if hasattr(module, "cpu_linear"):
+    yield f"{path}.weight", type(module).__name__, False, checksum(module.weight[rows], first)
+    if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):  # an embedding has one, too: unused
         columns, matrix = _through_kernel(module, 0, version)
-        copy = f"packed {type(module).__name__}"
-        yield Part(f"{path}.weight", copy, True, int(checksum(matrix[rows], first, columns)))
+        yield f"{path}.weight", "packed", True, checksum(matrix[rows], first, columns)
 
 
-def _experts(path: str, module: Any) -> Iterator[Part]:
+def _experts(path: str, module: Any) -> Iterator[Kept]:
     backend = module.quant_method.unquantized_backend
     whole = module.local_num_experts == module.global_num_experts
     if not whole or backend not in _GATE_FIRST + _UP_FIRST:
@@ -146,7 +157,7 @@ def _experts(path: str, module: Any) -> Iterator[Part]:
             (module.ckpt_up_proj_name, up[expert], rank * size, 0),
             (module.ckpt_down_proj_name, w2[expert][:, :size], 0, rank * size),
         ):
-            yield Part(f"{prefix}.{expert}.{name}.weight", "", False, int(checksum(matrix, row, column)))
+            yield f"{prefix}.{expert}.{name}.weight", "", False, checksum(matrix, row, column)
 
 
 def _unpacked(module: Any, name: str) -> torch.Tensor:

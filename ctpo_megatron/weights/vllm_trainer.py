@@ -71,7 +71,12 @@ class TrainerWeights(VllmSource):
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self._declared)
+        return sum(map(_bytes, self._declared))
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(map(_bytes, self._declared))
 
     def metadata(self) -> list[ParamMeta]:
         """Of the whole model, in the order of iteration."""
@@ -118,6 +123,7 @@ class VllmTransport:
         for _ in range(_ATTEMPTS):
             began = time.monotonic()
             weights = self._meet(source)
+            self._ranks.on_rank_zero(partial(self._begin, weights, version))
             self._transfer(weights, version)
             if self._ranks.on_rank_zero(partial(self._settle, began, weights.size)):
                 return
@@ -140,16 +146,25 @@ class VllmTransport:
         if self._weights is None:
             self._weights = TrainerWeights(source)
         if self._trainer is None:
-            info = self._ranks.on_rank_zero(self._init_info)
-            info.rank = self._rank
-            client: Any = self._engines
-            self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._weights)
-            self._members = () if self._engines is None else self._engines.members
+            info = self._ranks.on_rank_zero(self._open)
+            if self._trainer is None:
+                info.rank = self._rank
+                nobody: Any = None  # vLLM's other ranks never call the engines
+                self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=nobody, source=self._weights)
         return self._weights
+
+    def _open(self) -> TrainerInitInfo:
+        """Rank zero's side, whose failure all ranks shall hear of."""
+        info, client = self._init_info(), self._rank_zero
+        opened: Any = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._weights)
+        self._trainer, self._members = opened, client.members
+        return info
 
     def _init_info(self) -> TrainerInitInfo:
         if self._kind == "ipc":
-            return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=self._bucket_bytes, rank=0)
+            assert self._weights is not None
+            size = max(self._bucket_bytes, self._weights.largest)  # vLLM refuses a tensor that is larger
+            return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
         host = self._address or address_toward(self._facts.address)
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
@@ -162,6 +177,11 @@ class VllmTransport:
             rank=0,
         )
 
+    def _begin(self, weights: TrainerWeights, version: int) -> None:
+        assert self._trainer is not None
+        checksums = weights.checksums = Checksums(version, self._facts.dtype)
+        self._rank_zero.begin(version, lambda: checksums.sums, self._trainer.shutdown)
+
     def _transfer(self, weights: TrainerWeights, version: int) -> None:
         """One round of vLLM's trainer side. NCCL would wait for a dead engine for ever: it is aborted instead."""
         trainer = self._trainer
@@ -169,9 +189,7 @@ class VllmTransport:
         if self._engines is None:
             trainer.send_weights()
             return
-        checksums = weights.checksums = Checksums(version, self._facts.dtype)
         abort = threading.Timer(self._timeout_s, trainer.shutdown)
-        self._engines.begin(version, lambda: checksums.sums, trainer.shutdown)
         abort.start()
         try:
             trainer.send_weights()
@@ -185,3 +203,7 @@ class VllmTransport:
     def _rank_zero(self) -> EngineClient:
         assert self._engines is not None  # asked for in actions of rank zero only
         return self._engines
+
+
+def _bytes(meta: ParamMeta) -> int:
+    return int(meta.dtype.itemsize * torch.Size(meta.shape).numel())

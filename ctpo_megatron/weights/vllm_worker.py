@@ -118,11 +118,12 @@ class TcpEngine(CheckpointEngine[TcpUpdateInfo]):
 class WorkerExtension:
     """Methods added to every vLLM worker (`worker_extension_cls`); importing this module registers the backends."""
 
+    model_config: Any
     get_model: Callable[[], torch.nn.Module]  # vLLM's worker has it; without the wrapper of CUDA graphs
 
     def ctpo_checksums(self, version: int) -> list[tuple[str, str, bool, int]]:
         """Fields of each `Part` that this worker keeps."""
-        return [astuple(part) for part in kept_parts(self.get_model(), version)]
+        return [astuple(part) for part in kept_parts(self.get_model(), version, self.model_config.dtype)]
 
 
 for backend, engine in ((FILE, FileEngine), (TCP, TcpEngine)):

@@ -40,7 +40,8 @@ class Set:
     @property
     def log(self) -> str:
         """The engine's, as the run directory has it."""
-        return (self.run / "logs" / "rollout_engine_0.log").read_text(errors="replace")
+        path = self.run / "logs" / "rollout_engine_0.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def engine(self, name: str = "ray::RolloutEngine") -> psutil.Process:
         [process] = self.worker.processes(name)

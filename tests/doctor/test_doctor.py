@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,9 @@ from ctpo_megatron.doctor.devices import check_devices, gpus
 from ctpo_megatron.doctor.machine import check_machine
 from ctpo_megatron.doctor.nodes import _versions
 from ctpo_megatron.doctor.packages import check_package, check_packages
+from ctpo_megatron.doctor.sandbox import NODE, check_sandbox
+from ctpo_sandbox import Limits, start_server
+from tests.support.deadlines import scaled
 
 ENOUGH_CPU_S = 5.0
 HUGE = float(1 << 60)
@@ -163,6 +168,20 @@ def test_a_driver_is_held_against_the_cuda_of_torch(tmp_path: Path, monkeypatch:
     assert "Driver/library version mismatch" in next(iter(check_devices(gpus(), None))).detail
 
 
+def test_the_sandbox_of_a_node_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(run_timeout_s=5)
+    with start_server(
+        slots=1, limits=limits, start_timeout_s=scaled(60), log_path=tmp_path / "log", tiers=["stdlib"]
+    ) as server:
+        monkeypatch.setenv("CTPO_SANDBOX_URL", server.url)
+        assert check_sandbox(NODE) == [Finding("sandbox", "ok", f"this node's own answers at {server.url}")]
+    (gone,) = check_sandbox(NODE)
+    assert gone.status == "broken" and "does not answer" in gone.detail
+    monkeypatch.delenv("CTPO_SANDBOX_URL")
+    (none,) = check_sandbox(NODE)
+    assert none.status == "broken" and "CTPO_SANDBOX_URL is not set" in none.detail
+
+
 def test_nodes_that_differ_are_named() -> None:
     same = [Finding("python", "ok", "3.11.7 (/a)"), Finding("ray", "ok", "2.60.0")]
     other = [Finding("python", "ok", "3.11.7 (/b)"), Finding("ray", "note", "2.59.0; tested with 2.60.0")]
@@ -198,19 +217,30 @@ def test_everything_imports_and_ranks_meet() -> None:
 
 @pytest.mark.slow
 def test_every_node_of_a_cluster_answers(tmp_path: Path) -> None:
-    """One node, started by this test and ended with its process."""
+    """Two nodes of this machine, started by a process that ends them."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of sockets have to be short
     code = (
-        "import os, sys, ray\n"
-        "os.environ.setdefault('RAY_AUTH_MODE', 'disabled')\n"
-        "ray.init(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
-        "os.environ['RAY_ADDRESS'] = ray.get_runtime_context().gcs_address\n"
+        "import os, ray, sys\n"
+        "os.environ |= {'RAY_AUTH_MODE': 'disabled', 'RAY_USAGE_STATS_ENABLED': '0', 'GLOO_SOCKET_IFNAME': 'lo'}\n"
+        "from ray.cluster_utils import Cluster\n"
+        "settings = {'num_cpus': 1, 'include_dashboard': False, 'object_store_memory': 80 << 20}\n"
+        f"settings['temp_dir'] = {folder!r}\n"
+        "cluster = Cluster(initialize_head=True, head_node_args=settings)\n"
+        "cluster.add_node(**settings)\n"
+        "os.environ['RAY_ADDRESS'] = cluster.address\n"
         "from ctpo_megatron.cli import main\n"
-        "sys.exit(main(['doctor', '--nodes', '--json']))\n"
+        "status = main(['doctor', '--nodes', '--deep', '--json'])\n"
+        "ray.shutdown()\n"
+        "cluster.shutdown()\n"
+        "sys.exit(status)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    said = json.loads(done.stdout)
-    node, cluster = said["findings"].values()
-    assert done.returncode == 0 and said["ready"], said
-    assert {"torch", "memory", "sandbox"} <= {finding["name"] for finding in node}
-    assert [(f["name"], f["status"]) for f in cluster] == [("clock", "ok"), ("nodes", "ok")]
-    assert "within 0." in cluster[0]["detail"]
+    shutil.rmtree(folder, ignore_errors=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    *nodes, cluster = json.loads(done.stdout[done.stdout.index("{") :])["findings"].values()
+    assert len(nodes) == 2
+    for node in nodes:
+        assert {"torch", "memory", "sandbox", "gloo"} <= {finding["name"] for finding in node}
+    said = {finding["name"]: finding for finding in cluster}
+    assert set(said) == {"clock", "nodes", "gloo between nodes"} and "within 0." in said["clock"]["detail"]
+    assert said["gloo between nodes"]["detail"].startswith("2 ranks: an all-reduce of 16 MiB took ")

@@ -10,6 +10,7 @@ import pytest
 from ctpo_megatron import cli
 from ctpo_megatron.config import Job, load_with_sources
 from ctpo_megatron.doctor import Finding, Gpu, Wanted, diagnose_run
+from ctpo_megatron.doctor.sandbox import NODE
 from tests.rollout.tiny_model import CHATML, build_tiny_model, tiny_tokenizer
 
 TOOLS = "{%- if tools %}{{ tools | tojson }}{%- endif %}" + CHATML
@@ -71,6 +72,7 @@ def test_servers_that_a_run_names_are_wanted() -> None:
     _, wanted = checked("sandbox.url='http://10.0.0.7:8080, http://10.0.0.8:8081'")
     assert wanted.servers == (("10.0.0.7", 8080, "sandbox.url"), ("10.0.0.8", 8081, "sandbox.url"))
     assert wanted.sandbox == ""
+    assert checked("cluster.nodes=2")[1].sandbox == NODE
 
 
 def test_a_gpu_that_is_too_small_is_a_problem_of_the_configuration(folder: Path) -> None:

@@ -27,6 +27,9 @@ def test_a_run_writes_what_it_promises(finished: Path) -> None:
     for path in ("config.yaml", "report.html", "figures/reward.png", "model/config.json", "model/tokenizer.json"):
         assert (finished / path).stat().st_size > 0, path
     assert list((finished / "tensorboard").glob("events.*"))
+    heartbeat = json.loads((finished / "heartbeat.json").read_text())
+    assert [heartbeat[name] for name in ("state", "step", "stalls", "ranks")] == ["ended", 3, 0, 1]
+    assert not (finished / "stalls").exists()
     output = (finished / "output.txt").read_text()
     assert "sampled reward" in output and "report.html" in output and "accuracy, toolmath" in output
 

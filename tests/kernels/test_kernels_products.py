@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctpo_kernels import linear_log_probs, use_backend
-from ctpo_kernels.linear_head import TILE, active_runs
+from ctpo_kernels.linear_head import TILE, LinearHead, active_runs
 from tests.kernels.heads import Head, eager, random_head, sweep, watched
 from tests.kernels.packings import boundaries, same_bits
 
@@ -172,3 +176,51 @@ def test_one_sweep_multiplies_each_row_once_and_two_phases_twice() -> None:
     head = tiled([100], [1.0])
     assert rows_of(head, chunk_size=32) == (100, 100, 100)
     assert rows_of(head, chunk_size=32, ratio_mode="sequence") == (200, 100, 100)
+
+
+class _Copies(TorchDispatchMode):
+    """Where copies go, by the address of the memory that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ == "copy_":
+            self.into[args[0].untyped_storage().data_ptr()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_log_probs_of_a_chunk_are_copied_once() -> None:
+    copies = _Copies()
+    with copies:
+        found = sweep(tiled([100], [1.0]), chunk_size=32)
+    assert copies.into[found.log_probs.untyped_storage().data_ptr()] == 4
+
+
+class _Wide(TorchDispatchMode):
+    """Multiplies 16-bit operands into float32, which torch has on CUDA only; counts these products and all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket is torch.ops.aten.mm:
+            self.seen["wide" if torch.float32 in args or args[0].dtype == torch.float32 else "narrow"] += 1
+        if function is torch.ops.aten.mm.dtype:
+            return args[0].float() @ args[1].float()
+        return function(*args, **(kwargs or {}))
+
+
+def test_low_precision_products_of_a_gpu_add_up_in_float32() -> None:
+    """The branch of a GPU, chosen by hand: written in bfloat16, a split product would add its parts in bfloat16."""
+    rows = 2 * TILE
+    hidden, dz = (torch.randn(rows, n).bfloat16() for n in (WIDTH, VOCAB))
+    weight, labels = torch.randn(VOCAB, WIDTH).bfloat16(), torch.zeros(rows, dtype=torch.int64)
+    head = LinearHead(hidden, weight, labels, group=None, temperature=1.0, vocab_size=None, chunk_size=rows)
+    head._mixed, head._operand, d_hidden = True, weight, torch.zeros_like(hidden)
+    with _Wide() as products:
+        head.accumulate(dz, 0, labels, d_hidden, None, skip=False)
+    assert products.seen == {"wide": 1}
+    assert same_bits(d_hidden, (dz.float() @ weight.float()).bfloat16())

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from ctpo_megatron import weights
 from ctpo_megatron.config.schema import Config, EngineConfig
-from ctpo_megatron.rollout.tasks import engine_arguments, engine_environment
+from ctpo_megatron.rollout import WeightClient
+from ctpo_megatron.rollout.tasks import Device, engine_arguments, engine_environment
 from tests.optional.signatures import Sources, parsed
 
+DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 RUNNERS = {
     "v1": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     "v2": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
@@ -37,6 +41,8 @@ def installed() -> Sources:
         ("finish_weight_update", 0, ("weight_version",)),
         ("update_weight_version", 1, ()),
         ("collective_rpc", 1, ("args",)),
+        ("init_weight_transfer_engine", 1, ()),
+        ("get_weight_version", 0, ()),
         ("sleep", 0, ("level", "mode")),
         ("wake_up", 0, ("tags",)),
     ],
@@ -44,6 +50,76 @@ def installed() -> Sources:
 def test_calls_of_the_engine(name: str, arguments: int, keywords: tuple[str, ...]) -> None:
     signature = installed().signature(f"vllm.v1.engine.async_llm.AsyncLLM.{name}")
     parsed(str(signature)).bind(*range(arguments), **dict.fromkeys(keywords))
+
+
+TRANSFER = "vllm.distributed.weight_transfer"
+
+
+def class_of(name: str) -> ast.ClassDef:
+    module, (owner,) = installed()._split(name)
+    found = installed()._lookup(module, owner)
+    assert found is not None and isinstance(found.node, ast.ClassDef), name
+    return found.node
+
+
+def fields_of(name: str) -> set[str]:
+    return {ast.unparse(item.target) for item in class_of(name).body if isinstance(item, ast.AnnAssign)}
+
+
+def methods_of(node: ast.ClassDef) -> dict[str, ast.arguments]:
+    return {item.name: item.args for item in node.body if isinstance(item, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_arguments_of_the_trainers_side(backend: str) -> None:
+    """What `weights/vllm_trainer.py` gives vLLM's trainer-side engines, and what those give the engines' workers."""
+    name = backend.upper()
+    rendezvous = {"master_address", "master_port", "world_size"} if backend == "nccl" else set()
+    packed = {"packed", "packed_buffer_size_bytes"}
+    assert fields_of(f"{TRANSFER}.{backend}_engine.{name}TrainerInitInfo") >= rendezvous | packed
+    assert "rank" in fields_of(f"{TRANSFER}.base.TrainerInitInfo")
+    for method, count, keywords in (("trainer_init", 1, ("client", "source")), ("send_weights", 0, ())):
+        signature = installed().signature(f"{TRANSFER}.{backend}_engine.{name}TrainerWeightTransferEngine.{method}")
+        parsed(str(signature)).bind(*range(count), **dict.fromkeys(keywords))
+    factory = installed().signature(f"{TRANSFER}.factory.WeightTransferTrainerFactory.trainer_init")
+    parsed(str(factory)).bind(0, client=1, source=2)
+    taken = fields_of(f"{TRANSFER}.{backend}_engine.{name}WeightTransferUpdateInfo")
+    assert taken >= {"names", "dtype_names", "shapes"} | ({"ipc_handles_pickled"} if backend == "ipc" else set())
+    assert "rank_offset" in fields_of(f"{TRANSFER}.nccl_common.NCCLWeightTransferInitInfo")
+
+
+def test_our_client_and_source_are_vllms() -> None:
+    """Structural on vLLM's side: every method of its client, and each that a source must have, with its arguments."""
+    wanted = methods_of(class_of(f"{TRANSFER}.base.VLLMWeightSyncClient"))
+    for name, arguments in wanted.items():
+        ours = inspect.signature(getattr(WeightClient, name)).parameters
+        assert list(ours) == [argument.arg for argument in arguments.args], name
+    source = class_of(f"{TRANSFER}.base.WeightSource")
+    abstract = {item.name for item in source.body if isinstance(item, ast.FunctionDef) and item.decorator_list}
+    text = (Path(weights.__file__).parent / "vllm_trainer.py").read_text(encoding="utf-8")
+    (ours,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == "TrainerWeights"]
+    assert abstract and abstract <= set(methods_of(ours))
+
+
+def test_a_dead_engine_can_be_left() -> None:
+    """The group is destroyed while a broadcast waits: vLLM then aborts NCCL's communicator."""
+    source = ast.unparse(class_of("vllm.distributed.device_communicators.pynccl.PyNcclCommunicator"))
+    assert "ncclCommAbort" in source and "def destroy(self)" in source
+    trainer = class_of(f"{TRANSFER}.nccl_engine.NCCLTrainerWeightTransferEngine")
+    (shutdown,) = [item for item in trainer.body if getattr(item, "name", "") == "shutdown"]
+    assert "self.model_update_group.destroy()" in ast.unparse(shutdown)
+
+
+def test_names_that_the_checksums_read() -> None:
+    """Modules and attributes of vLLM's layers, on CPU and CUDA."""
+    layers = "vllm.model_executor.layers"
+    text = (Path(weights.__file__).parent / "vllm_checksum.py").read_text(encoding="utf-8")
+    imports = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]
+    for node in imports:
+        for alias in node.names if (node.module or "").startswith("vllm") else ():
+            assert installed().signature(f"{node.module}.{alias.name}") is not None, alias.name
+    backends = ast.unparse(class_of(f"{layers}.fused_moe.oracle.unquantized.UnquantizedMoeBackend"))
+    assert all(name in backends for name in ("TRITON", "BATCHED_TRITON", "CPU", "FLASHINFER_CUTLASS"))
 
 
 @pytest.mark.parametrize("worker", ["gpu_worker", "cpu_worker"])
@@ -68,7 +144,7 @@ def test_the_runner_of_the_cpu_is_v1() -> None:
     assert f"{modules[base]}.{base}" == RUNNERS["v1"]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_runner_is_decided_by_us(device: str) -> None:
     """An unset variable leaves the choice to vLLM, which takes v2 on GPUs."""
     names = {"v1": "0", "v2": "1"}
@@ -78,6 +154,14 @@ def test_the_runner_is_decided_by_us(device: str) -> None:
     assert engine_environment(device, EngineConfig())["VLLM_USE_V2_MODEL_RUNNER"] == names["v1"]
     tree = installed()._tree("vllm.envs")
     assert tree is not None and '"VLLM_USE_V2_MODEL_RUNNER"' in ast.unparse(tree).replace("'", '"')
+
+
+def test_only_engines_on_a_cpu_are_kept_from_a_process_more() -> None:
+    """On a GPU the variable would change nothing but vLLM's seeding, and warn."""
+    named = {
+        device: "VLLM_ENABLE_V1_MULTIPROCESSING" in engine_environment(device, EngineConfig()) for device in DEVICES
+    }
+    assert named == {"cpu": True, "cuda": False}
 
 
 def test_arguments_of_a_gpu_engine_are_vllms() -> None:

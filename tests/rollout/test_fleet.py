@@ -63,6 +63,16 @@ def test_groups_are_complete_and_exact(stage: Stage) -> None:
     assert stage.fleet.stats()["group_retries"] == 0
 
 
+def test_an_engine_on_a_cpu_is_two_processes(stage: Stage) -> None:
+    """Our actor and vLLM's core; vLLM's CPU platform would put a worker beside the core."""
+    stage.fleet.wait_ready()
+    tree = psutil.Process().children(recursive=True)
+    actors = [process for process in tree if "RolloutEngine" in " ".join(process.cmdline())]
+    titles = [[" ".join(child.cmdline()).strip() for child in actor.children(recursive=True)] for actor in actors]
+    of_vllm = [[title for title in part if title.startswith("VLLM")] for part in titles]
+    assert of_vllm and all(part == ["VLLM::EngineCore"] for part in of_vllm), titles
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_rollout_log_probs_is_the_models(stage: Stage, temperature: float) -> None:
     groups = stage.generate(stage.prompts(3), step=1, temperature=temperature)

@@ -1,0 +1,32 @@
+"""Which transport carries the weights: by where the engines are, or as the configuration says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.config import Config
+from ctpo_megatron.rollout.tasks import Device, choose_transport
+
+
+def a_config(mode: str = "disaggregated", transport: str = "auto") -> Config:
+    settings: dict[str, Any] = {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "data": {"train": ["t"]}}
+    return Config.model_validate(
+        settings | {"placement": {"mode": mode}, "rollout": {"weights": {"transport": transport}}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster", "mode", "transport"),
+    [
+        ("cpu", False, "disaggregated", "file"),
+        ("cpu", True, "disaggregated", "tcp"),
+        ("cuda", False, "colocated", "ipc"),
+        ("cuda", False, "disaggregated", "nccl"),
+        ("cuda", True, "disaggregated", "nccl"),
+    ],
+)
+def test_auto_goes_by_where_the_engines_are(device: Device, cluster: bool, mode: str, transport: str) -> None:
+    assert choose_transport(a_config(mode), device, cluster=cluster) == transport
+    assert choose_transport(a_config(mode, "tcp"), device, cluster=cluster) == "tcp"
