@@ -77,21 +77,16 @@ def submit(launch: Launch) -> tuple[str, int]:
     if launch.cluster.executor == "slurm":
         _check_committed()
     launch.write_config()
-    with _experiment(launch, launch.cluster.job_dir, dry=False) as experiment:
-        if launch.cluster.executor == "slurm":
-            experiment.run(detach=True)
-            return str(experiment._id), 0
-        return str(experiment._id), _run_here(launch, experiment)
-
-
-def _run_here(launch: Launch, experiment: Any) -> int:
-    """NeMo Run does not tell the statuses; a node program that has written none was killed."""
+    local = launch.cluster.executor == "local"
     folder = launch.workdir / f"{launch.config.run.directory}.nodes"
-    files = [folder / f"node{rank}" / "status" for rank in range(launch.nodes)]
+    files = [folder / f"node{rank}" / "status" for rank in range(launch.nodes)] if local else []
     for file in files:
         file.unlink(missing_ok=True)
-    experiment.run(tail_logs=True)
-    return max(int(file.read_text()) if file.is_file() else 1 for file in files)
+    with _experiment(launch, launch.cluster.job_dir, dry=False) as experiment:
+        experiment.run(detach=not local, tail_logs=local)
+    # NeMo Run waits at the end of the context, and does not tell statuses; a node without one was killed.
+    statuses = [int(file.read_text()) if file.is_file() else 1 for file in files]
+    return str(experiment._id), max(statuses, default=0)
 
 
 def _check_committed() -> None:

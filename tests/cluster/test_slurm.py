@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,15 @@ CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 SCRIPT = ROOT / "tests" / "cluster" / "job.sh"
 
 
-def submit(slurm: Slurm, ctpo: Ctpo, name: str, *overrides: str, options: str = "") -> tuple[str, Path]:
+def submit(
+    slurm: Slurm, ctpo: Ctpo, name: str, *overrides: str, options: str = "", small: Sequence[str] = SMALL
+) -> tuple[str, Path]:
     """Submit a job of two nodes; its number and its output."""
     output = ctpo.directory / f"{name}.txt"
     slurm.environment |= ctpo.environment | {
         "PYTHON": sys.executable,
         "NODE_OPTIONS": options,
-        "TRAINER_WORDS": " ".join([CONFIG, *SMALL, f"run.name={name}", "run.resume=auto", *overrides]),
+        "TRAINER_WORDS": " ".join([CONFIG, *small, f"run.name={name}", "run.resume=auto", *overrides]),
         "SLURM_CONF": str(slurm.folder / "slurm.conf"),
     }
     return slurm.submit(SCRIPT, f"--chdir={ctpo.directory}", f"--output={output}"), output
