@@ -117,6 +117,7 @@ def local_slurm(kill_wait: int = 30) -> Iterator[Slurm]:
         _start(slurm)
         yield slurm
     finally:
+        _cancel_all(slurm)
         for name in ("slurmd.n0", "slurmd.n1", "slurmctld", "munged"):
             _end(folder / f"{name}.pid")
         shutil.rmtree(folder, ignore_errors=True)
@@ -153,6 +154,16 @@ def _start(slurm: Slurm) -> None:
         logs = "".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
         assert time.monotonic() < deadline, f"{idle or 0} of {len(NODES)} nodes are idle\n{logs}"
         time.sleep(0.5)
+
+
+def _cancel_all(slurm: Slurm) -> None:
+    """End what runs, by force after a minute: the steps of a job outlive the daemons."""
+    for options in ((), ("--signal=KILL", "--full")):
+        deadline = time.monotonic() + scaled(60)
+        with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):  # the controller did not come up
+            slurm.ask("scancel", "--user=root", *options)
+            while slurm.ask("squeue", "--noheader") and time.monotonic() < deadline:
+                time.sleep(0.5)
 
 
 def _end(pid_file: Path) -> None:
