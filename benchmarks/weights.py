@@ -45,7 +45,7 @@ Sides = dict[str, Callable[[], float]]
 
 def touch(tensor: torch.Tensor) -> float:
     """Read a number of every page."""
-    return float(tensor[:: _PAGE // tensor.element_size()].sum())
+    return float(tensor.flatten()[:: _PAGE // tensor.element_size()].sum())
 
 
 class Receiver:
@@ -104,7 +104,7 @@ def run(mib: int, rounds: int, bucket_mib: int) -> dict[str, Any]:
         if ray.get(receiver.node.remote()) == ray.get_runtime_context().get_node_id():
             raise RuntimeError("the receiver is on the driver's node")
         count = mib // _TENSOR_MIB
-        tensors = {f"model.layers.{n}.weight": torch.randn(_TENSOR_MIB << 18) for n in range(count)}
+        tensors = {f"model.layers.{n}.weight": torch.randn(_TENSOR_MIB << 8, 1 << 10) for n in range(count)}
         expected = sum(touch(tensor) for tensor in tensors.values())
         timed, server = sides(receiver, tensors, bucket_mib << 20)
         seconds: dict[str, list[float]] = {name: [] for name in timed}
