@@ -21,27 +21,29 @@ from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_
 from ctpo_megatron.config.plan import Plan
 from ctpo_megatron.config.presets import PRESETS
 from ctpo_megatron.config.problems import ConfigError, Problem
+from ctpo_megatron.config.rollout_schema import (
+    ClusterConfig,
+    EngineConfig,
+    PlacementConfig,
+    RolloutConfig,
+    SandboxConfig,
+    WeightsConfig,
+)
 from ctpo_megatron.config.schema import (
     AdvantageConfig,
     CheckpointConfig,
-    ClusterConfig,
     Config,
     DataConfig,
-    EngineConfig,
     EvalConfig,
     ExportConfig,
     ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
-    PlacementConfig,
     PolicyConfig,
     RewardConfig,
-    RolloutConfig,
     RunConfig,
-    SandboxConfig,
     SftConfig,
     TrackingConfig,
-    WeightsConfig,
 )
 from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig

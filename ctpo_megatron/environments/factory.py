@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from ctpo_megatron.config import Extension, engine_count
-from ctpo_megatron.config.schema import Config, RolloutConfig
+from ctpo_megatron.config import Extension, RolloutConfig, engine_count
+from ctpo_megatron.config.schema import Config
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.node_sandbox import node_sandbox_url
 from ctpo_megatron.environments.parsers.hermes import HermesParser

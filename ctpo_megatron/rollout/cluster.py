@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ctpo_megatron.config.schema import ClusterConfig
+from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.rollout.node_facts import Facts, Needs, differences, node_facts
 
 ADDRESS = "RAY_ADDRESS"

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from ctpo_megatron.config.schema import RolloutConfig
+from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.handle import EngineHandle, engine_died
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined

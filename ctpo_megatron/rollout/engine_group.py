@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ctpo_megatron.config.schema import ClusterConfig
+from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.rollout.cluster import ClusterError, Node, await_nodes, check_nodes, described
 from ctpo_megatron.rollout.logs import LogCollector, mark, unmark
 from ctpo_megatron.rollout.node_facts import Needs

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ctpo_megatron.config.schema import ClusterConfig
+from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.rollout.cluster import ADDRESS, join
 from ctpo_megatron.signals import children_spared
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ctpo_megatron.config.schema import RolloutConfig
+from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.records import Group, Prompt, RolloutBatch
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.quarantine import Quarantined

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ctpo_megatron.config.schema import Config, EngineConfig
+from ctpo_megatron.config import EngineConfig
+from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import Prompt, ToolCall, Trajectory
 
 Device = Literal["cpu", "cuda"]

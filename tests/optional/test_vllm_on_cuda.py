@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron import weights
-from ctpo_megatron.config.schema import Config, EngineConfig
+from ctpo_megatron.config.rollout_schema import EngineConfig
+from ctpo_megatron.config.schema import Config
 from ctpo_megatron.rollout import WeightClient
 from ctpo_megatron.rollout.tasks import Device, engine_arguments, engine_environment
 from tests.optional.signatures import Sources, parsed

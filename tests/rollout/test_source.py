@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ctpo_megatron.config.schema import EvalConfig, RolloutConfig
+from ctpo_megatron.config.rollout_schema import RolloutConfig
+from ctpo_megatron.config.schema import EvalConfig
 from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory
 from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.rollout import Collector, Quarantined, Replay, SampledRollouts

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ctpo_megatron.config.checks.parallel import sequence_multiple
 from ctpo_megatron.config.problems import Problem, error, warning
-from ctpo_megatron.config.schema import Config, EngineConfig
+from ctpo_megatron.config.rollout_schema import EngineConfig
+from ctpo_megatron.config.schema import Config
 from ctpo_megatron.models import ModelSpec
 
 _BFLOAT16_MISMATCH = 0.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol, cast
 
-from ctpo_megatron.config.schema import SandboxConfig
+from ctpo_megatron.config import SandboxConfig
 from ctpo_megatron.environments.protocol import Schema, ToolResult, ToolUnavailable
 
 TOOL_NAME = "code_interpreter"

@@ -1,0 +1,175 @@
+"""The configuration schema of what samples: engines, their weights and places, and the sandbox."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.task_schema import Section
+
+
+class EngineConfig(Section):
+    """One vLLM engine. Memory and token limits are per engine."""
+
+    max_model_len: PositiveInt = Field(default=2048, description="longest sequence in tokens, prompt included")
+    max_num_seqs: PositiveInt = Field(default=128, description="sequences decoded at once")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+        default="auto", description="precision; auto: as the model's config.json says"
+    )
+    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs of one engine")
+    kv_cache_mb: PositiveInt | None = Field(default=None, description="KV cache size in MiB; required on CPU")
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1, description="CUDA only")
+    block_size: PositiveInt | None = Field(default=None, description="tokens of one KV block; null: vLLM's choice")
+    enforce_eager: bool = Field(
+        default=False, description="no compilation, no CUDA graphs: faster start, slower decode"
+    )
+    threads: PositiveInt = Field(default=1, description="CPU threads of the engine (CPU only)")
+    model_runner: Literal["v1", "v2"] = Field(
+        default="v1", description="vLLM's model runner: v1 is the tested one; v2, vLLM's own choice on GPUs, needs CUDA"
+    )
+    extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, passed as they are")
+
+
+class WeightsConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["auto", "file", "tcp", "nccl", "nccl_m2n", "ipc"] = Field(
+        default="auto",
+        description="file: shared memory of one node; tcp: any nodes; nccl, nccl_m2n and (on shared GPUs) ipc: vLLM's "
+        "own, for CUDA; auto: by where the engines are",
+    )
+    timeout_s: PositiveFloat = Field(
+        default=300.0, description="deadline of one update for every engine; one that is late is replaced"
+    )
+    bucket_mib: PositiveInt = Field(
+        default=16, description="what travels at once over a network, in MiB; a larger tensor travels alone"
+    )
+
+
+class RolloutConfig(Section):
+    """Sampling of trajectories: batch, sampling distribution, token and turn budgets, fleet, deadlines."""
+
+    prompts_per_step: PositiveInt = Field(default=32, description="prompts of one batch")
+    samples_per_prompt: PositiveInt = Field(default=8, description="trajectories per prompt (one group)")
+    temperature: PositiveFloat = Field(default=1.0, description="sampling temperature of training rollouts")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="nucleus filter; below 1 the trainer's log-probs are of another distribution",
+    )
+    top_k: int = Field(default=0, ge=0, description="0: no limit")
+    max_turns: PositiveInt = Field(default=5, description="model turns; the last one may not call the tool any more")
+    max_turn_tokens: PositiveInt | None = Field(
+        default=None, description="model tokens per turn; null: only the budget below"
+    )
+    max_response_tokens: PositiveInt = Field(default=8000, description="tokens after the prompt, tool output included")
+    max_observation_chars: PositiveInt = Field(
+        default=4096, description="longest tool output shown to the model; head and tail are kept"
+    )
+    tools: tuple[Extension, ...] = Field(
+        default=(Extension(name="python"),),
+        description="what the model can call: `python` (the sandbox), or `package.module:Name`",
+    )
+    tool_parser: Extension = Field(
+        default=Extension(name="hermes"),
+        description="reads tool calls: `hermes` (argument `parallel_calls`, default false), or `package.module:Name`",
+    )
+    environment: Extension = Field(
+        default=Extension(name="tools"),
+        description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
+    )
+    engines: PositiveInt | Literal["auto"] = Field(
+        default=1,
+        description="vLLM engines of all nodes; auto: as many as `placement.engine_gpus` hold (on CPU one a node)",
+    )
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
+    group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
+    max_group_retries: NonNegativeInt = Field(
+        default=3,
+        description="retries of a failed group; then its prompt is quarantined and another takes its place",
+    )
+    max_quarantined: NonNegativeInt = Field(
+        default=16, description="prompts that may be given up after these retries; the run stops when one more fails"
+    )
+    replay: str | None = Field(
+        default=None,
+        description="run directory whose recorded trajectories are trained on; no engine, no sandbox, no evaluation",
+    )
+    mismatch_limit: PositiveFloat | None = Field(
+        default=None,
+        description="stop when |sampler - trainer log-prob| exceeds this (a weight-sync bug); null: only log it",
+    )
+
+
+class ClusterConfig(Section):
+    """The Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, Ray is private to this node."""
+
+    nodes: PositiveInt = Field(
+        default=1, description="nodes of the cluster, this one included; several need a token (SECURITY.md)"
+    )
+    node_address: str | None = Field(
+        default=None, description="IP address of this node in the cluster; null: of the Ray node on this machine"
+    )
+    engine_placement: Literal["spread", "packed"] = Field(
+        default="spread", description="engines on as many nodes as possible, or on as few as possible"
+    )
+
+
+class PlacementConfig(Section):
+    """GPUs of the trainer and of the engines on one node, in the order in which CUDA shows them. Nothing on a CPU."""
+
+    mode: Literal["disaggregated", "colocated"] = Field(
+        default="disaggregated",
+        description="engines have the GPUs after the trainer's, or share its GPUs and sleep while it works",
+    )
+    trainer_gpus: PositiveInt | None = Field(
+        default=None, description="trainer ranks of this node; null: all there are"
+    )
+    engine_gpus: PositiveInt | None = Field(
+        default=None,
+        description="GPUs of a node's engines together; null: rollout.engines x their tensor_parallel_size / "
+        "cluster.nodes",
+    )
+
+
+class SandboxConfig(Section):
+    """The code_interpreter tool: our own server is started unless `url` names one."""
+
+    url: str | None = Field(
+        default=None, description="address of a running server, or several separated by commas; null: start our own"
+    )
+    require: Literal["namespaces", "landlock", "seccomp", "none"] = Field(
+        default="landlock", description="least isolation of our own server; it refuses to start with less"
+    )
+    slots: PositiveInt = Field(default=2, description="executions at once")
+    run_timeout_s: PositiveFloat = Field(default=4.0, description="limit of one execution, counted from its start")
+    cpu_s: PositiveInt | None = Field(
+        default=None,
+        description="CPU seconds of one execution, all threads together; null: its time limit rounded up, plus 1",
+    )
+    memory_mb: PositiveInt = Field(default=512, description="address-space limit of one execution in MiB")
+    file_mb: PositiveInt = Field(
+        default=8, description="size limit of each file of one execution in MiB, each of its outputs included"
+    )
+    open_files: PositiveInt = Field(default=256, description="file descriptors of one execution")
+    disk_mb: PositiveInt = Field(
+        default=64, description="size limit of all files of one execution together in MiB, where it has its own mounts"
+    )
+    disk_files: PositiveInt = Field(
+        default=4096, description="number of files of one execution, where it has its own mounts"
+    )
+    threads: PositiveInt = Field(default=128, description="threads of one execution, where each slot has its own user")
+    output_kb: PositiveInt = Field(
+        default=1000, description="thousands of bytes of each output that a reply carries; the rest is cut"
+    )
+    request_mb: PositiveInt = Field(default=16, description="size limit of one request in MiB")
+    request_timeout_s: PositiveFloat = Field(
+        default=60.0, description="deadline of one tool call as the rollout sees it"
+    )
+    max_concurrency: PositiveInt = Field(default=64, description="tool requests in flight, over the whole run")
+    start_timeout_s: PositiveFloat = Field(default=60.0, description="deadline for the server to answer")
