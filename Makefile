@@ -125,4 +125,4 @@ lint-containers: .venv-hadolint/bin/hadolint
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-locks .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info
+	rm -rf $(VENV) .venv-locks .venv-launch .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info

@@ -4,7 +4,7 @@
 
 Two Ray nodes run on this machine, the driver on the first, a receiver on the second, so all bytes go over loopback.
 Both sides start with the same tensors in the driver and end when the receiver has read a number of every page of each
-tensor. TCP: a snapshot in shared memory is written, the receiver fetches it bucket by bucket. Ray: `ray.put` of the
+tensor. TCP: a copy in shared memory is made, which the receiver fetches bucket by bucket. Ray: `ray.put` of the
 tensors as NumPy arrays (which Ray hands over without pickling their bytes), `ray.get` in the receiver. "With checksums"
 adds what the transport does for verification in the trainer, for which Ray has no counterpart.
 """
@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.kernels import report
 from ctpo_megatron.weights.checksum import Checksums
-from ctpo_megatron.weights.shared_file import WeightSnapshot
+from ctpo_megatron.weights.memory import WeightMemory
 from ctpo_megatron.weights.tcp import SECRET_BYTES, Share, WeightServer, fetched
 
 GOAL = 3.0
@@ -45,7 +45,7 @@ Sides = dict[str, Callable[[], float]]
 
 def touch(tensor: torch.Tensor) -> float:
     """Read a number of every page."""
-    return float(tensor[:: _PAGE // tensor.element_size()].sum())
+    return float(tensor.flatten()[:: _PAGE // tensor.element_size()].sum())
 
 
 class Receiver:
@@ -70,14 +70,13 @@ def sides(receiver: Any, tensors: dict[str, torch.Tensor], bucket_bytes: int) ->
     import ray
 
     secret = secrets.token_bytes(SECRET_BYTES)
-    server = WeightServer(HOST, secret, 120.0)
+    server, memory = WeightServer(HOST, secret, 120.0), WeightMemory()
 
     def tcp(checksums: Checksums | None = None) -> float:
         server.serve(None)
-        named = tensors.items() if checksums is None else checksums.watch(tensors.items())
-        snapshot = WeightSnapshot(named, 1)
-        server.serve(snapshot)
-        share = Share(*server.address, snapshot.entries)
+        memory.fill(tensors.items() if checksums is None else checksums.watch(tensors.items()), 1)
+        server.serve(memory)
+        share = Share(*server.address, memory.entries)
         return float(ray.get(receiver.take_tcp.remote(share, secret, 1, bucket_bytes)))
 
     def objects() -> float:
@@ -104,7 +103,7 @@ def run(mib: int, rounds: int, bucket_mib: int) -> dict[str, Any]:
         if ray.get(receiver.node.remote()) == ray.get_runtime_context().get_node_id():
             raise RuntimeError("the receiver is on the driver's node")
         count = mib // _TENSOR_MIB
-        tensors = {f"model.layers.{n}.weight": torch.randn(_TENSOR_MIB << 18) for n in range(count)}
+        tensors = {f"model.layers.{n}.weight": torch.randn(_TENSOR_MIB << 8, 1 << 10) for n in range(count)}
         expected = sum(touch(tensor) for tensor in tensors.values())
         timed, server = sides(receiver, tensors, bucket_mib << 20)
         seconds: dict[str, list[float]] = {name: [] for name in timed}

@@ -58,7 +58,7 @@ class WeightSnapshot:
                 version,
                 writer.path.parent,
             )
-        self.names, self.entries, self.size, self._path = writer.names, writer.entries, writer.tensor_bytes, writer.path
+        self.names, self.size, self._path = writer.names, writer.tensor_bytes, writer.path
         self._file: IO[bytes] = open(self._path, "rb")  # noqa: SIM115 - held for the life of the snapshot
 
     @contextmanager
@@ -71,19 +71,11 @@ class WeightSnapshot:
         try:
             yield str(self._path)
         finally:
-            self.unlink()
-
-    def unlink(self) -> None:
-        """Take the name away; `published` gives the contents one again."""
-        self._path.unlink(missing_ok=True)
-
-    def reopened(self) -> IO[bytes]:
-        """The file with a position of its own, for the caller to close; it outlives the snapshot."""
-        return open(f"/proc/self/fd/{self._file.fileno()}", "rb")
+            self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the memory."""
-        self.unlink()
+        self._path.unlink(missing_ok=True)
         self._file.close()
 
 

@@ -1,6 +1,6 @@
 """Weights over TCP, both ends: every trainer rank serves what it owns, every engine fetches from all of them.
 
-An engine sends the run's secret, then asks for byte ranges of a rank's snapshot: version, first byte, length. There is
+An engine sends the run's secret, then asks for byte ranges of what a rank holds: version, first byte, length. There is
 no encryption; the network has to be private.
 """
 
@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from ctpo_megatron.weights.shared_file import WeightSnapshot
-from ctpo_megatron.weights.tensor_file import Entry
+from ctpo_megatron.weights.memory import Entry, WeightMemory
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ def address_toward(peer: str) -> str:
 
 
 class WeightServer:
-    """Serves the snapshot of a rank on one address, to who knows the secret.
+    """Serves what a rank holds on one address, to who knows the secret.
 
     timeout_s: deadline of every operation on a connection.
     """
@@ -52,23 +51,19 @@ class WeightServer:
         self._socket = socket.create_server((host, 0), backlog=_CONNECTIONS, family=_family(host))
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._secret, self._timeout_s = secret, timeout_s
-        self._snapshot: WeightSnapshot | None = None
+        self._memory: WeightMemory | None = None
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="weight server", daemon=True).start()
 
-    def serve(self, snapshot: WeightSnapshot | None) -> None:
-        """From now on this one, which loses its name; the former is closed, but for ranges that are being sent."""
-        if snapshot is not None:
-            snapshot.unlink()  # or it would stay behind if this process is killed
+    def serve(self, memory: WeightMemory | None) -> None:
+        """From now on this version, or nothing; ranges that are being sent are sent to their end."""
         with self._lock:
-            former, self._snapshot = self._snapshot, snapshot
-        if former is not None:
-            former.close()
+            self._memory = memory
 
     def close(self) -> None:
-        """Serve nothing any more, and release the snapshot."""
+        """Serve nothing any more."""
         self.serve(None)
         self._closed.set()
         with suppress(OSError):  # closed before
@@ -112,9 +107,9 @@ class WeightServer:
             _receive(peer, memoryview(request))
             version, first, length = _REQUEST.unpack(request)
             with self._lock:
-                if self._snapshot is None or self._snapshot.version != version:
+                if self._memory is None or self._memory.version != version:
                     return
-                file = self._snapshot.reopened()
+                file = self._memory.reopened()
             with file:
                 peer.sendfile(file, first, length)
 

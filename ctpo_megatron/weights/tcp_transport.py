@@ -1,4 +1,4 @@
-"""The transport over TCP: every rank keeps a snapshot of what it owns and serves it; rank zero tells the engines."""
+"""The transport over TCP: every rank holds a copy of what it owns and serves it; rank zero tells the engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from ctpo_megatron.weights.checksum import Checksums, Sums
-from ctpo_megatron.weights.shared_file import WeightSnapshot
+from ctpo_megatron.weights.memory import WeightMemory
 from ctpo_megatron.weights.tcp import SECRET_BYTES, Share, WeightServer, address_toward
 from ctpo_megatron.weights.transport import EngineFleet, Ranks, WeightSource
 
@@ -52,7 +52,7 @@ class ServedWeights:
 
 
 class TcpTransport:
-    """For engines on any node. What a rank owns stays in its node's shared memory until the next version."""
+    """For engines on any node. A copy of what a rank owns stays in its node's memory until the next version."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class TcpTransport:
         """engines: None on ranks other than zero. address: to serve on; None: that toward an engine's node."""
         self._ranks, self._engines, self._address = ranks, engines, address
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._memory = WeightMemory()
         self._server: WeightServer | None = None
 
     def init(self) -> None:
@@ -80,11 +81,11 @@ class TcpTransport:
         if self._server is None:
             raise RuntimeError("init comes before send")
         began = time.monotonic()
-        self._server.serve(None)  # or two versions would take memory
+        self._server.serve(None)
         checksums = Checksums(version, self._facts.dtype)
-        snapshot = WeightSnapshot(checksums.watch(source.own_weights()), version)
-        self._server.serve(snapshot)
-        gathered = self._ranks.gather((Share(*self._server.address, snapshot.entries), checksums.sums))
+        self._memory.fill(checksums.watch(source.own_weights()), version)
+        self._server.serve(self._memory)
+        gathered = self._ranks.gather((Share(*self._server.address, self._memory.entries), checksums.sums))
         shares = [share for share, _ in gathered if share.entries]
         sums = {name: value for _, of_rank in gathered for name, value in of_rank.items()}
         served = ServedWeights(version, shares, sums, self._secret, self._bucket_bytes, self._timeout_s)
@@ -94,6 +95,8 @@ class TcpTransport:
         """See `WeightTransport`."""
         if self._server is not None:
             self._server.close()
+            self._server = None
+            self._memory.close()
 
     @property
     def _rank_zero(self) -> EngineFleet:

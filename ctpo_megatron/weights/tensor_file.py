@@ -12,9 +12,6 @@ from pathlib import Path
 
 import torch
 
-Entry = tuple[str, str, tuple[int, ...], int, int]
-"""Name, dtype (as torch names it), shape, first byte in the file, bytes."""
-
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -43,7 +40,6 @@ class TensorFile:
         self._room = header_bytes
         self._used = _ENTRY  # for the file's own metadata
         self._header: dict[str, dict[str, object]] = {}
-        self.entries: list[Entry] = []
         self._end = _LENGTH + header_bytes
         self._file: int | None = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
 
@@ -75,7 +71,6 @@ class TensorFile:
             "shape": list(tensor.shape),
             "data_offsets": [start - begin, self._end - begin],
         }
-        self.entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, data.nbytes))
         self._used += len(json.dumps(name)) + _ENTRY
 
     def move(self, path: Path) -> None:

@@ -180,7 +180,7 @@ class VllmTransport:
     def _begin(self, weights: TrainerWeights, version: int) -> None:
         assert self._trainer is not None
         checksums = weights.checksums = Checksums(version, self._facts.dtype)
-        self._rank_zero.begin(version, lambda: checksums.sums, self._trainer.shutdown)
+        self._rank_zero.begin(version, lambda: checksums.sums, self._abort)
 
     def _transfer(self, weights: TrainerWeights, version: int) -> None:
         """One round of vLLM's trainer side. NCCL would wait for a dead engine for ever: it is aborted instead."""
@@ -189,7 +189,7 @@ class VllmTransport:
         if self._engines is None:
             trainer.send_weights()
             return
-        abort = threading.Timer(self._timeout_s, trainer.shutdown)
+        abort = threading.Timer(self._timeout_s, self._abort)
         abort.start()
         try:
             trainer.send_weights()
@@ -198,6 +198,12 @@ class VllmTransport:
             weights.drain()
         finally:
             abort.cancel()
+
+    def _abort(self) -> None:
+        """End what waits in NCCL, and make the rest of the transfer do nothing; from any thread."""
+        group = getattr(self._trainer, "model_update_group", None)
+        if group is not None:
+            group.destroy()
 
     @property
     def _rank_zero(self) -> EngineClient:

@@ -69,15 +69,24 @@ def script(launch: Launch) -> str:
         return written.read_text(encoding="utf-8")
 
 
-def submit(launch: Launch) -> str:
-    """Submit to Slurm, or run here to the end; the experiment's id. Raises ClusterError for uncommitted code."""
+def submit(launch: Launch) -> tuple[str, int]:
+    """Submit to Slurm, or run here to the end; the experiment's id, and the worst exit status of the nodes that ended.
+
+    Raises ClusterError for uncommitted code.
+    """
     if launch.cluster.executor == "slurm":
         _check_committed()
     launch.write_config()
+    local = launch.cluster.executor == "local"
+    folder = launch.workdir / f"{launch.config.run.directory}.nodes"
+    files = [folder / f"node{rank}" / "status" for rank in range(launch.nodes)] if local else []
+    for file in files:
+        file.unlink(missing_ok=True)
     with _experiment(launch, launch.cluster.job_dir, dry=False) as experiment:
-        local = launch.cluster.executor == "local"
         experiment.run(detach=not local, tail_logs=local)
-        return str(experiment._id)
+    # NeMo Run waits at the end of the context, and does not tell statuses; a node without one was killed.
+    statuses = [int(file.read_text()) if file.is_file() else 1 for file in files]
+    return str(experiment._id), max(statuses, default=0)
 
 
 def _check_committed() -> None:

@@ -79,9 +79,9 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
         return 0
     if args.dry_run:
         raise ClusterError("--dry-run prints a batch script, and --executor local has none")
-    identity = submit(launch)
+    identity, status = submit(launch)
     print(f"{identity}: folder {cluster.job_dir}, run {config.run.directory}")
-    return 0
+    return status
 
 
 def _of_the_launch(nodes: int) -> list[str]:

@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ValueError, OSError) as error:
         print(f"ctpo_launchers.node: {error}", file=sys.stderr)
         return WRONG
-    return asyncio.run(program.run())
+    program.status_file.unlink(missing_ok=True)  # of an earlier attempt
+    status = asyncio.run(program.run())
+    program.status_file.write_text(f"{status}\n")
+    return status
 
 
 def _of_the_job(job: NodeJob, arguments: Sequence[str]) -> list[str]:

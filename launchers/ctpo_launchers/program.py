@@ -31,15 +31,22 @@ _AFTER_GRACE_S = 60.0
 _POLL_S = 0.1
 
 
+def node_folder(config: Config) -> Path:
+    """Where the nodes of a run write, next to the run: that may delete its own directory (run.overwrite)."""
+    return Path(f"{config.run.directory}.nodes")
+
+
 class NodeProgram:
     """One node of a job. `arguments`: of the trainer, the configuration file first."""
 
     def __init__(self, args: argparse.Namespace, job: NodeJob, config: Config, arguments: Sequence[str]) -> None:
         self._args, self._job, self._config, self._arguments = args, job, config, list(arguments)
         self._needs = Needs.of(config, job.nodes, args.nproc_per_node)
-        base = args.directory or Path(f"{config.run.directory}.nodes")
+        base = args.directory or node_folder(config)
         self._token_file = (args.token_file or base / "token").absolute()
         self._logs = base.absolute() / f"node{job.rank}"
+        self.status_file = self._logs / "status"
+        """Holds the exit status when the program has ended."""
         self._trainer: Child | None = None
         self._until, self._reason = float("inf"), ""
         self._status = 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cluster.conftest import RECORDED
 from tests.cluster.local_slurm import Slurm
 from tests.cluster.packages import COMMAND
 from tests.end_to_end.small_run import SMALL, Ctpo, records
@@ -78,6 +79,17 @@ def test_the_local_executor_runs_two_ranks(ctpo: Ctpo) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     assert [record["step"] for record in records(ctpo.directory / "runs" / "local")] == [0, 1, 2, 3]
     assert "memory/rank_1_peak_mib" in records(ctpo.directory / "runs" / "local")[-1]
+
+
+def test_the_local_executor_runs_two_nodes_on_a_recording_and_gives_their_status(ctpo: Ctpo, recorded: Path) -> None:
+    cluster = ctpo.directory / "here.yaml"
+    cluster.write_text(f"executor: local\njob_dir: {ctpo.directory}/jobs\n")
+    options = ("--executor", "local", "--nodes", "2", "--cluster", str(cluster), f"rollout.replay={recorded}")
+    done = launch(ctpo, CONFIG, *SMALL, *RECORDED, *options, "run.name=local_nodes")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    assert [record["step"] for record in records(ctpo.directory / "runs" / "local_nodes")] == list(range(7))
+    broken = launch(ctpo, CONFIG, *SMALL, *RECORDED, *options, "run.name=local_nodes", "run.steps=7")
+    assert broken.returncode in (1, 2), (broken.stdout + broken.stderr)[-8000:]
 
 
 def test_a_job_is_submitted_to_slurm_asked_for_and_cancelled(ctpo: Ctpo, slurm: Slurm) -> None:

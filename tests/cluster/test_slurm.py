@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,30 +20,35 @@ CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 SCRIPT = ROOT / "tests" / "cluster" / "job.sh"
 
 
-def submit(slurm: Slurm, ctpo: Ctpo, name: str, *overrides: str, options: str = "") -> tuple[str, Path]:
+def submit(
+    slurm: Slurm, ctpo: Ctpo, name: str, *overrides: str, options: str = "", small: Sequence[str] = SMALL
+) -> tuple[str, Path]:
     """Submit a job of two nodes; its number and its output."""
     output = ctpo.directory / f"{name}.txt"
     slurm.environment |= ctpo.environment | {
         "PYTHON": sys.executable,
         "NODE_OPTIONS": options,
-        "TRAINER_WORDS": " ".join([CONFIG, *SMALL, f"run.name={name}", "run.resume=auto", *overrides]),
+        "TRAINER_WORDS": " ".join([CONFIG, *small, f"run.name={name}", "run.resume=auto", *overrides]),
         "SLURM_CONF": str(slurm.folder / "slurm.conf"),
     }
     return slurm.submit(SCRIPT, f"--chdir={ctpo.directory}", f"--output={output}"), output
 
 
-def wait_for_lines(file: Path, count: int, output: Path, seconds: float = 200) -> None:
+def wait_for_lines(slurm: Slurm, job: str, file: Path, count: int, output: Path, seconds: float = 200) -> None:
+    """Wait until a file of a job that runs has so many lines."""
     deadline = time.monotonic() + scaled(seconds)
     while not file.exists() or len(file.read_text().splitlines()) < count:
-        assert time.monotonic() < deadline, output.read_text()[-8000:] if output.exists() else "no output"
-        time.sleep(0.1)
+        state = slurm.shown(job, "JobState")
+        wrong = time.monotonic() > deadline or state not in ("PENDING", "CONFIGURING", "RUNNING")
+        assert not wrong, f"{state}: {output.read_text()[-8000:] if output.exists() else 'no output'}"
+        time.sleep(0.2)
 
 
 def test_a_signal_ends_both_nodes_and_the_requeued_job_ends_well(slurm: Slurm, ctpo: Ctpo) -> None:
     """With a payload in place of the trainer: what the scheduler does, in seconds."""
     replay = "rollout.replay=runs/none"
     job, output = submit(slurm, ctpo, "wait", replay, options="--module tests.launchers.payload")
-    wait_for_lines(output, 2, output, 100)
+    wait_for_lines(slurm, job, output, 2, output, 100)
     slurm.requeue(job)
     slurm.until(job, "RUNNING", seconds=150)
     text = output.read_text()
@@ -57,7 +63,7 @@ def test_a_requeued_job_of_two_nodes_resumes_bit_for_bit(slurm: Slurm, ctpo: Ctp
     assert whole.returncode == 0, whole.stderr[-4000:]
     job, output = submit(slurm, ctpo, "requeued", *replay)
     run = ctpo.directory / "runs" / "requeued"
-    wait_for_lines(run / "metrics.jsonl", 3, output)
+    wait_for_lines(slurm, job, run / "metrics.jsonl", 3, output)
     slurm.requeue(job)
     slurm.until(job, "COMPLETED", "FAILED", seconds=400)
     text = output.read_text()
@@ -73,7 +79,7 @@ def test_a_requeued_job_with_engines_on_both_nodes_trains_on_every_prompt_once(s
     live = ("rollout.engines=2", "policy.data_parallel_size=2", "run.steps=4", "sft.steps=100", "eval.every=0")
     job, output = submit(slurm, ctpo, "live", *live, "prepare.sft_conversations=1600", "checkpoint.grace_s=60")
     run = ctpo.directory / "runs" / "live"
-    wait_for_lines(run / "metrics.jsonl", 3, output, 600)
+    wait_for_lines(slurm, job, run / "metrics.jsonl", 3, output, 600)
     slurm.requeue(job)
     slurm.until(job, "COMPLETED", "FAILED", seconds=600)
     text = output.read_text()

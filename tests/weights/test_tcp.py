@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from ctpo_megatron.weights.shared_file import WeightSnapshot
+from ctpo_megatron.weights.memory import WeightMemory
 from ctpo_megatron.weights.tcp import SECRET_BYTES, Share, WeightServer, address_toward, fetched, plan
 from tests.support.deadlines import scaled
 
@@ -35,9 +33,10 @@ def server() -> Iterator[WeightServer]:
 
 
 def share(server: WeightServer, names: list[str], version: int = 4) -> Share:
-    snapshot = WeightSnapshot([(name, TENSORS[name]) for name in names], version)
-    server.serve(snapshot)
-    return Share(*server.address, snapshot.entries)
+    memory = WeightMemory()
+    memory.fill([(name, TENSORS[name]) for name in names], version)
+    server.serve(memory)
+    return Share(*server.address, memory.entries)
 
 
 def fetch(
@@ -49,12 +48,25 @@ def fetch(
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 def test_every_tensor_arrives_as_often_as_it_is_asked_for(server: WeightServer, bucket_bytes: int) -> None:
     offered = share(server, list(TENSORS))
-    assert not list(Path("/dev/shm").glob(f"ctpo-weights-{os.getpid()}-*"))
     for _ in range(2):
         found = fetch([offered], bucket_bytes=bucket_bytes)
         assert found.keys() == TENSORS.keys()
         for name, tensor in TENSORS.items():
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_the_next_version_takes_the_memory_over(server: WeightServer) -> None:
+    """Longer, then shorter: what is left of the former is not in the way."""
+    memory = WeightMemory()
+    for version, count in enumerate((3, 6, 1)):
+        server.serve(None)
+        memory.fill(((name, TENSORS[name] + version) for name in list(TENSORS)[:count]), version)
+        server.serve(memory)
+        found = fetch([Share(*server.address, memory.entries)], version=version)
+        assert found.keys() == set(list(TENSORS)[:count])
+        assert memory.size == sum(tensor.nbytes for tensor in found.values())
+        assert all(torch.equal(tensor, TENSORS[name] + version) for name, tensor in found.items())
+    memory.close()
 
 
 def test_several_engines_fetch_at_once(server: WeightServer) -> None:
@@ -131,10 +143,11 @@ def test_a_receiver_that_stops_reading_is_left() -> None:
     server = WeightServer("127.0.0.1", SECRET, 0.3)
     try:
         big = {"big": torch.zeros(16 << 20)}  # more than the buffers of a connection
-        snapshot = WeightSnapshot(big.items(), 1)
-        server.serve(snapshot)
+        memory = WeightMemory()
+        memory.fill(big.items(), 1)
+        server.serve(memory)
         with socket.create_connection(server.address) as peer:
-            peer.sendall(SECRET + (1).to_bytes(8) + bytes(8) + snapshot.size.to_bytes(8))
+            peer.sendall(SECRET + (1).to_bytes(8) + bytes(8) + memory.size.to_bytes(8))
             peer.recv(1)
             deadline = time.monotonic() + scaled(5)
             while (
