@@ -127,9 +127,7 @@ class PlacementConfig(Section):
         default="disaggregated",
         description="engines have the GPUs after the trainer's, or share its GPUs and sleep while it works",
     )
-    trainer_gpus: PositiveInt | None = Field(
-        default=None, description="trainer ranks of this node; null: all there are"
-    )
+    trainer_gpus: PositiveInt | None = Field(default=None, description="trainer ranks of a node; null: all there are")
     engine_gpus: PositiveInt | None = Field(
         default=None,
         description="GPUs of a node's engines together; null: rollout.engines x their tensor_parallel_size / "

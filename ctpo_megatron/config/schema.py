@@ -26,8 +26,7 @@ class RunConfig(Section):
     overwrite: bool = Field(default=False, description="delete an existing run directory of this name and start anew")
     resume: bool | Literal["auto"] = Field(
         default=False,
-        description="continue from the last complete checkpoint of this run; auto: if the directory holds a run, else "
-        "start one",
+        description="continue from the last complete checkpoint; auto: or start, where there is no run yet",
     )
     deadline: PositiveFloat | None = Field(
         default=None,
@@ -36,8 +35,7 @@ class RunConfig(Section):
     )
     stall_timeout_s: PositiveFloat | None = Field(
         default=900.0,
-        description="without progress of any rank for so long, all ranks dump their stacks into `<run>/stalls` and the "
-        "log names who keeps the others waiting; give less than `policy.timeout_minutes`, which ends the run; null: no",
+        description="seconds without progress of any rank, after which all dump their stacks; null: never",
     )
     end_on_stall: bool = Field(default=False, description="end the run after such a dump, with exit status 75")
     accept_changed_code: bool = Field(
@@ -300,8 +298,7 @@ class TrackingConfig(Section):
     )
     trackers: tuple[Extension, ...] = Field(
         default=(Extension(name="tensorboard"),),
-        description="where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, prometheus, or "
-        "`package.module:Name`",
+        description="besides metrics.jsonl: tensorboard, wandb, mlflow, prometheus, or `package.module:Name`",
     )
     python: str | None = Field(
         default=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from ctpo_megatron.config import (
@@ -42,16 +43,23 @@ def diagnose_run(
     findings = [_finding("config", p) for p in _problems(config, sources, job, gpu_gib)] or [
         Finding("config", "ok", config.run.name)
     ]
+    wanted = Wanted(
+        disk=((str(config.run.directory), 0.0, GIB),),
+        ports=tuple(_ports(config)),
+        servers=tuple(_servers(config)),
+        sandbox=_sandbox(config),
+        deep=deep,
+    )
     try:
         spec = spec_for(config)
     except ConfigError:
-        return findings, Wanted(deep=deep)
+        return findings, wanted
     findings += [*_tokenizer(config, spec)]
     if gpu_gib is not None:
         fullest = GpuMemory.of(config, job, spec, gpu_gib).fullest
         text = f"{fullest.bytes / GIB:.1f} of {gpu_gib:.0f} GiB on {fullest.gpus}, {fullest.when}"
         findings.append(Finding("GPU memory", "ok", text))  # what is too much is a problem above
-    return findings, _wanted(config, spec, job, cuda=bool(gpus), deep=deep)
+    return findings, replace(wanted, **_sizes(config, spec, job, cuda=bool(gpus)))
 
 
 def _problems(config: Config, sources: Sources, job: Job, gpu_gib: float | None) -> tuple[Problem, ...]:
@@ -67,22 +75,19 @@ def _finding(name: str, problem: Problem) -> Finding:
     return Finding(name, status, str(replace(problem, fix="")), problem.fix)
 
 
-def _wanted(config: Config, spec: ModelSpec, job: Job, *, cuda: bool, deep: bool) -> Wanted:
+def _sizes(config: Config, spec: ModelSpec, job: Job, *, cuda: bool) -> dict[str, Any]:
+    """The fields of `Wanted` that follow from the model."""
     count, policy, kept = model_parameters(spec)[0], config.policy, config.checkpoint
     engine = spec.dtype if config.rollout.engine.dtype == "auto" else config.rollout.engine.dtype
     # Weights, and the optimizer's two moments and, below float32, its copy of the weights.
     one = count * (_BYTES[policy.dtype] + 8 + (4 if policy.dtype != "float32" else 0))
     saves = kept.keep_last + kept.keep_best + 1 if kept.every else 1
-    folder = str(config.run.directory)
-    return Wanted(
-        weight_bytes=count * _BYTES[engine],
-        disk=((folder, one if kept.every else 0.0, one * saves + count * _BYTES[policy.dtype] + GIB),),
-        host_bytes=0.0 if cuda else _host_bytes(config, spec, job, count * _BYTES[engine]),
-        ports=tuple(_ports(config)),
-        servers=tuple(_servers(config)),
-        sandbox=_sandbox(config),
-        deep=deep,
-    )
+    folder, export = str(config.run.directory), count * _BYTES[policy.dtype]
+    return {
+        "weight_bytes": count * _BYTES[engine],
+        "disk": ((folder, one if kept.every else 0.0, one * saves + export + GIB),),
+        "host_bytes": 0.0 if cuda else _host_bytes(config, spec, job, count * _BYTES[engine]),
+    }
 
 
 def _host_bytes(config: Config, spec: ModelSpec, job: Job, weights: float) -> float:

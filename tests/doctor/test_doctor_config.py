@@ -68,6 +68,13 @@ def test_every_fault_of_tokenizer_and_template_is_named(folder: Path) -> None:
     assert "has no tokenizer: none of tokenizer.json" in found["tokenizer"].detail
 
 
+def test_a_model_that_is_not_there_hides_nothing_else(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    found, wanted = checked("model.path=elsewhere", 'tracking.trackers=[{"name": "prometheus"}]')
+    assert found["config"].status == "broken" and "cannot read elsewhere/config.json" in found["config"].detail
+    assert wanted.ports and wanted.sandbox == "landlock" and wanted.disk == (("runs/first", 0.0, float(1 << 30)),)
+
+
 def test_servers_that_a_run_names_are_wanted() -> None:
     _, wanted = checked("sandbox.url='http://10.0.0.7:8080, http://10.0.0.8:8081'")
     assert wanted.servers == (("10.0.0.7", 8080, "sandbox.url"), ("10.0.0.8", 8081, "sandbox.url"))
