@@ -161,9 +161,9 @@ class VllmTransport:
         return info
 
     def _init_info(self) -> TrainerInitInfo:
+        assert self._weights is not None
+        size = max(self._bucket_bytes, self._weights.largest)  # with less, vLLM refuses it (IPC) or warns of it
         if self._kind == "ipc":
-            assert self._weights is not None
-            size = max(self._bucket_bytes, self._weights.largest)  # vLLM refuses a tensor that is larger
             return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
         host = self._address or address_toward(self._facts.address)
         with socket.create_server((host, 0)) as free:
@@ -173,7 +173,7 @@ class VllmTransport:
             master_port=port,
             world_size=1 + self._rank_zero.workers,
             packed=True,
-            packed_buffer_size_bytes=self._bucket_bytes,
+            packed_buffer_size_bytes=size,
             rank=0,
         )
 
