@@ -287,8 +287,7 @@ class RolloutConfig(Section):
         description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
     )
     engines: PositiveInt | Literal["auto"] = Field(
-        default=1,
-        description="vLLM engines of all nodes; auto: as many as `placement.engine_gpus` hold (on CPU one a node)",
+        default=1, description="vLLM engines of all nodes; auto: what `placement.engine_gpus` hold (CPU: one a node)"
     )
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -314,9 +313,7 @@ class RolloutConfig(Section):
 class ClusterConfig(Section):
     """The Ray cluster that RAY_ADDRESS names; without RAY_ADDRESS, Ray is private to this node."""
 
-    nodes: PositiveInt = Field(
-        default=1, description="nodes of the cluster, this one included; several need a token (SECURITY.md)"
-    )
+    nodes: PositiveInt = Field(default=1, description="nodes, this one included; several need a token (SECURITY.md)")
     node_address: str | None = Field(
         default=None, description="IP address of this node in the cluster; null: of the Ray node on this machine"
     )
@@ -336,9 +333,7 @@ class PlacementConfig(Section):
         default=None, description="trainer ranks of this node; null: all there are"
     )
     engine_gpus: PositiveInt | None = Field(
-        default=None,
-        description="GPUs of a node's engines together; null: rollout.engines x their tensor_parallel_size / "
-        "cluster.nodes",
+        default=None, description="GPUs of the engines of one node; null: what its share of rollout.engines needs"
     )
 
 
