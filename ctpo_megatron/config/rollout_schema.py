@@ -82,8 +82,7 @@ class RolloutConfig(Section):
         description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
     )
     engines: PositiveInt | Literal["auto"] = Field(
-        default=1,
-        description="vLLM engines of all nodes; auto: as many as `placement.engine_gpus` hold (on CPU one a node)",
+        default=1, description="vLLM engines of all nodes; auto: what `placement.engine_gpus` hold (CPU: one a node)"
     )
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -129,9 +128,7 @@ class PlacementConfig(Section):
     )
     trainer_gpus: PositiveInt | None = Field(default=None, description="trainer ranks of a node; null: all there are")
     engine_gpus: PositiveInt | None = Field(
-        default=None,
-        description="GPUs of a node's engines together; null: rollout.engines x their tensor_parallel_size / "
-        "cluster.nodes",
+        default=None, description="GPUs of the engines of one node; null: what its share of rollout.engines needs"
     )
 
 

