@@ -103,8 +103,8 @@ class WeightServer:
 
     def _serve(self, peer: socket.socket) -> None:
         request = bytearray(_REQUEST.size)
-        while True:
-            _receive(peer, memoryview(request))
+        while begun := peer.recv_into(request):
+            _receive(peer, memoryview(request)[begun:])
             version, first, length = _REQUEST.unpack(request)
             with self._lock:
                 if self._memory is None or self._memory.version != version:

@@ -69,6 +69,17 @@ def test_the_next_version_takes_the_memory_over(server: WeightServer) -> None:
     memory.close()
 
 
+def test_an_engine_that_has_everything_leaves_without_a_word(
+    server: WeightServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    fetch([share(server, list(TENSORS))])
+    for thread in threading.enumerate():
+        if thread.name == "weights":
+            thread.join(scaled(10))
+    assert caplog.messages == []
+
+
 def test_several_engines_fetch_at_once(server: WeightServer) -> None:
     offered = share(server, list(TENSORS))
     found: list[dict[str, torch.Tensor]] = []
