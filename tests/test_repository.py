@@ -51,3 +51,9 @@ def test_a_commit_is_checked_like_make_lint() -> None:
 def test_every_planted_bug_still_has_its_place() -> None:
     """`make mutation` is not run here; a text that has moved would only be noticed there."""
     assert len(mutations()) >= 40
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Without packages pytest imports them by name alone, and files of two folders in one process clash."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

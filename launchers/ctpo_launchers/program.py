@@ -103,8 +103,11 @@ class NodeProgram:
 
     async def _farewell(self, others: RollCall) -> None:
         """Wait until the other trainers have ended, too; those that have not are told to, with the reason."""
+        limit = self._args.after_loss
+        if self._asked_by is not None:  # they have the same time to save in
+            limit = max(limit, self._until - time.monotonic())
         try:
-            await others.all_in("ended", self._args.after_loss)
+            await others.all_in("ended", limit)
         except NotReady as error:
             log.warning("%s", error)
             self._reason = self._reason or f"the trainer of {self._job.name(0)} has ended with status {self._status}"

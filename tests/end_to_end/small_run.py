@@ -39,7 +39,7 @@ NOT_REPEATED = (
     "memory/",
     "tokens/per_second",
     "rollout/generate_s",
-    "rollout/sync_s",
+    "rollout/sync_",
     "sandbox/wall_mean_s",
 )
 

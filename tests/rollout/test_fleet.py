@@ -63,12 +63,18 @@ def test_groups_are_complete_and_exact(stage: Stage) -> None:
     assert stage.fleet.stats()["group_retries"] == 0
 
 
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()).strip()
+    except psutil.Error:  # it has ended
+        return ""
+
+
 def test_an_engine_on_a_cpu_is_two_processes(stage: Stage) -> None:
     """Our actor and vLLM's core; vLLM's CPU platform would put a worker beside the core."""
     stage.fleet.wait_ready()
-    tree = psutil.Process().children(recursive=True)
-    actors = [process for process in tree if "RolloutEngine" in " ".join(process.cmdline())]
-    titles = [[" ".join(child.cmdline()).strip() for child in actor.children(recursive=True)] for actor in actors]
+    actors = [process for process in psutil.Process().children(recursive=True) if "RolloutEngine" in title(process)]
+    titles = [[title(child) for child in actor.children(recursive=True)] for actor in actors]
     of_vllm = [[title for title in part if title.startswith("VLLM")] for part in titles]
     assert of_vllm and all(part == ["VLLM::EngineCore"] for part in of_vllm), titles
 
