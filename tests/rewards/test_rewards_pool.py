@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -158,36 +156,30 @@ def test_closing_twice_is_harmless() -> None:
     pool.close()
 
 
-OF_OTHERS = ("resource_tracker", "tests.support.prefork", "ctpo_sandbox")
-
-
-def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """All that live, but for multiprocessing's tracker and the servers of ranks and snippets that other tests share."""
-    found = []
-    for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
-            if not any(name in str(child.cmdline()) for name in OF_OTHERS):
-                found.append(child)
-    return found
+def fork_server() -> psutil.Process:
+    """Whose children the workers of all pools are."""
+    (server,) = [child for child in psutil.Process().children() if "forkserver" in str(child.cmdline())]
+    return server
 
 
 def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path: Path) -> None:
     groups = [group(f"after {tmp_path / 'go'}", "2", "2", "2")]
-    others = descendants(psutil.Process())
+    others = psutil.Process().children(recursive=True)
     with misbehaving(workers=2, timeout_s=30) as pool:
-        everything = descendants(psutil.Process())
-        # The fork server's are the workers.
-        workers = [process for process in everything if process not in others and process.ppid() != os.getpid()]
+        server = fork_server()
+        workers = [process for process in server.children() if process not in others]
         assert len(workers) == 2
         with ThreadPoolExecutor(1) as thread:
             scoring = thread.submit(pool.score, groups)
-            for process in everything:
+            for process in (server, *workers):
                 process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             (tmp_path / "go").touch()
             assert scoring.result(timeout=scaled(30)) == ScoreReport(scored=4, timeouts=0, failures=0)
         assert rewards(groups) == [1.0] * 4
-        assert descendants(psutil.Process()) == everything
+        assert (
+            fork_server() == server and [process for process in server.children() if process not in others] == workers
+        )
     assert not any(worker.is_running() for worker in workers)
 
 
