@@ -132,8 +132,8 @@ class NodeProgram:
             raise
         except TimeoutError:
             raise NotReady(f"the other nodes were not ready after {timeout_s:g} s: see the head's output") from None
-        if first is None or first["state"] != "start":
-            raise NotReady(f"the head has given up: {first['reason'] if first else 'its node program is gone'}")
+        if first is None or first.get("state") != "start":
+            raise NotReady(f"the head has given up: {first.get('reason') if first else 'its node program is gone'}")
         listener = asyncio.create_task(self._listen(head))
         self._status = await self._train(self._of_many(facts), environment)
         await head.send(state="ended", status=self._status)
