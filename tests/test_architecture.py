@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.extensions",
         "ctpo_megatron.models",
         "ctpo_megatron.ray_environment",
+        "ctpo_megatron.tracking",
         "ctpo_sandbox",
     ),
     "ctpo_megatron.weights": (),
