@@ -100,6 +100,12 @@ class Cable:
         """Nothing passes any more, and nobody is told."""
         _ip("link", "set", self._end, "down")
 
+    def reset(self) -> None:
+        """The connections of the node are broken, as a firewall that forgets them does."""
+        subprocess.run(
+            ["ip", "netns", "exec", self.namespace, "ss", "-K", "dst", self.here], check=True, capture_output=True
+        )
+
     def plug_in(self) -> None:
         """As before."""
         _ip("link", "set", self._end, "up")
