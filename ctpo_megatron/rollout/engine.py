@@ -14,6 +14,7 @@ from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
 from ctpo_megatron.extensions import activate
+from ctpo_megatron.rollout.expected import leave_out_expected
 from ctpo_megatron.rollout.logs import path_here, read_from, redirect_output
 from ctpo_megatron.rollout.tasks import (
     INITIAL_VERSION,
@@ -37,6 +38,7 @@ class RolloutEngine:
     def __init__(self, index: int, spec: EngineSpec) -> None:
         self._log = path_here(spec, index)
         redirect_output(self._log)
+        leave_out_expected()
         os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
         if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
