@@ -21,13 +21,13 @@ def test_lines_shown_logged_and_warned_of_have_their_time(tmp_path: Path, capsys
     with TrainLog(tmp_path) as train_log:
         train_log.shown("[rl] step 1/2")
         logging.getLogger("ctpo_megatron.policy").warning("a rank is slow")
-        warnings.warn("an old name", FutureWarning, stacklevel=1)
+        warnings.warn("an old name", UserWarning, stacklevel=1)
     logging.getLogger("ctpo_megatron.policy").warning("after the end")
     lines = written(tmp_path)
     when = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}"
     assert re.fullmatch(when + r" INFO    \[rl\] step 1/2", lines[0])
     assert re.fullmatch(when + r" WARNING a rank is slow", lines[1])
-    assert "FutureWarning: an old name" in lines[2]
+    assert "UserWarning: an old name" in lines[2]
     assert not any("after the end" in line for line in lines)
     assert "[rl] step 1/2" not in "".join(capsys.readouterr())
 
