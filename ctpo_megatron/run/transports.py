@@ -14,6 +14,7 @@ def make_transport(layout: Layout, services: Services | None, config: Config) ->
     Waits until the engines are up, for only then it is known where they are. services: None on ranks other than zero.
     """
     timeout_s, bucket_bytes = config.rollout.weights.timeout_s, config.rollout.weights.bucket_mib << 20
+    address = config.cluster.node_address
     fleet = None if services is None else services.fleet
     kind = layout.on_rank_zero(lambda: "file" if fleet is None else fleet.transport)
     if kind == "file":
@@ -21,9 +22,11 @@ def make_transport(layout: Layout, services: Services | None, config: Config) ->
     if kind == "tcp":
         from ctpo_megatron.weights.tcp_transport import TcpTransport
 
-        return TcpTransport(layout, fleet, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        return TcpTransport(layout, fleet, bucket_bytes=bucket_bytes, timeout_s=timeout_s, address=address)
     from ctpo_megatron.rollout import WeightClient
     from ctpo_megatron.weights.vllm_trainer import VllmTransport
 
     client = None if fleet is None else WeightClient(fleet, config.rollout.engine.tensor_parallel_size, timeout_s)
-    return VllmTransport(layout, layout.rank, client, kind, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return VllmTransport(
+        layout, layout.rank, client, kind, bucket_bytes=bucket_bytes, timeout_s=timeout_s, address=address
+    )
