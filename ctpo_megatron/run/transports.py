@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from ctpo_megatron.config import Config
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.weights import FileTransport, WeightTransport
+
+log = logging.getLogger(__name__)
 
 
 def make_transport(layout: Layout, services: Services | None, config: Config) -> WeightTransport:
@@ -17,6 +21,10 @@ def make_transport(layout: Layout, services: Services | None, config: Config) ->
     address = config.cluster.node_address
     fleet = None if services is None else services.fleet
     kind = layout.on_rank_zero(lambda: "file" if fleet is None else fleet.transport)
+    if fleet is not None:
+        log.info(
+            "weights go to the engines by %s (rollout.weights.transport: %s)", kind, config.rollout.weights.transport
+        )
     if kind == "file":
         return FileTransport(None if services is None else services.rollouts)
     if kind == "tcp":

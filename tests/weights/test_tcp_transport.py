@@ -60,6 +60,12 @@ def test_weights_are_served_at_the_nodes_address(sent: Any, host: str) -> None:
     assert [share.host for share in sent.shares] == [host]
 
 
+def test_the_log_names_the_transport(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> None:
+    caplog.set_level("INFO")
+    request.getfixturevalue("sent")
+    assert "weights go to the engines by tcp (rollout.weights.transport: auto)" in caplog.messages
+
+
 def test_the_secret_is_not_shown(sent: Any) -> None:
     assert len(sent.secret) == SECRET_BYTES
     with sent.offered() as offer:
