@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.models",
         "ctpo_sandbox",
     ),
-    "ctpo_megatron.weights": (),
+    "ctpo_megatron.weights": ("ctpo_megatron.addresses",),
     "ctpo_megatron.environments": (
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.data",
     ),
     "ctpo_megatron.rollout": (
+        "ctpo_megatron.addresses",
         "ctpo_megatron.signals",
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
@@ -98,7 +99,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
-    "ctpo_launchers": ("ctpo_megatron.config", "ctpo_megatron.signals", "ctpo_sandbox"),
+    "ctpo_launchers": ("ctpo_megatron.addresses", "ctpo_megatron.config", "ctpo_megatron.signals", "ctpo_sandbox"),
 }
 # Every package may ask the root package for its version, and keep secrets out of what it prints.
 ALWAYS = ("ctpo_megatron.__version__", "ctpo_megatron.redact")
