@@ -29,7 +29,6 @@ from ctpo_megatron.rollout.tasks import (
     engine_environment,
 )
 from ctpo_megatron.weights import EngineFacts
-from ctpo_megatron.weights.checksum import Part, Sums, differences
 
 
 class RolloutEngine:
@@ -114,15 +113,14 @@ class RolloutEngine:
         """What a weight transport has to know."""
         return EngineFacts(self._llm.model_config.dtype, _node_address())
 
-    async def update_weights(self, offer: dict[str, Any], version: int, sums: Sums) -> UpdateReport:
+    async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
         """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
 
-        sums: what the parameters have to sum up to afterwards. Requests in flight are frozen meanwhile and go on with
-        the new weights. An engine that sleeps has none.
+        Requests in flight are frozen meanwhile and go on with the new weights. An engine that sleeps has none.
         """
         await self.start_weight_update()
         await self.receive_weights(offer)
-        return await self.finish_weight_update(version, sums)
+        return await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         """Meet the trainer's side of one of vLLM's own transports."""
@@ -142,14 +140,13 @@ class RolloutEngine:
 
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer))
 
-    async def finish_weight_update(self, version: int, sums: Sums) -> UpdateReport:
-        """Compute with the new weights, compare them with `sums`, and go on with the requests."""
+    async def finish_weight_update(self, version: int) -> UpdateReport:
+        """Compute with the new weights, sum them up, and go on with the requests."""
         await self._llm.finish_weight_update(weight_version=str(version))
         answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
         if not self._asleep:
             await self._llm.resume_generation()
-        wrong, unchecked = differences([Part(*part) for of_worker in answers for part in of_worker], sums)
-        return UpdateReport(await self.ping(), tuple(wrong), tuple(unchecked))
+        return UpdateReport(await self.ping(), [tuple(part) for of_worker in answers for part in of_worker])
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back; 1: the weights stay in host memory, 2: they are gone. Requests are aborted."""
