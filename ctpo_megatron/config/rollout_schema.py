@@ -81,6 +81,11 @@ class RolloutConfig(Section):
         default=Extension(name="tools"),
         description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
     )
+    filters: tuple[Extension, ...] = Field(
+        default=(),
+        description="what leaves the loss, though ratio and position count it: `void_turn`, `void_trajectory`, "
+        "`truncated`, `failed_tool`, or `package.module:Name`",
+    )
     engines: PositiveInt | Literal["auto"] = Field(
         default=1, description="vLLM engines of all nodes; auto: what `placement.engine_gpus` hold (CPU: one a node)"
     )

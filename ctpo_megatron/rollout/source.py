@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.records import Group, Prompt, RolloutBatch
+from ctpo_megatron.rollout.filters import Filters
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.quarantine import Quarantined
 from ctpo_megatron.rollout.tasks import Cancelled, Sampling
@@ -125,6 +126,7 @@ class SampledRollouts:
     ) -> None:
         self._config, self._collector, self._engines = config, collector, engines
         self._prompts, self._phase = prompts, phase
+        self._filters = Filters(config.filters)
 
     def next_batch(self, step: int) -> RolloutBatch | None:
         """See `RolloutSource`."""
@@ -142,6 +144,7 @@ class SampledRollouts:
         except Cancelled:
             self._prompts.load_state_dict(before)
             return None
+        metrics |= self._filters.apply(groups)
         versions = {v for group in groups for t in group.trajectories for v in t.weight_version if v >= 0}
         return RolloutBatch(groups, metrics, tuple(sorted(versions)), self._prompts.state_dict())
 
