@@ -19,7 +19,6 @@ from ctpo_megatron.policy import (
     configured_loss,
     destroy_distributed,
     init_distributed,
-    summarize_updates,
 )
 from ctpo_megatron.rollout import check_mismatch
 from ctpo_megatron.run import (
@@ -126,7 +125,7 @@ def reinforce(
                 metrics = policy.compute_old_log_probs(mini_batches)
             check_mismatch(config.rollout, metrics)
             with report.phase("update"):
-                metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
+                metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step)
             with report.phase("token_diagnostics"):
                 wanted = config.tracking.trajectories
                 diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if wanted else {}
@@ -141,7 +140,6 @@ def reinforce(
         if run.saves:
             persistence.save(policy, run)
         policy.finish_save(wait=False)
-    return None
 
 
 if __name__ == "__main__":

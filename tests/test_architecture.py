@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.config",
         "ctpo_megatron.environments",
         "ctpo_megatron.extensions",
+        "ctpo_megatron.rewards",
         "ctpo_megatron.weights",
     ),
     "ctpo_megatron.rewards": (

@@ -84,7 +84,9 @@ def test_two_ranks(two: Results, case: str) -> None:
     assert_same(two[case]["streaming"], two[case]["logits"])
 
 
-@pytest.mark.parametrize("case", ["tp2", "tp2-sp", "pp2", "dp2", "cp2", "cp2-gspo", "cp2-dapo", "cp2-cispo", "cp2-supervised"])
+@pytest.mark.parametrize(
+    "case", ["tp2", "tp2-sp", "pp2", "dp2", "cp2", "cp2-gspo", "cp2-dapo", "cp2-cispo", "cp2-supervised"]
+)
 def test_streaming_does_not_depend_on_the_layout(one: Results, two: Results, case: str) -> None:
     preset = case.rpartition("-")[2]
     assert_same(two[case]["streaming"], one[preset if preset in ONE else "tied"]["streaming"])
