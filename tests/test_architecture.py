@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.tracking",
         "ctpo_sandbox",
     ),
-    "ctpo_megatron.weights": (),
+    "ctpo_megatron.weights": ("ctpo_megatron.addresses",),
     "ctpo_megatron.environments": (
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
@@ -57,12 +57,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.data",
     ),
     "ctpo_megatron.rollout": (
+        "ctpo_megatron.addresses",
         "ctpo_megatron.ray_environment",
         "ctpo_megatron.signals",
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
         "ctpo_megatron.environments",
         "ctpo_megatron.extensions",
+        "ctpo_megatron.rewards",
         "ctpo_megatron.weights",
     ),
     "ctpo_megatron.rewards": (
@@ -103,6 +105,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
     "ctpo_launchers": (
+        "ctpo_megatron.addresses",
         "ctpo_megatron.config",
         "ctpo_megatron.ray_environment",
         "ctpo_megatron.signals",

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ctpo_megatron.addresses import is_own
 from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE, TOKEN, TOKEN_FILE
 from ctpo_megatron.rollout.node_facts import Facts, Needs, differences, node_facts
@@ -103,12 +104,8 @@ def await_head(address: str, deadline: float) -> None:
 
 def check_address(address: str | None) -> None:
     """Raises ClusterError when `cluster.node_address` is not this machine's: Ray would look for it for minutes."""
-    if address is None:
-        return
-    try:
-        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
-    except OSError as error:
-        raise ClusterError(f"cluster.node_address={address} is no address of this machine: {error}") from error
+    if address is not None and not is_own(address):
+        raise ClusterError(f"cluster.node_address={address} is no address of this machine")
 
 
 def join(cluster: ClusterConfig, deadline: float) -> None:

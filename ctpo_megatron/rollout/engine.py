@@ -14,6 +14,7 @@ from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
 from ctpo_megatron.extensions import activate
+from ctpo_megatron.rollout.expected import leave_out_expected
 from ctpo_megatron.rollout.logs import path_here, redirect_output
 from ctpo_megatron.rollout.tasks import (
     INITIAL_VERSION,
@@ -28,7 +29,6 @@ from ctpo_megatron.rollout.tasks import (
     engine_environment,
 )
 from ctpo_megatron.weights import EngineFacts
-from ctpo_megatron.weights.checksum import Part, Sums, differences
 
 
 class RolloutEngine:
@@ -37,6 +37,7 @@ class RolloutEngine:
     def __init__(self, index: int, spec: EngineSpec) -> None:
         self._log = path_here(spec, index)
         redirect_output(self._log)
+        leave_out_expected()
         os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
         if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -112,15 +113,14 @@ class RolloutEngine:
         """What a weight transport has to know."""
         return EngineFacts(self._llm.model_config.dtype, _node_address())
 
-    async def update_weights(self, offer: dict[str, Any], version: int, sums: Sums) -> UpdateReport:
+    async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
         """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
 
-        sums: what the parameters have to sum up to afterwards. Requests in flight are frozen meanwhile and go on with
-        the new weights. An engine that sleeps has none.
+        Requests in flight are frozen meanwhile and go on with the new weights. An engine that sleeps has none.
         """
         await self.start_weight_update()
         await self.receive_weights(offer)
-        return await self.finish_weight_update(version, sums)
+        return await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         """Meet the trainer's side of one of vLLM's own transports."""
@@ -140,14 +140,13 @@ class RolloutEngine:
 
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer))
 
-    async def finish_weight_update(self, version: int, sums: Sums) -> UpdateReport:
-        """Compute with the new weights, compare them with `sums`, and go on with the requests."""
+    async def finish_weight_update(self, version: int) -> UpdateReport:
+        """Compute with the new weights, sum them up, and go on with the requests."""
         await self._llm.finish_weight_update(weight_version=str(version))
         answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
         if not self._asleep:
             await self._llm.resume_generation()
-        wrong, unchecked = differences([Part(*part) for of_worker in answers for part in of_worker], sums)
-        return UpdateReport(await self.ping(), tuple(wrong), tuple(unchecked))
+        return UpdateReport(await self.ping(), [tuple(part) for of_worker in answers for part in of_worker])
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back; 1: the weights stay in host memory, 2: they are gone. Requests are aborted."""
