@@ -27,7 +27,14 @@ from ctpo_megatron.policy.offload import Offload
 from ctpo_megatron.policy.optimizer import apply_gradients, build_optimizer, gradient_norm, learning_rate
 from ctpo_megatron.policy.parallel import Layout, gather_objects, gather_on_rank_zero
 from ctpo_megatron.policy.predictions import Predictions
-from ctpo_megatron.policy.reports import Clock, Diagnostics, Update, diagnostics_of, old_log_prob_totals
+from ctpo_megatron.policy.reports import (
+    Clock,
+    Diagnostics,
+    Update,
+    diagnostics_of,
+    old_log_prob_totals,
+    summarize_updates,
+)
 from ctpo_megatron.policy.step import Collected, run_schedule
 from ctpo_megatron.policy.workload import Cost, RankReport
 
@@ -164,6 +171,18 @@ class Policy:
             mine |= diagnostics_of(micro, found["log_probs"], objective)
         parts = gather_on_rank_zero(mine) or []
         return {place: fields for part in parts for place, fields in part.items()}
+
+    def update_all(
+        self, mini_batches: Sequence[MiniBatch], loss_function: LossFunction, *, planned: int
+    ) -> dict[str, float]:
+        """One optimizer step for each mini-batch; returns the metrics of all.
+
+        planned: steps of a whole batch. The schedule of the learning rate goes on over those that this one lacks.
+        """
+        updates = [self.update(mini_batch, loss_function) for mini_batch in mini_batches]
+        if missing := planned - len(updates):
+            self._scheduler.step(increment=missing)
+        return summarize_updates(updates)
 
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
         """One optimizer step; `temperature` replaces the rollouts' (a supervised loss wants 1).

@@ -272,8 +272,8 @@ class RolloutFleet:
         """Counts and seconds since the last call, then reset.
 
         group_retries, quarantined (prompts), engine_restarts, generate_s; sync_s, sync_bytes (of one engine), and their
-        rate sync_gb_per_s and sync_by_<transport> (updates) where there was a sync; and lost_<status>: tool calls made
-        by attempts that were thrown away, which therefore appear in no trajectory.
+        rate sync_gb_per_s and sync_by_<transport> (updates) where there was a sync; lost_<status>: tool calls of
+        attempts that were thrown away, which therefore appear in no trajectory.
         """
         stats = fleet_stats({**self._counts, **self._seconds})
         self._counts.clear()
