@@ -47,8 +47,8 @@ def linear_log_probs(
     labels: `[N]` or `[B, T]` global ids; -100 gives 0 and no gradient. mask: the same shape, rows to evaluate; the
         others give 0.
     rows: int64 `[M]`, where mask is not 0, ascending, from a caller who knows: CUDA need not be waited for then.
-    chunk_size: rows whose logits exist at a time (default: what fits the memory of `CHUNK_BYTES`, whatever memory is
-        free: the bits depend on it).
+    chunk_size: rows whose logits exist at a time. The bits depend on it, so the default is the same on every GPU,
+        whatever memory is free (`chunks.CHUNK_BYTES`); `chunk_rows` knows what suits a GPU.
     vocab_size, softcap: as `vocab_parallel_log_probs`.
 
     Returns float32 nats (float64 for float64 operands) in the shape of the labels; with `return_entropy` also the
@@ -155,13 +155,13 @@ def backward_pass(
     head = LinearHead(pick(gather_hidden(hidden, group, sequence_parallel), rows), weight, labels, **settings)
     g = upstream_of_labels(None if upstream is None else pick(upstream, rows), labels, lse)
     entropy = None if d_entropy is None else EntropyGradient(value, pick(d_entropy, rows).contiguous())
-    d_hidden = torch.zeros_like(head.hidden) if wanted[0] else None
+    d_hidden = torch.empty_like(head.hidden) if wanted[0] else None
     d_weight = torch.zeros_like(weight, dtype=head.dtype) if wanted[1] else None
     for start, end in head.chunks():
         part = g[start:end]
         extra = None if entropy is None else entropy.rows(slice(start, end))
         dz = head.recomputed_gradient_rows(start, end, lse[start:end], part, extra)
-        head.accumulate(dz, start, part, d_hidden, d_weight, skip=False)
+        head.accumulate(dz, start, d_hidden, d_weight, [(0, end - start)])
     if d_hidden is not None:
         d_hidden = reduce_d_hidden(scatter(d_hidden, rows, n), group, sequence_parallel)
     return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)

@@ -113,7 +113,7 @@ def test_opcheck(name: str) -> None:
         "loss": (ops_loss.loss_operator, (log_probs, *loss, "", True)),
         "fused": (
             ops_loss.fused_linear,
-            (hidden, weight, labels, *loss, *HEAD, 7, False, "", True, 0.1, True, True, True),
+            (hidden, weight, labels, *loss, *HEAD, 7, False, "", True, False, 0.1, True, True, True),
         ),
     }[name]
     with use_backend("torch"):
