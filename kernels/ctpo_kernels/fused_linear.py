@@ -16,7 +16,7 @@ from torch import Tensor
 from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.loss import prepared
-from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands
+from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands, product_dtype
 from ctpo_kernels.spec import LossKeywords
 from ctpo_kernels.stats import CTPOStats
 from ctpo_kernels.sweep import Plan, sweep
@@ -94,6 +94,7 @@ def fused_linear_ctpo(
         "temperature": temperature,
         "vocab_size": vocab_size,
         "chunk_size": chunk_size,
+        "product_dtype": product_dtype(hidden, weight),
         "softcap": arguments.checked_softcap(softcap),
         "entropy_gradient": entropy_coef != 0,
     }

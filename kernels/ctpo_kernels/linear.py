@@ -19,8 +19,10 @@ from ctpo_kernels.operands import (
     flat_operands,
     gather_hidden,
     pick,
+    product_dtype,
     reduce_d_hidden,
     scatter,
+    without_autocast,
 )
 from ctpo_kernels.rows_torch import EntropyGradient
 
@@ -43,7 +45,8 @@ def linear_log_probs(
     """log softmax(hidden weight^T / temperature)[label] of each row without the logits of all rows.
 
     hidden: `[N, H]` or `[B, T, H]`, or `[N / tp, H]` with `sequence_parallel`; weight: `[V / tp, H]`; both
-        differentiable, one dtype.
+        differentiable. Of two dtypes, both are multiplied in the lower precision; under `torch.autocast`, in its dtype.
+        Sums are float32, and each gradient has the dtype of its operand.
     labels: `[N]` or `[B, T]` global ids; -100 gives 0 and no gradient. mask: the same shape, rows to evaluate; the
         others give 0.
     rows: int64 `[M]`, where mask is not 0, ascending, from a caller who knows: CUDA need not be waited for then.
@@ -68,6 +71,7 @@ def linear_log_probs(
         "temperature": temperature,
         "vocab_size": vocab_size,
         "chunk_size": chunk_size,
+        "product_dtype": product_dtype(hidden, weight),
         "softcap": arguments.checked_softcap(softcap),
     }
     if dispatch.compiling(hidden):
@@ -116,6 +120,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return d_hidden, d_weight, *[None] * 6
 
 
+@without_autocast
 def forward_pass(
     hidden: Tensor,
     weight: Tensor,
@@ -136,6 +141,7 @@ def forward_pass(
     return log_probs, lse, entropies
 
 
+@without_autocast
 def backward_pass(
     hidden: Tensor,
     weight: Tensor,
@@ -152,10 +158,11 @@ def backward_pass(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden and weight, those that are wanted. lse, value, labels: `[M]`; upstream, d_entropy: `[N]`."""
     group = settings["group"]
-    head = LinearHead(pick(gather_hidden(hidden, group, sequence_parallel), rows), weight, labels, **settings)
+    x = pick(gather_hidden(hidden, group, sequence_parallel), rows)
+    head = LinearHead(x, weight, labels, **settings)
     g = upstream_of_labels(None if upstream is None else pick(upstream, rows), labels, lse)
     entropy = None if d_entropy is None else EntropyGradient(value, pick(d_entropy, rows).contiguous())
-    d_hidden = torch.empty_like(head.hidden) if wanted[0] else None
+    d_hidden = torch.empty_like(x) if wanted[0] else None
     d_weight = torch.zeros_like(weight, dtype=head.dtype) if wanted[1] else None
     for start, end in head.chunks():
         part = g[start:end]

@@ -19,8 +19,8 @@ from ctpo_kernels.tiles import Runs
 class LinearHead:
     """Chunked logits of `rows` hidden states, and the two gradients, for this rank's vocabulary shard.
 
-    hidden: `[M, H]`. weight: `[V / tp, H]` of the same dtype. labels: `[M]`. Logits come from operands of that dtype
-    with float32 accumulation and stay float32 (float64 operands: float64).
+    hidden: `[M, H]`. weight: `[V / tp, H]`. labels: `[M]`. Logits come from operands in `product_dtype` with float32
+    accumulation and stay float32 (float64 operands: float64).
     """
 
     def __init__(
@@ -33,9 +33,11 @@ class LinearHead:
         temperature: float,
         vocab_size: int | None,
         chunk_size: int | None,
+        product_dtype: torch.dtype,
         softcap: float = 0.0,
         entropy_gradient: bool = False,
     ) -> None:
+        hidden, weight = hidden.to(product_dtype), weight.to(product_dtype)
         self.hidden, self.weight, self.labels, self.group = hidden, weight, labels, group
         self.temperature, self.softcap = temperature, softcap
         self.shard = arguments.shard_of(weight.shape[0], vocab_size, group)

@@ -106,7 +106,7 @@ def compiled_loss(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def fused_linear(hidden: Tensor, weight: Tensor, labels: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    head, rest = given[18:23], given[23:]
+    head, rest = given[18:24], given[24:]
     sequence_parallel, cp_name, skip, skip_clipped, entropy_coef, entropy, want_hidden, want_weight = rest
     cp_group = group_of(cp_name)
     dtype = accumulation_dtype(hidden)

@@ -13,7 +13,7 @@ from ctpo_kernels import labels as arguments
 from ctpo_kernels.entropy import EntropyBonus, rows_with_gradient
 from ctpo_kernels.linear_head import LinearHead, leave_out
 from ctpo_kernels.loss import loss_implementation, whole_pass
-from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter
+from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter, without_autocast
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import EntropyGradient
 from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
@@ -93,12 +93,11 @@ class Swept:
 
 
 class _Gradients:
-    """Those of the operands, chunk by chunk. d_weight: what the weight's gradient is added to; None: not wanted."""
+    """Those of the operands, chunk by chunk: d_hidden is written, d_weight added to; None: not wanted."""
 
-    def __init__(self, head: LinearHead, plan: Plan, *, want_hidden: bool, d_weight: Tensor | None) -> None:
-        self.d_hidden = torch.empty_like(head.hidden) if want_hidden else None
-        self.d_weight = d_weight
-        self.wanted = want_hidden or d_weight is not None
+    def __init__(self, head: LinearHead, plan: Plan, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
+        self.d_hidden, self.d_weight = d_hidden, d_weight
+        self.wanted = d_hidden is not None or d_weight is not None
         self._head, self._plan = head, plan
         self._runs: list[Runs] | None = None
 
@@ -123,12 +122,13 @@ class _Gradients:
         self._head.accumulate(dz, start, self.d_hidden, self.d_weight, runs)
 
 
+@without_autocast
 def sweep(hidden: Tensor, weight: Tensor, plan: Plan, *, want_hidden: bool, d_weight: Tensor | None) -> Swept:
     """All of it. d_weight: what the weight's gradient is added to; None where it is not wanted."""
     group = plan.head["group"]
     x = pick(gather_hidden(hidden, group, plan.sequence_parallel), plan.rows)
     head = LinearHead(x, weight, plan.labels, **plan.head)
-    gradients = _Gradients(head, plan, want_hidden=want_hidden, d_weight=d_weight)
+    gradients = _Gradients(head, plan, torch.empty_like(x) if want_hidden else None, d_weight)
     run = _twice if plan.spec.whole_sequence or plan.cp_group is not None else _once
     bonus = EntropyBonus(plan.batch, plan.spec, plan.inverse, plan.cp_group, plan.entropy_coef)
     vector = run(head, plan, bonus, gradients)
