@@ -14,7 +14,7 @@ from ctpo_kernels import SUMS, loss_torch, use_backend
 from ctpo_kernels.loss import loss_implementation
 from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossKeywords, LossSpec
+from ctpo_kernels.spec import LossKeywords, LossSpec, inverse_of_loss_tokens
 from tests.kernels.packings import PACKINGS, boundaries, random_batch, run, same_bits, without
 
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
@@ -87,14 +87,15 @@ def test_interpreter_and_twin_agree_on_every_packing(interpreter: None, name: st
     ],
 )
 def test_spans_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, span: int, block: int) -> None:
-    """LOOK of 4 makes long sequences look back several times."""
+    """LOOK of 4 makes long sequences look back several times, and count loss tokens that nobody has counted."""
     from ctpo_kernels import loss_triton
 
     for ratio, agg in (("cumprod", "seq-mean-token-mean"), ("sequence-geomean", "token-mean")):
         batch, spec = checked(rough(3, LENGTHS, padding=9), ratio_mode=ratio, loss_agg_mode=agg)
-        expected = loss_triton.loss_pass(batch, spec, 0.1, per_token=True)
+        counted, given = (None, inverse_of_loss_tokens(batch)) if agg == "token-mean" else (0.1, 0.1)
+        expected = loss_triton.loss_pass(batch, spec, given, per_token=True)
         monkeypatch.setattr(loss_triton, "LOOK", 4)
-        found = loss_triton.loss_pass(batch, spec, 0.1, per_token=True, span=span, block=block)
+        found = loss_triton.loss_pass(batch, spec, counted, per_token=True, span=span, block=block)
         assert same_decisions(found, expected)
         assert same_bits(found.gradient, expected.gradient)
         assert same_bits(found.per_token.loss, expected.per_token.loss)
