@@ -24,7 +24,7 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data={
-        "ctpo_megatron": ["py.typed", "**/*.html", "**/*.jinja"],
+        "ctpo_megatron": ["py.typed", "**/*.html", "**/*.jinja", "**/*.json"],
         "ctpo_megatron.configs": ["**/*.yaml", "**/*.json"],
         **{package: ["py.typed", "**/*.j2"] for package in separate},
     },

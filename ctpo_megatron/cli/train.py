@@ -32,6 +32,7 @@ from ctpo_megatron.config import (
     world_size,
 )
 from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.ray_environment import ADDRESS
 from ctpo_megatron.run.extensions import check_extensions
 
 _ASKED_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGINT)
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
-    elsewhere = args.dry_run or "RAY_ADDRESS" in os.environ  # a named cluster has GPUs of its own
+    elsewhere = args.dry_run or ADDRESS in os.environ  # a named cluster has GPUs of its own
     job = Job(world_size(), node_ranks(), None if elsewhere else visible_gpus())
     gpu_gib = args.gpu_gib if args.dry_run else None
     shapes = _shapes(args)

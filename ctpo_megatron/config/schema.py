@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from ctpo_kernels.names import ClipMode, LossAggMode, RatioMode
+from ctpo_kernels.names import LossAggMode, RatioMode
 from ctpo_megatron.config.extension import Extension
-from ctpo_megatron.config.presets import PresetName
+from ctpo_megatron.config.presets import ClipMode, PresetName
 from ctpo_megatron.config.rollout_schema import ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.task_schema import PrepareConfig, Section
 
@@ -115,8 +115,10 @@ class AdvantageConfig(Section):
         default="group",
         description="baseline: mean of the prompt's samples, of its other samples, or of the whole batch",
     )
-    normalize_std: bool = Field(
-        default=True, description="divide by the group's unbiased standard deviation (group only)"
+    normalize_std: bool | None = Field(
+        default=None,
+        description="divide by the group's unbiased standard deviation (group only); null: the preset's, "
+        "false for dr-grpo, else true",
     )
 
 
@@ -134,7 +136,9 @@ class ObjectiveConfig(Section):
     )
     ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
     clip_mode: ClipMode | None = Field(
-        default=None, description="clip window: position-dependent in log space, or fixed on the ratio"
+        default=None,
+        description="clip window: position-dependent in log space, fixed on the ratio, or that on a ratio without "
+        "gradient that multiplies the log-prob (CISPO)",
     )
     clip_low: NonNegativeFloat | None = Field(default=None, description="lower clip width")
     clip_high: NonNegativeFloat | None = Field(default=None, description="upper clip width")
@@ -218,6 +222,15 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
+class OverlongPenaltyConfig(Section):
+    """DAPO's soft overlong punishment: a penalty for responses that come close to their budget."""
+
+    buffer: PositiveInt = Field(
+        description="tokens before `rollout.max_response_tokens` over which the penalty grows from 0"
+    )
+    penalty: PositiveFloat = Field(default=1.0, description="what a response of the whole budget loses")
+
+
 class RewardConfig(Section):
     """Scoring of trajectories by reward functions, in worker processes."""
 
@@ -233,6 +246,9 @@ class RewardConfig(Section):
     )
     timeout_s: PositiveFloat = Field(
         default=5.0, description="hard limit per trajectory; a reward function that exceeds it is killed"
+    )
+    overlong_penalty: OverlongPenaltyConfig | None = Field(
+        default=None, description="taken off the rewards of long responses in training; null: nothing"
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from ctpo_megatron.config.checks.cluster import check_cluster
 from ctpo_megatron.config.checks.directories import check_export, check_model_directory
 from ctpo_megatron.config.checks.engine import check_engine, check_tokens
+from ctpo_megatron.config.checks.groups import check_groups
 from ctpo_megatron.config.checks.parallel import check_parallel
 from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
 from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
@@ -75,6 +76,7 @@ def check(
         *check_placement(config, job or Job(world_size), cuda=cuda),
         *check_cluster(config),
         *_objective(config),
+        *check_groups(config),
         *_sampling(config),
         *_schedules(config),
         *_evaluation(config),
