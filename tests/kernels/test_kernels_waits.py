@@ -81,7 +81,7 @@ def gradients(arguments: dict[str, Any], **keywords: Any) -> tuple[Tensor, ...]:
     return loss.detach(), *torch.autograd.grad(loss, operands)
 
 
-def test_rows_that_the_caller_knows_change_nothing(backend: str) -> None:
+def test_rows_that_the_caller_knows_change_nothing() -> None:
     arguments = planned([1.0, 0.0, -1.0])
     known = torch.ones(3 * TILE, dtype=torch.bool)
     known[TILE : 2 * TILE] = False
