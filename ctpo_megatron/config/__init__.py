@@ -11,7 +11,7 @@ from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.gpu_memory import GpuMemory
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.machine import has_cuda_device
-from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, layer_activations, stage_memory
+from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, head_chunk_rows, layer_activations, stage_memory
 from ctpo_megatron.config.memory import parameters as model_parameters
 from ctpo_megatron.config.memory import peak as peak_memory
 from ctpo_megatron.config.memory import table as memory_table
@@ -96,6 +96,7 @@ __all__ = [
     "engine_count",
     "family_for",
     "has_cuda_device",
+    "head_chunk_rows",
     "is_replaceable",
     "layer_activations",
     "load_config",

@@ -189,6 +189,10 @@ class PolicyConfig(Section):
         default="streaming",
         description="output layer and loss in one sweep over chunks of tokens, or logits of a whole micro-batch first",
     )
+    head_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="rows whose logits `head: streaming` holds at a time; results round by it. null: by the GPU's size",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none", description="recompute in backward to save memory: every layer, or `recompute_modules`"
     )
