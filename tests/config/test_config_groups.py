@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.config import Config, check
+from ctpo_megatron.config import Config, check, check_prompts
 
 Make = Callable[..., Config]
 
@@ -79,3 +79,19 @@ def test_a_replay_draws_as_the_recorded_run_did(
 def test_no_false_alarms(config_with: Make) -> None:
     assert found(config_with("reward.overlong_penalty={buffer: 176}", "rollout.uniform_groups=refill")) == []
     assert found(config_with("rollout.filters=[void_turn, truncated, failed_tool]")) == []
+
+
+def test_training_files_that_are_evaluated_on_are_named(config_with: Make) -> None:
+    (text,) = found(config_with("data.eval=[runs/task/heldout.parquet, ./runs/task/train.parquet]"))
+    assert text.startswith('warning: data.eval = "./runs/task/train.parquet": is training data too: the accuracy there')
+
+
+def test_a_batch_of_more_prompts_than_there_are_is_warned_of(config_with: Make) -> None:
+    config = config_with("rollout.prompts_per_step=64")
+    (problem,) = check_prompts(config, 5)
+    assert problem.severity == "warning"
+    assert str(problem) == (
+        "rollout.prompts_per_step = 64: is more than the 5 prompts of data.train: "
+        "a prompt is in a batch up to 13 times; lower it, or give more data"
+    )
+    assert list(check_prompts(config, 64)) == []
