@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from ctpo_megatron.config import Config, family_for, shares_gpus
+from ctpo_megatron.config import Config, advantage_from_config, family_for, shares_gpus
 from ctpo_megatron.data import prepare
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import batch_advantages, objective_from_config
@@ -108,7 +108,7 @@ def reinforce(
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
     objective = objective_from_config(config.objective)
-    loss = configured_loss(config.objective)
+    loss, advantage = configured_loss(config.objective), advantage_from_config(config.objective)
     rollouts.publish(policy, run.version)
     if not resumed or (run.evaluates and rollouts.lacks_evaluation()):
         report.log(run.done, rollouts.evaluate(run.done, policy))
@@ -120,7 +120,7 @@ def reinforce(
             if batch is None:
                 return run.stop()
             with report.phase("old_log_probs"):
-                advantages = batch_advantages([group.rewards for group in batch.groups], config.objective.advantage)
+                advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
                 mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
                 metrics = policy.compute_old_log_probs(mini_batches)
             check_mismatch(config.rollout, metrics)

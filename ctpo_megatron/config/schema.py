@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from ctpo_kernels.names import ClipMode, LossAggMode, RatioMode
+from ctpo_kernels.names import LossAggMode, RatioMode
 from ctpo_megatron.config.extension import Extension
-from ctpo_megatron.config.presets import PresetName
+from ctpo_megatron.config.presets import ClipMode, PresetName
 from ctpo_megatron.config.rollout_schema import ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.task_schema import PrepareConfig, Section
 
@@ -115,8 +115,10 @@ class AdvantageConfig(Section):
         default="group",
         description="baseline: mean of the prompt's samples, of its other samples, or of the whole batch",
     )
-    normalize_std: bool = Field(
-        default=True, description="divide by the group's unbiased standard deviation (group only)"
+    normalize_std: bool | None = Field(
+        default=None,
+        description="divide by the group's unbiased standard deviation (group only); null: the preset's, "
+        "false for dr-grpo, else true",
     )
 
 
@@ -134,7 +136,9 @@ class ObjectiveConfig(Section):
     )
     ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
     clip_mode: ClipMode | None = Field(
-        default=None, description="clip window: position-dependent in log space, or fixed on the ratio"
+        default=None,
+        description="clip window: position-dependent in log space, fixed on the ratio, or that on a ratio without "
+        "gradient that multiplies the log-prob (CISPO)",
     )
     clip_low: NonNegativeFloat | None = Field(default=None, description="lower clip width")
     clip_high: NonNegativeFloat | None = Field(default=None, description="upper clip width")

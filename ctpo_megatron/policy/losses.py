@@ -37,13 +37,14 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
     Raises ExtensionError when that cannot be found or called; `extensions.activate` comes first.
     """
     objective = objective_from_config(config)
+    if config.function is not None or not objective.on_kernels:
+        log.info(
+            "objective: %s, given log-probs of the model; the one-sweep head does not serve it, so the output layer is "
+            "computed a second time in the backward pass (policy.head=streaming)",
+            config.function or config.preset,
+        )
     if config.function is None:
         return policy_gradient(objective, config.anchor)
-    log.info(
-        "objective: %s, given log-probs of the model; the one-sweep head serves our own objectives only, so the "
-        "output layer is computed a second time in the backward pass (policy.head=streaming)",
-        config.function,
-    )
     return function_gradient(load_objective(config.function), objective, config.anchor)
 
 

@@ -269,6 +269,10 @@ class Policy:
             self._model.finish_param_gather()
             yield from hf.export_share(self._model, self.layout)
 
+    def own_weight_shapes(self) -> hf.Declared:
+        """Name, shape and dtype of `own_weights`, in their order; not collective."""
+        return hf.declare_share(self._model, self.layout)
+
     def weight_shapes(self) -> hf.Declared:
         """Name, shape and dtype of all `weights`, in their order, on every rank. Collective; no weight is moved."""
         return hf.declare(self._model, self.layout)

@@ -75,18 +75,7 @@ class LogitsPredictions:
     def policy_loss(
         self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
-        targets = self.targets
-        return policy_loss(
-            self.log_probs(),
-            old_log_probs,
-            targets.advantages,
-            targets.response_mask,
-            objective,
-            loss_mask=targets.loss_mask,
-            cu_seqlens=targets.cu_seqlens,
-            denominators=denominators,
-            cp_group=targets.split.group,
-        )
+        return _loss_of(self, old_log_probs, objective, denominators)
 
     def _at(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.targets.labels.numel()).index_put((rows,), values)
@@ -115,6 +104,8 @@ class StreamingPredictions:
     def policy_loss(
         self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
+        if not objective.on_kernels:
+            return _loss_of(self, old_log_probs, objective, denominators)
         targets = self.targets
         found = linear_policy_loss(
             self.hidden,
@@ -150,3 +141,21 @@ class StreamingPredictions:
             rows=self.targets.rows,
             **options,
         )
+
+
+def _loss_of(
+    predictions: Predictions, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
+) -> PolicyLossOutput:
+    """The loss of log-probs that are computed first."""
+    targets = predictions.targets
+    return policy_loss(
+        predictions.log_probs(),
+        old_log_probs,
+        targets.advantages,
+        targets.response_mask,
+        objective,
+        loss_mask=targets.loss_mask,
+        cu_seqlens=targets.cu_seqlens,
+        denominators=denominators,
+        cp_group=targets.split.group,
+    )

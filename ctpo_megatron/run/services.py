@@ -24,9 +24,11 @@ from ctpo_megatron.config import (
     world_size,
 )
 from ctpo_megatron.data import PromptSampler, load_prompts
+from ctpo_megatron.environments import node_sandbox
 from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
 from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.policy import capabilities
+from ctpo_megatron.ray_environment import ADDRESS
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
 from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
@@ -126,7 +128,7 @@ def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callab
 
 def _cluster(config: Config) -> ClusterConfig | None:
     """The Ray cluster to join, if there is one. Raises ConfigError when there should be."""
-    if os.environ.get("RAY_ADDRESS"):
+    if os.environ.get(ADDRESS):
         return config.cluster
     if config.cluster.nodes > 1:
         fix = "start the run with `ctpo launch`, or Ray on every node and export RAY_ADDRESS=HOST:PORT of its head"
@@ -139,7 +141,7 @@ def _sandbox_url(config: Config, directory: Path, stack: ExitStack) -> str | Non
     sandbox = config.sandbox
     if sandbox.url is not None:
         return sandbox.url
-    if config.cluster.nodes > 1 or "CTPO_SANDBOX_URL" in os.environ:
+    if config.cluster.nodes > 1 or node_sandbox.VARIABLE in os.environ:
         return None
     server = start_server(
         slots=sandbox.slots,

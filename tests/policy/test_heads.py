@@ -22,6 +22,7 @@ ONE = {
     "untied": UNTIED,
     "gspo": {"preset": "gspo"},
     "dapo": {"preset": "dapo"},
+    "cispo": {"preset": "cispo"},
     "supervised": {"preset": "supervised"},
     "bfloat16": {"policy": {"dtype": "bfloat16"}},
 }
@@ -35,6 +36,7 @@ TWO = {
     "cp2": {"policy": CP2},
     "cp2-gspo": {"preset": "gspo", "policy": CP2},
     "cp2-dapo": {"preset": "dapo", "policy": CP2},
+    "cp2-cispo": {"preset": "cispo", "policy": CP2},
     "cp2-supervised": {"preset": "supervised", "policy": CP2},
 }
 
@@ -82,7 +84,9 @@ def test_two_ranks(two: Results, case: str) -> None:
     assert_same(two[case]["streaming"], two[case]["logits"])
 
 
-@pytest.mark.parametrize("case", ["tp2", "tp2-sp", "pp2", "dp2", "cp2", "cp2-gspo", "cp2-dapo", "cp2-supervised"])
+@pytest.mark.parametrize(
+    "case", ["tp2", "tp2-sp", "pp2", "dp2", "cp2", "cp2-gspo", "cp2-dapo", "cp2-cispo", "cp2-supervised"]
+)
 def test_streaming_does_not_depend_on_the_layout(one: Results, two: Results, case: str) -> None:
     preset = case.rpartition("-")[2]
     assert_same(two[case]["streaming"], one[preset if preset in ONE else "tied"]["streaming"])
