@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config, check, check_prompts
 
 Make = Callable[..., Config]
@@ -94,4 +97,14 @@ def test_a_batch_of_more_prompts_than_there_are_is_warned_of(config_with: Make) 
         "rollout.prompts_per_step = 64: is more than the 5 prompts of data.train: "
         "a prompt is in a batch up to 13 times; lower it, or give more data"
     )
-    assert list(check_prompts(config, 64)) == []
+    assert list(check_prompts(config, 64)) == list(check_prompts(config, None)) == []
+
+
+def test_the_dry_run_counts_the_prompts(config_with: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pq.write_table(pa.table({"data_source": ["a"] * 5}), tmp_path / "five.parquet")
+    command = ["train", "base.yaml", "--dry-run", "data.train=[five.parquet]"]
+    assert main([*command, "rollout.prompts_per_step=64"]) == 0
+    shown = "warning: command line: rollout.prompts_per_step = 64: is more than the 5 prompts of data.train"
+    assert shown in capsys.readouterr().err
+    assert main([*command, "rollout.prompts_per_step=4"]) == 0
+    assert "prompts of data.train" not in capsys.readouterr().err

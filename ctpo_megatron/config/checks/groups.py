@@ -25,10 +25,10 @@ def check_groups(config: Config) -> Iterator[Problem]:
         yield error(config, "reward.overlong_penalty.buffer", message, "lower it")
 
 
-def check_prompts(config: Config, count: int) -> Iterator[Problem]:
-    """Enough training prompts for a batch, given how many there are."""
+def check_prompts(config: Config, count: int | None) -> Iterator[Problem]:
+    """Enough training prompts for a batch, given how many there are (None: that is not known)."""
     size = config.rollout.prompts_per_step
-    if count < size:
+    if count is not None and count < size:
         message = (
             f"is more than the {count} prompts of data.train: a prompt is in a batch up to {-(-size // count)} times"
         )
