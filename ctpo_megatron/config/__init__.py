@@ -6,6 +6,7 @@ warnings = validate(config, world_size=2, cuda=False)                  # ConfigE
 
 from ctpo_megatron.config.checks import check, place, validate
 from ctpo_megatron.config.checks.directories import is_replaceable
+from ctpo_megatron.config.checks.groups import check_prompts
 from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.gpu_memory import GpuMemory
@@ -92,6 +93,7 @@ __all__ = [
     "advantage_from_config",
     "check",
     "check_parallel",
+    "check_prompts",
     "dump",
     "engine_count",
     "family_for",

@@ -192,6 +192,10 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             yield error(config, "eval.every", "there is nothing to evaluate on", "give data.eval, or set it to 0")
         elif evaluation.prompts is not None:
             yield warning(config, "eval.prompts", "has no effect without data.eval")
+    training = {Path(file).resolve() for file in config.data.train}
+    if both := [file for file in config.data.eval if Path(file).resolve() in training]:
+        message = "is training data too: the accuracy there says nothing about other problems"
+        yield Problem("data.eval", message, "give held-out prompts", ", ".join(both), severity="warning")
     if evaluation.temperature == 0 and evaluation.samples > 1:
         fix = "set eval.temperature above 0, or samples to 1"
         yield warning(config, "eval.samples", "greedy decoding gives the same answer every time", fix)
