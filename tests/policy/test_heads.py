@@ -26,9 +26,9 @@ CORRECTION = {
     "normalize": True,
     "reject": (
         RejectConfig(stat="k1", over="token", high=0.03),
-        RejectConfig(stat="k1", over="sequence_sum", low=-0.6),
+        RejectConfig(stat="k1", over="sequence_sum", low=-0.35),
     ),
-    "veto": 0.955,
+    "veto": 0.961,
 }
 CORRECTED = {"correction": CORRECTION}
 UNTIED = {"family": "qwen3-untied"}
