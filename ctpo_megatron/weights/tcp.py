@@ -251,7 +251,7 @@ class _Peer:
         content = buffers.take(bucket.size)
         try:
             self._socket.sendall(_REQUEST.pack(self._version, bucket.first, bucket.size))
-            _receive(self._socket, memoryview(content))
+            _receive(self._socket, content.data)
         except OSError as error:
             raise ConnectionError(f"{self._name}, version {self._version}: {error}") from error
         return torch.from_numpy(content)
