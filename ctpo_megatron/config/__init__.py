@@ -6,6 +6,7 @@ warnings = validate(config, world_size=2, cuda=False)                  # ConfigE
 
 from ctpo_megatron.config.checks import check, place, validate
 from ctpo_megatron.config.checks.directories import is_replaceable
+from ctpo_megatron.config.checks.groups import check_prompts
 from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.gpu_memory import GpuMemory
@@ -17,6 +18,7 @@ from ctpo_megatron.config.memory import peak as peak_memory
 from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_spec import family_for, load_family, read_shapes, read_spec, spec_for
 from ctpo_megatron.config.objective import PolicyObjective, advantage_from_config, objective_from_config
+from ctpo_megatron.config.objective_schema import AdvantageConfig, CorrectionConfig, ObjectiveConfig, RejectConfig
 from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_gpus
 from ctpo_megatron.config.plan import Plan
 from ctpo_megatron.config.presets import PRESETS
@@ -30,14 +32,12 @@ from ctpo_megatron.config.rollout_schema import (
     WeightsConfig,
 )
 from ctpo_megatron.config.schema import (
-    AdvantageConfig,
     CheckpointConfig,
     Config,
     DataConfig,
     EvalConfig,
     ExportConfig,
     ModelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     PolicyConfig,
     RewardConfig,
@@ -59,6 +59,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "ConfigError",
+    "CorrectionConfig",
     "CorruptionConfig",
     "DataConfig",
     "EngineConfig",
@@ -78,6 +79,7 @@ __all__ = [
     "PolicyObjective",
     "PrepareConfig",
     "Problem",
+    "RejectConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -92,6 +94,7 @@ __all__ = [
     "advantage_from_config",
     "check",
     "check_parallel",
+    "check_prompts",
     "dump",
     "engine_count",
     "family_for",

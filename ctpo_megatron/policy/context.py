@@ -81,7 +81,8 @@ class Targets:
     """What the rows of this rank predict; row t of a sequence predicts its token t + 1.
 
     labels: int64; response_mask, loss_mask: bool; rollout_log_probs, advantages, old_log_probs (None before they
-    are computed): float32; all `[n]`, n = N / context-parallel size. cu_seqlens: `[B + 1]`, boundaries among them.
+    are computed), weights (of the correction, None without): float32; all `[n]`, n = N / context-parallel size.
+    cu_seqlens: `[B + 1]`, boundaries among them.
     rows: int64 `[M]`, where response_mask is set, ascending; searched for on the host. may_learn: bool `[M]` in host
     memory, which of them are in the loss with an advantage that is not 0.
     """
@@ -92,6 +93,7 @@ class Targets:
     rollout_log_probs: Tensor
     advantages: Tensor
     old_log_probs: Tensor | None
+    weights: Tensor | None
     split: ContextSplit
     rows: Tensor
     may_learn: Tensor
@@ -114,6 +116,7 @@ class Targets:
             rollout_log_probs=next_of(batch.rollout_log_probs),
             advantages=next_of(batch.advantages),
             old_log_probs=None if batch.old_log_probs is None else next_of(batch.old_log_probs),
+            weights=None if batch.correction_weights is None else next_of(batch.correction_weights),
             split=split,
             rows=predicting.to(batch.response_mask.device, non_blocking=True),
             may_learn=learning[predicting],
