@@ -20,7 +20,6 @@ from ctpo_megatron.policy import (
     configured_loss,
     destroy_distributed,
     init_distributed,
-    summarize_updates,
 )
 from ctpo_megatron.rollout import check_mismatch
 from ctpo_megatron.run import (
@@ -130,7 +129,7 @@ def reinforce(
                 )
             check_mismatch(config.rollout, metrics)
             with report.phase("update"):
-                metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
+                metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step)
             with report.phase("token_diagnostics"):
                 wanted = config.tracking.trajectories
                 diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if wanted else {}
@@ -145,7 +144,6 @@ def reinforce(
         if run.saves:
             persistence.save(policy, run)
         policy.finish_save(wait=False)
-    return None
 
 
 if __name__ == "__main__":

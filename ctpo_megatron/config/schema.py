@@ -172,6 +172,15 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
+class OverlongPenaltyConfig(Section):
+    """DAPO's soft overlong punishment: a penalty for responses that come close to their budget."""
+
+    buffer: PositiveInt = Field(
+        description="tokens before `rollout.max_response_tokens` over which the penalty grows from 0"
+    )
+    penalty: PositiveFloat = Field(default=1.0, description="what a response of the whole budget loses")
+
+
 class RewardConfig(Section):
     """Scoring of trajectories by reward functions, in worker processes."""
 
@@ -187,6 +196,9 @@ class RewardConfig(Section):
     )
     timeout_s: PositiveFloat = Field(
         default=5.0, description="hard limit per trajectory; a reward function that exceeds it is killed"
+    )
+    overlong_penalty: OverlongPenaltyConfig | None = Field(
+        default=None, description="taken off the rewards of long responses in training; null: nothing"
     )
 
 

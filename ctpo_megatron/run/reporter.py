@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from ctpo_megatron.tracking import (
     Display,
     MetricsWriter,
     PhaseTimer,
+    TrainLog,
     discard_dumps,
     open_trackers,
     phase_peaks,
@@ -109,7 +111,9 @@ class RankZeroReporter(Reporter):
         title = f"{config.run.name}, {config.objective.preset}"
         self._trackers = self._exit.enter_context(open_trackers(config, directory))
         self._metrics = self._exit.enter_context(MetricsWriter(directory, self._trackers))
-        self._display = self._exit.enter_context(Display(config.tracking.live, config.run.steps, title=title))
+        train_log = self._exit.enter_context(TrainLog(directory))
+        display = Display(config.tracking.live, config.run.steps, title=title, record=train_log.shown)
+        self._display = self._exit.enter_context(display)
         self._sft: MetricsWriter | None = None
         self.note(f"writing to {directory}")
 
@@ -145,7 +149,8 @@ class RankZeroReporter(Reporter):
         self.progress.step = step
         self._display.step(step, record)
         if self._config.trajectories:
-            write_trajectories(self._directory, step, batch.groups, self._decode, extra=diagnostics)
+            extra = _by_place_of_sampling(batch, diagnostics)
+            write_trajectories(self._directory, step, batch.sampled, self._decode, extra=extra)
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
         write_trajectories(self._directory, step, groups, self._decode, folder="evaluation")
@@ -180,6 +185,19 @@ class RankZeroReporter(Reporter):
         if "time/step" in metrics and "tokens/total" in metrics:
             metrics["tokens/per_second"] = metrics["tokens/total"] / metrics["time/step"]
         return metrics | throughput_metrics(metrics, self._peaks)
+
+
+def _by_place_of_sampling(
+    batch: RolloutBatch, diagnostics: Mapping[int, Mapping[str, Any]]
+) -> dict[int, Mapping[str, Any]]:
+    """The diagnostics of trained trajectories by their place among all that were sampled; the others are `dropped`."""
+    trained = itertools.count()
+    extra = [
+        {"dropped": True} if number in batch.dropped else diagnostics.get(next(trained), {})
+        for number, group in enumerate(batch.sampled)
+        for _ in group.trajectories
+    ]
+    return dict(enumerate(extra))
 
 
 @contextmanager

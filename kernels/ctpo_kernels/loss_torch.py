@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import D_LIMIT, FRACTION_BITS, LOG_RATIO_CAP, LossSpec
+from ctpo_kernels.spec import D_LIMIT, FRACTION_BITS, LOG_RATIO_CAP, LossSpec, inverse_of_loss_tokens
 from ctpo_kernels.stats import MAXIMA, SUMS, PerToken
 
 UNIT = 2.0**-FRACTION_BITS
@@ -68,16 +68,18 @@ def segment_totals(batch: PackedTokens) -> Tensor:
 def loss_pass(
     batch: PackedTokens,
     spec: LossSpec,
-    inverse: float | Tensor,
+    inverse: float | Tensor | None,
     *,
     state: Tensor | None = None,
     totals: Tensor | None = None,
+    positions: int | None = None,
     per_token: bool = False,
 ) -> LossPass:
     """Loss, gradient and statistics of the segments of a batch.
 
     inverse: `LossSpec.inverse_denominator`. state: None starts every segment at zero. totals: None takes each segment
-    for a whole sequence.
+    for a whole sequence. positions: no sequence has more response tokens, where `state` says that pieces of it are
+    elsewhere (default: the tokens of the batch); the twin does not ask.
     """
     dtype = batch.log_probs.dtype
     segment = torch.searchsorted(batch.cu[1:].contiguous(), _indices(batch), right=True)
@@ -118,6 +120,7 @@ def loss_pass(
     if weight is not None:
         token_loss, slope = token_loss * weight, slope * weight
     token_loss = torch.where(trained, token_loss, 0.0)
+    inverse = inverse_of_loss_tokens(batch) if inverse is None else inverse
     factor = _factor(inverse, totals, spec, segment, dtype)
     flat = is_high | is_low | is_dual | over
     gradient = torch.where(trained & ~flat, slope * factor, 0.0)

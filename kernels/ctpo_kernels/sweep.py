@@ -16,9 +16,9 @@ from ctpo_kernels.linear_head import LinearHead
 from ctpo_kernels.loss import loss_implementation, whole_pass
 from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossSpec
+from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
 
-Prepared = tuple[PackedTokens, LossSpec, float | Tensor]
+Prepared = tuple[PackedTokens, LossSpec, float | Tensor | None]
 """What `loss.prepared` gives."""
 
 
@@ -58,6 +58,8 @@ class Plan:
         if rows is not None:
             kept_before = torch.nn.functional.pad(full.sampled.long().cumsum(0), (1, 0))
             batch = full.select(rows, kept_before[full.cu])
+        if inverse is None:
+            inverse = inverse_of_loss_tokens(batch)
         return cls(batch, spec, inverse, rows, labels.numel(), pick(labels, rows), cp_group, **rest)
 
     def check_labels(self, weight: Tensor) -> None:
