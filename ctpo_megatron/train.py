@@ -15,6 +15,7 @@ from ctpo_megatron.objective import batch_advantages, objective_from_config
 from ctpo_megatron.policy import (
     Layout,
     Policy,
+    apply_correction,
     capabilities,
     configured_loss,
     destroy_distributed,
@@ -123,6 +124,9 @@ def reinforce(
                 advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
                 mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
                 metrics = policy.compute_old_log_probs(mini_batches)
+                metrics |= apply_correction(
+                    mini_batches, config.objective, policy.layout, equal_weights=batch.weight_versions == (run.version,)
+                )
             check_mismatch(config.rollout, metrics)
             with report.phase("update"):
                 metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step)

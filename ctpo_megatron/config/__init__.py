@@ -12,12 +12,13 @@ from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.gpu_memory import GpuMemory
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.machine import has_cuda_device
-from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, layer_activations, stage_memory
+from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, head_chunk_rows, layer_activations, stage_memory
 from ctpo_megatron.config.memory import parameters as model_parameters
 from ctpo_megatron.config.memory import peak as peak_memory
 from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_spec import family_for, load_family, read_shapes, read_spec, spec_for
 from ctpo_megatron.config.objective import PolicyObjective, advantage_from_config, objective_from_config
+from ctpo_megatron.config.objective_schema import AdvantageConfig, CorrectionConfig, ObjectiveConfig, RejectConfig
 from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_gpus
 from ctpo_megatron.config.plan import Plan
 from ctpo_megatron.config.presets import PRESETS
@@ -31,14 +32,12 @@ from ctpo_megatron.config.rollout_schema import (
     WeightsConfig,
 )
 from ctpo_megatron.config.schema import (
-    AdvantageConfig,
     CheckpointConfig,
     Config,
     DataConfig,
     EvalConfig,
     ExportConfig,
     ModelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     PolicyConfig,
     RewardConfig,
@@ -60,6 +59,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "ConfigError",
+    "CorrectionConfig",
     "CorruptionConfig",
     "DataConfig",
     "EngineConfig",
@@ -79,6 +79,7 @@ __all__ = [
     "PolicyObjective",
     "PrepareConfig",
     "Problem",
+    "RejectConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -98,6 +99,7 @@ __all__ = [
     "engine_count",
     "family_for",
     "has_cuda_device",
+    "head_chunk_rows",
     "is_replaceable",
     "layer_activations",
     "load_config",
