@@ -60,7 +60,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
     log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
     if (task := config.prepare) is not None:
         with report.stage("prepare"):
-            layout.on_rank_zero(lambda: prepare(task))
+            layout.on_rank_zero(lambda: prepare(task, config.rollout.tool_parser.name))
 
     def cancelled() -> bool:
         layout.check_ranks()

@@ -46,6 +46,7 @@ from ctpo_megatron.config.schema import (
     TrackingConfig,
 )
 from ctpo_megatron.config.sources import Sources
+from ctpo_megatron.config.system_prompt import SystemPrompt, system_prompt_text
 from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
 from ctpo_megatron.config.torchrun import node_ranks, world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
@@ -86,6 +87,7 @@ __all__ = [
     "Sources",
     "Split",
     "Stored",
+    "SystemPrompt",
     "TinyModelConfig",
     "TrackingConfig",
     "WeightsConfig",
@@ -113,6 +115,7 @@ __all__ = [
     "spec_for",
     "stage_memory",
     "stored_tensors",
+    "system_prompt_text",
     "tokenizer_problems",
     "validate",
     "world_size",

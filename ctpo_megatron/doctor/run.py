@@ -138,7 +138,7 @@ def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Finding]:
 def _rendered(config: Config, spec: ModelSpec) -> Iterator[Finding]:
     from transformers import AutoTokenizer
 
-    from ctpo_megatron.environments.factory import tool_schemas
+    from ctpo_megatron.environments.factory import offered_schemas
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     if len(tokenizer) > spec.vocab_size:
@@ -155,7 +155,7 @@ def _rendered(config: Config, spec: ModelSpec) -> Iterator[Finding]:
             "chat template", "broken", "the tokenizer has none", "add chat_template.jinja to the model's folder"
         )
         return
-    tools = tool_schemas(config.rollout) if config.data.tool_in_prompt else None
+    tools = offered_schemas(config)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "1 + 1 = ?"}],
         tools=tools or None,
@@ -163,7 +163,7 @@ def _rendered(config: Config, spec: ModelSpec) -> Iterator[Finding]:
         add_generation_prompt=True,
         **config.model.chat_template_kwargs,
     )
-    lost = [tool["function"]["name"] for tool in tools or () if tool["function"]["name"] not in text]
+    lost = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
     if lost:
         fix = "use a template with tools, or data.tool_in_prompt: false"
         yield Finding("chat template", "note", f"does not show the tools: {', '.join(lost)}", fix)

@@ -12,6 +12,7 @@ from ctpo_megatron.environments.protocol import (
     Message,
     ParseError,
     Schema,
+    StoppingParser,
     Tool,
     ToolCallRequest,
     ToolParser,
@@ -46,6 +47,15 @@ class Toolbox:
     def schemas(self) -> list[Schema]:
         """The schema of every tool, in the order of the configuration."""
         return [tool.schema for tool in self._tools.values()]
+
+    @property
+    def stop(self) -> Sequence[str]:
+        """Strings behind which sampling pauses, because the turn may be over."""
+        return self._parser.stop if self._tools and isinstance(self._parser, StoppingParser) else ()
+
+    def ends_turn(self, text: str) -> bool:
+        """Whether a turn without an end token is over, because it holds a whole call."""
+        return bool(self._tools) and isinstance(self._parser, StoppingParser) and self._parser.ends_turn(text)
 
     def mentions_call(self, text: str) -> bool:
         """Whether a model turn must be read as tool calls, well-formed or not."""

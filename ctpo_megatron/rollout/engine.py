@@ -178,7 +178,7 @@ class RolloutEngine:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        stops = sorted(self._codec.stop_ids)
+        stops, strings = sorted(self._codec.stop_ids), list(self._tools.stop)
 
         async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
             params = SamplingParams(
@@ -188,9 +188,13 @@ class RolloutEngine:
                 max_tokens=max_tokens,
                 seed=seed,
                 stop_token_ids=stops,
+                stop=strings,
+                include_stop_str_in_output=bool(strings),  # the tokens that hold it are kept either way
+                skip_special_tokens=False,
+                spaces_between_special_tokens=False,
                 logprobs=0,
                 flat_logprobs=True,
-                detokenize=False,
+                detokenize=bool(strings),
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,
             )

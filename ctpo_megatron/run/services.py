@@ -24,7 +24,7 @@ from ctpo_megatron.config import (
     world_size,
 )
 from ctpo_megatron.data import Group, PromptSampler, load_prompts
-from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
+from ctpo_megatron.environments.factory import needs_sandbox, offered_schemas, system_prompt
 from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.rewards import RewardPool
@@ -61,8 +61,9 @@ def start_services(
         load_prompts,
         tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        tool_schemas=tool_schemas(config.rollout) if config.data.tool_in_prompt else (),
+        tool_schemas=offered_schemas(config),
         chat_template_kwargs=config.model.chat_template_kwargs,
+        system_prompt=system_prompt(config),
     )
     prompts = PromptSampler(read(config.data.train), config.run.seed, config.data.shuffle)
     # A recording has no answers of these weights to the held-out prompts.

@@ -17,6 +17,7 @@ from ctpo_megatron.config.checks.directories import check_export, check_model_di
 from ctpo_megatron.config.checks.engine import check_engine, check_tokens
 from ctpo_megatron.config.checks.parallel import check_parallel
 from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
+from ctpo_megatron.config.checks.protocol import check_protocol
 from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_spec import PREPARED, spec_for, will_be_prepared
 from ctpo_megatron.config.objective import objective_from_config
@@ -69,6 +70,7 @@ def check(
         *check_engine(config, spec, cuda=cuda),
         *check_placement(config, job or Job(world_size), cuda=cuda),
         *check_cluster(config),
+        *check_protocol(config),
         *_objective(config),
         *_sampling(config),
         *_schedules(config),
