@@ -4,9 +4,11 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
 """
 
+from ctpo_megatron.config.chat_template import chat_template_names, chat_template_text, run_chat_template
 from ctpo_megatron.config.checks import check, place, validate
 from ctpo_megatron.config.checks.directories import is_replaceable
 from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
+from ctpo_megatron.config.checks.protocol import check_protocol
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.gpu_memory import GpuMemory
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
@@ -91,8 +93,11 @@ __all__ = [
     "TinyModelConfig",
     "TrackingConfig",
     "WeightsConfig",
+    "chat_template_names",
+    "chat_template_text",
     "check",
     "check_parallel",
+    "check_protocol",
     "dump",
     "engine_count",
     "family_for",
@@ -110,6 +115,7 @@ __all__ = [
     "peak_memory",
     "place",
     "read_spec",
+    "run_chat_template",
     "sequence_multiple",
     "shares_gpus",
     "spec_for",

@@ -55,6 +55,11 @@ class ModelConfig(Section):
         default=None,
         description="your own model family, `package.module:Name` (docs/extend.md); null: one of ours",
     )
+    chat_template: str | None = Field(
+        default=None,
+        description="template for prompts and conversations, and of the export: `qwen3`, `qwen2.5` or a .jinja file "
+        "(docs/rollout.md); null: the tokenizer's own",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="passed to the chat template, e.g. {enable_thinking: false}"
     )

@@ -66,6 +66,7 @@ class ToolParser(Protocol):
     A parser may also have these attributes, of the class or the object:
     system_prompt: text that explains it to the model, where `data.system_prompt` is null; else there is none.
     schemas_in_prompt: whether the chat template is given the tools, where `data.tool_in_prompt` is null; else it is.
+    example: a turn with one call, which `ctpo doctor CONFIG --template` renders.
     """
 
     def mentions_call(self, text: str) -> bool:

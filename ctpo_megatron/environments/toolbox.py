@@ -31,6 +31,13 @@ def cut_middle(text: str, max_chars: int) -> str:
     return f"{text[:head]}\n[... {len(text) - max_chars} characters cut ...]\n{text[len(text) - tail :]}"
 
 
+def example_call(parser: ToolParser) -> tuple[str, ToolCall]:
+    """A turn that calls a tool, and the record of the call; of a parser without `example` the turn is plain text."""
+    said = str(getattr(parser, "example", "I call a tool."))
+    request = parser.parse(said)[0] if hasattr(parser, "example") else ToolCallRequest("", {})
+    return said, ToolCall(1, request.name, request.arguments, "success", "42", 0.0)
+
+
 class Toolbox:
     """All tools of a run. Without tools no turn is a tool call.
 

@@ -13,6 +13,7 @@ from ctpo_megatron.environments.episode import Episode, EpisodeFailed, Limits, M
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
+from ctpo_megatron.environments.tokenizer import use_chat_template
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.rollout.logs import path_here, read_from, redirect_output
 from ctpo_megatron.rollout.tasks import (
@@ -167,6 +168,7 @@ class RolloutEngine:
         self._llm.shutdown(timeout=2.0)
 
     def _make_codec(self, tokenizer: Any) -> TokenizerCodec:
+        use_chat_template(tokenizer, self._config)
         stops = stop_token_ids(tokenizer, self._spec.model_path)
         kwargs = self._config.model.chat_template_kwargs
         template = MessageTemplate(tokenizer, kwargs, sorted(stops), self._tools.schemas)

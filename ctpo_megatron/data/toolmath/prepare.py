@@ -18,7 +18,7 @@ from ctpo_megatron.data.toolmath.families import FAMILIES, Problem, draw_problem
 from ctpo_megatron.data.toolmath.model import build_model, write_model
 from ctpo_megatron.data.toolmath.tokenizer import train_tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever equal settings would give other files, so that an old directory is not taken for a new one."""
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

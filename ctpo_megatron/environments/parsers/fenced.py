@@ -78,6 +78,7 @@ class FencedParser:
     """
 
     system_prompt = SYSTEM_PROMPT
+    example = "```python\nprint(6 * 7)\n```"
     schemas_in_prompt = False
     stop = ("```\n",)
 

@@ -19,6 +19,8 @@ class HermesParser:
     parallel_calls: whether a turn may hold several calls; otherwise exactly one.
     """
 
+    example = f'{CALL_OPEN}\n{{"name": "code_interpreter", "arguments": {{"code": "print(6 * 7)"}}}}\n{CALL_CLOSE}'
+
     def __init__(self, parallel_calls: bool = False) -> None:
         self._parallel_calls = parallel_calls
 
