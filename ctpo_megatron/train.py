@@ -8,18 +8,18 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from ctpo_megatron.config import Config, family_for, run_chat_template, shares_gpus
+from ctpo_megatron.config import Config, advantage_from_config, family_for, run_chat_template, shares_gpus
 from ctpo_megatron.data import prepare
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import batch_advantages, objective_from_config
 from ctpo_megatron.policy import (
     Layout,
     Policy,
+    apply_correction,
     capabilities,
     configured_loss,
     destroy_distributed,
     init_distributed,
-    summarize_updates,
 )
 from ctpo_megatron.rollout import check_mismatch
 from ctpo_megatron.run import (
@@ -109,7 +109,7 @@ def reinforce(
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
     objective = objective_from_config(config.objective)
-    loss = configured_loss(config.objective)
+    loss, advantage = configured_loss(config.objective), advantage_from_config(config.objective)
     rollouts.publish(policy, run.version)
     if not resumed or (run.evaluates and rollouts.lacks_evaluation()):
         report.log(run.done, rollouts.evaluate(run.done, policy))
@@ -121,12 +121,15 @@ def reinforce(
             if batch is None:
                 return run.stop()
             with report.phase("old_log_probs"):
-                advantages = batch_advantages([group.rewards for group in batch.groups], config.objective.advantage)
+                advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
                 mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
                 metrics = policy.compute_old_log_probs(mini_batches)
+                metrics |= apply_correction(
+                    mini_batches, config.objective, policy.layout, equal_weights=batch.weight_versions == (run.version,)
+                )
             check_mismatch(config.rollout, metrics)
             with report.phase("update"):
-                metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
+                metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step)
             with report.phase("token_diagnostics"):
                 wanted = config.tracking.trajectories
                 diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if wanted else {}
@@ -141,7 +144,6 @@ def reinforce(
         if run.saves:
             persistence.save(policy, run)
         policy.finish_save(wait=False)
-    return None
 
 
 if __name__ == "__main__":

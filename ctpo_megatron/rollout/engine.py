@@ -15,7 +15,8 @@ from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
 from ctpo_megatron.environments.tokenizer import use_chat_template
 from ctpo_megatron.extensions import activate
-from ctpo_megatron.rollout.logs import path_here, read_from, redirect_output
+from ctpo_megatron.rollout.expected import leave_out_expected
+from ctpo_megatron.rollout.logs import path_here, redirect_output
 from ctpo_megatron.rollout.tasks import (
     INITIAL_VERSION,
     EngineDied,
@@ -29,7 +30,6 @@ from ctpo_megatron.rollout.tasks import (
     engine_environment,
 )
 from ctpo_megatron.weights import EngineFacts
-from ctpo_megatron.weights.checksum import Part, Sums, differences
 
 
 class RolloutEngine:
@@ -38,6 +38,7 @@ class RolloutEngine:
     def __init__(self, index: int, spec: EngineSpec) -> None:
         self._log = path_here(spec, index)
         redirect_output(self._log)
+        leave_out_expected()
         os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
         if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -49,12 +50,11 @@ class RolloutEngine:
         """Where this engine is; answers before the model loads."""
         import ray
 
-        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return EngineSeat(ray.get_runtime_context().get_node_id(), address, str(self._log))
+        return EngineSeat(ray.get_runtime_context().get_node_id(), _node_address(), str(self._log))
 
-    async def read_log(self, offset: int) -> bytes:
-        """The log from byte `offset` on, or a part of that."""
-        return read_from(str(self._log), offset)
+    async def with_log(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function makes of the path of the log on this node."""
+        return function(str(self._log), *arguments)
 
     async def start(self) -> int:
         """Load the users' parts, the model and the tokenizer; returns the engine process id."""
@@ -112,20 +112,16 @@ class RolloutEngine:
 
     async def facts(self) -> EngineFacts:
         """What a weight transport has to know."""
-        import ray
+        return EngineFacts(self._llm.model_config.dtype, _node_address())
 
-        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return EngineFacts(self._llm.model_config.dtype, address)
-
-    async def update_weights(self, offer: dict[str, Any], version: int, sums: Sums) -> UpdateReport:
+    async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
         """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
 
-        sums: what the parameters have to sum up to afterwards. Requests in flight are frozen meanwhile and go on with
-        the new weights. An engine that sleeps has none.
+        Requests in flight are frozen meanwhile and go on with the new weights. An engine that sleeps has none.
         """
         await self.start_weight_update()
         await self.receive_weights(offer)
-        return await self.finish_weight_update(version, sums)
+        return await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         """Meet the trainer's side of one of vLLM's own transports."""
@@ -145,14 +141,13 @@ class RolloutEngine:
 
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer))
 
-    async def finish_weight_update(self, version: int, sums: Sums) -> UpdateReport:
-        """Compute with the new weights, compare them with `sums`, and go on with the requests."""
+    async def finish_weight_update(self, version: int) -> UpdateReport:
+        """Compute with the new weights, sum them up, and go on with the requests."""
         await self._llm.finish_weight_update(weight_version=str(version))
         answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
         if not self._asleep:
             await self._llm.resume_generation()
-        wrong, unchecked = differences([Part(*part) for of_worker in answers for part in of_worker], sums)
-        return UpdateReport(await self.ping(), tuple(wrong), tuple(unchecked))
+        return UpdateReport(await self.ping(), [tuple(part) for of_worker in answers for part in of_worker])
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back; 1: the weights stay in host memory, 2: they are gone. Requests are aborted."""
@@ -209,6 +204,13 @@ class RolloutEngine:
             return _model_turn(last.outputs[0])
 
         return generate
+
+
+def _node_address() -> str:
+    """Of the Ray node that this process belongs to, for the other nodes."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:

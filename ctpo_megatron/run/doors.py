@@ -48,6 +48,12 @@ def _family(part: Extension, config: Config) -> str:
     return ""
 
 
+def _filter(part: Extension, _config: Config) -> str:
+    from ctpo_megatron.rollout import filter_problem
+
+    return filter_problem(part)
+
+
 def _rollout(name: str) -> Check:
     def check(part: Extension, _config: Config) -> str:
         from ctpo_megatron.environments import factory
@@ -76,6 +82,7 @@ DOORS: dict[str, Check] = {
     "objective.function": _objective,
     "reward.function": _reward,
     "reward.by_source": _reward,
+    "rollout.filters": _filter,
     "rollout.tools": _rollout("check_tool"),
     "rollout.tool_parser": _tool_parser,
     "rollout.environment": _rollout("check_environment"),

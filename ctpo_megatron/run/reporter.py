@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +22,9 @@ from ctpo_megatron.tracking import (
     Display,
     MetricsWriter,
     PhaseTimer,
+    TrainLog,
     discard_dumps,
+    first_batch_warnings,
     open_trackers,
     phase_peaks,
     print_summary,
@@ -29,6 +33,8 @@ from ctpo_megatron.tracking import (
     write_report,
     write_trajectories,
 )
+
+log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 _SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")
@@ -109,8 +115,11 @@ class RankZeroReporter(Reporter):
         title = f"{config.run.name}, {config.objective.preset}"
         self._trackers = self._exit.enter_context(open_trackers(config, directory))
         self._metrics = self._exit.enter_context(MetricsWriter(directory, self._trackers))
-        self._display = self._exit.enter_context(Display(config.tracking.live, config.run.steps, title=title))
+        train_log = self._exit.enter_context(TrainLog(directory))
+        display = Display(config.tracking.live, config.run.steps, title=title, record=train_log.shown)
+        self._display = self._exit.enter_context(display)
         self._sft: MetricsWriter | None = None
+        self._tools, self._is_first_batch = bool(config.rollout.tools), True
         self.note(f"writing to {directory}")
 
     def __exit__(self, *error: Any) -> None:
@@ -145,7 +154,18 @@ class RankZeroReporter(Reporter):
         self.progress.step = step
         self._display.step(step, record)
         if self._config.trajectories:
-            write_trajectories(self._directory, step, batch.groups, self._decode, extra=diagnostics)
+            extra = _by_place_of_sampling(batch, diagnostics)
+            write_trajectories(self._directory, step, batch.sampled, self._decode, extra=extra)
+        if self._is_first_batch:
+            self._is_first_batch = False
+            self._warn(step, record)
+
+    def _warn(self, step: int, record: Mapping[str, float]) -> None:
+        """Say what keeps this batch from teaching anything."""
+        dump = str(self._directory / "trajectories" / f"step_{step:06d}.jsonl")
+        where = dump if self._config.trajectories else "the trajectories, which tracking.trajectories: true writes"
+        for text in first_batch_warnings(record, where, tools=self._tools):
+            log.warning("warning: step %d: %s", step, text)
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
         write_trajectories(self._directory, step, groups, self._decode, folder="evaluation")
@@ -180,6 +200,19 @@ class RankZeroReporter(Reporter):
         if "time/step" in metrics and "tokens/total" in metrics:
             metrics["tokens/per_second"] = metrics["tokens/total"] / metrics["time/step"]
         return metrics | throughput_metrics(metrics, self._peaks)
+
+
+def _by_place_of_sampling(
+    batch: RolloutBatch, diagnostics: Mapping[int, Mapping[str, Any]]
+) -> dict[int, Mapping[str, Any]]:
+    """The diagnostics of trained trajectories by their place among all that were sampled; the others are `dropped`."""
+    trained = itertools.count()
+    extra = [
+        {"dropped": True} if number in batch.dropped else diagnostics.get(next(trained), {})
+        for number, group in enumerate(batch.sampled)
+        for _ in group.trajectories
+    ]
+    return dict(enumerate(extra))
 
 
 @contextmanager

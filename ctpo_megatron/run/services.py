@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +21,18 @@ from ctpo_megatron.config import (
     spec_for,
     world_size,
 )
-from ctpo_megatron.data import Group, PromptSampler, load_prompts
+from ctpo_megatron.data import PromptSampler, load_prompts
+from ctpo_megatron.environments import node_sandbox
 from ctpo_megatron.environments.factory import needs_sandbox, offered_schemas, system_prompt
 from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.policy import capabilities
-from ctpo_megatron.rewards import RewardPool
+from ctpo_megatron.ray_environment import ADDRESS
+from ctpo_megatron.rewards import OverlongPenalty, RewardPool
 from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
-from ctpo_megatron.tracking import read_trajectories, reward_metrics, trajectory_files, trajectory_of
+from ctpo_megatron.run.scoring import Scoring
+from ctpo_megatron.tracking import read_trajectories, trajectory_files, trajectory_of
 from ctpo_sandbox import Limits, start_server
 
 log = logging.getLogger(__name__)
@@ -72,11 +75,15 @@ def start_services(
         engines = _engines(config, directory, stack, report.progress.advance)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
 
-        def score(groups: Sequence[Group]) -> dict[str, float]:
-            return reward_metrics(groups, scorers.score(groups))
-
-        collector = Collector(engines, score, cancelled)
-        rollouts = SampledRollouts(config.rollout, collector, engines, prompts, report.phase)
+        rollouts = SampledRollouts(
+            config.rollout,
+            Collector(engines, Scoring(scorers, _overlong_penalty(config)), cancelled),
+            engines,
+            prompts,
+            report.phase,
+            mini_batch_prompts=config.policy.mini_batch_prompts,
+        )
+        collector = Collector(engines, Scoring(scorers), cancelled)
         evaluation = Evaluation(config.eval, collector, held_out, report.dump_evaluation, report.phase)
         yield Services(rollouts, evaluation, engines if isinstance(engines, RolloutFleet) else None)
 
@@ -86,6 +93,12 @@ def _check_tokenizer(config: Config, tokens: int) -> None:
         message = f"the tokenizer has {tokens} tokens, but the model's vocabulary {rows} (vocab_size in config.json)"
         fix = "resize the model's embeddings for the tokens that were added, or use the tokenizer it came with"
         raise ConfigError([Problem("model.path", message, fix, config.model.path)])
+
+
+def _overlong_penalty(config: Config) -> OverlongPenalty | None:
+    if (settings := config.reward.overlong_penalty) is None:
+        return None
+    return OverlongPenalty(settings.buffer, settings.penalty, config.rollout.max_response_tokens)
 
 
 def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callable[[], None]) -> RolloutFleet | Replay:
@@ -110,12 +123,13 @@ def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callab
     return Replay(
         lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])],
         config.rollout.max_quarantined,
+        refills=config.rollout.uniform_groups == "refill",
     )
 
 
 def _cluster(config: Config) -> ClusterConfig | None:
     """The Ray cluster to join, if there is one. Raises ConfigError when there should be."""
-    if os.environ.get("RAY_ADDRESS"):
+    if os.environ.get(ADDRESS):
         return config.cluster
     if config.cluster.nodes > 1:
         fix = "start the run with `ctpo launch`, or Ray on every node and export RAY_ADDRESS=HOST:PORT of its head"
@@ -128,7 +142,7 @@ def _sandbox_url(config: Config, directory: Path, stack: ExitStack) -> str | Non
     sandbox = config.sandbox
     if sandbox.url is not None:
         return sandbox.url
-    if config.cluster.nodes > 1 or "CTPO_SANDBOX_URL" in os.environ:
+    if config.cluster.nodes > 1 or node_sandbox.VARIABLE in os.environ:
         return None
     server = start_server(
         slots=sandbox.slots,

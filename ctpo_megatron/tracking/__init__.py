@@ -13,12 +13,14 @@ Training code calls these and ignores what they return. Every metric is defined 
 from ctpo_megatron.tracking.display import Display
 from ctpo_megatron.tracking.groups import evaluation_metrics, reward_metrics
 from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
+from ctpo_megatron.tracking.learning import first_batch_warnings
 from ctpo_megatron.tracking.metrics import SFT_FILE, MetricsWriter, read_metrics
 from ctpo_megatron.tracking.report import write_report
 from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
 from ctpo_megatron.tracking.timing import PhaseTimer
-from ctpo_megatron.tracking.trackers import Tracker, Trackers, open_trackers, tracker_problem
+from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, Tracker, Trackers, open_trackers, tracker_problem
+from ctpo_megatron.tracking.train_log import TrainLog
 from ctpo_megatron.tracking.trajectories import (
     discard_dumps,
     read_trajectories,
@@ -28,6 +30,7 @@ from ctpo_megatron.tracking.trajectories import (
 )
 
 __all__ = [
+    "PROMETHEUS_ADDRESS",
     "SFT_FILE",
     "Display",
     "Heartbeat",
@@ -36,8 +39,10 @@ __all__ = [
     "Summary",
     "Tracker",
     "Trackers",
+    "TrainLog",
     "discard_dumps",
     "evaluation_metrics",
+    "first_batch_warnings",
     "open_trackers",
     "phase_peaks",
     "print_summary",

@@ -44,6 +44,16 @@ def test_plain_mode_prints_one_line_a_step():
     assert "weights/v2 published [ok]" in lines
 
 
+@pytest.mark.parametrize("mode", ["plain", "off"])
+def test_every_plain_line_is_recorded_in_all_modes(mode):
+    lines, output = [], io.StringIO()
+    run_through(Display(mode, 30, Console(file=output, width=60), record=lines.append))
+    assert sum(line.startswith("[rl] step") for line in lines) == 2
+    assert sum(line.startswith("[sft] ") for line in lines) == 12
+    assert "weights/v2 published [ok]" in lines
+    assert output.getvalue().splitlines() == (lines if mode == "plain" else [])
+
+
 def test_off_prints_nothing():
     output = io.StringIO()
     run_through(Display("off", 30, Console(file=output)))
