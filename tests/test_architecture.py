@@ -25,8 +25,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.config": (
         "ctpo_megatron.models",
         "ctpo_megatron.extensions",
-        "ctpo_kernels.names",
         "ctpo_kernels.chunks",
+        "ctpo_kernels.names",
     ),
     "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_megatron.extensions", "ctpo_kernels"),
     "ctpo_megatron.doctor": (
