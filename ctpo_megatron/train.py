@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from ctpo_megatron.config import Config, advantage_from_config, family_for, shares_gpus
+from ctpo_megatron.config import Config, advantage_from_config, family_for, run_chat_template, shares_gpus
 from ctpo_megatron.data import prepare
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import batch_advantages, objective_from_config
@@ -60,7 +60,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
     log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
     if (task := config.prepare) is not None:
         with report.stage("prepare"):
-            layout.on_rank_zero(lambda: prepare(task))
+            layout.on_rank_zero(lambda: prepare(task, config.rollout.tool_parser.name))
 
     def cancelled() -> bool:
         layout.check_ranks()
@@ -91,7 +91,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         policy.finish_save()
     if config.export.enabled:
         with report.stage("export"):
-            policy.export(directory / config.export.directory)
+            policy.export(directory / config.export.directory, run_chat_template(config))
     report.finish()
     layout.on_rank_zero(lambda: record_finish(directory, config.run.steps))
     return 0

@@ -163,6 +163,8 @@ class SampledRollouts:
             return None
         dropped = uniform.dropped(sampled)
         groups = [group for place, group in enumerate(sampled) if place not in dropped]
+        repeated = len(sampled) - len({group.prompt.id for group in sampled})
+        metrics |= {"rollout/prompts_repeated": float(repeated)}
         metrics |= uniform.metrics(sampled, len(dropped)) | self._filters.apply(groups)
         versions = {v for group in groups for t in group.trajectories for v in t.weight_version if v >= 0}
         return RolloutBatch(groups, metrics, tuple(sorted(versions)), self._prompts.state_dict(), dropped)

@@ -13,6 +13,7 @@ import yaml
 from ctpo_megatron.redact import redacted
 from ctpo_megatron.tracking.display_view import duration
 from ctpo_megatron.tracking.figures import write_figures
+from ctpo_megatron.tracking.learning import Check, learning_checks
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
 from ctpo_megatron.tracking.run_data import RunData, Series
 from ctpo_megatron.tracking.summary import LAST, Summary, evaluation_label, summarize
@@ -29,16 +30,6 @@ class Tile:
     value: str
     before: str = ""
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the health section; `good` None means there is nothing to judge by."""
-
-    label: str
-    value: str
-    good: bool | None
-    note: str
 
 
 def write_report(run_dir: Path) -> Path:
@@ -135,7 +126,8 @@ def left_out(run: RunData, shown: list[Panel], figures: dict[str, Any]) -> Itera
 
 
 def checks(run: RunData) -> Iterator[Check]:
-    """Numbers that should be zero or small in a healthy run."""
+    """Whether the run could learn, and numbers that should be zero or small in a healthy run."""
+    yield from learning_checks(run)
     limit = run.setting("rollout.mismatch_limit")
     judged = f"limit {limit:g}" if limit else "no limit set"
     yield from _largest(run, "mismatch/log_prob_abs_max", "Sampler–trainer mismatch", limit, f"nats; {judged}")

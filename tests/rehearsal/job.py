@@ -48,6 +48,7 @@ def config_of(case: Case) -> PolicyConfig:
         micro_batch_tokens=256,
         dtype=case.dtype,
         head=case.head,
+        head_chunk_tokens=32 if case.dtype == "bfloat16" else None,  # several chunks a micro-batch
         use_distributed_optimizer=case.distributed,
         offload="all" if case.dtype == "bfloat16" and case.distributed else "none",
         **case.layout,

@@ -19,6 +19,7 @@ from ctpo_megatron.config.checks.groups import check_groups
 from ctpo_megatron.config.checks.objective import check_objective
 from ctpo_megatron.config.checks.parallel import check_parallel
 from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
+from ctpo_megatron.config.checks.protocol import check_protocol
 from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_spec import PREPARED, spec_for, will_be_prepared
 from ctpo_megatron.config.placement import Job
@@ -75,6 +76,7 @@ def check(
         *check_engine(config, spec, cuda=cuda),
         *check_placement(config, job or Job(world_size), cuda=cuda),
         *check_cluster(config),
+        *check_protocol(config),
         *check_objective(config),
         *check_groups(config),
         *_schedules(config),
@@ -152,6 +154,10 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             yield error(config, "eval.every", "there is nothing to evaluate on", "give data.eval, or set it to 0")
         elif evaluation.prompts is not None:
             yield warning(config, "eval.prompts", "has no effect without data.eval")
+    training = {Path(file).resolve() for file in config.data.train}
+    if both := [file for file in config.data.eval if Path(file).resolve() in training]:
+        message = "is training data too: the accuracy there says nothing about other problems"
+        yield Problem("data.eval", message, "give held-out prompts", ", ".join(both), severity="warning")
     if evaluation.temperature == 0 and evaluation.samples > 1:
         fix = "set eval.temperature above 0, or samples to 1"
         yield warning(config, "eval.samples", "greedy decoding gives the same answer every time", fix)
