@@ -122,8 +122,7 @@ def reinforce(
                 advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
                 mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
                 metrics = policy.compute_old_log_probs(mini_batches)
-                fresh = batch.weight_versions == (run.version,)
-                metrics |= apply_correction(mini_batches, config.objective, policy.layout, equal_weights=fresh)
+                metrics |= apply_correction(mini_batches, config.objective, policy.layout, batch.is_of(run.version))
             check_mismatch(config.rollout, metrics)
             with report.phase("update"):
                 metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step)
