@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from ctpo_megatron.config import Config, advantage_from_config, family_for, shares_gpus
+from ctpo_megatron.config import Config, advantage_from_config, family_for, run_chat_template, shares_gpus
 from ctpo_megatron.data import prepare
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import batch_advantages, objective_from_config
@@ -44,11 +44,9 @@ def main(config: Config) -> int:
     activate(config.extensions.path or ())
     preemption = Preemption.of(config)
     layout = init_distributed(config.policy, config.run.seed)
-    try:
-        with ExitStack() as stack:
-            return run_stages(config, layout, preemption, stack)
-    finally:
-        destroy_distributed()
+    with ExitStack() as stack:
+        stack.callback(destroy_distributed)
+        return run_stages(config, layout, preemption, stack)
 
 
 def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: ExitStack) -> int:
@@ -60,7 +58,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
     log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
     if (task := config.prepare) is not None:
         with report.stage("prepare"):
-            layout.on_rank_zero(lambda: prepare(task))
+            layout.on_rank_zero(lambda: prepare(task, config.rollout.tool_parser.name))
 
     def cancelled() -> bool:
         layout.check_ranks()
@@ -91,7 +89,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         policy.finish_save()
     if config.export.enabled:
         with report.stage("export"):
-            policy.export(directory / config.export.directory)
+            policy.export(directory / config.export.directory, run_chat_template(config))
     report.finish()
     layout.on_rank_zero(lambda: record_finish(directory, config.run.steps))
     return 0
@@ -101,8 +99,8 @@ def reinforce(
     config: Config, policy: Policy, run: RunState, rollouts: Bridge, persistence: Persistence, report: Reporter
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
-    objective = objective_from_config(config.objective)
-    loss, advantage = configured_loss(config.objective), advantage_from_config(config.objective)
+    objective, advantage = objective_from_config(config.objective), advantage_from_config(config.objective)
+    loss = configured_loss(config.objective)
     rollouts.publish(policy, run.version)
     if not run.resumed or (run.evaluates and rollouts.lacks_evaluation()):
         report.log(run.done, rollouts.evaluate(run.done, policy))
@@ -117,15 +115,14 @@ def reinforce(
                 advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
                 mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
                 metrics = policy.compute_old_log_probs(mini_batches)
-                metrics |= apply_correction(
-                    mini_batches, config.objective, policy.layout, equal_weights=batch.weight_versions == (run.version,)
-                )
+                fresh = batch.weight_versions == (run.version,)
+                metrics |= apply_correction(mini_batches, config.objective, policy.layout, equal_weights=fresh)
             check_mismatch(config.rollout, metrics)
             with report.phase("update"):
                 metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step)
             with report.phase("token_diagnostics"):
-                wanted = config.tracking.trajectories
-                diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if wanted else {}
+                dumped = config.tracking.trajectories
+                diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if dumped else {}
             version = run.advance()
             if not run.notice():
                 rollouts.publish(policy, version)

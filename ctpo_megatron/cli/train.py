@@ -140,3 +140,14 @@ def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> No
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
     node = GpuMemory.of(config, job, spec, gpu_gib).table(gpu_gib)
     print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)
+    _print_system_prompt(config)
+
+
+def _print_system_prompt(config: Config) -> None:
+    from ctpo_megatron.environments.factory import system_prompt
+
+    prompt = system_prompt(config)
+    source = "data.system_prompt" if prompt.chosen else f"rollout.tool_parser: {config.rollout.tool_parser}"
+    print(f"\nSystem prompt ({source})")
+    for line in (prompt.text or "none").splitlines():
+        print(f"  {line}".rstrip())

@@ -4,10 +4,12 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
 """
 
+from ctpo_megatron.config.chat_template import chat_template_names, chat_template_text, run_chat_template
 from ctpo_megatron.config.checks import check, place, validate
 from ctpo_megatron.config.checks.directories import is_replaceable
 from ctpo_megatron.config.checks.groups import check_prompts
 from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
+from ctpo_megatron.config.checks.protocol import check_protocol
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.gpu_memory import GpuMemory
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
@@ -46,6 +48,7 @@ from ctpo_megatron.config.schema import (
     TrackingConfig,
 )
 from ctpo_megatron.config.sources import Sources
+from ctpo_megatron.config.system_prompt import SystemPrompt, system_prompt_text
 from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
 from ctpo_megatron.config.torchrun import node_ranks, world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
@@ -88,13 +91,17 @@ __all__ = [
     "Sources",
     "Split",
     "Stored",
+    "SystemPrompt",
     "TinyModelConfig",
     "TrackingConfig",
     "WeightsConfig",
     "advantage_from_config",
+    "chat_template_names",
+    "chat_template_text",
     "check",
     "check_parallel",
     "check_prompts",
+    "check_protocol",
     "dump",
     "engine_count",
     "family_for",
@@ -114,11 +121,13 @@ __all__ = [
     "place",
     "read_shapes",
     "read_spec",
+    "run_chat_template",
     "sequence_multiple",
     "shares_gpus",
     "spec_for",
     "stage_memory",
     "stored_tensors",
+    "system_prompt_text",
     "tokenizer_problems",
     "validate",
     "world_size",

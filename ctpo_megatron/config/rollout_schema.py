@@ -75,7 +75,8 @@ class RolloutConfig(Section):
     )
     tool_parser: Extension = Field(
         default=Extension(name="hermes"),
-        description="reads tool calls: `hermes` (argument `parallel_calls`, default false), or `package.module:Name`",
+        description="how tools are called: `hermes` (argument `parallel_calls`, default false), `fenced` (the first "
+        "```python block of a turn), or `package.module:Name`",
     )
     environment: Extension = Field(
         default=Extension(name="tools"),

@@ -54,6 +54,11 @@ class ModelConfig(Section):
         default=None,
         description="your own model family, `package.module:Name` (docs/extend.md); null: one of ours",
     )
+    chat_template: str | None = Field(
+        default=None,
+        description="template for prompts and conversations, and of the export: `qwen3`, `qwen2.5` or a .jinja file "
+        "(docs/rollout.md); null: the tokenizer's own",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="passed to the chat template, e.g. {enable_thinking: false}"
     )
@@ -66,8 +71,15 @@ class DataConfig(Section):
     eval: tuple[str, ...] = Field(default=(), description="held-out prompts; empty: no evaluation")
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
     shuffle: bool = Field(default=True, description="new order of the training prompts every epoch (seeded)")
-    tool_in_prompt: bool = Field(
-        default=True, description="offer the code_interpreter schema to the chat template (false: the prompt alone)"
+    tool_in_prompt: bool | None = Field(
+        default=None,
+        description="give the tools' schemas to the chat template; null: as rollout.tool_parser needs it "
+        "(hermes: true, fenced: false)",
+    )
+    system_prompt: str | None = Field(
+        default=None,
+        description="text before every conversation, or a .txt or .md file that holds it; null: that of "
+        'rollout.tool_parser (`fenced` has one); "": none',
     )
 
 

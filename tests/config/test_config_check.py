@@ -44,6 +44,16 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
     [
         (["policy.tensor_model_parallel_size=2"], "= 2 does not divide the world size 3"),
         (["policy.sequence_parallel=true"], "policy.sequence_parallel = true: needs tensor parallelism"),
+        (
+            ["rollout.tool_parser=fenced", "rollout.tools=[python,my:Tool]"],
+            'rollout.tool_parser = "fenced": runs programs with one tool, and rollout.tools has 2 (python, my:Tool)',
+        ),
+        (["rollout.tool_parser=fenced", "rollout.tools=[]"], "rollout.tools has 0 (none)"),
+        (
+            ["rollout.tool_parser=fenced", "data.tool_in_prompt=true"],
+            "data.tool_in_prompt = true: shows the model a way to call tools that rollout.tool_parser: fenced does not",
+        ),
+        (["data.system_prompt=none.txt"], 'data.system_prompt = "none.txt": is the name of a file that cannot be read'),
         (["policy.layer_spec=transformer_engine"], "Transformer Engine needs CUDA and policy.dtype: bfloat16"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 4 attention heads"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 2 key/value heads"),

@@ -202,7 +202,7 @@ def test_rows_at_a_time_follow_the_free_memory() -> None:
     assert [chunk_rows(151936, free * gib) for free in (80, 9.6, 9.4, 4.8, 4.7, 2, 0, -3)] == [
         *(4096, 4096, 2048, 2048, 1024, 512, 512, 512)
     ]
-    assert chunk_rows(18992, 80 * gib) == 8 * 4096 + 512  # one shard of eight
+    assert chunk_rows(18992, 80 * gib) == 262 * TILE  # one shard of eight
     assert chunk_rows(10**8, 0) == TILE
 
 

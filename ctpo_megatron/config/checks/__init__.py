@@ -19,6 +19,7 @@ from ctpo_megatron.config.checks.groups import check_groups
 from ctpo_megatron.config.checks.objective import check_objective
 from ctpo_megatron.config.checks.parallel import check_parallel
 from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
+from ctpo_megatron.config.checks.protocol import check_protocol
 from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_spec import PREPARED, spec_for, will_be_prepared
 from ctpo_megatron.config.placement import Job
@@ -75,6 +76,7 @@ def check(
         *check_engine(config, spec, cuda=cuda),
         *check_placement(config, job or Job(world_size), cuda=cuda),
         *check_cluster(config),
+        *check_protocol(config),
         *check_objective(config),
         *check_groups(config),
         *_schedules(config),
