@@ -82,7 +82,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
     with report.stage("rl"), preemption.deferred():
         policy.use_optimizer(config.policy.optimizer, config.run.steps * run.updates_per_step)
         persistence.restore(policy, run, checkpoint)
-        reinforce(config, policy, run, rollouts, persistence, report, resumed=checkpoint is not None)
+        reinforce(config, policy, run, rollouts, persistence, report)
         if run.preempted:
             persistence.ensure_saved(policy, run)
             return preemption.leave()
@@ -96,22 +96,15 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
 
 
 def reinforce(
-    config: Config,
-    policy: Policy,
-    run: RunState,
-    rollouts: Bridge,
-    persistence: Persistence,
-    report: Reporter,
-    *,
-    resumed: bool,
+    config: Config, policy: Policy, run: RunState, rollouts: Bridge, persistence: Persistence, report: Reporter
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
     objective, advantage = objective_from_config(config.objective), advantage_from_config(config.objective)
     loss = configured_loss(config.objective)
     rollouts.publish(policy, run.version)
-    if not resumed or (run.evaluates and rollouts.lacks_evaluation()):
+    if not run.resumed or (run.evaluates and rollouts.lacks_evaluation()):
         report.log(run.done, rollouts.evaluate(run.done, policy))
-    if not resumed and config.checkpoint.every:
+    if not run.resumed and config.checkpoint.every:
         persistence.save(policy, run)
     for step in run.steps():
         with report.phase("step"):
