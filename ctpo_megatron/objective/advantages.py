@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ctpo_megatron.config.schema import AdvantageConfig
+from ctpo_megatron.config import AdvantageConfig
 
 STD_EPSILON = 1e-6
 

@@ -277,9 +277,12 @@ class Policy:
         """Name, shape and dtype of all `weights`, in their order, on every rank. Collective; no weight is moved."""
         return hf.declare(self._model, self.layout)
 
-    def export(self, directory: Path) -> None:
-        """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model."""
-        write_directory(self.weights(), self.source, directory, self.layout)
+    def export(self, directory: Path, chat_template: str | None = None) -> None:
+        """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model.
+
+        chat_template: Jinja text in the place of the source model's.
+        """
+        write_directory(self.weights(), self.source, directory, self.layout, chat_template=chat_template)
 
     def save(
         self,

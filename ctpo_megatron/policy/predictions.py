@@ -91,6 +91,7 @@ class StreamingPredictions:
     temperature: float
     vocab_size: int
     sequence_parallel: bool
+    chunk_size: int | None
 
     def log_probs(self) -> torch.Tensor:
         log_probs: torch.Tensor = self._linear_log_probs()
@@ -116,6 +117,7 @@ class StreamingPredictions:
             targets.response_mask,
             objective,
             loss_mask=targets.loss_mask,
+            weights=targets.weights,
             cu_seqlens=targets.cu_seqlens,
             denominators=denominators,
             temperature=self.temperature,
@@ -123,7 +125,9 @@ class StreamingPredictions:
             tp_group=mpu.get_tensor_model_parallel_group(),
             cp_group=targets.split.group,
             sequence_parallel=self.sequence_parallel,
+            chunk_size=self.chunk_size,
             rows=targets.rows,
+            may_learn=targets.may_learn,
             accumulate_into_main_grad=torch.is_grad_enabled(),
         )
         return PolicyLossOutput(found.loss, None, found.stats)
@@ -136,6 +140,7 @@ class StreamingPredictions:
             mpu.get_tensor_model_parallel_group(),
             self.sequence_parallel,
             self.temperature,
+            chunk_size=self.chunk_size,
             vocab_size=self.vocab_size,
             mask=self.targets.response_mask,
             rows=self.targets.rows,
@@ -155,6 +160,7 @@ def _loss_of(
         targets.response_mask,
         objective,
         loss_mask=targets.loss_mask,
+        weights=targets.weights,
         cu_seqlens=targets.cu_seqlens,
         denominators=denominators,
         cp_group=targets.split.group,

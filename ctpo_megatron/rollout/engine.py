@@ -13,6 +13,7 @@ from ctpo_megatron.environments.episode import Episode, EpisodeFailed, Limits, M
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
+from ctpo_megatron.environments.tokenizer import use_chat_template
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.rollout.expected import leave_out_expected
 from ctpo_megatron.rollout.logs import path_here, redirect_output
@@ -162,6 +163,7 @@ class RolloutEngine:
         self._llm.shutdown(timeout=2.0)
 
     def _make_codec(self, tokenizer: Any) -> TokenizerCodec:
+        use_chat_template(tokenizer, self._config)
         stops = stop_token_ids(tokenizer, self._spec.model_path)
         kwargs = self._config.model.chat_template_kwargs
         template = MessageTemplate(tokenizer, kwargs, sorted(stops), self._tools.schemas)
@@ -173,7 +175,7 @@ class RolloutEngine:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        stops = sorted(self._codec.stop_ids)
+        stops, strings = sorted(self._codec.stop_ids), list(self._tools.stop)
 
         async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
             params = SamplingParams(
@@ -183,9 +185,13 @@ class RolloutEngine:
                 max_tokens=max_tokens,
                 seed=seed,
                 stop_token_ids=stops,
+                stop=strings,
+                include_stop_str_in_output=bool(strings),  # the tokens that hold it are kept either way
+                skip_special_tokens=False,
+                spaces_between_special_tokens=False,
                 logprobs=0,
                 flat_logprobs=True,
-                detokenize=False,
+                detokenize=bool(strings),
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,
             )

@@ -143,6 +143,6 @@ def _group(step: int, place: int, prompt: Prompt, trajectories: list[Trajectory]
         if trajectory.token_ids[: len(prompt.token_ids)] != list(prompt.token_ids):
             raise ReplayError(
                 f"{where}: prompt {prompt.id!r} was recorded with other tokens than this tokenizer and chat template "
-                "give: use the recorded run's model.path, model.chat_template_kwargs and data.tool_in_prompt"
+                "give: use the recorded run's model.path, chat template, rollout.tool_parser and data.system_prompt"
             )
     return Group(prompt, trajectories)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +19,8 @@ from ctpo_megatron.rollout.uniform import PromptStream, UniformGroups
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 Phase = Callable[[str], Any]
 """Times a part of the step: `with phase("rollout"): ...`."""
@@ -158,6 +163,8 @@ class SampledRollouts:
             return None
         dropped = uniform.dropped(sampled)
         groups = [group for place, group in enumerate(sampled) if place not in dropped]
+        repeated = len(sampled) - len({group.prompt.id for group in sampled})
+        metrics |= {"rollout/prompts_repeated": float(repeated)}
         metrics |= uniform.metrics(sampled, len(dropped)) | self._filters.apply(groups)
         versions = {v for group in groups for t in group.trajectories for v in t.weight_version if v >= 0}
         return RolloutBatch(groups, metrics, tuple(sorted(versions)), self._prompts.state_dict(), dropped)
@@ -178,10 +185,25 @@ class SampledRollouts:
 
 
 def check_mismatch(config: RolloutConfig, metrics: Mapping[str, float]) -> None:
-    """Raises RuntimeError when sampler and trainer log-probs differ by more than `rollout.mismatch_limit` (nats)."""
+    """Raises RuntimeError when sampler and trainer log-probs differ by more than `rollout.mismatch_limit` (nats).
+
+    Warns once when their noise alone crosses the clip window within `rollout.max_response_tokens` (`mismatch/t_star`).
+    """
     limit, difference = config.mismatch_limit, metrics["mismatch/log_prob_abs_max"]
     if limit is not None and not difference <= limit:  # a NaN is beyond every limit
         raise RuntimeError(
             f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="
             f"{limit}: a weight sync did not arrive, or the two sides compute in different precision"
         )
+    if metrics.get("mismatch/t_star", math.inf) < config.max_response_tokens:
+        _warn_of_noise(config.max_response_tokens)
+
+
+@functools.cache
+def _warn_of_noise(longest: int) -> None:
+    log.warning(
+        "sampler and trainer differ by so much noise at equal weights (mismatch/sigma) that a ratio against the "
+        "sampler leaves the clip window by it alone (at token mismatch/t_star) before rollout.max_response_tokens=%d: "
+        "compute both sides in the same precision, or see objective.correction (docs/objective.md)",
+        longest,
+    )

@@ -64,6 +64,14 @@ def _rollout(name: str) -> Check:
     return check
 
 
+def _tool_parser(part: Extension, config: Config) -> str:
+    from ctpo_megatron.environments import factory
+
+    factory.check_tool_parser(part)
+    factory.check_parser_fits(config.rollout)
+    return ""
+
+
 def _unknown(part: Extension, words: Iterable[str]) -> str:
     known = list(words)
     return "" if part.name in known else f"no such part; write {' or '.join([*known, 'package.module:Name'])}"
@@ -76,7 +84,7 @@ DOORS: dict[str, Check] = {
     "reward.by_source": _reward,
     "rollout.filters": _filter,
     "rollout.tools": _rollout("check_tool"),
-    "rollout.tool_parser": _rollout("check_tool_parser"),
+    "rollout.tool_parser": _tool_parser,
     "rollout.environment": _rollout("check_environment"),
     "tracking.trackers": _tracker,
 }

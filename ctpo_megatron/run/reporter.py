@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from ctpo_megatron.tracking import (
     PhaseTimer,
     TrainLog,
     discard_dumps,
+    first_batch_warnings,
     open_trackers,
     phase_peaks,
     print_summary,
@@ -31,6 +33,8 @@ from ctpo_megatron.tracking import (
     write_report,
     write_trajectories,
 )
+
+log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 _SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")
@@ -115,6 +119,7 @@ class RankZeroReporter(Reporter):
         display = Display(config.tracking.live, config.run.steps, title=title, record=train_log.shown)
         self._display = self._exit.enter_context(display)
         self._sft: MetricsWriter | None = None
+        self._tools, self._is_first_batch = bool(config.rollout.tools), True
         self.note(f"writing to {directory}")
 
     def __exit__(self, *error: Any) -> None:
@@ -151,6 +156,16 @@ class RankZeroReporter(Reporter):
         if self._config.trajectories:
             extra = _by_place_of_sampling(batch, diagnostics)
             write_trajectories(self._directory, step, batch.sampled, self._decode, extra=extra)
+        if self._is_first_batch:
+            self._is_first_batch = False
+            self._warn(step, record)
+
+    def _warn(self, step: int, record: Mapping[str, float]) -> None:
+        """Say what keeps this batch from teaching anything."""
+        dump = str(self._directory / "trajectories" / f"step_{step:06d}.jsonl")
+        where = dump if self._config.trajectories else "the trajectories, which tracking.trajectories: true writes"
+        for text in first_batch_warnings(record, where, tools=self._tools):
+            log.warning("warning: step %d: %s", step, text)
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
         write_trajectories(self._directory, step, groups, self._decode, folder="evaluation")

@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from ctpo_megatron.config import (
     ClusterConfig,
     Config,
@@ -25,7 +23,8 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.data import PromptSampler, load_prompts
 from ctpo_megatron.environments import node_sandbox
-from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
+from ctpo_megatron.environments.factory import needs_sandbox, offered_schemas, system_prompt
+from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.ray_environment import ADDRESS
@@ -56,16 +55,18 @@ def start_services(
     """Read the prompts and start sandbox, engines and scorers; the engines load in the background.
 
     cancelled: whether the run is asked to end; looked at while groups are sampled. Raises DataError for bad prompts,
-    ConfigError for a tokenizer of more tokens than the model has.
+    TokenizerError for a chat template that cannot be used, ConfigError for a tokenizer of more tokens than the model
+    has.
     """
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = training_tokenizer(config)
     _check_tokenizer(config, len(tokenizer))
     read = functools.partial(
         load_prompts,
         tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        tool_schemas=tool_schemas(config.rollout) if config.data.tool_in_prompt else (),
+        tool_schemas=offered_schemas(config),
         chat_template_kwargs=config.model.chat_template_kwargs,
+        system_prompt=system_prompt(config),
     )
     prompts = PromptSampler(read(config.data.train), config.run.seed, config.data.shuffle)
     # A recording has no answers of these weights to the held-out prompts.

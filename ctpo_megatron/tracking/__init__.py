@@ -13,6 +13,7 @@ Training code calls these and ignores what they return. Every metric is defined 
 from ctpo_megatron.tracking.display import Display
 from ctpo_megatron.tracking.groups import evaluation_metrics, reward_metrics
 from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
+from ctpo_megatron.tracking.learning import first_batch_warnings
 from ctpo_megatron.tracking.metrics import SFT_FILE, MetricsWriter, read_metrics
 from ctpo_megatron.tracking.report import write_report
 from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
@@ -41,6 +42,7 @@ __all__ = [
     "TrainLog",
     "discard_dumps",
     "evaluation_metrics",
+    "first_batch_warnings",
     "open_trackers",
     "phase_peaks",
     "print_summary",

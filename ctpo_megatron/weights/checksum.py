@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -44,9 +45,10 @@ def checksum(part: torch.Tensor, row: int = 0, column: int = 0, dtype: torch.dty
 
     row, column: where it begins in the whole tensor. dtype: whose bits are summed, after rounding; None: of the part.
     """
-    lines = _Lines(_matrix(part), column, dtype)
-    for rows in lines.blocks():
-        lines.add(rows)
+    matrix = _matrix(part)
+    lines = _Lines(matrix, column, dtype)
+    for number, block in enumerate(matrix.split(lines.step)):
+        lines.add(number, block)
     return lines.total(row)
 
 
@@ -56,7 +58,9 @@ def sampled_checksum(
     """The same of `numbers` [rows, columns], which has these columns of the whole tensor; zeros have no sign here."""
     numbers = numbers.to(dtype or numbers.dtype) + 0.0
     words = numbers.view(_INTEGERS[numbers.element_size()]).to(torch.int64)
-    return _total(words.sum(1), words.sum(0), row, columns)
+    return (words.sum(1) * _row_weights(row, len(words), words.device)).sum() + (
+        words.sum(0) * _column_weights(columns.to(words.device))
+    ).sum()
 
 
 class _Lines:
@@ -66,29 +70,29 @@ class _Lines:
     """
 
     def __init__(self, matrix: torch.Tensor, column: int, dtype: torch.dtype | None) -> None:
-        self._matrix, self._dtype = matrix, dtype or matrix.dtype
+        self._dtype = dtype or matrix.dtype
         self._each = _WORD // self._dtype.itemsize
         self._lead, self._first = column % self._each, column // self._each
         self._width = -(-(self._lead + matrix.shape[1]) // self._each)
-        self._of_rows = torch.zeros(matrix.shape[0], dtype=torch.int64, device=matrix.device)
+        self.step = max(1, _BLOCK[matrix.device.type] // (_WORD * max(1, self._width)))
+        """Rows of a block."""
+        self._of_rows = torch.empty(matrix.shape[0], dtype=torch.int64, device=matrix.device)
+        self._of_blocks = self._of_rows.split(self.step)
         self._of_columns = torch.zeros(self._width, dtype=torch.int64, device=matrix.device)
 
-    def blocks(self) -> Iterator[slice]:
-        """Which rows to take in, one block after another."""
-        step = max(1, _BLOCK[self._matrix.device.type] // (_WORD * max(1, self._width)))
-        for start in range(0, self._matrix.shape[0], step):
-            yield slice(start, min(start + step, self._matrix.shape[0]))
-
-    def add(self, rows: slice) -> None:
-        """Take these rows in."""
-        words = self._words(self._matrix[rows].to(self._dtype))
-        torch.sum(words, 1, out=self._of_rows[rows])
+    def add(self, number: int, block: torch.Tensor) -> None:
+        """Take in block `number`."""
+        words = self._words(block.to(self._dtype))
+        torch.sum(words, 1, out=self._of_blocks[number])
         self._of_columns += words.sum(0)
 
     def total(self, row: int) -> torch.Tensor:
-        """Of all rows, the first of which is number `row` of the whole tensor."""
-        places = torch.arange(self._first, self._first + self._width, device=self._matrix.device)
-        return _total(self._of_rows, self._of_columns, row, places)
+        """Of all blocks, the first row of which is number `row` of the whole tensor."""
+        device = self._of_rows.device
+        columns = _columns_from(self._first, self._width, device)
+        return (self._of_rows * _row_weights(row, len(self._of_rows), device)).sum() + (
+            self._of_columns * columns
+        ).sum()
 
     def _words(self, block: torch.Tensor) -> torch.Tensor:
         even = not self._lead and block.shape[1] == self._width * self._each
@@ -99,11 +103,20 @@ class _Lines:
         return block.view(torch.int64)
 
 
-def _total(of_rows: torch.Tensor, of_columns: torch.Tensor, row: int, columns: torch.Tensor) -> torch.Tensor:
-    device = of_rows.device
-    row_weights = _pseudorandom(torch.arange(row, row + len(of_rows), device=device)) | 1
-    column_weights = _pseudorandom(-2 - columns.to(device)) & -2
-    return (of_rows * row_weights).sum() + (of_columns * column_weights).sum()
+@lru_cache(maxsize=64)
+def _row_weights(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Odd; layers have the same shapes, so few of them are needed."""
+    return _pseudorandom(torch.arange(first, first + count, device=device)) | 1
+
+
+@lru_cache(maxsize=64)
+def _columns_from(first: int, count: int, device: torch.device) -> torch.Tensor:
+    return _column_weights(torch.arange(first, first + count, device=device))
+
+
+def _column_weights(columns: torch.Tensor) -> torch.Tensor:
+    """Even."""
+    return _pseudorandom(-2 - columns) & -2
 
 
 @dataclass
@@ -131,11 +144,12 @@ class Checksums:
         columns = sampled_columns(self.version, matrix.shape[1]).to(matrix.device)
         sampled = matrix.new_empty(matrix.shape[0], len(columns))
         lines = _Lines(matrix, 0, self.dtype)
-        for rows in lines.blocks():  # each is read from memory once
-            if target is not None:
-                target[rows].copy_(matrix[rows])
-            lines.add(rows)
-            torch.index_select(matrix[rows], 1, columns, out=sampled[rows])
+        targets, places = target.split(lines.step) if target is not None else None, sampled.split(lines.step)
+        for number, block in enumerate(matrix.split(lines.step)):  # each is read from memory once
+            if targets is not None:
+                targets[number].copy_(block)
+            lines.add(number, block)
+            torch.index_select(block, 1, columns, out=places[number])
         self._pending[name] = (lines.total(0), sampled_checksum(sampled, columns, dtype=self.dtype))
 
     @property

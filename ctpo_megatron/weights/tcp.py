@@ -11,6 +11,7 @@ import logging
 import socket
 import struct
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ctpo_megatron.weights.memory import ALIGNED, Entry, WeightMemory
@@ -25,6 +28,7 @@ from ctpo_megatron.weights.memory import ALIGNED, Entry, WeightMemory
 log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
+Buffer = npt.NDArray[np.uint8]
 _REQUEST = struct.Struct("!QQQ")
 _CONNECTIONS = 256
 _SECRET_TIMEOUT_S = 10.0
@@ -184,9 +188,10 @@ def fetched(
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="weights"))
         peers = [stack.enter_context(_Peer(share, secret, version, timeout_s)) for share in shares]
+        buffers = _Buffers(bucket_bytes)
         coming: deque[tuple[Bucket, Future[torch.Tensor]]] = deque()
         for bucket in plan(shares, bucket_bytes):
-            coming.append((bucket, pool.submit(peers[bucket.share].fetch, bucket)))
+            coming.append((bucket, pool.submit(peers[bucket.share].fetch, bucket, buffers)))
             if len(coming) > _AHEAD:
                 yield from _tensors(*coming.popleft())
         while coming:
@@ -199,6 +204,26 @@ def _tensors(bucket: Bucket, content: Future[torch.Tensor]) -> Iterator[tuple[st
         dtype: torch.dtype = getattr(torch, dtype_name)
         start = first - bucket.first
         yield name, data[start : start + size].view(dtype).view(shape)
+
+
+class _Buffers:
+    """Memory for buckets, taken again once no tensor in it is used any more: new pages take longer than to receive."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: deque[Buffer] = deque()
+
+    def take(self, size: int) -> Buffer:
+        """Memory of `size` bytes; larger ones than a bucket are new each time."""
+        if size > self._size:
+            return np.empty(size, dtype=np.uint8)
+        try:
+            whole = self._free.popleft()
+        except IndexError:
+            whole = np.empty(self._size, dtype=np.uint8)
+        part = whole[:size]  # what a tensor keeps alive
+        weakref.finalize(part, self._free.append, whole).atexit = False
+        return part
 
 
 class _Peer:
@@ -221,15 +246,15 @@ class _Peer:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch that nobody waits for any more
         self._socket.close()
 
-    def fetch(self, bucket: Bucket) -> torch.Tensor:
+    def fetch(self, bucket: Bucket, buffers: _Buffers) -> torch.Tensor:
         """Its bytes."""
-        content = torch.empty(bucket.size, dtype=torch.uint8)
+        content = buffers.take(bucket.size)
         try:
             self._socket.sendall(_REQUEST.pack(self._version, bucket.first, bucket.size))
-            _receive(self._socket, memoryview(content.numpy().data))
+            _receive(self._socket, content.data)
         except OSError as error:
             raise ConnectionError(f"{self._name}, version {self._version}: {error}") from error
-        return content
+        return torch.from_numpy(content)
 
 
 def _receive(peer: socket.socket, into: memoryview) -> None:

@@ -171,7 +171,7 @@ def launch_loss(size: tuple[int, int], options: dict[str, Any], *, stream: bool 
         # The head's second window of three.
         inverse = inverse_of_loss_tokens(batch) if inverse is None else inverse
         loss = loss_triton.LossStream(batch, spec, inverse, totals=totals if spec.per_sequence else None, state=state)
-        loss.step(8192, 16384, torch.zeros(8192))
+        loss.step(8192, 16384)
         loss.finish()
     else:
         carried = (state, totals) if pieces else (None, None)

@@ -82,7 +82,7 @@ def loss_pass(
     elsewhere (default: the tokens of the batch); the twin does not ask.
     """
     dtype = batch.log_probs.dtype
-    segment = torch.searchsorted(batch.cu[1:].contiguous(), _indices(batch), right=True)
+    segment = batch.segment
     model, trained = batch.sampled, batch.trained
     if totals is None and (spec.whole_sequence or spec.per_sequence):
         totals = segment_totals(batch)
@@ -105,8 +105,8 @@ def loss_pass(
                 log_ratio = log_ratio / total[1].clamp(min=1).to(dtype)
     log_ratio = torch.where(model, log_ratio, 0.0)
 
-    advantage = torch.where(trained, _per_token(batch.advantages, segment), 0.0)
-    weight = None if batch.weights is None else torch.where(trained, _per_token(batch.weights, segment), 0.0)
+    advantage = torch.where(trained, batch.per_token(batch.advantages), 0.0)
+    weight = None if batch.weights is None else torch.where(trained, batch.per_token(batch.weights), 0.0)
     over = log_ratio > LOG_RATIO_CAP
     x = torch.where(over, LOG_RATIO_CAP, log_ratio)
     scale = position_scale(position, spec.power, dtype)
@@ -147,12 +147,11 @@ class LossStream:
         self._batch, self._spec, self._inverse, self._totals, self._state = batch, spec, inverse, totals, state
         self._vector: Tensor | None = None
 
-    def step(self, start: int, end: int, log_probs: Tensor) -> Tensor:
-        """Gradient `[end - start]` of the window's tokens, given their log-probs, which the batch takes over.
+    def step(self, start: int, end: int) -> Tensor:
+        """Gradient `[end - start]` of the window's tokens, whose log-probs are in the batch by now.
 
         Windows must follow each other.
         """
-        self._batch.log_probs[start:end] = log_probs
         window = self._batch.window(start, end)
         out = loss_pass(window, self._spec, self._inverse, state=self._state, totals=self._totals)
         self._state += segment_totals(window)[:, :3]
@@ -175,10 +174,6 @@ def merge_vectors(a: Tensor, b: Tensor) -> Tensor:
     """Statistics of two parts of a batch."""
     n = len(SUMS)
     return torch.cat([a[:n] + b[:n], torch.maximum(a[n:], b[n:])])
-
-
-def _indices(batch: PackedTokens) -> Tensor:
-    return torch.arange(batch.tokens, device=batch.cu.device)
 
 
 def _before(values: Tensor) -> Tensor:
@@ -207,12 +202,6 @@ def _nats(units: Tensor, nans: Tensor, dtype: torch.dtype) -> Tensor:
 def _spread(totals: Tensor, segment: Tensor) -> Tensor:
     """`[S, K]` -> `[K, N]`: every token gets its segment's values, padding gets 0."""
     return torch.cat([totals, totals.new_zeros(1, totals.shape[1])])[segment].T
-
-
-def _per_token(values: Tensor, segment: Tensor) -> Tensor:
-    if values.dim() == 1:
-        return values
-    return torch.cat([values[:, 0], values.new_zeros(1)])[segment]
 
 
 def _factor(

@@ -78,8 +78,7 @@ class LossStream:
         self._gradient = torch.empty_like(batch.log_probs)
         self._partials = empty_vector(batch.log_probs.device)[:, None].repeat(1, batch.segments)
 
-    def step(self, start: int, end: int, log_probs: Tensor) -> Tensor:
-        self._batch.log_probs[start:end] = log_probs
+    def step(self, start: int, end: int) -> Tensor:
         for first in range(start, end, SPANS[1]):
             _launch_window(self._arguments, self._gradient, self._partials, first, min(first + SPANS[1], end))
         return self._gradient[start:end]

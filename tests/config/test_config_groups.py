@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.config import Config, check
+from ctpo_megatron.cli import main
+from ctpo_megatron.config import Config, check, check_prompts
 
 Make = Callable[..., Config]
 
@@ -79,3 +82,29 @@ def test_a_replay_draws_as_the_recorded_run_did(
 def test_no_false_alarms(config_with: Make) -> None:
     assert found(config_with("reward.overlong_penalty={buffer: 176}", "rollout.uniform_groups=refill")) == []
     assert found(config_with("rollout.filters=[void_turn, truncated, failed_tool]")) == []
+
+
+def test_training_files_that_are_evaluated_on_are_named(config_with: Make) -> None:
+    (text,) = found(config_with("data.eval=[runs/task/heldout.parquet, ./runs/task/train.parquet]"))
+    assert text.startswith('warning: data.eval = "./runs/task/train.parquet": is training data too: the accuracy there')
+
+
+def test_a_batch_of_more_prompts_than_there_are_is_warned_of(config_with: Make) -> None:
+    config = config_with("rollout.prompts_per_step=64")
+    (problem,) = check_prompts(config, 5)
+    assert problem.severity == "warning"
+    assert str(problem) == (
+        "rollout.prompts_per_step = 64: is more than the 5 prompts of data.train: "
+        "a prompt is in a batch up to 13 times; lower it, or give more data"
+    )
+    assert list(check_prompts(config, 64)) == list(check_prompts(config, None)) == []
+
+
+def test_the_dry_run_counts_the_prompts(config_with: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pq.write_table(pa.table({"data_source": ["a"] * 5}), tmp_path / "five.parquet")
+    command = ["train", "base.yaml", "--dry-run", "data.train=[five.parquet]"]
+    assert main([*command, "rollout.prompts_per_step=64"]) == 0
+    shown = "warning: command line: rollout.prompts_per_step = 64: is more than the 5 prompts of data.train"
+    assert shown in capsys.readouterr().err
+    assert main([*command, "rollout.prompts_per_step=4"]) == 0
+    assert "prompts of data.train" not in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_from_config():
 
 
 def test_every_objective_key_of_the_configuration_is_a_field():
-    others = {"preset", "anchor", "advantage", "function"}
+    others = {"preset", "anchor", "advantage", "correction", "function"}
     assert set(ObjectiveConfig.model_fields) - others <= set(PolicyObjective.__dataclass_fields__)
 
 

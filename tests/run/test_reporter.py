@@ -59,6 +59,20 @@ def test_dropped_groups_are_dumped_where_they_were_sampled(report: RankZeroRepor
     assert [record.get("advantage") for record in dumped] == [None, None, None, 1.5]
 
 
+def test_the_first_batch_says_what_is_wrong_and_later_ones_do_not(
+    report: RankZeroReporter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = {"reward/groups_mixed": 0.0, "reward/mean": 0.0, "reward/std": 0.0}
+    for step in (3, 4):  # 3: where it was resumed
+        report.log_step(step, batch(0.0), dead, {})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(
+        "warning: step 3: no group has both outcomes: all rewards are 0, so the gradient is"
+    )
+    assert record.message.endswith(f"in {tmp_path / 'trajectories' / 'step_000003.jsonl'}")
+
+
 def test_what_is_discarded_is_set_aside(report: RankZeroReporter, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         report.log_step(step, batch(step / 4), {}, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ctpo_megatron.config.problems import Problem, error
+from ctpo_megatron.config.problems import Problem, error, warning
 from ctpo_megatron.config.schema import Config
 
 
@@ -23,6 +23,16 @@ def check_groups(config: Config) -> Iterator[Problem]:
             f"is more than the budget itself (rollout.max_response_tokens: {budget}), so every response would lose"
         )
         yield error(config, "reward.overlong_penalty.buffer", message, "lower it")
+
+
+def check_prompts(config: Config, count: int | None) -> Iterator[Problem]:
+    """Enough training prompts for a batch, given how many there are (None: that is not known)."""
+    size = config.rollout.prompts_per_step
+    if count is not None and count < size:
+        message = (
+            f"is more than the {count} prompts of data.train: a prompt is in a batch up to {-(-size // count)} times"
+        )
+        yield warning(config, "rollout.prompts_per_step", message, "lower it, or give more data")
 
 
 def _uniform_groups(config: Config) -> Iterator[Problem]:
