@@ -85,10 +85,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.policy",
         "ctpo_megatron.rewards",
         "ctpo_megatron.rollout",
+        "ctpo_megatron.sampling",
         "ctpo_megatron.signals",
         "ctpo_megatron.tracking",
         "ctpo_megatron.weights",
-        "ctpo_sandbox",
     ),
     "ctpo_megatron.tracking": (
         "ctpo_megatron.data.records",
