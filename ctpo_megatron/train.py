@@ -112,7 +112,7 @@ def reinforce(
     loss = configured_loss(config.objective)
     rollouts.publish(policy, run.version)
     if not resumed or (run.evaluates and rollouts.lacks_evaluation()):
-        report.log(run.done, rollouts.evaluate(run.done, policy))
+        report.log(run.done, rollouts.evaluate(run.done, policy) if run.evaluates else {})
     if not resumed and config.checkpoint.every:
         persistence.save(policy, run)
     for step in run.steps():
@@ -141,7 +141,7 @@ def reinforce(
         if run.saves:
             persistence.save(policy, run)
         policy.finish_save(wait=False)
-    return None
+    run.notice()  # of a run without steps: its evaluation may have been cut short
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
 """
 
-from ctpo_megatron.config.checks import check, place, validate
+from ctpo_megatron.config.checks import check, place, validate, validate_sampling
 from ctpo_megatron.config.checks.directories import is_replaceable
 from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
 from ctpo_megatron.config.extension import Extension, named_extensions
@@ -115,5 +115,6 @@ __all__ = [
     "stored_tensors",
     "tokenizer_problems",
     "validate",
+    "validate_sampling",
     "world_size",
 ]

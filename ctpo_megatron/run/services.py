@@ -54,7 +54,8 @@ def start_services(
 
         collector = Collector(engines, score, cancelled)
         rollouts = SampledRollouts(config.rollout, collector, engines, prompts, report.phase)
-        evaluation = Evaluation(config.eval, collector, held_out, report.dump_evaluation, report.phase)
+        reporting = (report.dump_evaluation, report.phase, report.note)
+        evaluation = Evaluation(config.eval, collector, held_out, *reporting)
         yield Services(rollouts, evaluation, engines if isinstance(engines, RolloutFleet) else None)
 
 

@@ -55,9 +55,11 @@ class RunState:
 
     @property
     def evaluates(self) -> bool:
-        """Whether an evaluation is due after the steps done: first, every `eval.every`, and last."""
+        """Whether an evaluation is due after the steps done: by `eval.before_training`, `eval.every`, or the last."""
         every = self.config.eval.every
-        return self.done in (0, self.config.run.steps) or (every > 0 and self.done % every == 0)
+        if self.done in (0, self.config.run.steps):
+            return self.done == self.config.run.steps or self.config.eval.before_training
+        return every > 0 and self.done % every == 0
 
     @property
     def saves(self) -> bool:

@@ -11,7 +11,7 @@ Training code calls these and ignores what they return. Every metric is defined 
 """
 
 from ctpo_megatron.tracking.display import Display
-from ctpo_megatron.tracking.groups import evaluation_metrics, reward_metrics
+from ctpo_megatron.tracking.groups import reward_metrics
 from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
 from ctpo_megatron.tracking.metrics import SFT_FILE, MetricsWriter, read_metrics
 from ctpo_megatron.tracking.report import write_report
@@ -37,7 +37,6 @@ __all__ = [
     "Tracker",
     "Trackers",
     "discard_dumps",
-    "evaluation_metrics",
     "open_trackers",
     "phase_peaks",
     "print_summary",

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from ctpo_megatron.tracking.display_view import State, plain_progress, plain_step, render
+from ctpo_megatron.tracking.display_view import State, accuracy_lines, plain_progress, plain_step, render
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,16 @@ class Display:
         self._state.add(step, metrics)
         if self.mode == "plain":
             self._print(plain_step(self._state))
+
+    @_harmless
+    def evaluation(self, step: int, metrics: Mapping[str, float], first: Mapping[str, float]) -> None:
+        """Show the accuracies among the metrics of a step, if any; first: those of the run's first evaluation."""
+        lines = accuracy_lines(metrics, first)
+        if lines and self.mode == "plain":
+            for line in lines:
+                self._print(f"[eval] step {step} {line}")
+        elif lines:
+            self._state.evaluation = (step, lines)
 
     @_harmless
     def note(self, text: str) -> None:

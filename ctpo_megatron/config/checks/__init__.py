@@ -83,6 +83,22 @@ def check(
     return sorted(found, key=lambda problem: problem.severity)  # errors first
 
 
+def validate_sampling(config: Config, *, cuda: bool, sources: Sources | None = None) -> list[Problem]:
+    """As `validate`, of what an evaluation without a trainer needs."""
+    found: list[Problem] = []
+    try:
+        spec = spec_for(config)
+        engine = [problem for problem in check_engine(config, spec, cuda=cuda) if problem.severity == "error"]
+        found += [*check_budget(config, spec), *engine]
+    except ConfigError as unreadable:
+        found += unreadable.problems
+    found += [*check_cluster(config), *_evaluation(config), *_deadlines(config)]
+    placed = [place(problem, sources) for problem in found]
+    if errors := [problem for problem in placed if problem.severity == "error"]:
+        raise ConfigError(errors)
+    return placed
+
+
 def place(problem: Problem, sources: Sources | None) -> Problem:
     """The problem with the file and line that its key was written at, if the sources know."""
     if problem.where or sources is None or not problem.key:
