@@ -24,8 +24,8 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data={
-        "ctpo_megatron": ["py.typed", "**/*.html", "**/*.jinja"],
-        "ctpo_megatron.configs": ["**/*.yaml"],
+        "ctpo_megatron": ["py.typed", "**/*.html", "**/*.jinja", "**/*.json"],
+        "ctpo_megatron.configs": ["**/*.yaml", "**/*.json"],
         **{package: ["py.typed", "**/*.j2"] for package in separate},
     },
     # The base install validates configs and launches; the heavy stack is an extra, pinned in requirements/.

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, spec_for
 from ctpo_megatron.data import Prompt, load_prompts
+from ctpo_megatron.environments import node_sandbox
 from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
+from ctpo_megatron.ray_environment import ADDRESS
 from ctpo_megatron.rollout import RolloutFleet
 from ctpo_sandbox import Limits, start_server
 
@@ -69,7 +71,7 @@ def open_engines(
 
 def cluster_of(config: Config) -> ClusterConfig | None:
     """The Ray cluster to join, if there is one. Raises ConfigError when there should be."""
-    if os.environ.get("RAY_ADDRESS"):
+    if os.environ.get(ADDRESS):
         return config.cluster
     if config.cluster.nodes > 1:
         fix = "start the run with `ctpo launch`, or Ray on every node and export RAY_ADDRESS=HOST:PORT of its head"
@@ -84,7 +86,7 @@ def _sandbox(config: Config, logs: Path) -> Iterator[str | None]:
     if sandbox.url is not None:
         yield sandbox.url
         return
-    if config.cluster.nodes > 1 or "CTPO_SANDBOX_URL" in os.environ:
+    if config.cluster.nodes > 1 or node_sandbox.VARIABLE in os.environ:
         yield None
         return
     server = start_server(

@@ -29,9 +29,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.environments",
         "ctpo_megatron.extensions",
         "ctpo_megatron.models",
+        "ctpo_megatron.ray_environment",
+        "ctpo_megatron.tracking",
         "ctpo_sandbox",
     ),
-    "ctpo_megatron.weights": (),
+    "ctpo_megatron.weights": ("ctpo_megatron.addresses",),
     "ctpo_megatron.environments": (
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
@@ -55,6 +57,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.data",
     ),
     "ctpo_megatron.rollout": (
+        "ctpo_megatron.addresses",
+        "ctpo_megatron.ray_environment",
         "ctpo_megatron.signals",
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
@@ -83,6 +87,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.extensions",
         "ctpo_megatron.objective",
         "ctpo_megatron.policy",
+        "ctpo_megatron.ray_environment",
         "ctpo_megatron.rewards",
         "ctpo_megatron.rollout",
         "ctpo_megatron.sampling",
@@ -98,7 +103,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "ctpo_kernels": (),
     "ctpo_sandbox": (),
-    "ctpo_launchers": ("ctpo_megatron.config", "ctpo_megatron.signals", "ctpo_sandbox"),
+    "ctpo_launchers": (
+        "ctpo_megatron.addresses",
+        "ctpo_megatron.config",
+        "ctpo_megatron.ray_environment",
+        "ctpo_megatron.signals",
+        "ctpo_sandbox",
+    ),
 }
 # Every package may ask the root package for its version, and keep secrets out of what it prints.
 ALWAYS = ("ctpo_megatron.__version__", "ctpo_megatron.redact")

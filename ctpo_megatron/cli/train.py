@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ctpo_megatron.cli.console import print_table
-from ctpo_megatron.cli.errors import is_rank_zero
+from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import (
     GPU_GIB,
@@ -26,10 +26,13 @@ from ctpo_megatron.config import (
     load_with_sources,
     memory_table,
     node_ranks,
+    read_shapes,
     spec_for,
     validate,
     world_size,
 )
+from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.ray_environment import ADDRESS
 from ctpo_megatron.run.extensions import check_extensions
 
 _ASKED_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGINT)
@@ -40,13 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of training, the same under `python -m ctpo_megatron.train`."""
     parser.description = "Train with CTPO."
     parser.add_argument("config", metavar="CONFIG", help="YAML file; also looked for in configs/ of the checkout")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="override a key, e.g. policy.optimizer.lr=1e-6")
+    parser.add_argument(
+        "overrides",
+        metavar="a.b=c",
+        nargs="*",
+        help="override a key, e.g. policy.optimizer.lr=1e-6, or all keys of a further YAML file; the last one wins",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     parser.add_argument(
         "--cuda", action="store_true", help="with --dry-run: check as for a CUDA machine, even if this one has no GPU"
     )
     parser.add_argument(
         "--gpu-gib", type=float, default=GPU_GIB, metavar="N", help="with --dry-run: memory of a GPU (%(default)s)"
+    )
+    parser.add_argument(
+        "--shapes",
+        metavar="FILE",
+        help="with --dry-run: plan with this config.json (configs/models/*.json) and without model and prompt files",
     )
     parser.set_defaults(run=run)
 
@@ -55,16 +68,19 @@ def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
-    elsewhere = args.dry_run or "RAY_ADDRESS" in os.environ  # a named cluster has GPUs of its own
+    elsewhere = args.dry_run or ADDRESS in os.environ  # a named cluster has GPUs of its own
     job = Job(world_size(), node_ranks(), None if elsewhere else visible_gpus())
     gpu_gib = args.gpu_gib if args.dry_run else None
-    warnings = validate(config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib)
+    shapes = _shapes(args)
+    warnings = validate(
+        config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib, shapes=shapes
+    )
     check_extensions(config, sources)
     if is_rank_zero():
         _print_warnings(warnings)
     if args.dry_run:
         if is_rank_zero():
-            _print_plan(config, job, args.gpu_gib)
+            _print_plan(config, job, args.gpu_gib, shapes or spec_for(config))
         return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
@@ -91,11 +107,19 @@ def _print_warnings(warnings: Sequence[Problem]) -> None:
         print(f"warning: {problem}", file=sys.stderr)
 
 
-def _print_plan(config: Config, job: Job, gpu_gib: float) -> None:
+def _shapes(args: argparse.Namespace) -> ModelSpec | None:
+    """The model that a dry run plans with in place of the one of the configuration."""
+    if args.shapes is None:
+        return None
+    if not args.dry_run:
+        raise UsageError("--shapes is for --dry-run: a run needs the model itself")
+    return read_shapes(args.shapes)
+
+
+def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:
     print(dump(config), end="", flush=True)
     for title, rows in Plan.of(config, job.world_size).tables().items():
         print_table(title, ("", "value", "from"), rows)
-    spec = spec_for(config)
     memory = memory_table(spec, Split.of(config.policy, job.world_size))
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
     node = GpuMemory.of(config, job, spec, gpu_gib).table(gpu_gib)

@@ -15,7 +15,7 @@ from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, layer_activation
 from ctpo_megatron.config.memory import parameters as model_parameters
 from ctpo_megatron.config.memory import peak as peak_memory
 from ctpo_megatron.config.memory import table as memory_table
-from ctpo_megatron.config.model_spec import family_for, load_family, read_spec, spec_for
+from ctpo_megatron.config.model_spec import family_for, load_family, read_shapes, read_spec, spec_for
 from ctpo_megatron.config.objective import PolicyObjective, objective_from_config
 from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_gpus
 from ctpo_megatron.config.plan import Plan
@@ -107,6 +107,7 @@ __all__ = [
     "objective_from_config",
     "peak_memory",
     "place",
+    "read_shapes",
     "read_spec",
     "sequence_multiple",
     "shares_gpus",

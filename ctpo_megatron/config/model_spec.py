@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.locate import locate
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.task_schema import TinyModelConfig
@@ -61,11 +62,11 @@ def load_family(extension: Extension, search_path: Sequence[str]) -> ModelFamily
 
 
 def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
-    """Spec of the model in a directory. Raises ConfigError with everything unsupported at once.
+    """Spec of the model in a directory, or of a config.json alone. Raises ConfigError with everything unsupported.
 
     family: None: one of ours, by the architecture that config.json names.
     """
-    file = Path(path) / "config.json"
+    file = Path(path) if Path(path).suffix == ".json" else Path(path) / "config.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -89,6 +90,11 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
     if refused:
         raise ConfigError(refused)
     return family.read(raw)
+
+
+def read_shapes(path: str | Path) -> ModelSpec:
+    """Spec of a config.json without its model, also looked for in configs/ of the checkout. Raises ConfigError."""
+    return read_spec(locate(path))
 
 
 def _tiny_spec(model: TinyModelConfig) -> ModelSpec:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ctpo_megatron.config.memory import GIB, GPU_GIB, Split, parameters, peak, stage_parameters
-from ctpo_megatron.models import FAMILIES, ModelSpec
+from ctpo_megatron.config.model_spec import read_shapes
+from ctpo_megatron.models import ModelSpec
 
 BEGIN = "<!-- sizing: begin (written by `python -m ctpo_megatron.config.sizing docs/parallelism.md`) -->"
 END = "<!-- sizing: end -->"
@@ -25,49 +26,11 @@ class Sizing:
     split: Split
 
 
-# Shapes of the published config.json files.
-_QWEN3_4B = ModelSpec(
-    family=FAMILIES["Qwen3ForCausalLM"],
-    num_layers=36,
-    hidden_size=2560,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=9728,
-    max_position_embeddings=40960,
-    vocab_size=151936,
-    tie_word_embeddings=True,
-    qk_norm=True,
-    rope_theta=1e6,
-    dtype="bfloat16",
-)
-_QWEN3_14B = replace(
-    _QWEN3_4B,
-    num_layers=40,
-    hidden_size=5120,
-    num_attention_heads=40,
-    intermediate_size=17408,
-    tie_word_embeddings=False,
-)
-_QWEN3_30B_A3B = replace(
-    _QWEN3_14B,
-    family=FAMILIES["Qwen3MoeForCausalLM"],
-    num_layers=48,
-    hidden_size=2048,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    intermediate_size=6144,
-    num_experts=128,
-    num_experts_per_token=8,
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-)
 MODELS: Mapping[str, ModelSpec] = {
-    "Qwen3-4B": _QWEN3_4B,
-    "Qwen3-14B": _QWEN3_14B,
-    "Qwen3-32B": replace(_QWEN3_14B, num_layers=64, num_attention_heads=64, intermediate_size=25600),
-    "Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    name: read_shapes(f"models/{name.lower().replace('-', '_')}.json")
+    for name in ("Qwen3-4B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B")
 }
+"""Shapes of the published config.json files."""
 
 
 def _sizings() -> tuple[Sizing, ...]:

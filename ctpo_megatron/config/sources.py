@@ -119,10 +119,16 @@ def _syntax_problem(error: yaml.YAMLError, name: str) -> Problem:
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[list[Layer], list[Problem]]:
-    """One layer per `a.b=c`; the overrides that cannot be read are returned as problems."""
+    """One layer per `a.b=c`, and those of each further file; what cannot be read is returned as problems."""
     layers: list[Layer] = []
     problems: list[Problem] = []
     for text in overrides:
+        if "=" not in text and text.endswith((".yaml", ".yml")):
+            try:
+                layers += read_files(text)
+            except ConfigError as unreadable:
+                problems += unreadable.problems
+            continue
         problem = _refuse(text)
         if problem is None:
             key, _, value = text.partition("=")

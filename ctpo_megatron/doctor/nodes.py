@@ -14,6 +14,7 @@ from ctpo_megatron.doctor.findings import Finding
 from ctpo_megatron.doctor.machine import Wanted
 from ctpo_megatron.doctor.packages import PACKAGES
 from ctpo_megatron.doctor.report import diagnose
+from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE
 
 _NODE_S = 180.0
 _SKEW_S = 2.0
@@ -39,19 +40,19 @@ def diagnose_nodes(wanted: Wanted) -> dict[str, list[Finding]]:
 
 
 def _join() -> Any:
-    if not os.environ.get("RAY_ADDRESS"):
+    if not os.environ.get(ADDRESS):
         raise NoCluster(
             "--nodes asks the nodes of the Ray cluster that RAY_ADDRESS names, and it is not set: start the nodes "
             "(docs/cluster.md), then export RAY_ADDRESS=<head>:6379"
         )
     import ray
 
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault(AUTH_MODE, "disabled")
     try:
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # of Ray's kinds, which are many
-        raise NoCluster(f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} cannot be joined: {error}") from error
+        raise NoCluster(f"{ADDRESS}={os.environ[ADDRESS]} cannot be joined: {error}") from error
     return ray
 
 

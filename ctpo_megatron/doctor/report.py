@@ -12,6 +12,7 @@ from ctpo_megatron.doctor.findings import Finding
 from ctpo_megatron.doctor.machine import Wanted, check_machine
 from ctpo_megatron.doctor.packages import check_packages, version_of
 from ctpo_megatron.doctor.sandbox import check_sandbox
+from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE, TOKEN_FILE
 
 
 def diagnose(wanted: Wanted) -> list[Finding]:
@@ -34,10 +35,10 @@ def diagnose(wanted: Wanted) -> list[Finding]:
 
 
 def _ray() -> Finding:
-    address = os.environ.get("RAY_ADDRESS", "")
+    address = os.environ.get(ADDRESS, "")
     if not address:
         return Finding("Ray", "ok", "a private one, on this node alone (RAY_ADDRESS is not set)")
-    token, mode = os.environ.get("RAY_AUTH_TOKEN_PATH", ""), os.environ.get("RAY_AUTH_MODE", "")
+    token, mode = os.environ.get(TOKEN_FILE, ""), os.environ.get(AUTH_MODE, "")
     if mode != "token":
         fix = "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=... on every node"
         return Finding(

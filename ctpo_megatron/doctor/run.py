@@ -31,7 +31,6 @@ from ctpo_megatron.extensions import activate
 from ctpo_megatron.models import ModelSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_PROMETHEUS_PORT = 9464
 
 
 def diagnose_run(
@@ -110,8 +109,11 @@ def _sandbox(config: Config) -> str:
 def _ports(config: Config) -> Iterator[tuple[str, int, str]]:
     for tracker in config.tracking.trackers:
         if tracker.name == "prometheus":
-            host, port = tracker.arguments.get("host", "127.0.0.1"), tracker.arguments.get("port", _PROMETHEUS_PORT)
-            yield str(host), int(port), "the tracker prometheus"
+            from ctpo_megatron.tracking import PROMETHEUS_ADDRESS
+
+            host, port = PROMETHEUS_ADDRESS
+            given = tracker.arguments
+            yield str(given.get("host", host)), int(given.get("port", port)), "the tracker prometheus"
 
 
 def _servers(config: Config) -> Iterator[tuple[str, int, str]]:

@@ -18,12 +18,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ctpo_megatron.addresses import is_own
 from ctpo_megatron.config import ClusterConfig
+from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE, TOKEN, TOKEN_FILE
 from ctpo_megatron.rollout.node_facts import Facts, Needs, differences, node_facts
 
-ADDRESS = "RAY_ADDRESS"
 _POLL_S = 0.5
-_MODE, _TOKEN, _TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 class ClusterError(Exception):
@@ -68,19 +68,19 @@ def check_token(nodes: int, environment: Mapping[str, str]) -> None:
     """Raises ClusterError when several nodes would trust whoever reaches them."""
     if nodes == 1:
         return
-    path = environment.get(_TOKEN_FILE)
+    path = environment.get(TOKEN_FILE)
     advice = (
         f"{nodes} Ray nodes (cluster.nodes) run code for whoever reaches them. On every node, before `ray start`: "
-        f"export {_MODE}=token {_TOKEN_FILE}=FILE, with the same secret in FILE, of mode 0600"
+        f"export {AUTH_MODE}=token {TOKEN_FILE}=FILE, with the same secret in FILE, of mode 0600"
     )
-    if environment.get(_MODE, "").lower() != "token" or not path:
-        raise ClusterError(f"{_MODE}={environment.get(_MODE)}, {_TOKEN_FILE}={path}: {advice}")
-    if environment.get(_TOKEN):
-        raise ClusterError(f"{_TOKEN} is set, which every program of the node inherits: unset it. {advice}")
+    if environment.get(AUTH_MODE, "").lower() != "token" or not path:
+        raise ClusterError(f"{AUTH_MODE}={environment.get(AUTH_MODE)}, {TOKEN_FILE}={path}: {advice}")
+    if environment.get(TOKEN):
+        raise ClusterError(f"{TOKEN} is set, which every program of the node inherits: unset it. {advice}")
     if not Path(path).is_file():
-        raise ClusterError(f"{_TOKEN_FILE}={path} is no file: {advice}")
+        raise ClusterError(f"{TOKEN_FILE}={path} is no file: {advice}")
     if Path(path).stat().st_mode & 0o077:
-        raise ClusterError(f"{_TOKEN_FILE}={path} can be read or written by other users; type chmod 600 {path}")
+        raise ClusterError(f"{TOKEN_FILE}={path} can be read or written by other users; type chmod 600 {path}")
 
 
 def await_head(address: str, deadline: float) -> None:
@@ -104,12 +104,8 @@ def await_head(address: str, deadline: float) -> None:
 
 def check_address(address: str | None) -> None:
     """Raises ClusterError when `cluster.node_address` is not this machine's: Ray would look for it for minutes."""
-    if address is None:
-        return
-    try:
-        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
-    except OSError as error:
-        raise ClusterError(f"cluster.node_address={address} is no address of this machine: {error}") from error
+    if address is not None and not is_own(address):
+        raise ClusterError(f"cluster.node_address={address} is no address of this machine")
 
 
 def join(cluster: ClusterConfig, deadline: float) -> None:
@@ -167,8 +163,6 @@ def check_nodes(nodes: Sequence[Node], resources: Mapping[str, int], needs: Need
 
 def _ask(nodes: Sequence[Node], needs: Sequence[Needs | None], deadline: float) -> list[Facts | str]:
     """What each node says about itself, or why it could not be asked."""
-    import ray
-
     remote: Any = ray.remote(node_facts)
     pending = [
         remote.options(

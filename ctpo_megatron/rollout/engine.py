@@ -14,7 +14,8 @@ from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
 from ctpo_megatron.extensions import activate
-from ctpo_megatron.rollout.logs import path_here, read_from, redirect_output
+from ctpo_megatron.rollout.expected import leave_out_expected
+from ctpo_megatron.rollout.logs import path_here, redirect_output
 from ctpo_megatron.rollout.tasks import (
     INITIAL_VERSION,
     EngineDied,
@@ -37,6 +38,7 @@ class RolloutEngine:
     def __init__(self, index: int, spec: EngineSpec) -> None:
         self._log = path_here(spec, index)
         redirect_output(self._log)
+        leave_out_expected()
         os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
         if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -49,12 +51,11 @@ class RolloutEngine:
         """Where this engine is; answers before the model loads."""
         import ray
 
-        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return EngineSeat(ray.get_runtime_context().get_node_id(), address, str(self._log))
+        return EngineSeat(ray.get_runtime_context().get_node_id(), _node_address(), str(self._log))
 
-    async def read_log(self, offset: int) -> bytes:
-        """The log from byte `offset` on, or a part of that."""
-        return read_from(str(self._log), offset)
+    async def with_log(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function makes of the path of the log on this node."""
+        return function(str(self._log), *arguments)
 
     async def start(self) -> int:
         """Load the users' parts, the model and the tokenizer; returns the engine process id."""
@@ -129,10 +130,7 @@ class RolloutEngine:
 
     async def facts(self) -> EngineFacts:
         """What a weight transport has to know."""
-        import ray
-
-        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return EngineFacts(self._llm.model_config.dtype, address)
+        return EngineFacts(self._llm.model_config.dtype, _node_address())
 
     async def update_weights(self, offer: dict[str, Any], version: int, sums: Sums) -> UpdateReport:
         """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
@@ -221,6 +219,13 @@ class RolloutEngine:
             return _model_turn(last.outputs[0])
 
         return generate
+
+
+def _node_address() -> str:
+    """Of the Ray node that this process belongs to, for the other nodes."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:

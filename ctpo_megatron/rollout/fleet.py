@@ -19,7 +19,7 @@ from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.dispatch import Dispatcher, Keep, Request, check_prompt
 from ctpo_megatron.rollout.engine_group import EngineGroup
 from ctpo_megatron.rollout.handle import EngineHandle
-from ctpo_megatron.rollout.metrics import fleet_stats
+from ctpo_megatron.rollout.metrics import UPDATES_BY, fleet_stats
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
 from ctpo_megatron.rollout.ray_runtime import RayRuntime
 from ctpo_megatron.rollout.sleep import CACHE, WEIGHTS, SleepState
@@ -214,7 +214,7 @@ class RolloutFleet:
     def _count_update(self, reports: Sequence[UpdateReport], began: float, size: int) -> None:
         self._read_back.note(reports)
         self._add_seconds("sync_s", began)
-        self._counts["sync_bytes"] += size
+        self._counts.update({"sync_bytes": size, f"{UPDATES_BY}{self._spec.transport}": 1})
 
     @property
     def engines(self) -> Sequence[EngineHandle]:
@@ -265,8 +265,8 @@ class RolloutFleet:
         """Counts and seconds since the last call, then reset.
 
         group_retries, quarantined (prompts), engine_restarts, generate_s; sync_s, sync_bytes (of one engine), and their
-        rate sync_gb_per_s where there was a sync; and lost_<status>: tool calls made
-        by attempts that were thrown away, which therefore appear in no trajectory.
+        rate sync_gb_per_s and sync_by_<transport> (updates) where there was a sync; lost_<status>: tool calls of
+        attempts that were thrown away, which therefore appear in no trajectory.
         """
         stats = fleet_stats({**self._counts, **self._seconds})
         self._counts.clear()

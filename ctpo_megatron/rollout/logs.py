@@ -2,16 +2,19 @@
 
 On a cluster an engine may not see the run directory. It looks for a mark that the driver has put there. Without it the
 engine writes to a file of its node, which the driver copies every few seconds, and once more when the engine has ended.
+Then that file is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import tempfile
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,13 @@ def read_from(path: str, offset: int) -> bytes:
         return file.read(_CHUNK)
 
 
+def remove(path: str) -> None:
+    """Remove a log, and its folder with the last one."""
+    Path(path).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other engines of the node write there
+        Path(path).parent.rmdir()
+
+
 def seat_of(reference: Any) -> EngineSeat | None:
     """Where an engine is, by the reference of `RolloutEngine.seat`; None before it has a place, or if it never had."""
     if not ray.wait([reference], timeout=0)[0]:
@@ -100,27 +110,29 @@ class LogCopy:
     def end(self, *, reachable: bool) -> None:
         """The engine is being ended; `reachable`: its actor still answers, so everything is copied now."""
         if reachable:
-            self.copy()
-            self.done = True
+            self.copy(last=True)
         self._ended = True
 
-    def copy(self) -> None:
-        """Append what has been written since the last call."""
+    def copy(self, *, last: bool = False) -> None:
+        """Append what has been written since the last call; `last`: nothing follows that is worth keeping."""
         seat = seat_of(self._seat_reference)
         with self._lock:
             if seat is None or seat.log_path == str(self._target):
                 self.done = self.done or self._ended or seat is not None
             elif not self.done:
-                self._copy(seat)
+                self._copy(seat, last=last)
 
-    def _copy(self, seat: EngineSeat) -> None:
+    def _copy(self, seat: EngineSeat, *, last: bool) -> None:
         ended = self._ended
+        there = self._in_node(seat) if ended else self._in_engine
         try:
-            while data := ray.get(self._read(seat, ended), timeout=_READ_TIMEOUT_S):
+            while data := ray.get(there(read_from, self._offset), timeout=_READ_TIMEOUT_S):
                 with self._target.open("ab") as file:
                     file.write(data)
                 self._offset += len(data)
-            self.done = ended
+            if ended or last:
+                ray.get(there(remove), timeout=_READ_TIMEOUT_S)
+                self.done = True
         except TimeoutError:  # busy with loading, or out of reach: next time
             return
         except RayError as error:
@@ -131,13 +143,15 @@ class LogCopy:
                     *(self._name, self._offset, seat.log_path, seat.address, str(error).splitlines()[0]),
                 )
 
-    def _read(self, seat: EngineSeat, ended: bool) -> Any:
-        """From the engine itself; from another process of its node once it has ended."""
-        if not ended:
-            return self._actor.read_log.remote(self._offset)
+    def _in_engine(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function with the path of the log; the reference of what it returns."""
+        return self._actor.with_log.remote(function, *arguments)
+
+    def _in_node(self, seat: EngineSeat) -> Callable[..., Any]:
+        """The same from another process of its node, once the engine has ended."""
         there = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
-        read: Any = ray.remote(read_from)
-        return read.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(seat.log_path, self._offset)
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+        return lambda function, *given: ray.remote(function).options(**options).remote(seat.log_path, *given)
 
 
 class LogCollector:

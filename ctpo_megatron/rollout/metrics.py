@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from ctpo_megatron.data.records import Group
 
+UPDATES_BY = "sync_by_"
+"""What counts weight updates begins with; then comes the transport."""
 TOOL_STATUSES = ("success", "runtime_error", "timeout", "parse_error", "infrastructure_error")
 
 
@@ -60,6 +62,7 @@ def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
     names = ["group_retries", "quarantined", "engine_restarts", "generate_s", "sync_s", "sync_bytes"]
     names += [f"lost_{status}" for status in TOOL_STATUSES]
     stats = {name: float(counts.get(name, 0)) for name in names}
+    stats |= {name: float(count) for name, count in counts.items() if name.startswith(UPDATES_BY)}
     if stats["sync_bytes"]:
         stats["sync_gb_per_s"] = stats["sync_bytes"] / 1e9 / stats["sync_s"]
     return stats

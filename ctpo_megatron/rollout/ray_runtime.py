@@ -13,18 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ctpo_megatron.config import ClusterConfig
-from ctpo_megatron.rollout.cluster import ADDRESS, join
+from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE, QUIET
+from ctpo_megatron.rollout.cluster import join
 from ctpo_megatron.signals import children_spared
 
 _OBJECT_STORE_BYTES = 256 << 20
 _JOIN_TIMEOUT_S = 30.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_enable_metrics_collection": "0",
-}
+_ENVIRONMENT = {**QUIET, AUTH_MODE: "disabled"}
 _PRIVATE_ENVIRONMENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # how long orphaned agents linger after a killed driver
 }

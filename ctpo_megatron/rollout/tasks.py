@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ctpo_megatron.config import EngineConfig
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.records import Prompt, ToolCall, Trajectory
+from ctpo_megatron.rollout.expected import LOGGING_CONFIG
 
 Device = Literal["cpu", "cuda"]
 Transport = Literal["file", "tcp", "nccl", "nccl_m2n", "ipc"]
@@ -133,6 +134,7 @@ def engine_environment(device: Device, engine: EngineConfig) -> dict[str, str]:
     """Environment variables that must be set before vLLM is imported."""
     env = {
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_CONFIG_PATH": str(LOGGING_CONFIG),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1" if engine.model_runner == "v2" else "0",  # left to vLLM, a GPU gets another one
         "TOKENIZERS_PARALLELISM": "false",

@@ -51,13 +51,19 @@ class Bridge:
 
     def publish(self, policy: Policy, version: int) -> None:
         """Send the current weights to every engine as `version`, then free the trainer's device memory for them."""
+        transport = self._transport = self._transport or self._start()
         with self._report.phase("sync"):
-            if self._transport is None:
-                self._transport = make_transport(self._layout, self._services, self._config)
-                self._transport.init()
-            self._transport.send(policy, version)
+            transport.send(policy, version)
             self._wake(policy)
         policy.release()
+
+    def _start(self) -> WeightTransport:
+        """Wait until the engines are up, and open the way for their weights."""
+        with self._report.phase("engine_start"):
+            self._report.note("waiting for the engines to load")
+            transport = make_transport(self._layout, self._services, self._config)
+            transport.init()
+        return transport
 
     def __enter__(self) -> Bridge:
         return self

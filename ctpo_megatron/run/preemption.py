@@ -20,6 +20,8 @@ EXIT_STATUS = 128 + signal.SIGTERM
 _STDERR = 2
 _ONE_PRESS_S = 1.0
 """A launcher may pass on the Ctrl-C that the terminal has sent to this process, too."""
+_CLOSING_S = 60.0
+"""Who is asked again meanwhile goes on with closing what it has opened; later, somebody has swallowed the exception."""
 
 
 class Preemption:
@@ -27,7 +29,8 @@ class Preemption:
 
     Asking are SIGTERM, SIGUSR1, Ctrl-C (SIGINT), and the clock when `grace_s` seconds are left of a job that ends at
     `job_end` (seconds since the epoch). Inside `deferred` the state may be saved first, for at most `grace_s` seconds;
-    a second Ctrl-C ends that. status: of a process that leaves because it was asked to.
+    a second Ctrl-C ends that. A process that leaves is not interrupted by being asked again. status: of a process that
+    leaves because it was asked to.
     """
 
     def __init__(self, grace_s: float, job_end: float | None = None) -> None:
@@ -35,6 +38,7 @@ class Preemption:
         self._grace_s = grace_s
         self._deferring = False
         self._asked_by, self._asked_at = "", 0.0
+        self._left_at: float | None = None
         self._process = os.getpid()
         for number in ENDING:
             signal.signal(number, self._on_signal)
@@ -45,8 +49,9 @@ class Preemption:
     @classmethod
     def of(cls, config: Config) -> Self:
         """As configured, and as the job's scheduler and launcher allow."""
-        warn_of_short_grace(config.checkpoint.grace_s)
-        return cls(config.checkpoint.grace_s, job_end(config))
+        end = job_end(config)
+        warn_of_short_grace(config.checkpoint.grace_s, end)
+        return cls(config.checkpoint.grace_s, end)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -67,7 +72,7 @@ class Preemption:
 
     def leave(self) -> int:
         """The state is saved and nothing is left to hurry for; returns the exit status."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._begin_to_leave()
         return self.status
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -76,25 +81,34 @@ class Preemption:
         keyboard = number == signal.SIGINT
         self._ask("Ctrl-C" if keyboard else signal.Signals(number).name, 128 + number if keyboard else EXIT_STATUS)
         if keyboard and time.monotonic() - self._asked_at > _ONE_PRESS_S:
-            _say("Ctrl-C again: leaving at once, without a checkpoint")
-            sys.exit(128 + number)
+            self._exit("Ctrl-C again: leaving at once, without a checkpoint", 128 + number)
 
     def _on_alarm(self, _number: int, _frame: FrameType | None) -> None:
         if not self._asked_by:
             return self._ask("the job's end", EXIT_STATUS)
         late = f"not done within {self._grace_s:g} s of {self._asked_by} (checkpoint.grace_s)"
-        _say(f"{late}; leaving without a checkpoint")
-        sys.exit(self.status)
+        self._exit(f"{late}; leaving without a checkpoint", self.status)
 
     def _ask(self, by: str, status: int) -> None:
         if not self._deferring:
-            _say(f"{by}: leaving at once; no step is at hand")
-            sys.exit(status)
+            return self._exit(f"{by}: leaving at once; no step is at hand", status)
         if self._asked_by:
             return
         self._asked_by, self._asked_at, self.status = by, time.monotonic(), status
         _alarm_in(self._grace_s)
         _say(f"{by}: a checkpoint follows, within {self._grace_s:g} s (checkpoint.grace_s)")
+
+    def _exit(self, line: str, status: int) -> None:
+        """Raise SystemExit, unless one is on its way: engines and sandbox are being closed then."""
+        if self._left_at is not None and time.monotonic() < self._left_at + _CLOSING_S:
+            return
+        self._begin_to_leave()
+        _say(line)
+        sys.exit(status)
+
+    def _begin_to_leave(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._left_at = time.monotonic()
 
 
 def _alarm_in(seconds: float) -> None:

@@ -20,6 +20,7 @@ from ctpo_megatron.tracking import (
     Display,
     MetricsWriter,
     PhaseTimer,
+    TrainLog,
     discard_dumps,
     open_trackers,
     phase_peaks,
@@ -110,7 +111,9 @@ class RankZeroReporter(Reporter):
         title = f"{config.run.name}, {config.objective.preset}"
         self._trackers = self._exit.enter_context(open_trackers(config, directory))
         self._metrics = self._exit.enter_context(MetricsWriter(directory, self._trackers))
-        self._display = self._exit.enter_context(Display(config.tracking.live, config.run.steps, title=title))
+        train_log = self._exit.enter_context(TrainLog(directory))
+        display = Display(config.tracking.live, config.run.steps, title=title, record=train_log.shown)
+        self._display = self._exit.enter_context(display)
         self._sft: MetricsWriter | None = None
         self.note(f"writing to {directory}")
 

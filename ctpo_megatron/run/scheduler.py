@@ -33,15 +33,18 @@ def job_end(config: Config) -> float | None:
     return float(text)
 
 
-def warn_of_short_grace(grace_s: float) -> None:
-    """Warn when `checkpoint.grace_s` is longer than launcher or scheduler wait before they kill; on rank zero."""
+def warn_of_short_grace(grace_s: float, job_end: float | None) -> None:
+    """Warn when `checkpoint.grace_s` is longer than launcher or scheduler wait before they kill; on rank zero.
+
+    Where the job's end is known, the state is saved before it, however late Slurm's signal is.
+    """
     if os.environ.get("RANK", "0") != "0":
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
         limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_S))
         remedy = "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT with more (or give --shutdown-timeout, unless you did)"
         _warn(grace_s, limit, "torchrun kills its ranks", remedy)
-    if "SLURM_JOB_ID" in os.environ and (wait := kill_wait()) is not None:
+    if job_end is None and "SLURM_JOB_ID" in os.environ and (wait := kill_wait()) is not None:
         _warn(grace_s, wait, "Slurm kills a job (KillWait)", _EARLIER.format(seconds=grace_s + wait))
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from ctpo_megatron.config import Config
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.weights import FileTransport, WeightTransport
+
+log = logging.getLogger(__name__)
 
 
 def make_transport(layout: Layout, services: Services | None, config: Config) -> WeightTransport:
@@ -14,16 +18,23 @@ def make_transport(layout: Layout, services: Services | None, config: Config) ->
     Waits until the engines are up, for only then it is known where they are. services: None on ranks other than zero.
     """
     timeout_s, bucket_bytes = config.rollout.weights.timeout_s, config.rollout.weights.bucket_mib << 20
+    address = config.cluster.node_address
     fleet = None if services is None else services.fleet
     kind = layout.on_rank_zero(lambda: "file" if fleet is None else fleet.transport)
+    if fleet is not None:
+        log.info(
+            "weights go to the engines by %s (rollout.weights.transport: %s)", kind, config.rollout.weights.transport
+        )
     if kind == "file":
         return FileTransport(None if services is None else services.rollouts)
     if kind == "tcp":
         from ctpo_megatron.weights.tcp_transport import TcpTransport
 
-        return TcpTransport(layout, fleet, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        return TcpTransport(layout, fleet, bucket_bytes=bucket_bytes, timeout_s=timeout_s, address=address)
     from ctpo_megatron.rollout import WeightClient
     from ctpo_megatron.weights.vllm_trainer import VllmTransport
 
     client = None if fleet is None else WeightClient(fleet, config.rollout.engine.tensor_parallel_size, timeout_s)
-    return VllmTransport(layout, layout.rank, client, kind, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return VllmTransport(
+        layout, layout.rank, client, kind, bucket_bytes=bucket_bytes, timeout_s=timeout_s, address=address
+    )

@@ -18,7 +18,8 @@ from ctpo_megatron.tracking.report import write_report
 from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
 from ctpo_megatron.tracking.timing import PhaseTimer
-from ctpo_megatron.tracking.trackers import Tracker, Trackers, open_trackers, tracker_problem
+from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, Tracker, Trackers, open_trackers, tracker_problem
+from ctpo_megatron.tracking.train_log import TrainLog
 from ctpo_megatron.tracking.trajectories import (
     discard_dumps,
     read_trajectories,
@@ -28,6 +29,7 @@ from ctpo_megatron.tracking.trajectories import (
 )
 
 __all__ = [
+    "PROMETHEUS_ADDRESS",
     "SFT_FILE",
     "Display",
     "Heartbeat",
@@ -36,6 +38,7 @@ __all__ = [
     "Summary",
     "Tracker",
     "Trackers",
+    "TrainLog",
     "discard_dumps",
     "open_trackers",
     "phase_peaks",

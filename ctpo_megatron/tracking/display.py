@@ -26,8 +26,6 @@ def _harmless(method: Callable[Concatenate[Display, P], None]) -> Callable[Conca
 
     @functools.wraps(method)
     def guarded(self: Display, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self.mode == "off":
-            return
         try:
             method(self, *args, **kwargs)
         except Exception:
@@ -44,7 +42,15 @@ class Display:
     auto: a live panel if the console is a terminal, else plain lines; log records appear above the panel.
     """
 
-    def __init__(self, mode: Mode, total_steps: int, console: Console | None = None, title: str = "ctpo") -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        total_steps: int,
+        console: Console | None = None,
+        title: str = "ctpo",
+        record: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """record: is given every plain line and every note, in all modes."""
         self.console = console or Console()
         self.mode: Literal["live", "plain", "off"] = (
             ("live" if self.console.is_terminal else "plain") if mode == "auto" else mode
@@ -53,6 +59,7 @@ class Display:
         self._live: Live | None = None
         self._rerouted: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._printed_tenth = -1
+        self._record = record
 
     def __enter__(self) -> Display:
         self._start()
@@ -66,43 +73,46 @@ class Display:
         """Enter a stage: prepare, sft, rl, evaluation, export or report."""
         self._state.enter(name)
         self._printed_tenth = -1
-        if self.mode == "plain":
-            self._print(f"[{name}] started")
+        self._plain(f"[{name}] started")
 
     @_harmless
     def progress(self, done: int, total: int, metrics: Mapping[str, float] | None = None) -> None:
         """Progress within a stage other than the RL steps; plain mode prints every tenth of the way."""
         self._state.progress(done, total, metrics or {})
         tenth = 10 * done // max(total, 1)
-        if self.mode == "plain" and tenth != self._printed_tenth:
+        if tenth != self._printed_tenth:
             self._printed_tenth = tenth
-            self._print(plain_progress(self._state))
+            self._plain(plain_progress(self._state))
 
     @_harmless
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished RL step from the metrics that were logged for it."""
         self._state.add(step, metrics)
-        if self.mode == "plain":
-            self._print(plain_step(self._state))
+        self._plain(plain_step(self._state))
 
     @_harmless
     def evaluation(self, step: int, metrics: Mapping[str, float], first: Mapping[str, float]) -> None:
         """Show the accuracies among the metrics of a step, if any; first: those of the run's first evaluation."""
-        lines = accuracy_lines(metrics, first)
-        if lines and self.mode == "plain":
-            for line in lines:
-                self._print(f"[eval] step {step} {line}")
-        elif lines:
+        if lines := accuracy_lines(metrics, first):
             self._state.evaluation = (step, lines)
+        for line in lines:
+            self._plain(f"[eval] step {step} {line}")
 
     @_harmless
     def note(self, text: str) -> None:
         """Print a line that stays (above the panel when there is one)."""
-        self._print(text)
+        self._record(text)
+        if self.mode != "off":
+            self._print(text)
 
     def stop(self) -> None:
         """Take the panel down, leaving its last state on the screen."""
         self._stop_live()
+
+    def _plain(self, line: str) -> None:
+        self._record(line)
+        if self.mode == "plain":
+            self._print(line)
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,14 +31,6 @@ _SECRET_TIMEOUT_S = 10.0
 _PAUSE_S = 0.2
 _AHEAD = 1
 """Buckets that are fetched while one is loaded."""
-
-
-def address_toward(peer: str) -> str:
-    """The address of this machine that packets to `peer` leave from; nothing is sent."""
-    family, *_, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 class WeightServer:
@@ -121,6 +113,17 @@ class Share:
     host: str
     port: int
     entries: Sequence[Entry]
+
+
+@dataclass
+class Offer:
+    """What an engine is told in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
+
+    shares: list[tuple[str, int, Sequence[Entry]]]
+    secret: str = field(repr=False)
+    version: int
+    bucket_bytes: int
+    timeout_s: float
 
 
 @dataclass(frozen=True)

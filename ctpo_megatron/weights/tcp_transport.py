@@ -6,12 +6,13 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ctpo_megatron.addresses import own_address
 from ctpo_megatron.weights.checksum import Checksums, Sums
 from ctpo_megatron.weights.memory import WeightMemory
-from ctpo_megatron.weights.tcp import SECRET_BYTES, Share, WeightServer, address_toward
+from ctpo_megatron.weights.tcp import SECRET_BYTES, Offer, Share, WeightServer
 from ctpo_megatron.weights.transport import EngineFleet, Ranks, WeightSource
 
 
@@ -22,7 +23,7 @@ class ServedWeights:
     version: int
     shares: Sequence[Share]
     sums: Sums
-    secret: bytes
+    secret: bytes = field(repr=False)
     bucket_bytes: int
     timeout_s: float
 
@@ -39,13 +40,8 @@ class ServedWeights:
     @contextmanager
     def offered(self) -> Iterator[dict[str, Any]]:
         """See `EngineWeights`."""
-        yield {
-            "shares": [astuple(share) for share in self.shares],
-            "secret": self.secret.hex(),
-            "version": self.version,
-            "bucket_bytes": self.bucket_bytes,
-            "timeout_s": self.timeout_s,
-        }
+        shares = [(share.host, share.port, share.entries) for share in self.shares]
+        yield vars(Offer(shares, self.secret.hex(), self.version, self.bucket_bytes, self.timeout_s))
 
     def close(self) -> None:
         """Nothing that rank zero could do for the others."""
@@ -63,7 +59,8 @@ class TcpTransport:
         timeout_s: float,
         address: str | None = None,
     ) -> None:
-        """engines: None on ranks other than zero. address: to serve on; None: that toward an engine's node."""
+        """engines: None on ranks other than zero. address: that of rank zero's node; others, or all where it is None,
+        serve on the one toward an engine's node."""
         self._ranks, self._engines, self._address = ranks, engines, address
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._memory = WeightMemory()
@@ -73,7 +70,7 @@ class TcpTransport:
         """Agree on a secret, and begin to serve; waits until the engines are up."""
         self._secret = self._ranks.on_rank_zero(lambda: secrets.token_bytes(SECRET_BYTES))
         self._facts = self._ranks.on_rank_zero(lambda: self._rank_zero.engine_facts())
-        host = self._address or address_toward(self._facts.address)
+        host = own_address(self._address, self._facts.address)
         self._server = WeightServer(host, self._secret, self._timeout_s)
 
     def send(self, source: WeightSource, version: int) -> None:

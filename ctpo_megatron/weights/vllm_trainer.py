@@ -22,8 +22,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+from ctpo_megatron.addresses import own_address
 from ctpo_megatron.weights.checksum import Checksums, Sums
-from ctpo_megatron.weights.tcp import address_toward
 from ctpo_megatron.weights.transport import EngineFacts, Ranks, WeightSource
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class VllmTransport:
         size = max(self._bucket_bytes, self._weights.largest)  # with less, vLLM refuses it (IPC) or warns of it
         if self._kind == "ipc":
             return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
-        host = self._address or address_toward(self._facts.address)
+        host = own_address(self._address, self._facts.address)
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
         return NCCLTrainerInitInfo(

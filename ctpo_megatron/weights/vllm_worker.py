@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from ctpo_megatron.weights.tcp import Share, fetched
+from ctpo_megatron.weights.tcp import Offer, Share, fetched
 from ctpo_megatron.weights.vllm_checksum import kept_parts
 
 FILE, TCP = "ctpo_file", "ctpo_tcp"
@@ -38,14 +38,8 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 
 @dataclass
-class TcpUpdateInfo(WeightTransferUpdateInfo):
-    """See `tcp.fetched`. shares: fields of each `Share`. secret: in hexadecimal digits."""
-
-    shares: list[tuple[str, int, list[Any]]]
-    secret: str
-    version: int
-    bucket_bytes: int
-    timeout_s: float
+class TcpUpdateInfo(Offer, WeightTransferUpdateInfo):
+    """As vLLM wants it."""
 
 
 class CheckpointEngine(WeightTransferEngine[NoInitInfo, Update]):

@@ -1,7 +1,7 @@
 # The CPU image: the quickstart, the tests' packages, a trainer without GPUs. From the root of a checkout:
 #
 #     docker build -f launchers/containers/cpu.Dockerfile -t ctpo:cpu .
-#     docker run --rm --shm-size 4g --ulimit nofile=65536 -v "$PWD/runs:/work/runs" ctpo:cpu train quickstart.yaml
+#     docker run --rm --shm-size 4g --ulimit nofile=65536 -v "$PWD/runs:/ctpo/runs" ctpo:cpu train quickstart.yaml
 #
 # --build-arg TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries. The tag of the base names one
 # version in full; pin its digest, too, where images are built unattended (docs/containers.md).
@@ -30,8 +30,8 @@ COPY --from=packages /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 COPY . /opt/ctpo
 RUN pip install --no-cache-dir --no-deps --no-build-isolation --editable /opt/ctpo/kernels --editable /opt/ctpo \
-    && useradd --create-home --uid 1000 ctpo && install --directory --owner=ctpo --group=ctpo /work
+    && useradd --create-home --uid 1000 ctpo && install --directory --owner=ctpo --group=ctpo /ctpo
 USER 1000
-WORKDIR /work
+WORKDIR /ctpo
 ENTRYPOINT ["ctpo"]
 CMD ["doctor"]

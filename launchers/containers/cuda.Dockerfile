@@ -2,7 +2,7 @@
 #
 #     docker build -f launchers/containers/cuda.Dockerfile -t ctpo:cuda .
 #     docker run --rm --gpus all --shm-size 64g --ulimit nofile=65536 --ulimit memlock=-1 \
-#         -v "$PWD/runs:/work/runs" -v "$PWD/models:/work/models:ro" -v "$PWD/my.yaml:/work/my.yaml:ro" ctpo:cuda train my.yaml
+#         -v "$PWD/runs:/ctpo/runs" -v "$PWD/models:/ctpo/models:ro" -v "$PWD/my.yaml:/ctpo/my.yaml:ro" ctpo:cuda train my.yaml
 #
 # --build-arg VENV=packages leaves Transformer Engine out, which compiles for a while; MAX_JOBS says with how many jobs.
 # Shared memory: one copy of the weights and 2 GiB (`ctpo doctor CONFIG` counts); Docker's own 64 MiB are too little for
@@ -45,8 +45,8 @@ COPY --from=venv /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 COPY . /opt/ctpo
 RUN pip install --no-cache-dir --no-deps --no-build-isolation --editable /opt/ctpo/kernels --editable /opt/ctpo \
-    && useradd --create-home --uid 1001 ctpo && install --directory --owner=ctpo --group=ctpo /work
+    && useradd --create-home --uid 1001 ctpo && install --directory --owner=ctpo --group=ctpo /ctpo
 USER 1001
-WORKDIR /work
+WORKDIR /ctpo
 ENTRYPOINT ["ctpo"]
 CMD ["doctor"]

@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass
 
 from ctpo_launchers import network, slurm
+from ctpo_megatron.addresses import address_toward
 
 FIRST_PORT = 29400
 _JOBS_BEFORE_PORTS_REPEAT = 100
@@ -85,8 +86,8 @@ def _own_address(interface: str | None, rank: int, hosts: tuple[str, ...], head:
         known = slurm.node_address(os.environ.get("SLURMD_NODENAME", hosts[rank]))
         if known is not None and network.is_address(known):
             return known
-        return network.source_address(head if rank else _reachable(hosts[1]))
-    return network.source_address(head) if rank else head
+        return address_toward(head if rank else _reachable(hosts[1]))
+    return address_toward(head) if rank else head
 
 
 def _default_port() -> int:

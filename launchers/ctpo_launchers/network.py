@@ -26,14 +26,6 @@ def resolve(host: str) -> str:
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
-def source_address(target: str) -> str:
-    """This node's address on the route to `target`; nothing is sent. Raises OSError without a route."""
-    family = socket.AF_INET6 if ":" in target else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))
-        return str(probe.getsockname()[0])
-
-
 def interface_of(address: str) -> str | None:
     """The network interface with this address, or with its network (as `lo` has all of 127.0.0.0/8); None: none."""
     wanted = ipaddress.ip_address(address)

@@ -19,8 +19,9 @@ from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.needs import Needs
 from ctpo_launchers.roll_call import Connection, NotReady, RollCall, report
-from ctpo_launchers.services import RayNode, new_ray_directory, ray_environment, sandbox, shared_token
+from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
 from ctpo_megatron.config import Config
+from ctpo_megatron.ray_environment import ADDRESS, ray_with_token
 from ctpo_megatron.signals import ENDING
 
 log = logging.getLogger(__name__)
@@ -131,8 +132,8 @@ class NodeProgram:
             raise
         except TimeoutError:
             raise NotReady(f"the other nodes were not ready after {timeout_s:g} s: see the head's output") from None
-        if first is None or first["state"] != "start":
-            raise NotReady(f"the head has given up: {first['reason'] if first else 'its node program is gone'}")
+        if first is None or first.get("state") != "start":
+            raise NotReady(f"the head has given up: {first.get('reason') if first else 'its node program is gone'}")
         listener = asyncio.create_task(self._listen(head))
         self._status = await self._train(self._of_many(facts), environment)
         await head.send(state="ended", status=self._status)
@@ -148,8 +149,8 @@ class NodeProgram:
         environment = {key: os.environ.get(key, value) for key, value in names.items()}
         if not self._needs.ray:
             return environment
-        environment |= ray_environment(self._token_file)
-        os.environ.pop("RAY_ADDRESS", None)  # of another cluster, which `ray start` would ask
+        environment |= ray_with_token(self._token_file)
+        os.environ.pop(ADDRESS, None)  # of another cluster, which `ray start` would ask
         of_engines = dict(environment)
         if self._needs.sandbox:
             os.environ["SANDBOX_TOKEN_FILE"] = of_engines["SANDBOX_TOKEN_FILE"] = str(self._token_file)
@@ -159,7 +160,7 @@ class NodeProgram:
             self._job, self._needs, self._logs / "ray.log", of_engines, facts["ray"], Path(facts["folder"]), self._lose
         )
         await stack.enter_async_context(ray.running(self._args.start_timeout))
-        return {**environment, "RAY_ADDRESS": facts["ray"]}
+        return {**environment, ADDRESS: facts["ray"]}
 
     def _of_many(self, facts: dict[str, Any]) -> list[str]:
         rendezvous = ["--rdzv-backend", "static", "--rdzv-endpoint", facts["master"]]

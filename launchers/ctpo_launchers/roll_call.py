@@ -39,16 +39,17 @@ class Connection:
             await self._writer.drain()
 
     async def receive(self, timeout_s: float | None = None) -> Message | None:
-        """The next message; None when the other end is gone. Raises TimeoutError."""
+        """The next message; None when the other end is gone, or sends something else. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             try:
                 line = await self._reader.readline()
             except (OSError, ValueError):
                 return None
         try:
-            return json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
             return None
+        return message if isinstance(message, dict) else None
 
     def close(self) -> None:
         self._writer.close()
@@ -118,20 +119,21 @@ class RollCall:
         connection = Connection(reader, writer)
         if (task := asyncio.current_task()) is not None:
             self._served.add(task)
+            task.add_done_callback(self._served.discard)
         try:
             hello = await connection.receive(_HELLO_S) or {}
         except TimeoutError:
             hello = {}
         rank = hello.get("rank")
-        if rank not in self._names or not hmac.compare_digest(str(hello.get("token")), self._token):
+        if type(rank) is not int or rank not in self._names or not _same(hello.get("token"), self._token):
             await connection.send(state="refused")
             return connection.close()
         self._connections[rank] = connection
         self._note({"rank": rank, "state": "reported"})
         await connection.send(state="welcome", **self._facts)
-        while (message := await connection.receive()) is not None:
+        while (message := await connection.receive()) is not None and _is_report(message):
             self._note({**message, "rank": rank})
-            if message.get("state") == "ended":
+            if message["state"] == "ended":
                 self._over(self._names[rank], message["status"])
         if self._reported[rank]["state"] not in ("failed", "ended"):
             self._note({"rank": rank, "state": "lost", "reason": "its node program is gone, or the network to it"})
@@ -140,6 +142,22 @@ class RollCall:
     def _note(self, message: Message) -> None:
         self._reported[message["rank"]] = message
         self._changed.set()
+
+
+def _same(token: object, secret: str) -> bool:
+    """Whether a token is the secret, in a time that does not tell how much of it is right."""
+    # JSON can spell halves of characters, which UTF-8 cannot.
+    return isinstance(token, str) and hmac.compare_digest(token.encode(errors="surrogatepass"), secret.encode())
+
+
+def _is_report(message: Message) -> bool:
+    """Whether a node may say this: it is ready, failed for a reason, or its trainer has ended with a status."""
+    state, reason, status = (message.get(name) for name in ("state", "reason", "status"))
+    return (
+        state == "ready"
+        or (state == "failed" and isinstance(reason, str))
+        or (state == "ended" and type(status) is int)
+    )
 
 
 async def report(head: str, port: int, rank: int, token: str, timeout_s: float) -> tuple[Connection, Message]:

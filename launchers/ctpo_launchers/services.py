@@ -26,12 +26,6 @@ _UP = b"Ray runtime started."
 _OBJECT_STORE_BYTES = 256 << 20
 _RESTARTS = 3
 _POLL_S = 0.1
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_metrics_collection": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # how long agents of a dead node linger
-}
 
 
 async def shared_token(path: Path, rank: int, timeout_s: float) -> str:
@@ -72,11 +66,6 @@ async def sandbox(config: Config, log_path: Path) -> AsyncIterator[str]:
         yield server.url
     finally:
         await asyncio.to_thread(server.stop)
-
-
-def ray_environment(token_file: Path) -> dict[str, str]:
-    """What every process needs that starts, joins or uses the job's Ray."""
-    return {**_QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
 class RayNode:

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import psutil
 
+from ctpo_megatron.ray_environment import ADDRESS, ray_with_token
 from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 OBJECT_STORE_BYTES = 100 << 20
 _START_TIMEOUT_S = 90.0
 _RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--object-store-memory={OBJECT_STORE_BYTES}"]
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}
 
 
 def missing() -> str:
@@ -100,6 +100,12 @@ class Cable:
         """Nothing passes any more, and nobody is told."""
         _ip("link", "set", self._end, "down")
 
+    def reset(self) -> None:
+        """The connections of the node are broken, as a firewall that forgets them does."""
+        subprocess.run(
+            ["ip", "netns", "exec", self.namespace, "ss", "-K", "dst", self.here], check=True, capture_output=True
+        )
+
     def plug_in(self) -> None:
         """As before."""
         _ip("link", "set", self._end, "up")
@@ -126,9 +132,9 @@ class TwoNodes:
         self.token_file = self.folder / "token"
         self.token_file.touch(0o600)
         self.token_file.write_text(os.urandom(16).hex())
-        self.environment = {**_QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file)}
+        self.environment = ray_with_token(self.token_file)
         self.address = f"{self.cable.here}:{_free_port(self.cable.here)}"
-        self.driver_environment = self.environment | {"RAY_ADDRESS": self.address}
+        self.driver_environment = self.environment | {ADDRESS: self.address}
         self.nodes: list[Node] = []
         try:
             self.head = self._start_head(head_cpus)

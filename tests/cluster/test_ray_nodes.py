@@ -113,12 +113,14 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_replaced(nodes: Set) -> 
     assert outcome["stats"]["engine_restarts"] == 1
     wait_for(lambda: "last words" in nodes.log, 30)
     assert nodes.log.count("still well") == 1
+    wait_for(lambda: len(list(nodes.cluster.folder.glob("worker-tmp/ctpo-logs-*/*"))) == 1, 30)  # of the new one
 
 
 def test_nothing_is_lost_while_the_network_is_gone(nodes: Set) -> None:
     answer = nodes.driver.begin("generate", prompts=24, step=3)
     time.sleep(0.5)
     nodes.cluster.cable.unplug()
+    nodes.cluster.cable.reset()
     time.sleep(OUTAGE_S)
     nodes.cluster.cable.plug_in()
     began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine
 from typing import Any
 
@@ -93,13 +94,61 @@ def test_strangers_are_refused(rank: int, token: str) -> None:
     with_head(scene)
 
 
-def test_what_is_no_message_is_no_node() -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET / HTTP/1.0",
+        b"[1, 2]",
+        b"[" * 50_000,
+        b'{"rank": [1], "token": "secret"}',
+        b'{"rank": {}, "token": "secret"}',
+        b'{"rank": true, "token": "secret"}',
+        b'{"rank": 1.0, "token": "secret"}',
+        '{"rank": 1, "token": "s\u00e9cret"}'.encode(),
+        b'{"rank": 1, "token": "\\ud800"}',
+        b'{"rank": 1, "token": 5}',
+        b'{"rank": 1}',
+        b'{"rank": 1, "token": "' + b"x" * 100_000 + b'"}',
+    ],
+)
+def test_what_is_no_message_is_no_node(line: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def scene(calls: RollCall, port: int, over: list[Any]) -> None:
         reader, writer = await asyncio.open_connection(HOST, port)
-        writer.write(b"GET / HTTP/1.0\r\n\r\n")
-        assert b"refused" in await reader.readline()
+        writer.write(line + b"\r\n\r\n")
+        assert json.loads(await reader.readline()) == {"state": "refused"}
         writer.close()
         assert over == []
+
+    with_head(scene)
+    assert caplog.text == ""  # asyncio logs what a task that served a connection has raised
+
+
+@pytest.mark.parametrize(
+    "line", [b"[]", b"7", b'{"state": "ended"}', b'{"state": "ended", "status": "0"}', b'{"rank": 2}']
+)
+def test_a_node_that_breaks_the_rules_is_lost(line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(calls: RollCall, port: int, over: list[Any]) -> None:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        writer.write(b'{"rank": 1, "token": "secret"}\n' + line + b"\n")
+        assert json.loads(await reader.readline())["state"] == "welcome"
+        with pytest.raises(NotReady, match=r"^node 1 \(host1\): its node program is gone"):
+            await calls.all_in("ready", 5)
+        writer.close()
+        assert over == [("node 1 (host1)", None)]
+
+    with_head(scene)
+    assert caplog.text == ""
+
+
+def test_what_served_a_connection_is_forgotten() -> None:
+    async def scene(calls: RollCall, port: int, _: Any) -> None:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            writer.write(b"{}\n")
+            await reader.read()
+            writer.close()
+        await asyncio.sleep(0.1)
+        assert not calls._served
 
     with_head(scene)
 

@@ -13,7 +13,7 @@ from ctpo_megatron.config import ConfigError
 from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
 from ctpo_megatron.environments.tools.python import PythonTool
 from ctpo_megatron.rollout.cluster import ClusterError, Node, await_head, check_address, check_token
-from ctpo_megatron.rollout.logs import mark, path_here, read_from, unmark
+from ctpo_megatron.rollout.logs import mark, path_here, read_from, remove, unmark
 from ctpo_megatron.rollout.node_facts import Needs, differences, node_facts
 from ctpo_megatron.rollout.tasks import EngineSpec
 from ctpo_megatron.sampling import cluster_of
@@ -135,3 +135,15 @@ def test_a_log_is_where_the_run_directory_is_seen(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"one\ntwo\n")
     assert (read_from(str(log), 4), read_from(str(log), 8)) == (b"two\n", b"")
+
+
+def test_a_log_that_is_copied_goes_with_its_folder(tmp_path: Path) -> None:
+    logs = [tmp_path / "logs" / name for name in ("0.log", "1.log")]
+    logs[0].parent.mkdir()
+    for log in logs:
+        log.touch()
+    remove(str(logs[0]))
+    assert list(logs[1].parent.iterdir()) == [logs[1]]
+    for _ in range(2):  # the first answer may be lost
+        remove(str(logs[1]))
+        assert list(tmp_path.iterdir()) == []

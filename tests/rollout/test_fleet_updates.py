@@ -42,6 +42,8 @@ def test_an_update_reaches_experts(users_stage: Stage) -> None:
     size = sum(tensor.nbytes for tensor in users_stage.state().values())
     assert stats["sync_bytes"] >= 2 * size and stats["sync_bytes"] % size == 0
     assert stats["sync_gb_per_s"] == stats["sync_bytes"] / 1e9 / stats["sync_s"]
+    assert [name for name in stats if name.startswith("sync_by_")] == ["sync_by_tcp"]
+    assert stats["sync_by_tcp"] == stats["sync_bytes"] / size
 
 
 EXPERT = "model.layers.1.mlp.experts.2."

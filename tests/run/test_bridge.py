@@ -62,6 +62,9 @@ class Recorder:
     def phase(self, name: str) -> Any:
         return nullcontext()
 
+    def note(self, text: str) -> None:
+        """Nothing is shown."""
+
 
 def a_bridge(*, shared: bool) -> tuple[Bridge, Recorder]:
     recorder = Recorder()

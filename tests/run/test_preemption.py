@@ -44,11 +44,35 @@ def test_every_way_to_ask_saves_where_there_is_something_and_ends_the_process_el
             send(number)
         assert preemption.asked()
     assert preemption.leave() == status
+    send(number)  # while engines and sandbox are closed
     assert capfd.readouterr().err == f"{name}: a checkpoint follows, within 60 s (checkpoint.grace_s)\n"
+    Preemption(grace_s=60)
     with pytest.raises(SystemExit) as ended:
         send(number)
     assert ended.value.code == status
     assert capfd.readouterr().err == f"{name}: leaving at once; no step is at hand\n"
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGALRM])
+def test_what_is_asked_again_does_not_interrupt_the_end(
+    second: signal.Signals, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm repeats itself, and the job's end may come meanwhile; engines and sandbox are to be closed."""
+    Preemption(grace_s=60, job_end=time.time() + 3600)
+    closed = False
+    with pytest.raises(SystemExit) as ended:
+        try:
+            send(signal.SIGTERM)
+        finally:
+            send(second)
+            closed = True
+    assert closed and ended.value.code == 143
+    assert capfd.readouterr().err == "SIGTERM: leaving at once; no step is at hand\n"
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 100)
+    with pytest.raises(SystemExit):  # something swallowed the first
+        send(signal.SIGTERM)
 
 
 def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,10 +148,11 @@ def test_a_grace_that_slurm_and_torchrun_cut_short(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with caplog.at_level(logging.WARNING):
-        warn_of_short_grace(20)
+        warn_of_short_grace(20, None)
+        warn_of_short_grace(120, time.time() + 3600)  # the clock asks in time, whatever Slurm's signal does
         assert caplog.text == ""
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-        warn_of_short_grace(120)
+        warn_of_short_grace(120, None)
     torchrun, slurm = (record.getMessage() for record in caplog.records)
     assert "checkpoint.grace_s is 120 s, but torchrun kills its ranks 30 s after SIGTERM" in torchrun
     assert "but Slurm kills a job (KillWait) 30 s after SIGTERM" in slurm and "--signal=USR1@150" in slurm

@@ -68,6 +68,16 @@ def test_the_latest_evaluation_is_a_row_of_the_panel():
     assert "aime mean@8 0.914 (+0.51)" in output.getvalue() and "step 8" in output.getvalue()
 
 
+@pytest.mark.parametrize("mode", ["plain", "off"])
+def test_every_plain_line_is_recorded_in_all_modes(mode):
+    lines, output = [], io.StringIO()
+    run_through(Display(mode, 30, Console(file=output, width=60), record=lines.append))
+    assert sum(line.startswith("[rl] step") for line in lines) == 2
+    assert sum(line.startswith("[sft] ") for line in lines) == 12
+    assert "weights/v2 published [ok]" in lines
+    assert output.getvalue().splitlines() == (lines if mode == "plain" else [])
+
+
 def test_off_prints_nothing():
     output = io.StringIO()
     run_through(Display("off", 30, Console(file=output)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ctpo_megatron.weights.memory import WeightMemory
-from ctpo_megatron.weights.tcp import SECRET_BYTES, Share, WeightServer, address_toward, fetched, plan
+from ctpo_megatron.weights.tcp import SECRET_BYTES, Share, WeightServer, fetched, plan
 from tests.support.deadlines import scaled
 
 SECRET = bytes(range(SECRET_BYTES))
@@ -174,11 +174,6 @@ def test_it_listens_on_the_named_address_only(server: WeightServer) -> None:
     assert server.address[0] == "127.0.0.1"
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", server.address[1]), timeout=scaled(5))
-
-
-def test_the_address_toward_a_peer() -> None:
-    assert address_toward("127.0.0.1") == "127.0.0.1"
-    assert address_toward("localhost") in ("127.0.0.1", "::1")
 
 
 def test_a_closed_server_answers_nobody(server: WeightServer) -> None:

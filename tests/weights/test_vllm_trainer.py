@@ -215,3 +215,10 @@ def _ipc_info() -> Any:
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
     return IPCWeightTransferUpdateInfo
+
+
+def test_the_secret_of_an_update_is_not_shown() -> None:
+    from ctpo_megatron.weights.vllm_worker import TcpUpdateInfo
+
+    shown = repr(TcpUpdateInfo(shares=[], secret="5ec2e7", version=3, bucket_bytes=1, timeout_s=1.0))
+    assert "version=3" in shown and "5ec2e7" not in shown

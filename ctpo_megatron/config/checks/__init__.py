@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ctpo_megatron.config.checks.cluster import check_cluster
 from ctpo_megatron.config.checks.directories import check_export, check_model_directory
-from ctpo_megatron.config.checks.engine import check_engine, check_tokens
+from ctpo_megatron.config.checks.engine import check_budget, check_engine, check_tokens
 from ctpo_megatron.config.checks.parallel import check_parallel
 from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
 from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
@@ -35,19 +35,21 @@ def validate(
     sources: Sources | None = None,
     job: Job | None = None,
     gpu_gib: float | None = None,
+    shapes: ModelSpec | None = None,
 ) -> list[Problem]:
     """Run every check; returns the warnings, raises ConfigError with all errors (and names file and line if it can).
 
-    job: what is known of ranks and GPUs a node. gpu_gib: refuse what a GPU of that size cannot hold.
+    job: what is known of ranks and GPUs a node. gpu_gib: refuse what a GPU of that size cannot hold. shapes: of the
+    model, where neither the model nor the prompt files are at hand; those are then left out.
     """
     found: list[Problem] = []
-    spec = None
+    spec = shapes
     try:
-        spec = spec_for(config)
+        spec = shapes or spec_for(config)
     except ConfigError as unreadable:
         found += unreadable.problems
     job = job or Job(world_size)
-    found += check(config, world_size, spec, cuda=cuda, job=job)
+    found += check(config, world_size, spec, cuda=cuda, job=job, files=shapes is None)
     if cuda and gpu_gib is not None and spec is not None and not any(p.severity == "error" for p in found):
         found += check_gpu_memory(config, job, spec, gpu_gib=gpu_gib)
     placed = [place(problem, sources) for problem in found]
@@ -58,9 +60,12 @@ def validate(
 
 
 def check(
-    config: Config, world_size: int, spec: ModelSpec | None, *, cuda: bool, job: Job | None = None
+    config: Config, world_size: int, spec: ModelSpec | None, *, cuda: bool, job: Job | None = None, files: bool = True
 ) -> list[Problem]:
-    """All problems, errors and warnings; without the model's spec, the checks that need them are left out."""
+    """All problems, errors and warnings; without the model's spec, or `files`, the checks that need them are left out.
+
+    files: model and prompt files are at hand.
+    """
     found = [
         *_run(config),
         *check_parallel(config.policy, world_size, spec, cuda=cuda),
@@ -74,8 +79,8 @@ def check(
         *_schedules(config),
         *_evaluation(config),
         *_deadlines(config),
-        *_files(config),
-        *check_model_directory(config, spec),
+        *(_files(config) if files else ()),
+        *(check_model_directory(config, spec) if files else ()),
         *check_export(config),
         *check_checkpoints(config),
         *check_replay(config),

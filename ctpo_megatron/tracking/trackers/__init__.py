@@ -9,6 +9,7 @@ failures nor its packages are the trainer's.
 
 from ctpo_megatron.tracking.trackers.check import tracker_problem
 from ctpo_megatron.tracking.trackers.host import Trackers, open_trackers
+from ctpo_megatron.tracking.trackers.prometheus import ADDRESS as PROMETHEUS_ADDRESS
 from ctpo_megatron.tracking.trackers.protocol import Tracker
 
-__all__ = ["Tracker", "Trackers", "open_trackers", "tracker_problem"]
+__all__ = ["PROMETHEUS_ADDRESS", "Tracker", "Trackers", "open_trackers", "tracker_problem"]

@@ -20,6 +20,8 @@ FAULTS = (
     "actor/bad_steps",
 )
 """Metrics of a step that count what went wrong and was survived."""
+ADDRESS = ("127.0.0.1", 9464)
+"""Where it serves unless the tracker's arguments say something else."""
 
 
 class Prometheus:
@@ -34,8 +36,8 @@ class Prometheus:
         run_dir: Path,
         config: Mapping[str, Any],
         identity: str | None = None,
-        host: str = "127.0.0.1",
-        port: int = 9464,
+        host: str = ADDRESS[0],
+        port: int = ADDRESS[1],
     ) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 

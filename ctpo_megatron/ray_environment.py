@@ -1,0 +1,23 @@
+"""Environment variables of Ray's processes and of those that join them. Imports no Ray, which reads some at import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ADDRESS = "RAY_ADDRESS"
+"""Names the cluster that a run joins; without it, Ray is private to the run."""
+AUTH_MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Nothing is reported to anyone, and an engine without a GPU of its own keeps CUDA_VISIBLE_DEVICES."""
+
+
+def ray_with_token(file: Path) -> dict[str, str]:
+    """What every process needs that starts, joins or uses a Ray whose secret is in `file`, of mode 0600.
+
+    How long a node bears the absence of its head is left to Ray: 60 s.
+    """
+    return {**QUIET, AUTH_MODE: "token", TOKEN_FILE: str(file)}

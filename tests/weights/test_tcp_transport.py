@@ -1,0 +1,79 @@
+"""The transport over TCP on one rank, with a fleet that records: where it serves, and what its records show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ctpo_megatron.addresses import address_toward, is_own
+from ctpo_megatron.run.transports import make_transport
+from ctpo_megatron.weights import EngineFacts, EngineWeights
+from ctpo_megatron.weights.tcp import SECRET_BYTES, Offer
+from tests.rollout.fleet_helpers import OneRank, Source, make_config
+
+TENSORS = {"model.layers.0.weight": torch.randn(3, 4), "model.norm.weight": torch.randn(4)}
+ELSEWHERE = "192.0.2.1"
+"""Of no machine (RFC 5737)."""
+
+
+class Fleet:
+    """Keeps what it is given."""
+
+    transport = "tcp"
+
+    def __init__(self) -> None:
+        self.updates: list[EngineWeights] = []
+
+    def engine_facts(self) -> EngineFacts:
+        return EngineFacts(torch.float32, "127.0.0.1")
+
+    def update(self, weights: EngineWeights, began: float) -> None:
+        self.updates.append(weights)
+
+
+@pytest.fixture
+def sent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The weights that a run's transport gives its fleet, where `cluster.node_address` is the test's parameter."""
+    address = getattr(request, "param", None)
+    config = make_config(tmp_path, tmp_path, sections={"cluster": {"node_address": address}})
+    ranks: Any = OneRank()
+    fleet = Fleet()
+    services: Any = SimpleNamespace(fleet=fleet, rollouts=None)
+    transport = make_transport(ranks, services, config)
+    transport.init()
+    transport.send(Source(TENSORS), 3)
+    [weights] = fleet.updates
+    yield weights
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "host"), [("127.0.0.2", "127.0.0.2"), (ELSEWHERE, "127.0.0.1"), (None, "127.0.0.1")], indirect=["sent"]
+)
+def test_weights_are_served_at_the_nodes_address(sent: Any, host: str) -> None:
+    """On other nodes than rank zero's `cluster.node_address` is nobody's: the address toward the engine is taken."""
+    assert [share.host for share in sent.shares] == [host]
+
+
+def test_the_log_names_the_transport(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> None:
+    caplog.set_level("INFO")
+    request.getfixturevalue("sent")
+    assert "weights go to the engines by tcp (rollout.weights.transport: auto)" in caplog.messages
+
+
+def test_the_secret_is_not_shown(sent: Any) -> None:
+    assert len(sent.secret) == SECRET_BYTES
+    with sent.offered() as offer:
+        for shown in (repr(sent), repr(Offer(**offer))):
+            assert "version=3" in shown
+            assert sent.secret.hex() not in shown and repr(sent.secret) not in shown
+
+
+def test_addresses_of_this_machine() -> None:
+    assert address_toward("127.0.0.5") == "127.0.0.1" and address_toward("localhost") in ("127.0.0.1", "::1")
+    assert is_own("127.0.0.5") and is_own("::1") and not is_own(ELSEWHERE) and not is_own("2001:db8::1")
