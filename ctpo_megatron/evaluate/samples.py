@@ -16,7 +16,8 @@ class Sample:
     """What an evaluation keeps of a trajectory: no tokens.
 
     index: which of the prompt's samples. score: of the reward function. response_tokens: after the prompt, tool output
-    included; model_tokens: those that the model wrote. calls: what became of each tool call.
+    included; model_tokens: those that the model wrote. calls: what became of each tool call. final_text: of the final
+    turn. text: of the whole response, tool output included, without special tokens; "" where nobody asked for it.
     """
 
     prompt_id: str
@@ -28,9 +29,11 @@ class Sample:
     model_tokens: int
     turns: int
     calls: tuple[ToolStatus, ...]
+    final_text: str = ""
+    text: str = ""
 
     @classmethod
-    def of(cls, prompt: Prompt, trajectory: Trajectory) -> Sample:
+    def of(cls, prompt: Prompt, trajectory: Trajectory, text: str = "") -> Sample:
         """Of a trajectory that is complete and scored. Raises ValueError for any other."""
         if trajectory.reward is None or trajectory.finish_reason is None:
             raise ValueError(f"prompt {prompt.id} sample {trajectory.sample_index} is not finished and scored")
@@ -44,6 +47,8 @@ class Sample:
             model_tokens=sum(trajectory.response_mask),
             turns=max(trajectory.turn),
             calls=tuple(call.status for call in trajectory.tool_calls),
+            final_text=trajectory.final_text,
+            text=text,
         )
 
 
