@@ -69,9 +69,9 @@ def answer(
     display: Display,
 ) -> None:
     """Play the samples that the store lacks. Raises what `RolloutFleet.generate` and `RewardPool.score` raise."""
-    samples, played = config.eval.samples, store.played
+    samples = config.eval.samples
     lacking = [prompt for prompt in prompts if not store.complete(prompt.id, samples)]
-    total = sum(samples - len([index for index in played.get(p.id, ()) if index < samples]) for p in lacking)
+    total = sum(samples - sum(index < samples for index in store.played.get(prompt.id, ())) for prompt in lacking)
     if there := len(prompts) * samples - total:
         display.note(f"[evaluation] {there} of {there + total} samples are there already")
     if not lacking:
@@ -87,27 +87,34 @@ def answer(
     with ExitStack() as stack:
         fleet: RolloutFleet = stack.enter_context(open_engines(config, logs, placement=None))
         pool = stack.enter_context(RewardPool(config.reward, config.extensions.path))
-        answers = Answers(pool, store, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), finished)
         fleet.wait_ready()
         display.stage("evaluation")
-
-        def look() -> bool:
-            answers.keep()
-            return False
-
-        sampling = Sampling(config.eval.temperature, config.eval.top_p, 0)
-        fleet.generate(
-            lacking,
-            step=_STEP,
-            samples=samples,
-            sampling=sampling,
-            cancelled=look,
-            keep=answers.take,
-            played=played,
-        )
-        answers.keep(wait=True)
+        play(config, lacking, store, fleet, Answers(pool, store, _decoder(tokenizer), finished))
         for prompt in fleet.quarantined:
             display.note(f"[evaluation] prompt {prompt.prompt_id} was given up: {prompt.cause}")
+
+
+def play(config: Config, prompts: Sequence[Prompt], store: SampleStore, fleet: RolloutFleet, answers: Answers) -> None:
+    """Sample with engines that are up, as `eval` of the configuration says, and score and keep what they answer."""
+
+    def look() -> bool:
+        answers.keep()
+        return False
+
+    fleet.generate(
+        prompts,
+        step=_STEP,
+        samples=config.eval.samples,
+        sampling=Sampling(config.eval.temperature, config.eval.top_p, 0),
+        cancelled=look,
+        keep=answers.take,
+        played=store.played,
+    )
+    answers.keep(wait=True)
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def reference_scores(
