@@ -54,7 +54,7 @@ test-light:
 test-slow: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m pytest -m "slow and not gpu and not cluster" $(ARGS)
 
-# Ray nodes in network namespaces of their own: needs root.
+# Ray nodes and node programs in network namespaces of their own: needs root.
 test-cluster: $(INSTALLED)
 	@$(BIN)/python -m tests.cluster.packages $(if $(INSTALL),--install)
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)

@@ -4,14 +4,15 @@
 
 Two Ray nodes run on this machine, the driver on the first, a receiver on the second, so all bytes go over loopback.
 Both sides start with the same tensors in the driver and end when the receiver has read a number of every page of each
-tensor. TCP: a copy in shared memory is made, which the receiver fetches bucket by bucket. Ray: `ray.put` of the
-tensors as NumPy arrays (which Ray hands over without pickling their bytes), `ray.get` in the receiver. "With checksums"
-adds what the transport does for verification in the trainer, for which Ray has no counterpart.
+tensor. TCP: a copy in shared memory is made, which the receiver fetches bucket by bucket meanwhile. Ray: `ray.put` of
+the tensors as NumPy arrays (which Ray hands over without pickling their bytes), `ray.get` in the receiver. "With
+checksums" adds what the transport does for verification in the trainer, for which Ray has no counterpart.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import secrets
@@ -70,14 +71,16 @@ def sides(receiver: Any, tensors: dict[str, torch.Tensor], bucket_bytes: int) ->
     import ray
 
     secret = secrets.token_bytes(SECRET_BYTES)
-    server, memory = WeightServer(HOST, secret, 120.0), WeightMemory()
+    server, memory, versions = WeightServer(HOST, secret, 120.0), WeightMemory(), itertools.count()
+    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
 
     def tcp(checksums: Checksums | None = None) -> float:
-        server.serve(None)
-        memory.fill(tensors.items() if checksums is None else checksums.watch(tensors.items()), 1)
+        memory.plan(shapes, next(versions))
         server.serve(memory)
         share = Share(*server.address, memory.entries)
-        return float(ray.get(receiver.take_tcp.remote(share, secret, 1, bucket_bytes)))
+        taken = receiver.take_tcp.remote(share, secret, memory.version, bucket_bytes)
+        memory.fill(tensors.items(), checksums)
+        return float(ray.get(taken))
 
     def objects() -> float:
         return float(ray.get(receiver.take_object.remote([ray.put({n: t.numpy() for n, t in tensors.items()})])))

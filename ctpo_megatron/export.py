@@ -14,6 +14,7 @@ from ctpo_megatron.config import (
     is_replaceable,
     load_config,
     read_spec,
+    run_chat_template,
     world_size,
 )
 from ctpo_megatron.models import ModelFamily
@@ -32,6 +33,7 @@ class Request:
 
     model: Hugging Face directory that gives architecture and tokenizer. checkpoint: None, to check `target` alone.
     target: directory to write, or to check. family: the user's, as the run's configuration names it.
+    chat_template: the Jinja text that the run trained with, where it is not that of `model`.
     """
 
     model: Path
@@ -39,6 +41,7 @@ class Request:
     target: Path
     policy: PolicyConfig
     family: ModelFamily | None = None
+    chat_template: str | None = None
 
 
 def resolve(source: Path, model: Path | None, output: Path | None, family: ModelFamily | None = None) -> Request:
@@ -68,7 +71,14 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
         return resolve(exported, model, output, family_for(config))
     target = output or run / f"model-{checkpoint.name}"
     model = model or Path(config.model.path)
-    return _request(checkpoint, model, target, family_for(config), config.policy.dtype)
+    request = _request(checkpoint, model, target, family_for(config), config.policy.dtype)
+    try:
+        return replace(request, chat_template=run_chat_template(config))
+    except OSError as error:
+        fix = "export from the folder that the run was started in"
+        raise ConfigError(
+            [Problem("model.chat_template", "not found from here", fix, config.model.chat_template)]
+        ) from error
 
 
 def _request_outside_a_run(
@@ -133,7 +143,7 @@ def export(
         policy = Policy(config, layout, request.model, temperature=1.0, family=request.family)
         if request.checkpoint is not None:
             policy.load_weights(request.checkpoint)
-            policy.export(request.target)
+            policy.export(request.target, request.chat_template)
         if not check:
             return None
         return check_exported(request.target, policy, layout, tolerance)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, spec_for
 from ctpo_megatron.data import Prompt, load_prompts
 from ctpo_megatron.environments import node_sandbox
-from ctpo_megatron.environments.factory import needs_sandbox, tool_schemas
+from ctpo_megatron.environments.factory import needs_sandbox, offered_schemas, system_prompt
 from ctpo_megatron.ray_environment import ADDRESS
 from ctpo_megatron.rollout import RolloutFleet
 from ctpo_sandbox import Limits, start_server
@@ -29,8 +29,9 @@ def read_prompts(config: Config, files: Sequence[str], tokenizer: PreTrainedToke
         files,
         tokenizer=tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        tool_schemas=tool_schemas(config.rollout) if config.data.tool_in_prompt else (),
+        tool_schemas=offered_schemas(config),
         chat_template_kwargs=config.model.chat_template_kwargs,
+        system_prompt=system_prompt(config),
     )
 
 

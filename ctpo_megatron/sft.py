@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from ctpo_megatron.config import SftConfig
 from ctpo_megatron.data import batches, load_conversations
+from ctpo_megatron.environments.factory import offered_schemas, system_prompt
+from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.policy import Policy, summarize_updates, supervised
 from ctpo_megatron.run import Persistence, Reporter, RunState
 
@@ -29,7 +29,11 @@ def fine_tune(
     """
     model, every = run.config.model, run.config.checkpoint.sft_every
     conversations = load_conversations(
-        sft.data, AutoTokenizer.from_pretrained(model.path), chat_template_kwargs=model.chat_template_kwargs
+        sft.data,
+        training_tokenizer(run.config),
+        tool_schemas=offered_schemas(run.config),
+        chat_template_kwargs=model.chat_template_kwargs,
+        system_prompt=system_prompt(run.config),
     )
     policy.use_optimizer(sft.optimizer, sft.steps)
     with run.preemption.deferred():

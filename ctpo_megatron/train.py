@@ -8,18 +8,18 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from ctpo_megatron.config import Config, family_for, shares_gpus
+from ctpo_megatron.config import Config, advantage_from_config, family_for, run_chat_template, shares_gpus
 from ctpo_megatron.data import prepare
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import batch_advantages, objective_from_config
 from ctpo_megatron.policy import (
     Layout,
     Policy,
+    apply_correction,
     capabilities,
     configured_loss,
     destroy_distributed,
     init_distributed,
-    summarize_updates,
 )
 from ctpo_megatron.rollout import check_mismatch
 from ctpo_megatron.run import (
@@ -60,7 +60,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
     log.info(capabilities().describe(config.policy.layer_spec, config.policy.dtype))
     if (task := config.prepare) is not None:
         with report.stage("prepare"):
-            layout.on_rank_zero(lambda: prepare(task))
+            layout.on_rank_zero(lambda: prepare(task, config.rollout.tool_parser.name))
 
     def cancelled() -> bool:
         layout.check_ranks()
@@ -91,7 +91,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         policy.finish_save()
     if config.export.enabled:
         with report.stage("export"):
-            policy.export(directory / config.export.directory)
+            policy.export(directory / config.export.directory, run_chat_template(config))
     report.finish()
     layout.on_rank_zero(lambda: record_finish(directory, config.run.steps))
     return 0
@@ -109,7 +109,7 @@ def reinforce(
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
     objective = objective_from_config(config.objective)
-    loss = configured_loss(config.objective)
+    loss, advantage = configured_loss(config.objective), advantage_from_config(config.objective)
     rollouts.publish(policy, run.version)
     if not resumed or (run.evaluates and rollouts.lacks_evaluation()):
         report.log(run.done, rollouts.evaluate(run.done, policy) if run.evaluates else {})
@@ -121,19 +121,20 @@ def reinforce(
             if batch is None:
                 return run.stop()
             with report.phase("old_log_probs"):
-                advantages = batch_advantages([group.rewards for group in batch.groups], config.objective.advantage)
+                advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
                 mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
                 metrics = policy.compute_old_log_probs(mini_batches)
+                current = batch.weight_versions == (run.version,)
+                metrics |= apply_correction(mini_batches, config.objective, policy.layout, equal_weights=current)
             check_mismatch(config.rollout, metrics)
             with report.phase("update"):
-                metrics |= summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
+                metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step)
             with report.phase("token_diagnostics"):
-                wanted = config.tracking.trajectories
-                diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if wanted else {}
+                traced = policy.token_diagnostics(mini_batches[-1], objective) if config.tracking.trajectories else {}
             version = run.advance()
             if not run.notice():
                 rollouts.publish(policy, version)
-        report.log_step(step, batch, metrics | {"weights/version": float(version)}, diagnostics)
+        report.log_step(step, batch, metrics | {"weights/version": float(version)}, traced)
         if run.evaluates and not run.preempted:
             report.log(step, rollouts.evaluate(step, policy))
         if run.notice():
@@ -141,7 +142,6 @@ def reinforce(
         if run.saves:
             persistence.save(policy, run)
         policy.finish_save(wait=False)
-    run.notice()  # of a run without steps: its evaluation may have been cut short
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.config",
         "ctpo_megatron.environments",
         "ctpo_megatron.extensions",
+        "ctpo_megatron.rewards",
         "ctpo_megatron.weights",
     ),
     "ctpo_megatron.rewards": (
@@ -76,6 +77,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.evaluate": (
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
+        "ctpo_megatron.environments",
         "ctpo_megatron.rewards",
         "ctpo_megatron.rollout",
         "ctpo_megatron.sampling",

@@ -108,10 +108,7 @@ def windows(session: Session, tokens: int) -> None:
     for size in (tokens, 4096, 1000, 129):
         state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=session.device)
         stream = implementation.LossStream(batch, spec, 1.0, totals=None, state=state)
-        parts = [
-            stream.step(start, min(start + size, tokens), log_probs[start : start + size])
-            for start in range(0, tokens, size)
-        ]
+        parts = [stream.step(start, min(start + size, tokens)) for start in range(0, tokens, size)]
         equal = torch.equal(torch.cat(parts), whole)
         note(
             session, f"same bits in windows of {size}: gradient", "ours", value=bool(equal), prefix=state[:, 0].tolist()

@@ -16,6 +16,7 @@ from ctpo_megatron.doctor import (
     Finding,
     NoCluster,
     Wanted,
+    check_template,
     diagnose,
     diagnose_nodes,
     diagnose_run,
@@ -41,12 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", action="store_true", help="every node of the Ray cluster that RAY_ADDRESS names")
     parser.add_argument("--deep", action="store_true", help="import everything, and let ranks exchange tensors")
+    parser.add_argument(
+        "--template",
+        action="store_true",
+        help="check the chat template of CONFIG alone: does an episode have the tokens that it writes?",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print tables or JSON, then the verdict; 1 if something that training needs is missing or broken."""
+    if args.template:
+        return _template(args)
     found, wanted = _of_config(args)
     if args.model is not None:
         wanted = replace(wanted, weight_bytes=weight_bytes(args.model))
@@ -62,6 +70,22 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(found, findings), indent=1))
     else:
         _print(found, findings)
+    return 1 if failed(findings) else 0
+
+
+def _template(args: argparse.Namespace) -> int:
+    """Show a prompt, a call and its answer; 1 if an episode would not have the tokens that the template writes."""
+    if args.config is None:
+        raise UsageError("--template needs a configuration: ctpo doctor CONFIG --template")
+    config, _ = load_with_sources(args.config, args.overrides)
+    findings, parts = check_template(config)
+    title = f"Chat template of {args.config}"
+    if args.json:
+        print(json.dumps({**_as_json({title: findings}, findings), "sample": dict(parts)}, indent=1))
+    else:
+        for name, text in parts:
+            print(f"--- {name}\n{text}")
+        _print({title: findings}, findings)
     return 1 if failed(findings) else 0
 
 

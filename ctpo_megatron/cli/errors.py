@@ -11,6 +11,7 @@ from collections.abc import Mapping
 _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
+    "ctpo_megatron.environments.tokenizer": ("TokenizerError",),
     "ctpo_megatron.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
     "ctpo_megatron.policy": ("CheckpointError",),

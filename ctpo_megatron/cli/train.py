@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
@@ -21,11 +22,13 @@ from ctpo_megatron.config import (
     Plan,
     Problem,
     Split,
+    check_prompts,
     dump,
     has_cuda_device,
     load_with_sources,
     memory_table,
     node_ranks,
+    place,
     read_shapes,
     spec_for,
     validate,
@@ -76,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib, shapes=shapes
     )
     check_extensions(config, sources)
+    if args.dry_run:
+        warnings += [place(problem, sources) for problem in check_prompts(config, _count_prompts(config))]
     if is_rank_zero():
         _print_warnings(warnings)
     if args.dry_run:
@@ -93,6 +98,17 @@ def run(args: argparse.Namespace) -> int:
     if status in _ASKED_TO_END and is_rank_zero():
         print(f"continue with: {_resume_command(args)}", file=sys.stderr)
     return status
+
+
+def _count_prompts(config: Config) -> int | None:
+    """Rows of data.train; None where not all files are there and can be read."""
+    files = [Path(file) for file in config.data.train]
+    if not all(file.is_file() for file in files):
+        return None
+    from ctpo_megatron.data import count_rows
+
+    counts = [count_rows(file) for file in files]
+    return sum(counts) if all(counts) else None
 
 
 def _resume_command(args: argparse.Namespace) -> str:
@@ -124,3 +140,14 @@ def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> No
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
     node = GpuMemory.of(config, job, spec, gpu_gib).table(gpu_gib)
     print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)
+    _print_system_prompt(config)
+
+
+def _print_system_prompt(config: Config) -> None:
+    from ctpo_megatron.environments.factory import system_prompt
+
+    prompt = system_prompt(config)
+    source = "data.system_prompt" if prompt.chosen else f"rollout.tool_parser: {config.rollout.tool_parser}"
+    print(f"\nSystem prompt ({source})")
+    for line in (prompt.text or "none").splitlines():
+        print(f"  {line}".rstrip())

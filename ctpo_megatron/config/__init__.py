@@ -4,19 +4,23 @@ config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigE
 warnings = validate(config, world_size=2, cuda=False)                  # ConfigError again; needs no torch
 """
 
+from ctpo_megatron.config.chat_template import chat_template_names, chat_template_text, run_chat_template
 from ctpo_megatron.config.checks import check, place, validate, validate_sampling
 from ctpo_megatron.config.checks.directories import is_replaceable
+from ctpo_megatron.config.checks.groups import check_prompts
 from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
+from ctpo_megatron.config.checks.protocol import check_protocol
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.gpu_memory import GpuMemory
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.machine import has_cuda_device
-from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, layer_activations, stage_memory
+from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, head_chunk_rows, layer_activations, stage_memory
 from ctpo_megatron.config.memory import parameters as model_parameters
 from ctpo_megatron.config.memory import peak as peak_memory
 from ctpo_megatron.config.memory import table as memory_table
 from ctpo_megatron.config.model_spec import family_for, load_family, read_shapes, read_spec, spec_for
-from ctpo_megatron.config.objective import PolicyObjective, objective_from_config
+from ctpo_megatron.config.objective import PolicyObjective, advantage_from_config, objective_from_config
+from ctpo_megatron.config.objective_schema import AdvantageConfig, CorrectionConfig, ObjectiveConfig, RejectConfig
 from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_gpus
 from ctpo_megatron.config.plan import Plan
 from ctpo_megatron.config.presets import PRESETS
@@ -30,14 +34,12 @@ from ctpo_megatron.config.rollout_schema import (
     WeightsConfig,
 )
 from ctpo_megatron.config.schema import (
-    AdvantageConfig,
     CheckpointConfig,
     Config,
     DataConfig,
     EvalConfig,
     ExportConfig,
     ModelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     PolicyConfig,
     RewardConfig,
@@ -46,6 +48,7 @@ from ctpo_megatron.config.schema import (
     TrackingConfig,
 )
 from ctpo_megatron.config.sources import Sources
+from ctpo_megatron.config.system_prompt import SystemPrompt, system_prompt_text
 from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
 from ctpo_megatron.config.torchrun import node_ranks, world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
@@ -59,6 +62,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "ConfigError",
+    "CorrectionConfig",
     "CorruptionConfig",
     "DataConfig",
     "EngineConfig",
@@ -78,6 +82,7 @@ __all__ = [
     "PolicyObjective",
     "PrepareConfig",
     "Problem",
+    "RejectConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -86,15 +91,22 @@ __all__ = [
     "Sources",
     "Split",
     "Stored",
+    "SystemPrompt",
     "TinyModelConfig",
     "TrackingConfig",
     "WeightsConfig",
+    "advantage_from_config",
+    "chat_template_names",
+    "chat_template_text",
     "check",
     "check_parallel",
+    "check_prompts",
+    "check_protocol",
     "dump",
     "engine_count",
     "family_for",
     "has_cuda_device",
+    "head_chunk_rows",
     "is_replaceable",
     "layer_activations",
     "load_config",
@@ -109,11 +121,13 @@ __all__ = [
     "place",
     "read_shapes",
     "read_spec",
+    "run_chat_template",
     "sequence_multiple",
     "shares_gpus",
     "spec_for",
     "stage_memory",
     "stored_tensors",
+    "system_prompt_text",
     "tokenizer_problems",
     "validate",
     "validate_sampling",

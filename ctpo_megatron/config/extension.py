@@ -36,6 +36,11 @@ class Extension(BaseModel):
         """Whether the name is an import path, not one of our own words."""
         return ":" in self.name
 
+    @property
+    def short_name(self) -> str:
+        """The word, or the name behind the module: what metrics are called by."""
+        return self.name.rpartition(":")[2]
+
     def __str__(self) -> str:
         return self.name
 

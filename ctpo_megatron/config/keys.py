@@ -31,7 +31,9 @@ class Key:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section class a field holds (also when it may be null), or None for a leaf."""
+    """The section class a field holds (also when it may be null), or None for a leaf, as a list of sections is."""
+    if get_origin(field.annotation) is tuple:
+        return None
     for candidate in (field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
@@ -124,6 +126,8 @@ def _describe(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         return f"list of {_describe(arguments[0])}" if Ellipsis in arguments else f"{len(arguments)} numbers"
     if origin is dict:
         return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return f"mappings of {', '.join(annotation.model_fields)}"
     if annotation is Extension:
         return "name or {name, arguments}"
     bounds = [f"{sign} {getattr(c, name):g}" for c in constraints for name, sign in _BOUNDS.items() if hasattr(c, name)]

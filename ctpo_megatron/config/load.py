@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
-from ctpo_megatron.config.renames import REMOVED_KEYS, renamed, renamed_value
+from ctpo_megatron.config.renames import REMOVED_KEYS, is_kl, renamed, renamed_value
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 from ctpo_megatron.redact import secrets_in
@@ -120,6 +120,9 @@ def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
         return Problem(key, f"renamed to {now}", "", value, where)
     if kind == "extra_forbidden" and key in REMOVED_KEYS:
         return Problem(key, "removed", REMOVED_KEYS[key], NO_VALUE, where)
+    if kind == "extra_forbidden" and is_kl(key, value):
+        message = "there is no KL term: the published objective has none, its clip window bounds what an update changes"
+        return Problem(key, message, "remove the key (docs/objective.md)", value, where)
     if kind == "extra_forbidden":
         return Problem(key, "unknown key", _did_you_mean(nearest(key)) or _siblings(key), value, where)
     if kind == "missing" and isinstance(detail["loc"][-1], str):

@@ -8,15 +8,13 @@ what the backward pass allocates besides is included. Not included: the CUDA con
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ctpo_kernels.chunks import CHUNK_BYTES, chunk_rows, rows_within
 from ctpo_megatron.config.schema import PolicyConfig
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 
 GIB = 1 << 30
-HEAD_CHUNK_BYTES = 1216 << 20
-"""Float32 logits that the streaming head holds at a time on CUDA (`ctpo_kernels.linear_head.CHUNK_BYTES`)."""
-
 GPU_GIB = 80
 """The GPU that the tables judge by."""
 
@@ -31,9 +29,10 @@ _MAIN_GRADIENT = 4
 class Split:
     """How the model and a micro-batch are cut over ranks, and what is kept between forward and backward.
 
-    micro_batch_tokens: of one context-parallel rank. chunks: groups of layers on each pipeline rank (virtual pipeline).
-    recompute: parts of a layer that backward computes again (`full` alone: all of it). offload: what waits in host
-    memory while trajectories are sampled (`policy.offload`).
+    micro_batch_tokens: of one context-parallel rank. head_chunk_tokens: rows of logits at a time; None: the head's own
+    choice, which the sums count as 1.2 GiB: more is taken only where much is free. chunks: groups of layers on each
+    pipeline rank (virtual pipeline). recompute: parts of a layer that backward computes again (`full` alone: all of
+    it). offload: what waits in host memory while trajectories are sampled (`policy.offload`).
     """
 
     tensor: int = 1
@@ -49,6 +48,7 @@ class Split:
     recompute: tuple[str, ...] = ()
     streaming_head: bool = True
     micro_batch_tokens: int = 8192
+    head_chunk_tokens: int | None = None
 
     @classmethod
     def of(cls, policy: PolicyConfig, world_size: int) -> Split:
@@ -71,6 +71,7 @@ class Split:
             recompute=recompute[policy.recompute],
             streaming_head=policy.head == "streaming",
             micro_batch_tokens=policy.micro_batch_tokens,
+            head_chunk_tokens=policy.head_chunk_tokens,
         )
 
     @property
@@ -192,14 +193,31 @@ def _head(spec: ModelSpec, split: Split) -> int:
     n, p = split.micro_batch_tokens, split.element
     hidden = n * spec.hidden_size * p
     sharded = split.tensor if split.sequence_parallel else 1
-    columns = padded_vocabulary(spec.vocab_size, split.tensor) // split.tensor
+    columns = _vocabulary_columns(spec, split)
     if not split.streaming_head:
         # Logits, the rows that predict a model token, and their float32 softmax; the gradient replaces the rows.
         return 2 * hidden // sharded + n * columns * (2 * p + 4)
-    rows = max(128, HEAD_CHUNK_BYTES // (4 * max(1, columns)) // 128 * 128)
+    rows = split.head_chunk_tokens or rows_within(CHUNK_BYTES["cuda"], columns)
     # Norm in and out; then, of all tokens: hidden states where they were sharded, the rows used, their gradient, and
     # that scattered back.
     return 2 * hidden // sharded + (4 if sharded > 1 else 3) * hidden + 4 * min(rows, n) * columns
+
+
+def _vocabulary_columns(spec: ModelSpec, split: Split) -> int:
+    """Of one rank's shard."""
+    return padded_vocabulary(spec.vocab_size, split.tensor) // split.tensor
+
+
+def head_chunk_rows(spec: ModelSpec, split: Split, gpu_bytes: float) -> int:
+    """Rows whose logits the streaming head holds at a time on GPUs of that size, where nobody has said how many.
+
+    By the memory that this plan leaves free, not by what is free at some moment: every rank, the anchor pass, training
+    and a run that goes on after a restart get the same answer, and so the same bits.
+    """
+    if split.head_chunk_tokens is not None:
+        return split.head_chunk_tokens
+    without_logits = stage_memory(spec, replace(split, head_chunk_tokens=1), split.pipeline - 1)
+    return chunk_rows(_vocabulary_columns(spec, split), USABLE * gpu_bytes - without_logits.total)
 
 
 def memory(spec: ModelSpec, split: Split) -> list[Memory]:

@@ -6,15 +6,15 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
-from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES, ClipMode, LossAggMode, RatioMode
-from ctpo_megatron.config.presets import PRESETS
+from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES, LossAggMode, RatioMode
+from ctpo_megatron.config.objective_schema import AdvantageConfig, ObjectiveConfig
+from ctpo_megatron.config.presets import PRESETS, WITHOUT_STD, ClipMode
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
 from ctpo_megatron.config.renames import renamed, renamed_value
-from ctpo_megatron.config.schema import ObjectiveConfig
 
-_MODES = {"ratio_mode": RATIO_MODES, "clip_mode": CLIP_MODES, "loss_agg_mode": LOSS_AGG_MODES}
+_MODES = {"ratio_mode": RATIO_MODES, "clip_mode": get_args(ClipMode), "loss_agg_mode": LOSS_AGG_MODES}
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class PolicyObjective:
     """What the policy loss computes. The defaults are CTPO's. Raises ConfigError with all values that make no loss.
 
     ratio_mode: what log r_t sums (`objective/ratios.py`).
-    clip_mode: "log_power" bounds log r_t by -low t^power, +high t^power; "ratio" bounds r_t by 1 - low, 1 + high.
+    clip_mode: "log_power" bounds log r_t by -low t^power, +high t^power; "ratio" bounds r_t by 1 - low, 1 + high;
+        "detached_ratio" so too, and the bounded ratio is a constant factor of the log-prob (CISPO).
     clip_c: upper bound (dual clip) for negative advantages: of log r_t, times t^power, or of r_t itself for "ratio".
-        None, or any negative number, switches it off.
-    clip_power: exponent of the position t; 0 gives fixed bounds; unused by "ratio".
+        None, or any negative number, switches it off; "detached_ratio" has none.
+    clip_power: exponent of the position t; 0 gives fixed bounds; used by "log_power" only.
     loss_agg_mode: how token losses become one number (`objective/aggregation.py`).
     count_masked_sequences: whether a sequence without any loss token counts in the mean over sequences.
     loss_scale_factor: constant L that "seq-mean-token-sum" divides by besides the number of sequences (tokens).
@@ -63,14 +64,28 @@ class PolicyObjective:
                 yield self._problem(name, "expected a finite number")
             elif name in ("clip_low", "clip_high") and value < 0:
                 yield self._problem(name, "must not be negative")
-            elif name == "clip_low" and self.clip_mode == "ratio" and value > 1:
-                message = "with clip_mode: ratio the lower bound is 1 - clip_low, and a ratio is never negative"
+            elif name == "clip_low" and self.clip_mode != "log_power" and value > 1:
+                message = f"with clip_mode: {self.clip_mode} the lower bound is 1 - clip_low; a ratio is never negative"
                 yield self._problem(name, message, "set at most 1")
             elif name == "clip_c" and self.clip_mode == "ratio" and 0 <= value <= 1:
                 message = "with clip_mode: ratio it bounds the ratio itself and must exceed 1"
                 yield self._problem(name, message, "3 is usual, a negative number switches it off")
+            elif name == "clip_c" and self.clip_mode == "detached_ratio" and value >= 0:
+                yield self._problem(
+                    name, "clip_mode: detached_ratio has no dual bound", "set -1, which switches it off"
+                )
             elif name == "loss_scale_factor" and value <= 0:
                 yield self._problem(name, "must be positive")
+
+    @property
+    def on_kernels(self) -> bool:
+        """Whether `ctpo_kernels` computes it; else plain torch does, of given log-probs."""
+        return self.clip_mode in CLIP_MODES
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether the share of a token in the loss depends on other tokens of its sequence."""
+        return self.ratio_mode != "token" or self.loss_agg_mode == "seq-mean-token-mean"
 
     def _problem(self, name: str, message: str, fix: str = "") -> Problem:
         return Problem(f"objective.{name}", message, fix, getattr(self, name))
@@ -98,6 +113,13 @@ def objective_from_config(config: ObjectiveConfig) -> PolicyObjective:
     known = {field.name for field in fields(PolicyObjective)}
     overrides = {k: v for k, v in config.model_dump().items() if k in known and v is not None}
     return PolicyObjective.preset(config.preset, **overrides)
+
+
+def advantage_from_config(config: ObjectiveConfig) -> AdvantageConfig:
+    """The advantages a configuration asks for: where `normalize_std` is null, the preset's."""
+    if config.advantage.normalize_std is not None:
+        return config.advantage
+    return config.advantage.model_copy(update={"normalize_std": config.preset not in WITHOUT_STD})
 
 
 def _unknown_field(name: str, value: Any, known: Iterable[str]) -> Problem:

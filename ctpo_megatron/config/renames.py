@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,15 @@ RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Present dotted path -> value of version 0.1 -> the value now."""
+
+
+_KL = re.compile(r"(^|_)kl(_|$)|^(ref|reference)_(model|policy)$")
+
+
+def is_kl(key: str, value: Any = None) -> bool:
+    """Whether an unknown key, or one below it, would set a penalty on the divergence from a reference model."""
+    inner = isinstance(value, Mapping) and any(is_kl(str(name), below) for name, below in value.items())
+    return inner or key == "objective.beta" or _KL.search(key.rpartition(".")[2]) is not None
 
 
 def renamed(key: str) -> str | None:

@@ -37,8 +37,8 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", "file", "tcp", "nccl", "nccl_m2n", "ipc"] = Field(
         default="auto",
-        description="file: shared memory of one node; tcp: any nodes; nccl, nccl_m2n and (on shared GPUs) ipc: vLLM's "
-        "own, for CUDA; auto: by where the engines are",
+        description="file: shared memory of one node; tcp: any nodes; nccl and (on shared GPUs) ipc: vLLM's own, for "
+        "CUDA; nccl_m2n: not built; auto: by where the engines are",
     )
     timeout_s: PositiveFloat = Field(
         default=300.0, description="deadline of one update for every engine; one that is late is replaced"
@@ -75,11 +75,24 @@ class RolloutConfig(Section):
     )
     tool_parser: Extension = Field(
         default=Extension(name="hermes"),
-        description="reads tool calls: `hermes` (argument `parallel_calls`, default false), or `package.module:Name`",
+        description="how tools are called: `hermes` (argument `parallel_calls`, default false), `fenced` (the first "
+        "```python block of a turn), or `package.module:Name`",
     )
     environment: Extension = Field(
         default=Extension(name="tools"),
         description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
+    )
+    uniform_groups: Literal["keep", "drop", "refill"] = Field(
+        default="keep",
+        description="groups whose rewards are all equal: train on them, drop them, or sample others in their place",
+    )
+    max_refills: PositiveInt = Field(
+        default=10, description="rounds of sampling in the place of uniform groups, in one step (refill only)"
+    )
+    filters: tuple[Extension, ...] = Field(
+        default=(),
+        description="what leaves the loss, though ratio and position count it: `void_turn`, `void_trajectory`, "
+        "`truncated`, `failed_tool`, or `package.module:Name`",
     )
     engines: PositiveInt | Literal["auto"] = Field(
         default=1, description="vLLM engines of all nodes; auto: what `placement.engine_gpus` hold (CPU: one a node)"

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from ctpo_kernels.names import ClipMode, LossAggMode, RatioMode
 from ctpo_megatron.config.extension import Extension
-from ctpo_megatron.config.presets import PresetName
+from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.rollout_schema import ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.task_schema import PrepareConfig, Section
 
@@ -55,6 +54,11 @@ class ModelConfig(Section):
         default=None,
         description="your own model family, `package.module:Name` (docs/extend.md); null: one of ours",
     )
+    chat_template: str | None = Field(
+        default=None,
+        description="template for prompts and conversations, and of the export: `qwen3`, `qwen2.5` or a .jinja file "
+        "(docs/rollout.md); null: the tokenizer's own",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="passed to the chat template, e.g. {enable_thinking: false}"
     )
@@ -67,8 +71,15 @@ class DataConfig(Section):
     eval: tuple[str, ...] = Field(default=(), description="held-out prompts; empty: no evaluation")
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
     shuffle: bool = Field(default=True, description="new order of the training prompts every epoch (seeded)")
-    tool_in_prompt: bool = Field(
-        default=True, description="offer the code_interpreter schema to the chat template (false: the prompt alone)"
+    tool_in_prompt: bool | None = Field(
+        default=None,
+        description="give the tools' schemas to the chat template; null: as rollout.tool_parser needs it "
+        "(hermes: true, fenced: false)",
+    )
+    system_prompt: str | None = Field(
+        default=None,
+        description="text before every conversation, or a .txt or .md file that holds it; null: that of "
+        'rollout.tool_parser (`fenced` has one); "": none',
     )
 
 
@@ -108,47 +119,6 @@ class SftConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
 
 
-class AdvantageConfig(Section):
-    """Outcome reward -> advantage, over the samples of one prompt (algorithm section 5)."""
-
-    kind: Literal["group", "rloo", "mean_baseline"] = Field(
-        default="group",
-        description="baseline: mean of the prompt's samples, of its other samples, or of the whole batch",
-    )
-    normalize_std: bool = Field(
-        default=True, description="divide by the group's unbiased standard deviation (group only)"
-    )
-
-
-class ObjectiveConfig(Section):
-    """The policy loss: a preset, and any field of it overridden (null keeps the preset's value)."""
-
-    preset: PresetName = Field(default="ctpo", description="named objective whose fields the keys below override")
-    anchor: Literal["proximal", "behaviour"] = Field(
-        default="proximal",
-        description="ratio against log-probs recomputed by the trainer, or as the sampler reported them",
-    )
-    advantage: AdvantageConfig = AdvantageConfig()
-    function: Extension | None = Field(
-        default=None, description="a user's objective, package.module:Name, in place of the preset's ratio and clip"
-    )
-    ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
-    clip_mode: ClipMode | None = Field(
-        default=None, description="clip window: position-dependent in log space, or fixed on the ratio"
-    )
-    clip_low: NonNegativeFloat | None = Field(default=None, description="lower clip width")
-    clip_high: NonNegativeFloat | None = Field(default=None, description="upper clip width")
-    clip_c: float | None = Field(default=None, description="dual-clip bound; a negative number switches it off")
-    clip_power: float | None = Field(default=None, description="window grows as position ** power (log_power only)")
-    loss_agg_mode: LossAggMode | None = Field(default=None, description="how token losses become one loss")
-    loss_scale_factor: PositiveFloat | None = Field(
-        default=None, description="constant that seq-mean-token-sum divides by, e.g. the longest response; null: 1"
-    )
-    count_masked_sequences: bool | None = Field(
-        default=None, description="fully masked sequences count in the denominator"
-    )
-
-
 class PolicyConfig(Section):
     """Megatron-Core policy: parallel layout, precision, optimizer. World size comes from torchrun."""
 
@@ -185,6 +155,10 @@ class PolicyConfig(Section):
         default="streaming",
         description="output layer and loss in one sweep over chunks of tokens, or logits of a whole micro-batch first",
     )
+    head_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="rows whose logits `head: streaming` holds at a time; results round by it. null: by the GPU's size",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none", description="recompute in backward to save memory: every layer, or `recompute_modules`"
     )
@@ -214,6 +188,15 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
+class OverlongPenaltyConfig(Section):
+    """DAPO's soft overlong punishment: a penalty for responses that come close to their budget."""
+
+    buffer: PositiveInt = Field(
+        description="tokens before `rollout.max_response_tokens` over which the penalty grows from 0"
+    )
+    penalty: PositiveFloat = Field(default=1.0, description="what a response of the whole budget loses")
+
+
 class RewardConfig(Section):
     """Scoring of trajectories by reward functions, in worker processes."""
 
@@ -229,6 +212,9 @@ class RewardConfig(Section):
     )
     timeout_s: PositiveFloat = Field(
         default=5.0, description="hard limit per trajectory; a reward function that exceeds it is killed"
+    )
+    overlong_penalty: OverlongPenaltyConfig | None = Field(
+        default=None, description="taken off the rewards of long responses in training; null: nothing"
     )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.packing import PackedBatch, PackingRules, micro_batch_count, pack, split_evenly
     from ctpo_megatron.data.prompts import PromptSampler, load_prompts
     from ctpo_megatron.data.sequences import TokenArrays, TokenSequence, token_sequences
-    from ctpo_megatron.data.tables import DataError
+    from ctpo_megatron.data.tables import DataError, count_rows
     from ctpo_megatron.data.toolmath import prepare
 
 _MODULES = {
@@ -26,6 +26,7 @@ _MODULES = {
     "TokenArrays": "sequences",
     "TokenSequence": "sequences",
     "batches": "conversations",
+    "count_rows": "tables",
     "load_conversations": "conversations",
     "load_prompts": "prompts",
     "micro_batch_count": "packing",
@@ -48,6 +49,7 @@ __all__ = [
     "ToolCall",
     "Trajectory",
     "batches",
+    "count_rows",
     "load_conversations",
     "load_prompts",
     "micro_batch_count",

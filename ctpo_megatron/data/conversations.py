@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.records import Trajectory
 from ctpo_megatron.data.tables import DataError, Problems, check_messages, find_files, plain_messages, read_rows
 
@@ -24,8 +25,9 @@ def load_conversations(
     files: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    tool_schema: Mapping[str, Any] | None = None,
+    tool_schemas: Sequence[Mapping[str, Any]] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    system_prompt: SystemPrompt = SystemPrompt(),  # noqa: B008 - it is immutable
 ) -> list[Trajectory]:
     """Read parquet files (column `messages`) and tokenize every conversation the way a rollout would produce it.
 
@@ -42,15 +44,21 @@ def load_conversations(
             reason = check_messages(cells["messages"])
             if reason is None and cells["messages"][-1]["role"] != "assistant":
                 reason = "must end with an assistant message"
+            messages: tuple[dict[str, str], ...] = ()
+            if reason is None:
+                try:
+                    messages = system_prompt.before(plain_messages(cells["messages"]))
+                except ValueError as error:
+                    reason = str(error)
             if reason:
                 problems.row(file, row, "messages", cells["messages"], reason)
                 continue
             places.append((file, row))
-            conversations.append(plain_messages(cells["messages"]))
+            conversations.append(messages)
     problems.raise_if_any()
     if not conversations:
         raise DataError(f"no conversations in {', '.join(files)}")
-    kwargs = {"tools": None if tool_schema is None else [dict(tool_schema)], **(chat_template_kwargs or {})}
+    kwargs = {"tools": [dict(schema) for schema in tool_schemas] or None, **(chat_template_kwargs or {})}
     cut = _segments(conversations, places, tokenizer, kwargs)
     return _encode(cut, places, tokenizer)
 

@@ -19,6 +19,7 @@ class PackedBatch:
     token_ids, position_ids: [N] int64; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
     response_mask, loss_mask: [N] bool, aligned with the token that is predicted (the first token of a sequence is 0).
     rollout_log_probs, advantages, old_log_probs: [N] fp32 (nats; old_log_probs is filled by the policy's anchor pass).
+    correction_weights: [N] fp32, detached factors of the token losses; None: 1 (filled by the policy's correction).
     sequences, lengths: place in the step and tokens of each sequence. Alignment may put masked tokens behind them,
     inside its boundaries, and one masked sequence, not listed, at the end of the micro-batch.
     packed: the same in host memory, as `pack` made it; None where this is it.
@@ -34,11 +35,15 @@ class PackedBatch:
     sequences: tuple[int, ...]
     lengths: tuple[int, ...]
     old_log_probs: torch.Tensor | None = None
+    correction_weights: torch.Tensor | None = None
     packed: PackedBatch | None = None
 
     @property
     def on_host(self) -> PackedBatch:
-        """The same in host memory: what is planned from it is not read back from the device. No `old_log_probs`."""
+        """As packed, in host memory: what is planned from it is not read back from the device.
+
+        Neither `old_log_probs` nor what the correction does, which leaves tokens out of `loss_mask`.
+        """
         return self.packed or self
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.tables import DataError, Problems, check_messages, find_files, plain_messages, read_rows
 
@@ -30,10 +31,12 @@ def load_prompts(
     max_prompt_tokens: int,
     tool_schemas: Sequence[Mapping[str, Any]] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    system_prompt: SystemPrompt = SystemPrompt(),  # noqa: B008 - it is immutable
 ) -> list[Prompt]:
     """Read parquet files (paths or glob patterns) and render every prompt up to where the model speaks.
 
     `tool_schemas` are the tools that the chat template is offered; without any the prompt is rendered alone.
+    `system_prompt` joins every prompt, and is then part of its messages.
     Raises DataError listing all bad rows at once: file, row, column, value and reason.
     """
     problems = Problems()
@@ -42,7 +45,7 @@ def load_prompts(
     seen: dict[str, tuple[Path, int]] = {}
     for file in find_files(files, problems):
         for row, cells in read_rows(file, _REQUIRED, _OPTIONAL, problems):
-            prompt = _parse(file, row, cells, problems)
+            prompt = _parse(file, row, cells, system_prompt, problems)
             if prompt is None:
                 continue
             if prompt.id in seen:
@@ -66,7 +69,9 @@ def load_prompts(
     return [replace(prompt, token_ids=tuple(ids)) for prompt, ids in zip(prompts, token_ids, strict=True)]
 
 
-def _parse(file: Path, row: int, cells: dict[str, Any], problems: Problems) -> Prompt | None:
+def _parse(
+    file: Path, row: int, cells: dict[str, Any], system_prompt: SystemPrompt, problems: Problems
+) -> Prompt | None:
     """The row's prompt without token ids, or None after reporting every bad cell."""
     bad: list[tuple[str, object, str]] = []
     source = cells["data_source"]
@@ -75,6 +80,12 @@ def _parse(file: Path, row: int, cells: dict[str, Any], problems: Problems) -> P
     reason = check_messages(cells["prompt"])
     if reason is None and cells["prompt"][-1]["role"] == "assistant":
         reason = "ends with an assistant message, so there is nothing left to answer"
+    messages: tuple[dict[str, str], ...] = ()
+    if reason is None:
+        try:
+            messages = system_prompt.before(plain_messages(cells["prompt"]))
+        except ValueError as error:
+            reason = str(error)
     if reason:
         bad.append(("prompt", cells["prompt"], reason))
     answer, reason = _answer(cells["reward_model"])
@@ -94,7 +105,7 @@ def _parse(file: Path, row: int, cells: dict[str, Any], problems: Problems) -> P
     return Prompt(
         id=f"{file.stem}/{row}" if identity is None else str(identity),
         data_source=source,
-        messages=plain_messages(cells["prompt"]),
+        messages=messages,
         answer=answer,
         token_ids=(),
         extra={key: value for key, value in extra.items() if value is not None},
@@ -205,7 +216,8 @@ class PromptSampler:
         elif state["digest"] != self._digest and (state["epoch"], state["cursor"]) != (0, 0):
             raise ValueError(
                 "prompts have other tokens or answers under the same ids, or there are others: give the run the "
-                "data.train, data.tool_in_prompt, tokenizer and chat template that it was begun with"
+                "data.train, data.system_prompt, data.tool_in_prompt, tokenizer and chat template that it was begun "
+                "with"
             )
 
     def _start(self, epoch: int, cursor: int) -> None:

@@ -168,13 +168,22 @@ class RolloutBatch:
 
     groups: complete and scored; empty on ranks other than zero, which get the tokens they train on as arrays.
     metrics: of sampling and scoring. weight_versions: the versions that sampled its tokens, ascending.
-    sampler: position of the prompt stream after this batch, as a checkpoint keeps it.
+    sampler: position of the prompt stream after this batch, as a checkpoint keeps it. dropped: scored groups that are
+    not trained on, by their place among all groups in the order of sampling.
     """
 
     groups: list[Group]
     metrics: dict[str, float] = field(default_factory=dict)
     weight_versions: tuple[int, ...] = ()
     sampler: Mapping[str, Any] = field(default_factory=dict)
+    dropped: Mapping[int, Group] = field(default_factory=dict)
+
+    @property
+    def sampled(self) -> list[Group]:
+        """All groups in the order of sampling, those that are not trained on included."""
+        trained = iter(self.groups)
+        count = len(self.groups) + len(self.dropped)
+        return [self.dropped[place] if place in self.dropped else next(trained) for place in range(count)]
 
     @property
     def trajectories(self) -> list[Trajectory]:

@@ -78,6 +78,14 @@ def read_rows(
     yield from enumerate(table.to_pylist())
 
 
+def count_rows(file: Path) -> int:
+    """Rows of a file; 0 for one that cannot be read, which `read_rows` reports."""
+    try:
+        return int(pq.read_metadata(file).num_rows)
+    except (pa.ArrowException, OSError):
+        return 0
+
+
 def check_messages(value: object) -> str | None:
     """The reason why `value` is not a list of messages with a role and a text, or None when it is one."""
     if not isinstance(value, list) or not value:

@@ -14,12 +14,14 @@ from ctpo_megatron.doctor.machine import Wanted, weight_bytes
 from ctpo_megatron.doctor.nodes import NoCluster, diagnose_nodes
 from ctpo_megatron.doctor.report import diagnose
 from ctpo_megatron.doctor.run import diagnose_run
+from ctpo_megatron.doctor.template import check_template
 
 __all__ = [
     "Finding",
     "Gpu",
     "NoCluster",
     "Wanted",
+    "check_template",
     "diagnose",
     "diagnose_nodes",
     "diagnose_run",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ctpo_megatron.config import (
@@ -27,8 +27,17 @@ from ctpo_megatron.doctor.devices import Gpu
 from ctpo_megatron.doctor.findings import Finding, Status
 from ctpo_megatron.doctor.machine import GIB, Wanted
 from ctpo_megatron.doctor.sandbox import NODE
+from ctpo_megatron.environments.tokenizer import (
+    TokenizerError,
+    check_chat_template,
+    read_tokenizer,
+    use_chat_template,
+)
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.models import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -132,17 +141,10 @@ def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Finding]:
         yield from (_finding("tokenizer", problem) for problem in problems)
         return
     try:
-        yield from _rendered(config, spec)
-    except Exception as error:  # a template is a program of somebody else's
-        yield Finding("tokenizer", "broken", f"{directory}: {type(error).__name__}: {error}", "copy the model anew")
-
-
-def _rendered(config: Config, spec: ModelSpec) -> Iterator[Finding]:
-    from transformers import AutoTokenizer
-
-    from ctpo_megatron.environments.factory import tool_schemas
-
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        tokenizer = read_tokenizer(directory)
+    except TokenizerError as error:
+        yield Finding("tokenizer", "broken", str(error), "copy the model anew")
+        return
     if len(tokenizer) > spec.vocab_size:
         text = f"{len(tokenizer)} tokens, but the model's vocabulary has {spec.vocab_size}"
         yield Finding("tokenizer", "broken", text, "use the tokenizer that the model came with")
@@ -152,22 +154,13 @@ def _rendered(config: Config, spec: ModelSpec) -> Iterator[Finding]:
         )
     else:
         yield Finding("tokenizer", "ok", f"{len(tokenizer)} tokens, a turn ends with {tokenizer.eos_token}")
-    if not tokenizer.chat_template:
-        yield Finding(
-            "chat template", "broken", "the tokenizer has none", "add chat_template.jinja to the model's folder"
-        )
-        return
-    tools = tool_schemas(config.rollout) if config.data.tool_in_prompt else None
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "1 + 1 = ?"}],
-        tools=tools or None,
-        tokenize=False,
-        add_generation_prompt=True,
-        **config.model.chat_template_kwargs,
-    )
-    lost = [tool["function"]["name"] for tool in tools or () if tool["function"]["name"] not in text]
-    if lost:
-        fix = "use a template with tools, or data.tool_in_prompt: false"
-        yield Finding("chat template", "note", f"does not show the tools: {', '.join(lost)}", fix)
-    else:
-        yield Finding("chat template", "ok", f"{len(tokenizer(text)['input_ids'])} tokens for a prompt of 5")
+    yield _template(config, tokenizer)
+
+
+def _template(config: Config, tokenizer: PreTrainedTokenizerBase) -> Finding:
+    try:
+        use_chat_template(tokenizer, config)
+        check_chat_template(tokenizer, config)
+    except (TokenizerError, OSError) as error:
+        return Finding("chat template", "broken", str(error))
+    return Finding("chat template", "ok", f"of {config.model.chat_template or 'the tokenizer'}")

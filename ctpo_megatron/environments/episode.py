@@ -32,13 +32,16 @@ class GenerateTurn(Protocol):
 
 
 class TextCodec(Protocol):
-    """Token ids to the text of a model turn, and messages to the tokens between two model turns."""
+    """Token ids to the text of a model turn, and messages to the tokens between two model turns.
+
+    end_turn: begin with the end token of the model turn, which the model did not write.
+    """
 
     stop_ids: frozenset[int]
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    def encode(self, messages: Sequence[Message]) -> list[int]: ...
+    def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A model turn as text, without the end token. number: from 1. complete: False when a token limit cut it."""
+    """A model turn as text, without the end token. number: from 1. complete: False when a token limit cut it.
+
+    has_end_token: False for one that was cut, or that the tool parser ended.
+    """
 
     text: str
     number: int
     complete: bool
+    has_end_token: bool
 
 
 class PromptTooLong(ValueError):
@@ -122,9 +129,20 @@ class Episode:
         per_turn = self._limits.max_turn_tokens
         max_tokens = budget if per_turn is None else min(budget, per_turn)
         self._awaits_reply = True
-        sampled = await self._engine(
-            trajectory.token_ids, max_tokens=max_tokens, seed=turn_seed(trajectory.seed, number)
-        )
+        ids: list[int] = []
+        while True:
+            ids += await self._sample(number, max_tokens - len(ids), turn_seed(trajectory.seed, number, len(ids)))
+            ended = ids[-1] in self._codec.stop_ids
+            text = self._codec.decode(ids[:-1] if ended else ids)
+            complete = ended or self._tools.ends_turn(text)
+            if complete or len(ids) == max_tokens or not self._tools.stop:
+                self._turn = Turn(text, number, complete, ended)
+                return self._turn
+
+    async def _sample(self, number: int, max_tokens: int, seed: int) -> Sequence[int]:
+        """Have the engine continue turn `number`; the tokens, which are recorded."""
+        trajectory = self._trajectory
+        sampled = await self._engine(trajectory.token_ids, max_tokens=max_tokens, seed=seed)
         ids = sampled.token_ids
         if not 1 <= len(ids) <= max_tokens:
             raise RuntimeError(
@@ -132,9 +150,7 @@ class Episode:
                 f"tokens, asked for 1 to {max_tokens}"
             )
         trajectory.append_model(ids, sampled.rollout_log_probs, sampled.weight_version, number)
-        complete = ids[-1] in self._codec.stop_ids
-        self._turn = Turn(self._codec.decode(ids[:-1] if complete else ids), number, complete)
-        return self._turn
+        return ids
 
     def mentions_call(self, turn: Turn) -> bool:
         """Whether the model called a tool in `turn`, or tried to."""
@@ -158,7 +174,7 @@ class Episode:
         Raises EpisodeOver when the last turn was cut, no turn is left, or not even one more token would fit.
         """
         turn = self._check_answerable()
-        ids = self._codec.encode(messages)
+        ids = self._codec.encode(messages, end_turn=not turn.has_end_token)
         if len(self._trajectory) + len(ids) >= self._end:
             for call in self._trajectory.tool_calls:
                 if call.turn == turn.number:

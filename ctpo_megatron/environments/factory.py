@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from ctpo_megatron.config import Extension, RolloutConfig, engine_count
+from ctpo_megatron.config import Extension, RolloutConfig, SystemPrompt, engine_count, system_prompt_text
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.node_sandbox import node_sandbox_url
+from ctpo_megatron.environments.parsers.fenced import TOOL, FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Environment, Schema, Tool, ToolParser
 from ctpo_megatron.environments.toolbox import Toolbox
@@ -17,7 +18,7 @@ from ctpo_megatron.environments.tools.python import PythonTool
 from ctpo_megatron.extensions import ExtensionError, load
 
 TOOLS: dict[str, Any] = {"python": PythonTool}
-PARSERS: dict[str, Any] = {"hermes": HermesParser}
+PARSERS: dict[str, Any] = {"hermes": HermesParser, "fenced": FencedParser}
 ENVIRONMENTS: dict[str, Any] = {"tools": ToolEnvironment}
 
 
@@ -34,8 +35,13 @@ def make_toolbox(config: Config, sandbox_url: str | None) -> Toolbox:
         else _find(TOOLS, tool)(**tool.arguments)
         for tool in rollout.tools
     ]
+    return Toolbox(tools, make_parser(rollout), rollout.max_observation_chars)
+
+
+def make_parser(rollout: RolloutConfig) -> ToolParser:
+    """The parser of a run. Raises ExtensionError."""
     parser: ToolParser = _find(PARSERS, rollout.tool_parser)(**rollout.tool_parser.arguments)
-    return Toolbox(tools, parser, rollout.max_observation_chars)
+    return parser
 
 
 def make_environment(rollout: RolloutConfig) -> Environment:
@@ -54,6 +60,22 @@ def tool_schemas(rollout: RolloutConfig) -> list[Schema]:
     return [_schema(tool) for tool in rollout.tools]
 
 
+def offered_schemas(config: Config) -> list[Schema]:
+    """The schemas that prompts show the model, as `data.tool_in_prompt` or the parser says. Raises ExtensionError."""
+    offer = config.data.tool_in_prompt
+    if offer is None:
+        offer = bool(getattr(make_parser(config.rollout), "schemas_in_prompt", True))
+    return tool_schemas(config.rollout) if offer else []
+
+
+def system_prompt(config: Config) -> SystemPrompt:
+    """What comes before every conversation, as `data.system_prompt` or the parser says. Raises ExtensionError."""
+    chosen = config.data.system_prompt
+    if chosen is not None:
+        return SystemPrompt(system_prompt_text(chosen), chosen=True)
+    return SystemPrompt(str(getattr(make_parser(config.rollout), "system_prompt", "")))
+
+
 def check_tool(tool: Extension) -> None:
     """Raises ExtensionError when `tool` cannot be a tool: no schema, no async call, or it does not take its arguments.
 
@@ -68,8 +90,20 @@ def check_tool(tool: Extension) -> None:
 
 
 def check_tool_parser(parser: Extension) -> None:
-    """Raises ExtensionError when `parser` cannot be a ToolParser."""
-    _check_methods(_find(PARSERS, parser), parser, ("mentions_call", "parse", "render"), awaited=False)
+    """Raises ExtensionError when `parser` cannot be a ToolParser, or stops turns without saying where they end."""
+    made_by = _find(PARSERS, parser)
+    methods = ("mentions_call", "parse", "render", *(["ends_turn"] if hasattr(made_by, "stop") else []))
+    _check_methods(made_by, parser, methods, awaited=False)
+
+
+def check_parser_fits(rollout: RolloutConfig) -> None:
+    """Raises ExtensionError when the parser `fenced` has nothing that runs programs."""
+    if rollout.tool_parser.name != "fenced":
+        return
+    for schema in tool_schemas(rollout):
+        name, arguments = schema["function"]["name"], schema["function"].get("parameters", {}).get("properties", {})
+        if name != TOOL or "code" not in arguments:
+            raise ExtensionError(f"fenced: runs programs with a tool {TOOL!r} that takes `code`; the tool is {name!r}")
 
 
 def check_environment(environment: Extension) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.records import ToolCall
@@ -61,7 +61,13 @@ class Tool(Protocol):
 
 
 class ToolParser(Protocol):
-    """Reads the calls of a model turn and says how the answers are shown. Made once in each engine process."""
+    """Reads the calls of a model turn and says how the answers are shown. Made once in each engine process.
+
+    A parser may also have these attributes, of the class or the object:
+    system_prompt: text that explains it to the model, where `data.system_prompt` is null; else there is none.
+    schemas_in_prompt: whether the chat template is given the tools, where `data.tool_in_prompt` is null; else it is.
+    example: a turn with one call, which `ctpo doctor CONFIG --template` renders.
+    """
 
     def mentions_call(self, text: str) -> bool:
         """Whether a turn must be read as tool calls, well-formed or not."""
@@ -73,6 +79,20 @@ class ToolParser(Protocol):
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
         """The messages that show the `output` of each call to the model."""
+        ...
+
+
+@runtime_checkable
+class StoppingParser(ToolParser, Protocol):
+    """A parser that ends turns in which the model goes on after its call.
+
+    stop: sampling pauses behind each of these strings. What was sampled stays; what would follow never is.
+    """
+
+    stop: Sequence[str]
+
+    def ends_turn(self, text: str) -> bool:
+        """Whether a turn that has paused behind `text` is over; if not, the model goes on."""
         ...
 
 

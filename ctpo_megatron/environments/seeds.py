@@ -20,6 +20,6 @@ def trajectory_seed(run_seed: int, step: int, prompt_id: str, sample_index: int)
     return _hash("trajectory", run_seed, step, prompt_id, sample_index)
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Seed of model turn `turn` (from 1) of the trajectory with `seed`."""
-    return _hash("turn", seed, turn)
+def turn_seed(seed: int, turn: int, tokens: int = 0) -> int:
+    """Seed of model turn `turn` (from 1) of the trajectory with `seed`, behind its first `tokens` tokens."""
+    return _hash("turn", seed, turn, *([tokens] if tokens else []))

@@ -36,10 +36,12 @@ class Frame:
     """What the template writes around the contents of some messages: one text more than there are messages.
 
     json_escaped: for each message, whether the template escapes its content as in a JSON string.
+    end: the end token before them, which closes the assistant's message.
     """
 
     texts: tuple[str, ...]
     json_escaped: tuple[bool, ...]
+    end: str
 
 
 class MessageTemplate:
@@ -67,8 +69,8 @@ class MessageTemplate:
         self._special = sorted(added | {str(t) for t in tokenizer.all_special_tokens})
         self._frames: dict[tuple[tuple[str, str], ...], Frame] = {}
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the whole insertion; special tokens of the template are parsed.
+    def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
+        """Token ids of the whole insertion, after the end token or with it; special tokens of the template are parsed.
 
         A special token spelled out inside a content stays plain text: a program cannot close its own message. Raises
         TemplateError when the template refuses or drops a role, or writes no end token known to the model before it.
@@ -79,7 +81,7 @@ class MessageTemplate:
             for message, escaped in zip(messages, frame.json_escaped, strict=True)
         ]
         ids: list[int] = []
-        text = frame.texts[0]
+        text = (frame.end if end_turn else "") + frame.texts[0]
         for content, after in zip(contents, frame.texts[1:], strict=True):
             if any(token in content for token in self._special):
                 plain = self._tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -146,7 +148,7 @@ def _split(rendered: str, holes: Sequence[str], roles: Sequence[str], stop_texts
             f"the chat template writes none of the model's end tokens {list(stop_texts)} after an assistant message"
         )
     position, stop = min(ends)
-    return Frame((texts[0][position + len(stop) :], *texts[1:], rest), tuple(escaped))
+    return Frame((texts[0][position + len(stop) :], *texts[1:], rest), tuple(escaped), stop)
 
 
 class TokenizerCodec:
@@ -161,6 +163,6 @@ class TokenizerCodec:
         """Text of sampled tokens, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
         """See MessageTemplate.encode."""
-        return self._template.encode(messages)
+        return self._template.encode(messages, end_turn=end_turn)

@@ -12,6 +12,7 @@ from ctpo_megatron.environments.protocol import (
     Message,
     ParseError,
     Schema,
+    StoppingParser,
     Tool,
     ToolCallRequest,
     ToolParser,
@@ -30,6 +31,13 @@ def cut_middle(text: str, max_chars: int) -> str:
     return f"{text[:head]}\n[... {len(text) - max_chars} characters cut ...]\n{text[len(text) - tail :]}"
 
 
+def example_call(parser: ToolParser) -> tuple[str, ToolCall]:
+    """A turn that calls a tool, and the record of the call; of a parser without `example` the turn is plain text."""
+    said = str(getattr(parser, "example", "I call a tool."))
+    request = parser.parse(said)[0] if hasattr(parser, "example") else ToolCallRequest("", {})
+    return said, ToolCall(1, request.name, request.arguments, "success", "42", 0.0)
+
+
 class Toolbox:
     """All tools of a run. Without tools no turn is a tool call.
 
@@ -46,6 +54,15 @@ class Toolbox:
     def schemas(self) -> list[Schema]:
         """The schema of every tool, in the order of the configuration."""
         return [tool.schema for tool in self._tools.values()]
+
+    @property
+    def stop(self) -> Sequence[str]:
+        """Strings behind which sampling pauses, because the turn may be over."""
+        return self._parser.stop if self._tools and isinstance(self._parser, StoppingParser) else ()
+
+    def ends_turn(self, text: str) -> bool:
+        """Whether a turn without an end token is over, because it holds a whole call."""
+        return bool(self._tools) and isinstance(self._parser, StoppingParser) and self._parser.ends_turn(text)
 
     def mentions_call(self, text: str) -> bool:
         """Whether a model turn must be read as tool calls, well-formed or not."""

@@ -13,7 +13,7 @@ from ctpo_megatron.config import Config, Extension
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.evaluate.samples import Sample
 from ctpo_megatron.evaluate.store import SampleStore
-from ctpo_megatron.rewards import REFERENCE, RewardPool, Scoring
+from ctpo_megatron.rewards import REFERENCE, PendingScores, RewardPool
 from ctpo_megatron.rollout import RolloutFleet, Sampling
 from ctpo_megatron.sampling import open_engines
 from ctpo_megatron.tracking import Display
@@ -41,7 +41,7 @@ class Answers:
         finished: Callable[[int], None],
     ) -> None:
         self._pool, self._store, self._decode, self._finished = pool, store, decode, finished
-        self._scoring: deque[tuple[Group, Scoring]] = deque()
+        self._scoring: deque[tuple[Group, PendingScores]] = deque()
 
     def take(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """Begin to score samples of a prompt."""

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from ctpo_megatron import __version__
 from ctpo_megatron.config import Config, Extension
+from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.evaluate.answering import answer, reference_scores
 from ctpo_megatron.evaluate.page import write_evaluation_page
 from ctpo_megatron.evaluate.results import REFERENCE_SCORER, Scorer, results, write_results
@@ -36,7 +35,7 @@ def evaluate(config: Config, output: Path, *, reference: bool, display: Display)
 
     reference: score with the reference's scorer, too. Raises ConfigError, DataError, and what sampling raises.
     """
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = training_tokenizer(config)
     check_tokenizer(config, len(tokenizer))
     prompts = read_prompts(config, config.data.eval, tokenizer)[: config.eval.prompts]
     with SampleStore(output, settings_of(config, prompts)) as store:

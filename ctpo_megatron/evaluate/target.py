@@ -20,6 +20,7 @@ from ctpo_megatron.config import (
     WeightsConfig,
     load_config,
     load_with_sources,
+    run_chat_template,
 )
 from ctpo_megatron.data.records import Prompt
 
@@ -90,6 +91,8 @@ def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
         settings[f"rollout.{name}"] = rollout.model_dump(mode="json", include={name})[name]
     return settings | {
         "model": fingerprint(Path(config.model.path)),
+        "model.chat_template": run_chat_template(config),
+        "model.chat_template_kwargs": config.model.chat_template_kwargs,
         "prompts": _digest(json.dumps([[p.id, p.data_source, p.token_ids, p.answer] for p in prompts]).encode()),
         "run.seed": config.run.seed,
         "eval.temperature": config.eval.temperature,

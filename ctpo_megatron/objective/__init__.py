@@ -8,7 +8,8 @@
 - `policy_loss`: the loss of a padded or packed batch; `linear_policy_loss`: of hidden states and the output layer.
 - `supervised_loss`: negative log-likelihood of SFT.
 - `Denominators`: counts of the whole optimizer step, so that cutting it into micro-batches changes nothing.
-- `batch_advantages`, `correction_weights`: inputs of the loss.
+- `batch_advantages`, `correction_weights`, `correct` (with rejection): inputs of the loss.
+- `MismatchRows`, `correction_metrics`, `noise_metrics`: sampler against trainer in numbers.
 - `Objective`, `ObjectiveInputs`, `ObjectiveOutput`: a user's objective (`objective.function`).
 - `merge`, `summarize`: statistics of several micro-batches and ranks -> metrics.
 - `token_diagnostics`: log r_t beside its clip window, for people to look at.
@@ -17,7 +18,7 @@
 from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.advantages import batch_advantages, group_advantages
 from ctpo_megatron.objective.aggregation import Denominators
-from ctpo_megatron.objective.correction import correction_weights
+from ctpo_megatron.objective.correction import Corrected, correct, correction_weights
 from ctpo_megatron.objective.diagnostics import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.function import (
     Objective,
@@ -28,15 +29,18 @@ from ctpo_megatron.objective.function import (
     load_objective,
 )
 from ctpo_megatron.objective.fused import LinearPolicyLoss, linear_policy_loss
+from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
 from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss
 from ctpo_megatron.objective.stats import LossStats, merge, summarize
 from ctpo_megatron.objective.supervised import supervised_loss
 
 __all__ = [
     "PRESETS",
+    "Corrected",
     "Denominators",
     "LinearPolicyLoss",
     "LossStats",
+    "MismatchRows",
     "Objective",
     "ObjectiveInputs",
     "ObjectiveOutput",
@@ -45,15 +49,19 @@ __all__ = [
     "TokenDiagnostics",
     "batch_advantages",
     "check_objective",
+    "correct",
+    "correction_metrics",
     "correction_weights",
     "function_loss",
     "group_advantages",
     "linear_policy_loss",
     "load_objective",
     "merge",
+    "noise_metrics",
     "objective_from_config",
     "policy_loss",
     "summarize",
     "supervised_loss",
     "token_diagnostics",
+    "weight_mean",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ctpo_megatron.config.schema import AdvantageConfig
+from ctpo_megatron.config import AdvantageConfig
 
 STD_EPSILON = 1e-6
 
@@ -50,7 +50,7 @@ def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig)
     centred = r - r.mean()
     if config.kind == "rloo":
         centred = centred * n / (n - 1)
-    elif config.kind == "group" and config.normalize_std:
+    elif config.kind == "group" and config.normalize_std is not False:
         centred = centred / (r.std(correction=1) + STD_EPSILON)
     return centred.to(torch.float32)
 

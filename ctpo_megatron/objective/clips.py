@@ -1,4 +1,4 @@
-"""The clipped surrogate: log-space bounds that widen with position (CTPO), and ratio bounds (PPO, GRPO, GSPO)."""
+"""The clipped surrogate: log-space bounds that widen with position (CTPO), and ratio bounds (PPO and relatives)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Surrogate:
     loss: `[N]`, before weights and aggregation, in units of the advantage.
     ratio: `[N]`, detached r_t after the cap.
     high, low, dual: bool `[N]`. high: A > 0 and r above its bound; low: A < 0 and r below; dual: A < 0 and r far above.
+        With clip_mode "detached_ratio" whatever the sign of A; such a token keeps a gradient, of the bounded ratio.
     """
 
     loss: Tensor
@@ -39,7 +40,7 @@ def capped(x: Tensor, upper: float) -> Tensor:
 def window(position: Tensor, dtype: torch.dtype, objective: PolicyObjective) -> tuple[Tensor, Tensor, Tensor | None]:
     """The low, high and dual bound at each position (int64 `[N]`, from 1); dual is None where it is off.
 
-    They bound log r for clip_mode "log_power" and r for clip_mode "ratio".
+    They bound log r for clip_mode "log_power" and r for the others.
     """
     if objective.clip_mode == "log_power":
         scale = position.clamp(min=1).to(dtype) ** objective.clip_power
@@ -50,7 +51,9 @@ def window(position: Tensor, dtype: torch.dtype, objective: PolicyObjective) -> 
     return (1 - objective.clip_low) * one, (1 + objective.clip_high) * one, dual
 
 
-def surrogate(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective: PolicyObjective) -> Surrogate:
+def surrogate(
+    log_ratio: Tensor, position: Tensor, advantages: Tensor, objective: PolicyObjective, log_probs: Tensor
+) -> Surrogate:
     """Clipped policy-gradient loss per token. All inputs `[N]`, and finite wherever the caller will not use the result.
 
     With log r_t cut at 10 (zero gradient beyond) and s_t = t^power, clip_mode "log_power" is
@@ -66,9 +69,13 @@ def surrogate(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective
         A <  0:  l = -A min(max(r, lower bound), dual bound)
 
     The bound is compared with the quantity it is stated for (log r or r), so rounding of exp cannot move a decision.
-    A ratio equal to a bound counts as inside it.
+    A ratio equal to a bound counts as inside it. clip_mode "detached_ratio" (CISPO, arXiv 2506.13585) is
+
+        l  = -A sg[clamp(r_t, 1 - low, 1 + high)] log p_t
     """
     log_ratio = capped(log_ratio, LOG_RATIO_CAP)
+    if objective.clip_mode == "detached_ratio":
+        return _detached(log_ratio, advantages, objective, log_probs)
     x = log_ratio if objective.clip_mode == "log_power" else log_ratio.exp()
     low, high, dual = window(position, x.dtype, objective)
     is_high = (advantages > 0) & (x > high)
@@ -80,3 +87,10 @@ def surrogate(log_ratio: Tensor, position: Tensor, advantages: Tensor, objective
         bounded = torch.where(is_dual, dual, bounded)
     clipped_ratio = bounded.exp() if objective.clip_mode == "log_power" else bounded
     return Surrogate(-advantages * clipped_ratio, log_ratio.detach().exp(), is_high, is_low, is_dual)
+
+
+def _detached(log_ratio: Tensor, advantages: Tensor, objective: PolicyObjective, log_probs: Tensor) -> Surrogate:
+    ratio = log_ratio.detach().exp()
+    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    is_high, is_low = (advantages != 0) & (ratio > high), (advantages != 0) & (ratio < low)
+    return Surrogate(-advantages * ratio.clamp(low, high) * log_probs, ratio, is_high, is_low, torch.zeros_like(is_low))

@@ -41,7 +41,7 @@ def token_diagnostics(
     anchor = layout.values(old_log_probs, "old_log_probs", torch.float32)
     ratios = token_ratios(objective.ratio_mode, current, anchor, model, layout)
     low, high, _ = window(ratios.position, current.dtype, objective)
-    if objective.clip_mode == "ratio":
+    if objective.clip_mode != "log_power":
         low, high = low.clamp(min=0).log(), high.log()
     fields = (torch.where(model, value, 0.0).reshape(layout.shape) for value in (ratios.log_ratio, low, high))
     return TokenDiagnostics(*fields)

@@ -27,7 +27,8 @@ class ObjectiveInputs:
     log_probs: float32 nats, the only differentiable one; 0 where response_mask is False.
     old_log_probs: what ratios are taken against, by `objective.anchor`. rollout_log_probs: as the sampler reported.
     advantages: one per token. response_mask: bool, the policy sampled it. loss_mask: bool, its loss counts.
-    denominators: counts of the whole optimizer step, over all its micro-batches and ranks.
+    denominators: counts of the whole optimizer step, over all its micro-batches and ranks. weights: those of
+    `objective.correction`, which the function applies itself; None without.
     """
 
     log_probs: Tensor
@@ -38,6 +39,7 @@ class ObjectiveInputs:
     loss_mask: Tensor
     cu_seqlens: Tensor
     denominators: Denominators
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)

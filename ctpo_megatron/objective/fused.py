@@ -80,7 +80,9 @@ def linear_policy_loss(
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    chunk_size: int | None = None,
     rows: Tensor | None = None,
+    may_learn: Tensor | None = None,
     accumulate_into_main_grad: bool = False,
 ) -> LinearPolicyLoss:
     """`policy_loss` of the log-probs of softmax(hidden weight^T / temperature), logits never held for all tokens.
@@ -105,7 +107,9 @@ def linear_policy_loss(
         tp_group=tp_group,
         cp_group=cp_group,
         sequence_parallel=sequence_parallel,
+        chunk_size=chunk_size,
         rows=rows,
+        may_learn=may_learn,
         accumulate_into_main_grad=accumulate_into_main_grad,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )

@@ -55,7 +55,8 @@ def policy_loss(
     cu_seqlens: int `[B + 1]`, boundaries of a packed batch.
     denominators: counts of the whole optimizer step; None takes this batch for the whole step.
     cp_group: context-parallel ranks that each hold two pieces of every sequence, as `ctpo_kernels.ctpo_loss` takes them
-        (packed only, `denominators` required); loss and statistics are this rank's share. Collective.
+        (packed only, `denominators` required); loss and statistics are this rank's share. Collective. An objective that
+        is not `on_kernels` must not need `whole_sequences`.
 
     The gradient of token t's loss reaches its own log-prob only: -A_t r_t w_t inside the bounds, 0 beyond them. Values
     at masked positions, NaN included, never enter; a NaN at a model token shows in its own sequence from there on
@@ -67,7 +68,12 @@ def policy_loss(
     split = cp_group is not None and cp_group.size() > 1
     if split and denominators is None:
         raise ValueError("denominators: a context-parallel rank sees a share of the sequences; give the step's counts")
-    if log_probs.is_cuda or split:
+    if split and not objective.on_kernels and objective.whole_sequences:
+        raise ValueError(
+            f"clip_mode: {objective.clip_mode} with {objective.ratio_mode}, {objective.loss_agg_mode} needs "
+            "whole sequences, and a context-parallel rank holds pieces"
+        )
+    if objective.on_kernels and (log_probs.is_cuda or split):
         return PolicyLossOutput(
             *fused_policy_loss(
                 log_probs.to(dtype),
@@ -91,7 +97,8 @@ def policy_loss(
     advantage = torch.where(trained, layout.values(advantages.detach(), "advantages", dtype, per_sequence=True), 0.0)
 
     ratios = token_ratios(objective.ratio_mode, flat_log_probs, flat_old_log_probs, model, layout)
-    token = surrogate(torch.where(trained, ratios.log_ratio, 0.0), ratios.position, advantage, objective)
+    log_ratio = torch.where(trained, ratios.log_ratio, 0.0)
+    token = surrogate(log_ratio, ratios.position, advantage, objective, torch.where(trained, flat_log_probs, 0.0))
     per_token = token.loss
     if weights is not None:
         per_token = per_token * layout.values(weights.detach(), "weights", dtype, per_sequence=True)

@@ -22,6 +22,7 @@ from ctpo_megatron.policy.checkpoint_files import CheckpointError
 from ctpo_megatron.policy.checkpoint_files import give_up as discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.collectives import pending_collectives
+from ctpo_megatron.policy.correction import apply_correction
 from ctpo_megatron.policy.device import capabilities, max_ranks
 from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import configured_loss, policy_gradient, supervised
@@ -41,6 +42,7 @@ __all__ = [
     "RankZero",
     "RankZeroError",
     "Update",
+    "apply_correction",
     "capabilities",
     "configured_loss",
     "destroy_distributed",

@@ -81,8 +81,10 @@ class Targets:
     """What the rows of this rank predict; row t of a sequence predicts its token t + 1.
 
     labels: int64; response_mask, loss_mask: bool; rollout_log_probs, advantages, old_log_probs (None before they
-    are computed): float32; all `[n]`, n = N / context-parallel size. cu_seqlens: `[B + 1]`, boundaries among them.
-    rows: int64 `[M]`, where response_mask is set, ascending; searched for on the host.
+    are computed), weights (of the correction, None without): float32; all `[n]`, n = N / context-parallel size.
+    cu_seqlens: `[B + 1]`, boundaries among them.
+    rows: int64 `[M]`, where response_mask is set, ascending; searched for on the host. may_learn: bool `[M]` in host
+    memory, which of them are in the loss with an advantage that is not 0.
     """
 
     labels: Tensor
@@ -91,8 +93,10 @@ class Targets:
     rollout_log_probs: Tensor
     advantages: Tensor
     old_log_probs: Tensor | None
+    weights: Tensor | None
     split: ContextSplit
     rows: Tensor
+    may_learn: Tensor
 
     @classmethod
     def of(cls, batch: PackedBatch, split: ContextSplit) -> Targets:
@@ -102,7 +106,9 @@ class Targets:
             # The first token of a sequence is never a model token: what rolls into the row before it is masked.
             return split.take(values.roll(-1))
 
-        predicting = split.on_host.take(batch.on_host.response_mask.roll(-1)).nonzero().squeeze(1)
+        host = batch.on_host
+        predicting = split.on_host.take(host.response_mask.roll(-1)).nonzero().squeeze(1)
+        learning = split.on_host.take((host.loss_mask & (host.advantages != 0)).roll(-1))
         return cls(
             labels=next_of(batch.token_ids),
             response_mask=next_of(batch.response_mask),
@@ -110,8 +116,10 @@ class Targets:
             rollout_log_probs=next_of(batch.rollout_log_probs),
             advantages=next_of(batch.advantages),
             old_log_probs=None if batch.old_log_probs is None else next_of(batch.old_log_probs),
+            weights=None if batch.correction_weights is None else next_of(batch.correction_weights),
             split=split,
             rows=predicting.to(batch.response_mask.device, non_blocking=True),
+            may_learn=learning[predicting],
         )
 
     @property

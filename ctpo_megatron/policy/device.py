@@ -117,6 +117,11 @@ def device_name() -> str | None:
     return torch.cuda.get_device_name() if CUDA else None
 
 
+def total_memory() -> int | None:
+    """Bytes of this rank's GPU; None on a CPU."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory) if CUDA else None
+
+
 def product_precision(dtype: str) -> str:
     """What matrix products of `policy.dtype` run in: the dtype, or `tf32`."""
     return "tf32" if CUDA and dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else dtype

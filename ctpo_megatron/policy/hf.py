@@ -168,7 +168,7 @@ def export_share(model: BuiltModel, layout: Layout) -> Iterator[tuple[str, torch
     stages and expert-parallel ranks have each their own. All ranks must iterate to the end.
     """
     for entry in _entries(model):
-        sends = entry.group.rank() == 0 and _is_first_replica(entry.mapping)
+        sends = _sends(entry)
         names = entry.names(model.spec.num_experts // layout.ep_size, layout.ep_rank)
         for name, part in zip(names, entry.mapping.unshard(entry.parameter.detach(), model.spec), strict=True):
             tensor = _joined(part, entry, model.spec)
@@ -178,6 +178,17 @@ def export_share(model: BuiltModel, layout: Layout) -> Iterator[tuple[str, torch
 
 
 Declared = list[tuple[str, tuple[int, ...], torch.dtype]]
+
+
+def declare_share(model: BuiltModel, layout: Layout) -> Declared:
+    """HF name, shape and dtype of all that `export_share` yields on this rank, in its order; not collective."""
+    experts_each = model.spec.num_experts // layout.ep_size
+    return [
+        (name, shape, entry.parameter.dtype)
+        for entry in _entries(model)
+        if _sends(entry)
+        for name, shape in zip(entry.names(experts_each, layout.ep_rank), entry.mapping.shapes, strict=True)
+    ]
 
 
 def declare(model: BuiltModel, layout: Layout) -> Declared:
@@ -193,6 +204,11 @@ def declare(model: BuiltModel, layout: Layout) -> Declared:
     if layout.pp_size > 1:
         dist.all_gather_object(stages, of_stage, group=mpu.get_pipeline_model_parallel_group())
     return [tensor for stage in stages for tensor in stage]
+
+
+def _sends(entry: Entry) -> bool:
+    """Whether this rank is the one that sends the tensors of a parameter."""
+    return entry.group.rank() == 0 and _is_first_replica(entry.mapping)
 
 
 def _is_first_replica(mapping: ParamMapping) -> bool:

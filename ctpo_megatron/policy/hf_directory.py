@@ -17,15 +17,23 @@ from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.weights.tensor_file import TensorFile
 
 _CONFIG = "config.json"
+_MODE = 0o666  # less the umask
+_CHAT_TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"  # transformers' only folder within a model directory
 
 
 def write_directory(
-    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path, layout: Layout, shard_bytes: int = 4 << 30
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    source: Path,
+    target: Path,
+    layout: Layout,
+    shard_bytes: int = 4 << 30,
+    chat_template: str | None = None,
 ) -> None:
     """Write a Hugging Face model directory: `tensors` in safetensors shards, everything else copied from `source`.
 
-    config.json gets the precision that the tensors have (all the same).
+    config.json gets the precision that the tensors have (all the same). chat_template: the Jinja text that the model
+    was trained with, where it is not that of `source`. Who may read the files is as the umask says.
     Every tensor goes to the disk before the next one is asked for; only rank 0 writes, the others take part in the
     gathering. Written aside and renamed; an existing model directory of that name is replaced. Raises ConfigError
     before anything is gathered if something else is there, or `source` itself; and CheckpointError, with nothing left
@@ -35,13 +43,17 @@ def write_directory(
     layout.on_rank_zero(lambda: _check_target(source.resolve(), target))
     if layout.rank == 0:
         aside = target.with_name(f".{target.name}.writing")
-        problem = _write_aside(tensors, source, aside, shard_bytes)
+        problem = _write_aside(tensors, source, aside, shard_bytes, chat_template)
     deque(tensors, maxlen=0)  # also after a failure: the other ranks are gathering
     layout.on_rank_zero(lambda: _publish(aside, target, problem))
 
 
 def _write_aside(
-    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, aside: Path, shard_bytes: int
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    source: Path,
+    aside: Path,
+    shard_bytes: int,
+    chat_template: str | None,
 ) -> OSError | None:
     """Write the whole directory; what the file system said against it."""
     shards: list[TensorFile] = []
@@ -49,6 +61,8 @@ def _write_aside(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         _copy_rest(source, aside)
+        if chat_template is not None:
+            (aside / _CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
         dtype = _write_shards(tensors, aside, shards, shard_bytes)
         _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
         (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
@@ -63,22 +77,22 @@ def _copy_rest(source: Path, aside: Path) -> None:
     for file in source.iterdir():
         weights = file.suffix in {".safetensors", ".bin", ".pt"} or ".index." in file.name
         if file.is_file() and not weights and file.name != _CONFIG:
-            shutil.copy2(file, aside / file.name)
+            shutil.copyfile(file, aside / file.name)
     if (source / _TEMPLATES).is_dir():
-        shutil.copytree(source / _TEMPLATES, aside / _TEMPLATES)
+        shutil.copytree(source / _TEMPLATES, aside / _TEMPLATES, copy_function=shutil.copyfile)
 
 
 def _write_shards(
     tensors: Iterator[tuple[str, torch.Tensor]], aside: Path, shards: list[TensorFile], shard_bytes: int
 ) -> torch.dtype:
     """Fill `shards` with all tensors; returns their precision."""
-    shards.append(TensorFile(aside / "part-1.safetensors"))
+    shards.append(TensorFile(aside / "part-1.safetensors", mode=_MODE))
     for name, tensor in tensors:
         size = shards[-1].tensor_bytes
         full = size and size + tensor.numel() * tensor.element_size() > shard_bytes
         if full or not shards[-1].has_room_for(name):
             shards[-1].close()
-            shards.append(TensorFile(aside / f"part-{len(shards) + 1}.safetensors"))
+            shards.append(TensorFile(aside / f"part-{len(shards) + 1}.safetensors", mode=_MODE))
         shards[-1].add(name, tensor)
         dtype = tensor.dtype
         del tensor  # or it would stay while the next one is gathered

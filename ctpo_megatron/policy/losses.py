@@ -25,7 +25,7 @@ from ctpo_megatron.policy.predictions import Predictions
 
 log = logging.getLogger(__name__)
 
-Anchor = Literal["proximal", "behaviour"]
+Anchor = Literal["proximal", "behaviour", "decoupled"]
 
 LossFunction = Callable[[Predictions, Denominators], PolicyLossOutput]
 """(predictions of a micro-batch, denominators of the whole optimizer step) -> the loss share of this micro-batch."""
@@ -37,18 +37,22 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
     Raises ExtensionError when that cannot be found or called; `extensions.activate` comes first.
     """
     objective = objective_from_config(config)
+    if config.function is not None or not objective.on_kernels:
+        log.info(
+            "objective: %s, given log-probs of the model; the one-sweep head does not serve it, so the output layer is "
+            "computed a second time in the backward pass (policy.head=streaming)",
+            config.function or config.preset,
+        )
     if config.function is None:
         return policy_gradient(objective, config.anchor)
-    log.info(
-        "objective: %s, given log-probs of the model; the one-sweep head serves our own objectives only, so the "
-        "output layer is computed a second time in the backward pass (policy.head=streaming)",
-        config.function,
-    )
     return function_gradient(load_objective(config.function), objective, config.anchor)
 
 
 def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
-    """The RL loss. proximal: ratios against the trainer's anchor pass; behaviour: against what the sampler reported."""
+    """The RL loss. proximal: ratios against the trainer's anchor pass; behaviour: against what the sampler reported.
+
+    decoupled: as proximal; the weights that `apply_correction` gave the micro-batches say what is between the two.
+    """
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
         return predictions.policy_loss(_anchor(predictions.targets, anchor), objective, denominators)
@@ -68,6 +72,7 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
             advantages=targets.advantages,
             response_mask=targets.response_mask,
             loss_mask=targets.loss_mask,
+            weights=targets.weights,
             cu_seqlens=targets.cu_seqlens,
             denominators=denominators,
         )
@@ -77,9 +82,9 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
 
 
 def _anchor(targets: Targets, anchor: Anchor) -> Tensor:
-    found = targets.old_log_probs if anchor == "proximal" else targets.rollout_log_probs
+    found = targets.rollout_log_probs if anchor == "behaviour" else targets.old_log_probs
     if found is None:
-        raise ValueError("the proximal anchor needs Policy.compute_old_log_probs() before Policy.update()")
+        raise ValueError(f"the {anchor} anchor needs Policy.compute_old_log_probs() before Policy.update()")
     return found
 
 

@@ -28,9 +28,12 @@ from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.workload import Workload, padded_tokens
 
 
-@dataclass(frozen=True)
+@dataclass
 class MiniBatch:
-    """What one optimizer step learns from: this rank's micro-batches, denominators over all ranks, and its size."""
+    """What one optimizer step learns from: this rank's micro-batches, denominators over all ranks, and its size.
+
+    `apply_correction` changes the denominators with the loss masks.
+    """
 
     micro_batches: list[PackedBatch]
     denominators: Denominators

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -14,10 +16,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ctpo_megatron.config import NEED_TE, PolicyConfig
+from ctpo_megatron.config import NEED_TE, PolicyConfig, Split, head_chunk_rows
 from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.layers import local_block_spec
+from ctpo_megatron.policy.parallel import gather_objects
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -27,7 +32,8 @@ class BuiltModel:
     """The model chunks of this rank: one, or one for each virtual pipeline stage.
 
     wrapped: for data parallelism; gpt: the plain GPTModels in them, in the same order.
-    streaming: the last stage gives hidden states, and the output layer is applied by the loss (`predictions.py`).
+    streaming: the last stage gives hidden states, and the output layer is applied by the loss (`predictions.py`), which
+    holds the logits of `head_chunk` rows at a time (None: its own default).
     """
 
     wrapped: tuple[DistributedDataParallel, ...]
@@ -35,6 +41,7 @@ class BuiltModel:
     config: TransformerConfig
     spec: ModelSpec
     streaming: bool
+    head_chunk: int | None
 
     @property
     def output_weight(self) -> torch.nn.Parameter:
@@ -159,7 +166,18 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     config.finalize_model_grads_func = _finalize_without_rescaling
     no_sync = [chunk.no_sync for chunk in wrapped]
     config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming)
+    head_chunk = _head_chunk(spec, policy) if streaming else None
+    return BuiltModel(wrapped, tuple(gpt), config, spec, streaming, head_chunk)
+
+
+def _head_chunk(spec: ModelSpec, policy: PolicyConfig) -> int | None:
+    """The same on every rank: of the smallest GPU. Collective on CUDA."""
+    if (here := device.total_memory()) is None:
+        return policy.head_chunk_tokens
+    smallest = min(gather_objects(here))
+    rows = head_chunk_rows(spec, Split.of(policy, dist.get_world_size()), smallest)
+    log.info("policy.head=streaming: logits of %d rows at a time, on GPUs of %.1f GiB", rows, smallest / 2**30)
+    return rows
 
 
 def _build_gpt(config: TransformerConfig, spec: ModelSpec, policy: PolicyConfig, stage: int | None) -> GPTModel:

@@ -27,7 +27,14 @@ from ctpo_megatron.policy.offload import Offload
 from ctpo_megatron.policy.optimizer import apply_gradients, build_optimizer, gradient_norm, learning_rate
 from ctpo_megatron.policy.parallel import Layout, gather_objects, gather_on_rank_zero
 from ctpo_megatron.policy.predictions import Predictions
-from ctpo_megatron.policy.reports import Clock, Diagnostics, Update, diagnostics_of, old_log_prob_totals
+from ctpo_megatron.policy.reports import (
+    Clock,
+    Diagnostics,
+    Update,
+    diagnostics_of,
+    old_log_prob_totals,
+    summarize_updates,
+)
 from ctpo_megatron.policy.step import Collected, run_schedule
 from ctpo_megatron.policy.workload import Cost, RankReport
 
@@ -165,6 +172,18 @@ class Policy:
         parts = gather_on_rank_zero(mine) or []
         return {place: fields for part in parts for place, fields in part.items()}
 
+    def update_all(
+        self, mini_batches: Sequence[MiniBatch], loss_function: LossFunction, *, planned: int
+    ) -> dict[str, float]:
+        """One optimizer step for each mini-batch; returns the metrics of all.
+
+        planned: steps of a whole batch. The schedule of the learning rate goes on over those that this one lacks.
+        """
+        updates = [self.update(mini_batch, loss_function) for mini_batch in mini_batches]
+        if missing := planned - len(updates):
+            self._scheduler.step(increment=missing)
+        return summarize_updates(updates)
+
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
         """One optimizer step; `temperature` replaces the rollouts' (a supervised loss wants 1).
 
@@ -250,13 +269,20 @@ class Policy:
             self._model.finish_param_gather()
             yield from hf.export_share(self._model, self.layout)
 
+    def own_weight_shapes(self) -> hf.Declared:
+        """Name, shape and dtype of `own_weights`, in their order; not collective."""
+        return hf.declare_share(self._model, self.layout)
+
     def weight_shapes(self) -> hf.Declared:
         """Name, shape and dtype of all `weights`, in their order, on every rank. Collective; no weight is moved."""
         return hf.declare(self._model, self.layout)
 
-    def export(self, directory: Path) -> None:
-        """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model."""
-        write_directory(self.weights(), self.source, directory, self.layout)
+    def export(self, directory: Path, chat_template: str | None = None) -> None:
+        """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model.
+
+        chat_template: Jinja text in the place of the source model's.
+        """
+        write_directory(self.weights(), self.source, directory, self.layout, chat_template=chat_template)
 
     def save(
         self,

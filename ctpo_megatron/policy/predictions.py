@@ -75,18 +75,7 @@ class LogitsPredictions:
     def policy_loss(
         self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
-        targets = self.targets
-        return policy_loss(
-            self.log_probs(),
-            old_log_probs,
-            targets.advantages,
-            targets.response_mask,
-            objective,
-            loss_mask=targets.loss_mask,
-            cu_seqlens=targets.cu_seqlens,
-            denominators=denominators,
-            cp_group=targets.split.group,
-        )
+        return _loss_of(self, old_log_probs, objective, denominators)
 
     def _at(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.targets.labels.numel()).index_put((rows,), values)
@@ -102,6 +91,7 @@ class StreamingPredictions:
     temperature: float
     vocab_size: int
     sequence_parallel: bool
+    chunk_size: int | None
 
     def log_probs(self) -> torch.Tensor:
         log_probs: torch.Tensor = self._linear_log_probs()
@@ -115,6 +105,8 @@ class StreamingPredictions:
     def policy_loss(
         self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
+        if not objective.on_kernels:
+            return _loss_of(self, old_log_probs, objective, denominators)
         targets = self.targets
         found = linear_policy_loss(
             self.hidden,
@@ -125,6 +117,7 @@ class StreamingPredictions:
             targets.response_mask,
             objective,
             loss_mask=targets.loss_mask,
+            weights=targets.weights,
             cu_seqlens=targets.cu_seqlens,
             denominators=denominators,
             temperature=self.temperature,
@@ -132,7 +125,9 @@ class StreamingPredictions:
             tp_group=mpu.get_tensor_model_parallel_group(),
             cp_group=targets.split.group,
             sequence_parallel=self.sequence_parallel,
+            chunk_size=self.chunk_size,
             rows=targets.rows,
+            may_learn=targets.may_learn,
             accumulate_into_main_grad=torch.is_grad_enabled(),
         )
         return PolicyLossOutput(found.loss, None, found.stats)
@@ -145,8 +140,28 @@ class StreamingPredictions:
             mpu.get_tensor_model_parallel_group(),
             self.sequence_parallel,
             self.temperature,
+            chunk_size=self.chunk_size,
             vocab_size=self.vocab_size,
             mask=self.targets.response_mask,
             rows=self.targets.rows,
             **options,
         )
+
+
+def _loss_of(
+    predictions: Predictions, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
+) -> PolicyLossOutput:
+    """The loss of log-probs that are computed first."""
+    targets = predictions.targets
+    return policy_loss(
+        predictions.log_probs(),
+        old_log_probs,
+        targets.advantages,
+        targets.response_mask,
+        objective,
+        loss_mask=targets.loss_mask,
+        weights=targets.weights,
+        cu_seqlens=targets.cu_seqlens,
+        denominators=denominators,
+        cp_group=targets.split.group,
+    )

@@ -70,5 +70,11 @@ def _predictions(model: BuiltModel, output: torch.Tensor, targets: Targets, temp
     if not model.streaming:
         return LogitsPredictions(output, targets, temperature, model.spec.vocab_size)
     return StreamingPredictions(
-        output, model.output_weight, targets, temperature, model.spec.vocab_size, model.config.sequence_parallel
+        output,
+        model.output_weight,
+        targets,
+        temperature,
+        model.spec.vocab_size,
+        model.config.sequence_parallel,
+        model.head_chunk,
     )

@@ -44,12 +44,26 @@ class ScoreReport:
     scored: there is a reward. timeouts: the deadline passed. failures: the function raised or its process died twice.
     scored + timeouts + failures is the number of trajectories; timeouts and failures have reward 0.0.
     metrics: means and counts of the components and metrics that the functions returned, by name (`Reward`).
+    values: what they are made of. The sum of two reports is that of one call for all their trajectories.
     """
 
     scored: int
     timeouts: int
     failures: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, scored: int, timeouts: int, failures: int, values: Mapping[str, list[float]]) -> ScoreReport:
+        """The report of these counts and values."""
+        metrics = {name: _count_or_mean(numbers) for name, numbers in values.items()}
+        return cls(scored, timeouts, failures, metrics, values)
+
+    def __add__(self, other: ScoreReport) -> ScoreReport:
+        names = dict.fromkeys([*self.values, *other.values])
+        values = {name: [*self.values.get(name, ()), *other.values.get(name, ())] for name in names}
+        timeouts, failures = self.timeouts + other.timeouts, self.failures + other.failures
+        return ScoreReport.of(self.scored + other.scored, timeouts, failures, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +75,7 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class PendingScores:
     """What `RewardPool.begin` began. result: waits for it, and sets the rewards; see `RewardPool.score`."""
 
     result: Callable[[], ScoreReport]
@@ -123,10 +137,10 @@ class RewardPool:
         """
         return self.begin(groups).result()
 
-    def begin(self, groups: Sequence[Group]) -> Scoring:
+    def begin(self, groups: Sequence[Group]) -> PendingScores:
         """Begin what `score` does, and return at once."""
         work = [(chunk, self._schedule(chunk)) for chunk in self._chunks(groups)]
-        return Scoring(lambda: self._collect(work), [future for _, future in work])
+        return PendingScores(lambda: self._collect(work), [future for _, future in work])
 
     def _collect(self, work: Sequence[tuple[_Chunk, ProcessFuture[list[Outcome]]]]) -> ScoreReport:
         rewards: list[Reward] = []
@@ -141,7 +155,7 @@ class RewardPool:
                 trajectory.reward, trajectory.reward_components = outcome.value, dict(outcome.components)
                 rewards.append(outcome)
         timeouts = sum(failure.timed_out for failure in failures)
-        return ScoreReport(len(rewards), timeouts, len(failures) - timeouts, _summary(rewards))
+        return ScoreReport.of(len(rewards), timeouts, len(failures) - timeouts, _values(rewards))
 
     def _chunks(self, groups: Sequence[Group]) -> Iterator[_Chunk]:
         """One trajectory each; of those with an `async` function as many as a worker's fair share, up to the limit."""
@@ -223,16 +237,17 @@ def _check(reward: Reward, trajectory: Trajectory) -> None:
             )
 
 
-def _summary(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Mean of every component and metric over the trajectories that have it; of flags the count."""
+def _values(rewards: Sequence[Reward]) -> dict[str, list[float]]:
+    """Every component and metric of the trajectories that have it."""
     found: dict[str, list[float]] = defaultdict(list)
     for reward in rewards:
         for name, value in (*reward.components.items(), *reward.metrics.items()):
             found[name].append(value)
-    return {name: _count_or_mean(values) for name, values in found.items()}
+    return dict(found)
 
 
 def _count_or_mean(values: Sequence[float]) -> float:
+    """Of flags the count, of numbers the mean."""
     return float(sum(values)) if all(isinstance(value, bool) for value in values) else statistics.fmean(values)
 
 

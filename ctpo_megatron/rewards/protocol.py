@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ctpo_megatron.extensions import call_problem
+from ctpo_megatron.rewards.overlong import OVERLONG
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.records import Prompt, Trajectory
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 WORDS: Mapping[str, str] = {"math_verify": "ctpo_megatron.rewards.math:MathVerify"}
 """Our own reward functions by the word that names them in a configuration."""
 
-RESERVED = frozenset({"mean", "std", "groups_mixed", "timeouts", "failures"})
-"""Names `reward/<name>` that every run has, and that no component or metric may take."""
+RESERVED = frozenset({"mean", "std", "groups_mixed", "timeouts", "failures", OVERLONG})
+"""Names `reward/<name>` that are ours, and that no component or metric may take."""
 
 
 @dataclass(frozen=True, slots=True)

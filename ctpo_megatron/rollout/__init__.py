@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.rollout.filters import Filters, filter_problem
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollout.replay import Replay, ReplayError
@@ -24,6 +25,7 @@ __all__ = [
     "Cancelled",
     "Collector",
     "Engines",
+    "Filters",
     "FleetError",
     "Phase",
     "Quarantined",
@@ -37,6 +39,7 @@ __all__ = [
     "WeightClient",
     "WeightSyncError",
     "check_mismatch",
+    "filter_problem",
     "rollout_metrics",
 ]
 

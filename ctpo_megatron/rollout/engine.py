@@ -13,6 +13,7 @@ from ctpo_megatron.environments.episode import Episode, EpisodeFailed, Limits, M
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
+from ctpo_megatron.environments.tokenizer import use_chat_template
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.rollout.expected import leave_out_expected
 from ctpo_megatron.rollout.logs import path_here, redirect_output
@@ -29,7 +30,6 @@ from ctpo_megatron.rollout.tasks import (
     engine_environment,
 )
 from ctpo_megatron.weights import EngineFacts
-from ctpo_megatron.weights.checksum import Part, Sums, differences
 
 
 class RolloutEngine:
@@ -132,15 +132,14 @@ class RolloutEngine:
         """What a weight transport has to know."""
         return EngineFacts(self._llm.model_config.dtype, _node_address())
 
-    async def update_weights(self, offer: dict[str, Any], version: int, sums: Sums) -> UpdateReport:
+    async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
         """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
 
-        sums: what the parameters have to sum up to afterwards. Requests in flight are frozen meanwhile and go on with
-        the new weights. An engine that sleeps has none.
+        Requests in flight are frozen meanwhile and go on with the new weights. An engine that sleeps has none.
         """
         await self.start_weight_update()
         await self.receive_weights(offer)
-        return await self.finish_weight_update(version, sums)
+        return await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         """Meet the trainer's side of one of vLLM's own transports."""
@@ -160,14 +159,13 @@ class RolloutEngine:
 
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer))
 
-    async def finish_weight_update(self, version: int, sums: Sums) -> UpdateReport:
-        """Compute with the new weights, compare them with `sums`, and go on with the requests."""
+    async def finish_weight_update(self, version: int) -> UpdateReport:
+        """Compute with the new weights, sum them up, and go on with the requests."""
         await self._llm.finish_weight_update(weight_version=str(version))
         answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
         if not self._asleep:
             await self._llm.resume_generation()
-        wrong, unchecked = differences([Part(*part) for of_worker in answers for part in of_worker], sums)
-        return UpdateReport(await self.ping(), tuple(wrong), tuple(unchecked))
+        return UpdateReport(await self.ping(), [tuple(part) for of_worker in answers for part in of_worker])
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back; 1: the weights stay in host memory, 2: they are gone. Requests are aborted."""
@@ -183,6 +181,7 @@ class RolloutEngine:
         self._llm.shutdown(timeout=2.0)
 
     def _make_codec(self, tokenizer: Any) -> TokenizerCodec:
+        use_chat_template(tokenizer, self._config)
         stops = stop_token_ids(tokenizer, self._spec.model_path)
         kwargs = self._config.model.chat_template_kwargs
         template = MessageTemplate(tokenizer, kwargs, sorted(stops), self._tools.schemas)
@@ -194,7 +193,7 @@ class RolloutEngine:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        stops = sorted(self._codec.stop_ids)
+        stops, strings = sorted(self._codec.stop_ids), list(self._tools.stop)
 
         async def generate(token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
             params = SamplingParams(
@@ -204,9 +203,13 @@ class RolloutEngine:
                 max_tokens=max_tokens,
                 seed=seed,
                 stop_token_ids=stops,
+                stop=strings,
+                include_stop_str_in_output=bool(strings),  # the tokens that hold it are kept either way
+                skip_special_tokens=False,
+                spaces_between_special_tokens=False,
                 logprobs=0,
                 flat_logprobs=True,
-                detokenize=False,
+                detokenize=bool(strings),
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,
             )

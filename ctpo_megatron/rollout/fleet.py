@@ -29,11 +29,10 @@ from ctpo_megatron.rollout.tasks import (
     FleetError,
     Sampling,
     Transport,
-    UpdateReport,
     WeightSyncError,
     choose_transport,
 )
-from ctpo_megatron.rollout.updates import ReadBack, check_complete, give
+from ctpo_megatron.rollout.updates import ReadBack, Update, check_complete
 from ctpo_megatron.weights import EngineFacts, EngineWeights
 from ctpo_megatron.weights.shared_file import FileWeights
 
@@ -80,6 +79,7 @@ class RolloutFleet:
         self._memory = SleepState(config.rollout.start_timeout_s)
         self._quarantine = Quarantine(config.rollout.max_quarantined)
         self._weights: EngineWeights | None = None
+        self._update: Update | None = None
         self._facts: EngineFacts | None = None
         self._read_back = ReadBack()
         self._parks = False
@@ -188,12 +188,16 @@ class RolloutFleet:
         self.update(FileWeights(named_tensors, version, dtype), began)
 
     def update(self, weights: EngineWeights, began: float) -> None:
-        """Give all engines these weights and hold them to their version (>= 0). They are closed with the next ones.
+        """Give all engines these weights: `begin_update`, then `finish_update`."""
+        self.begin_update(weights, began)
+        self.finish_update()
 
-        An engine that dies or is late is replaced, and the new one gets them. Engines that sleep wake for their
-        weights; their caches sleep on. began: when the weights began to be made, on the monotonic clock. Raises
-        WeightSyncError when a tensor of the model is missing (engines would silently keep the old one) or an engine
-        answers with another version or keeps other values, FleetError when one cannot be replaced.
+    def begin_update(self, weights: EngineWeights, began: float) -> None:
+        """All engines begin to take these weights, of a version >= 0, which are closed with the next ones.
+
+        Engines that sleep wake for their weights; their caches sleep on. began: when the weights began to be made, on
+        the monotonic clock. Raises WeightSyncError when a tensor of the model is missing: engines would silently keep
+        the old one.
         """
         self.wait_ready()
         try:
@@ -205,14 +209,25 @@ class RolloutFleet:
             self._weights.close()
         self._weights = weights
         self._memory.wake(self._engines, WEIGHTS)
-        failed, reports = give(weights, self._memory.living(self._engines))
+        self._update = Update(weights, self._memory.living(self._engines), began)
+
+    def finish_update(self) -> None:
+        """Return when all engines have the weights. One that died or is late is replaced, and the new one gets them.
+
+        Raises WeightSyncError when an engine answers with another version or keeps other values, FleetError when one
+        cannot be replaced.
+        """
+        update, self._update = self._update, None
+        if update is None:
+            raise FleetError("begin_update comes before finish_update")
+        failed, unchecked = update.finish()
         self._memory.dead += failed
         if not self._memory.asleep:
             self._revive()
-        self._count_update(reports, began, weights.size)
+        self._count_update(unchecked, update.began, update.weights.size)
 
-    def _count_update(self, reports: Sequence[UpdateReport], began: float, size: int) -> None:
-        self._read_back.note(reports)
+    def _count_update(self, unchecked: list[str], began: float, size: int) -> None:
+        self._read_back.note(unchecked)
         self._add_seconds("sync_s", began)
         self._counts.update({"sync_bytes": size, f"{UPDATES_BY}{self._spec.transport}": 1})
 
@@ -227,9 +242,7 @@ class RolloutFleet:
         self._parks = True
         self._memory.wake(self._engines, WEIGHTS)
 
-    def end_transfer(
-        self, failed: Sequence[EngineHandle], reports: Sequence[UpdateReport], began: float, size: int
-    ) -> None:
+    def end_transfer(self, failed: Sequence[EngineHandle], unchecked: list[str], began: float, size: int) -> None:
         """The others serve with the new weights, those that failed are replaced. Raises FleetError if they cannot."""
         if failed and self._memory.asleep:
             names = ", ".join(engine.name for engine in failed)
@@ -239,7 +252,7 @@ class RolloutFleet:
         for engine in self._engines:
             if engine not in failed:
                 engine.admit()
-        self._count_update(reports, began, size)
+        self._count_update(unchecked, began, size)
 
     def sleep(self, level: int) -> None:
         """All engines give their GPU memory back: 1 keeps the weights in host memory, 2 keeps nothing. Idempotent.

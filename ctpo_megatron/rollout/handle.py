@@ -15,6 +15,7 @@ from ctpo_megatron.rollout.engine_group import EngineGroup
 from ctpo_megatron.rollout.logs import LogCopy, seat_of
 from ctpo_megatron.rollout.tasks import EngineLate, EngineSpec, FleetError, GroupTask, UpdateReport, WeightSyncError
 from ctpo_megatron.weights import EngineFacts, EngineWeights
+from ctpo_megatron.weights.checksum import Part, Sums, differences
 
 _PING_TIMEOUT_S = 20.0
 _SHUTDOWN_TIMEOUT_S = 5.0
@@ -94,7 +95,7 @@ class EngineHandle:
         if weights is not None:
             try:
                 with weights.offered() as offer:
-                    self.check_update(*self.begin_update(offer, weights), weights.version)
+                    self.check_update(*self.begin_update(offer, weights), weights)
             except RayError as error:
                 if self._begun_again(error):
                     return
@@ -153,11 +154,11 @@ class EngineHandle:
 
     def begin_update(self, offer: dict[str, Any], weights: EngineWeights) -> tuple[Any, float]:
         """Begin a weight update; returns the reference for `check_update`, and until when it has to be done."""
-        reference = self._actor.update_weights.remote(offer, weights.version, weights.sums)
+        reference = self._actor.update_weights.remote(offer, weights.version)
         return reference, time.monotonic() + self._update_timeout_s
 
-    def check_update(self, reference: Any, deadline: float, version: int) -> UpdateReport:
-        """Wait for an update and hold the engine's own answer against `version`.
+    def check_update(self, reference: Any, deadline: float, weights: EngineWeights) -> list[str]:
+        """Wait for an update and compare what the engine has with `weights`: tensors that cannot be read back from it.
 
         Raises EngineLate, and WeightSyncError when the engine has another version or other weights.
         """
@@ -166,18 +167,19 @@ class EngineHandle:
         except GetTimeoutError as error:
             limit = f"{self._update_timeout_s:g} s (rollout.weights.timeout_s)"
             raise EngineLate(
-                f"{self.name} has not loaded weights {version} in {limit}; log: {self.log_path}"
+                f"{self.name} has not loaded weights {weights.version} in {limit}; log: {self.log_path}"
             ) from error
-        return self.check_report(report, version)
+        return self.check_report(report, weights.version, weights.sums)
 
-    def check_report(self, report: UpdateReport, version: int) -> UpdateReport:
-        """Raises WeightSyncError when the engine has another version or other weights."""
+    def check_report(self, report: UpdateReport, version: int, sums: Sums) -> list[str]:
+        """See `check_update`."""
         if report.version != str(version):
             raise WeightSyncError(f"{self.name} reports weights {report.version!r} after being sent {version}")
-        if report.wrong:
-            names = f"{len(report.wrong)} tensors, e.g. {', '.join(report.wrong[:5])}"
+        wrong, unchecked = differences((Part(*part) for part in report.parts), sums)
+        if wrong:
+            names = f"{len(wrong)} tensors, e.g. {', '.join(wrong[:5])}"
             raise WeightSyncError(f"{self.name} keeps other values than weights {version} have in {names}")
-        return report
+        return unchecked
 
     def responds(self) -> bool:
         """Whether the engine answers a ping in time."""

@@ -25,10 +25,14 @@ class Replay:
     recorded: step -> the trajectories of its dump, group by group in sample order.
     max_quarantined: most prompts that the recorded run can have lost (its `rollout.max_quarantined`).
     quarantined: the prompts that the recording does without; a resumed replay adds those that it had before.
+    refills: whether the groups of a step may be asked for in several calls (`rollout.uniform_groups: refill`).
     """
 
-    def __init__(self, recorded: Callable[[int], list[Trajectory]], max_quarantined: int = 0) -> None:
-        self._recorded, self._max_quarantined = recorded, max_quarantined
+    def __init__(
+        self, recorded: Callable[[int], list[Trajectory]], max_quarantined: int = 0, *, refills: bool = False
+    ) -> None:
+        self._recorded, self._max_quarantined, self._refills = recorded, max_quarantined, refills
+        self._step, self._rest = -1, list[Trajectory]()  # of the step, what no call has asked for yet
         self._counts: Counter[str] = Counter()
         self.quarantined: list[Quarantined] = []
 
@@ -51,7 +55,7 @@ class Replay:
         cancelled: Callable[[], bool] = lambda: False,
         replacement: Callable[[], Prompt] | None = None,
     ) -> list[Group]:
-        """The recorded groups of `step`, which must be of these prompts in this order.
+        """The recorded groups of `step`, which must be of these prompts in this order; with refills, the next of them.
 
         Where the recorded run replaced a prompt, `replacement` is drawn from as that run drew from it.
 
@@ -59,13 +63,19 @@ class Replay:
         Cancelled when `cancelled()` is true.
         """
         if cancelled():
+            self._step = -1
             raise Cancelled(f"step {step} was not replayed")
-        trajectories = self._recorded(step)
-        if len(trajectories) != len(prompts) * samples:
+        first = not self._refills or step != self._step
+        if first:
+            self._step, self._rest = step, self._recorded(step)
+        count = len(prompts) * samples
+        if len(self._rest) < count or (len(self._rest) > count and not self._refills):
+            found = "were recorded" if first else "are left of the recording"
             raise ReplayError(
-                f"step {step}: {len(trajectories)} trajectories were recorded, {len(prompts)} prompts x {samples} "
+                f"step {step}: {len(self._rest)} trajectories {found}, {len(prompts)} prompts x {samples} "
                 "samples are needed: set rollout.prompts_per_step and rollout.samples_per_prompt as in the recorded run"
             )
+        trajectories, self._rest = self._rest[:count], self._rest[count:]
         recorded = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
         played = list(prompts) if replacement is None else self._replace(prompts, recorded, step, replacement)
         return [_group(step, place, played[place], recorded[place]) for place in range(len(played))]
@@ -109,7 +119,15 @@ class Replay:
             pass
 
     def stats(self) -> dict[str, float]:
-        """The names that `RolloutFleet.stats` has; all but `quarantined` are 0."""
+        """The names that `RolloutFleet.stats` has; all but `quarantined` are 0.
+
+        Comes after the last call of a step: raises ReplayError when more groups of it were recorded.
+        """
+        if self._rest:
+            raise ReplayError(
+                f"step {self._step}: {len(self._rest)} more trajectories were recorded than this run asks for: refills "
+                "follow from the rewards, so give reward.* and rollout.max_refills as in the recorded run"
+            )
         counts, self._counts = self._counts, Counter()
         return fleet_stats(counts)
 
@@ -125,6 +143,6 @@ def _group(step: int, place: int, prompt: Prompt, trajectories: list[Trajectory]
         if trajectory.token_ids[: len(prompt.token_ids)] != list(prompt.token_ids):
             raise ReplayError(
                 f"{where}: prompt {prompt.id!r} was recorded with other tokens than this tokenizer and chat template "
-                "give: use the recorded run's model.path, model.chat_template_kwargs and data.tool_in_prompt"
+                "give: use the recorded run's model.path, chat template, rollout.tool_parser and data.system_prompt"
             )
     return Group(prompt, trajectories)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.records import Group, Prompt, RolloutBatch
+from ctpo_megatron.rollout.filters import Filters
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.quarantine import Quarantined
 from ctpo_megatron.rollout.tasks import Cancelled, Sampling
+from ctpo_megatron.rollout.uniform import PromptStream, UniformGroups
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 Phase = Callable[[str], Any]
 """Times a part of the step: `with phase("rollout"): ...`."""
@@ -64,29 +71,22 @@ class Engines(Protocol):
         """Counts and seconds since the last call."""
 
 
-class PromptStream(Protocol):
-    """Prompts in the order of the run: `data.PromptSampler`."""
+class Scorer(Protocol):
+    """Rewards trajectories; a batch may be given in several calls."""
 
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
+    def score(self, groups: Sequence[Group]) -> Any:
+        """Give every trajectory its reward; returns a report of what happened."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Position in the stream."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position."""
-
-
-Score = Callable[[Sequence[Group]], dict[str, float]]
-"""Gives every trajectory its reward; returns `reward/*` metrics."""
+    def metrics(self, groups: Sequence[Group], reports: Sequence[Any]) -> dict[str, float]:
+        """`reward/*` of scored groups, given the reports of all calls that scored them."""
 
 
 class Collector:
     """Generates groups and scores them; used for training and for evaluation."""
 
-    def __init__(self, engines: Engines, score: Score, cancelled: Callable[[], bool]) -> None:
+    def __init__(self, engines: Engines, scorer: Scorer, cancelled: Callable[[], bool]) -> None:
         """cancelled: asked about every second; when true, `collect` raises Cancelled. It may raise, too."""
-        self._engines, self._score, self._cancelled = engines, score, cancelled
+        self._engines, self._scorer, self._cancelled = engines, scorer, cancelled
 
     def collect(
         self,
@@ -97,22 +97,30 @@ class Collector:
         sampling: Sampling,
         phase: Phase,
         replacement: Callable[[], Prompt] | None = None,
+        further: Callable[[Sequence[Group]], Sequence[Prompt]] = lambda _: (),
     ) -> tuple[list[Group], dict[str, float]]:
         """Scored groups of the prompts and their metrics. Raises what `Engines.generate` raises.
 
-        Without `replacement` there may be fewer groups than prompts, or none.
+        Without `replacement` there may be fewer groups than prompts, or none. further: given all scored groups, in the
+        order of sampling, it returns prompts to sample next; none: the groups are complete.
         """
-        with phase("rollout"):
-            groups = self._engines.generate(
-                prompts,
-                step=step,
-                samples=samples,
-                sampling=sampling,
-                cancelled=self._cancelled,
-                replacement=replacement,
-            )
-        with phase("reward"):
-            scores = self._score(groups) if groups else {}
+        groups: list[Group] = []
+        reports: list[Any] = []
+        while prompts:
+            with phase("rollout"):
+                sampled = self._engines.generate(
+                    prompts,
+                    step=step,
+                    samples=samples,
+                    sampling=sampling,
+                    cancelled=self._cancelled,
+                    replacement=replacement,
+                )
+            with phase("reward"):
+                reports.append(self._scorer.score(sampled))
+            groups += sampled
+            prompts = further(groups)
+        scores = self._scorer.metrics(groups, reports) if groups else {}
         engines = {f"rollout/{name}": value for name, value in self._engines.stats().items()}
         return groups, rollout_metrics(groups) | scores | engines
 
@@ -121,29 +129,45 @@ class SampledRollouts:
     """Samples every batch when it is asked for, with the weights published last: a `RolloutSource`."""
 
     def __init__(
-        self, config: RolloutConfig, collector: Collector, engines: Engines, prompts: PromptStream, phase: Phase
+        self,
+        config: RolloutConfig,
+        collector: Collector,
+        engines: Engines,
+        prompts: PromptStream,
+        phase: Phase,
+        *,
+        mini_batch_prompts: int = 1,
     ) -> None:
+        """mini_batch_prompts: groups of an optimizer step, of which a batch has a whole number of times."""
         self._config, self._collector, self._engines = config, collector, engines
-        self._prompts, self._phase = prompts, phase
+        self._prompts, self._phase, self._mini_batch_prompts = prompts, phase, mini_batch_prompts
+        self._filters = Filters(config.filters)
 
     def next_batch(self, step: int) -> RolloutBatch | None:
         """See `RolloutSource`."""
         config = self._config
+        uniform = UniformGroups(config, self._prompts, self._mini_batch_prompts)
         before = self._prompts.state_dict()
         try:
-            groups, metrics = self._collector.collect(
+            sampled, metrics = self._collector.collect(
                 self._prompts.take(config.prompts_per_step),
                 step=step,
                 samples=config.samples_per_prompt,
                 sampling=Sampling(config.temperature, config.top_p, config.top_k),
                 phase=self._phase,
                 replacement=lambda: self._prompts.take(1)[0],
+                further=uniform.further,
             )
         except Cancelled:
             self._prompts.load_state_dict(before)
             return None
+        dropped = uniform.dropped(sampled)
+        groups = [group for place, group in enumerate(sampled) if place not in dropped]
+        repeated = len(sampled) - len({group.prompt.id for group in sampled})
+        metrics |= {"rollout/prompts_repeated": float(repeated)}
+        metrics |= uniform.metrics(sampled, len(dropped)) | self._filters.apply(groups)
         versions = {v for group in groups for t in group.trajectories for v in t.weight_version if v >= 0}
-        return RolloutBatch(groups, metrics, tuple(sorted(versions)), self._prompts.state_dict())
+        return RolloutBatch(groups, metrics, tuple(sorted(versions)), self._prompts.state_dict(), dropped)
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutSource`."""
@@ -161,10 +185,25 @@ class SampledRollouts:
 
 
 def check_mismatch(config: RolloutConfig, metrics: Mapping[str, float]) -> None:
-    """Raises RuntimeError when sampler and trainer log-probs differ by more than `rollout.mismatch_limit` (nats)."""
+    """Raises RuntimeError when sampler and trainer log-probs differ by more than `rollout.mismatch_limit` (nats).
+
+    Warns once when their noise alone crosses the clip window within `rollout.max_response_tokens` (`mismatch/t_star`).
+    """
     limit, difference = config.mismatch_limit, metrics["mismatch/log_prob_abs_max"]
     if limit is not None and not difference <= limit:  # a NaN is beyond every limit
         raise RuntimeError(
             f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="
             f"{limit}: a weight sync did not arrive, or the two sides compute in different precision"
         )
+    if metrics.get("mismatch/t_star", math.inf) < config.max_response_tokens:
+        _warn_of_noise(config.max_response_tokens)
+
+
+@functools.cache
+def _warn_of_noise(longest: int) -> None:
+    log.warning(
+        "sampler and trainer differ by so much noise at equal weights (mismatch/sigma) that a ratio against the "
+        "sampler leaves the clip window by it alone (at token mismatch/t_star) before rollout.max_response_tokens=%d: "
+        "compute both sides in the same precision, or see objective.correction (docs/objective.md)",
+        longest,
+    )

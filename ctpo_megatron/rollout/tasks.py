@@ -111,14 +111,10 @@ class EngineDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """An engine's own account of a weight update.
-
-    wrong: tensors of which it keeps something else than was sent. unchecked: those that cannot be read back from it.
-    """
+    """An engine's own account of a weight update. parts: fields of each `Part` that its workers keep."""
 
     version: str
-    wrong: tuple[str, ...]
-    unchecked: tuple[str, ...] = ()
+    parts: list[tuple[str, str, bool, int]]
 
 
 def choose_transport(config: Config, device: Device, *, cluster: bool) -> Transport:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from ray.exceptions import RayError
 
 from ctpo_megatron.rollout.handle import EngineHandle
-from ctpo_megatron.rollout.tasks import EngineLate, UpdateReport, WeightSyncError
+from ctpo_megatron.rollout.tasks import EngineLate, WeightSyncError
 from ctpo_megatron.weights import EngineWeights
 from ctpo_megatron.weights.shared_file import checkpoint_names
 
@@ -22,32 +23,42 @@ def check_complete(weights: EngineWeights, model_path: str) -> None:
         raise WeightSyncError(f"weights {weights.version} lack {len(missing)} tensors, e.g. {sorted(missing)[:3]}")
 
 
-def give(weights: EngineWeights, engines: Sequence[EngineHandle]) -> tuple[list[EngineHandle], list[UpdateReport]]:
-    """Give the weights to all engines at once: those that died or are late, and the reports of the others.
+class Update:
+    """Weights that all engines were told to take, at once."""
 
-    Raises WeightSyncError when an engine keeps something else than was sent.
-    """
-    failed, reports = [], []
-    with weights.offered() as offer:
-        for engine, update in [(engine, engine.begin_update(offer, weights)) for engine in engines]:
-            try:
-                reports.append(engine.check_update(*update, weights.version))
-            except (EngineLate, RayError) as error:
-                log.warning("%s is replaced, it did not take weights %d: %s", engine.name, weights.version, error)
-                failed.append(engine)
-    return failed, reports
+    def __init__(self, weights: EngineWeights, engines: Sequence[EngineHandle], began: float) -> None:
+        """began: when the weights began to be made, on the monotonic clock."""
+        self.weights, self.began = weights, began
+        with ExitStack() as stack:
+            offer = stack.enter_context(weights.offered())
+            self._begun = [(engine, engine.begin_update(offer, weights)) for engine in engines]
+            self._offered = stack.pop_all()
+
+    def finish(self) -> tuple[list[EngineHandle], list[str]]:
+        """Engines that died or are late; names of tensors that cannot be read back from the others.
+
+        Raises WeightSyncError when an engine keeps something else than was sent.
+        """
+        failed, unchecked, version = [], [], self.weights.version
+        with self._offered:
+            for engine, update in self._begun:
+                try:
+                    unchecked += engine.check_update(*update, self.weights)
+                except (EngineLate, RayError) as error:
+                    log.warning("%s is replaced, it did not take weights %d: %s", engine.name, version, error)
+                    failed.append(engine)
+        return failed, list(dict.fromkeys(unchecked))
 
 
 class ReadBack:
     """What of the weights cannot be read back from engines, and so is not compared: logged when it changes."""
 
     def __init__(self) -> None:
-        self.unchecked: tuple[str, ...] = ()
+        self.unchecked: list[str] = []
 
-    def note(self, reports: Sequence[UpdateReport]) -> None:
-        """Take in the reports of an update."""
-        found = next((report.unchecked for report in reports if report.unchecked), ())
-        if found and found != self.unchecked:
-            names = f"{len(found)} tensors, e.g. {', '.join(found[:3])}"
+    def note(self, unchecked: list[str]) -> None:
+        """Take in the names of an update."""
+        if unchecked and unchecked != self.unchecked:
+            names = f"{len(unchecked)} tensors, e.g. {', '.join(unchecked[:3])}"
             log.warning("weights: cannot be read back from the engines, so not compared: %s", names)
-        self.unchecked = found
+        self.unchecked = unchecked

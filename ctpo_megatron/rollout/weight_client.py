@@ -78,14 +78,15 @@ class WeightClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """All engines compute with the new weights and say which they are; the version is that of `begin`."""
-        arguments = [[self._version, self._sums()]] * len(self._fleet.engines)
+        arguments = [[self._version]] * len(self._fleet.engines)
         self._reports = self._all("finish_weight_update", arguments)
 
     def settle(self, began: float, size: int) -> bool:
         """See `EngineClient`."""
+        sums, unchecked = self._sums(), list[str]()
         for engine, report in self._reports:
-            engine.check_report(report, self._version)
-        self._fleet.end_transfer(self._failed, [report for _, report in self._reports], began, size)
+            unchecked += engine.check_report(report, self._version, sums)
+        self._fleet.end_transfer(self._failed, list(dict.fromkeys(unchecked)), began, size)
         return not self._failed
 
     def _all(self, method: str, arguments: list[list[Any]] | None = None) -> list[tuple[EngineHandle, Any]]:

@@ -48,6 +48,12 @@ def _family(part: Extension, config: Config) -> str:
     return ""
 
 
+def _filter(part: Extension, _config: Config) -> str:
+    from ctpo_megatron.rollout import filter_problem
+
+    return filter_problem(part)
+
+
 def _rollout(name: str) -> Check:
     def check(part: Extension, _config: Config) -> str:
         from ctpo_megatron.environments import factory
@@ -56,6 +62,14 @@ def _rollout(name: str) -> Check:
         return ""
 
     return check
+
+
+def _tool_parser(part: Extension, config: Config) -> str:
+    from ctpo_megatron.environments import factory
+
+    factory.check_tool_parser(part)
+    factory.check_parser_fits(config.rollout)
+    return ""
 
 
 def _unknown(part: Extension, words: Iterable[str]) -> str:
@@ -68,8 +82,9 @@ DOORS: dict[str, Check] = {
     "objective.function": _objective,
     "reward.function": _reward,
     "reward.by_source": _reward,
+    "rollout.filters": _filter,
     "rollout.tools": _rollout("check_tool"),
-    "rollout.tool_parser": _rollout("check_tool_parser"),
+    "rollout.tool_parser": _tool_parser,
     "rollout.environment": _rollout("check_environment"),
     "tracking.trackers": _tracker,
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from ctpo_megatron.tracking import (
     PhaseTimer,
     TrainLog,
     discard_dumps,
+    first_batch_warnings,
     open_trackers,
     phase_peaks,
     print_summary,
@@ -31,6 +34,8 @@ from ctpo_megatron.tracking import (
     write_report,
     write_trajectories,
 )
+
+log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 _SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")
@@ -115,6 +120,7 @@ class RankZeroReporter(Reporter):
         display = Display(config.tracking.live, config.run.steps, title=title, record=train_log.shown)
         self._display = self._exit.enter_context(display)
         self._sft: MetricsWriter | None = None
+        self._tools, self._is_first_batch = bool(config.rollout.tools), True
         self.note(f"writing to {directory}")
 
     def __exit__(self, *error: Any) -> None:
@@ -158,7 +164,18 @@ class RankZeroReporter(Reporter):
         self.progress.step = step
         self._display.step(step, record)
         if self._config.trajectories:
-            write_trajectories(self._directory, step, batch.groups, self._decode, extra=diagnostics)
+            extra = _by_place_of_sampling(batch, diagnostics)
+            write_trajectories(self._directory, step, batch.sampled, self._decode, extra=extra)
+        if self._is_first_batch:
+            self._is_first_batch = False
+            self._warn(step, record)
+
+    def _warn(self, step: int, record: Mapping[str, float]) -> None:
+        """Say what keeps this batch from teaching anything."""
+        dump = str(self._directory / "trajectories" / f"step_{step:06d}.jsonl")
+        where = dump if self._config.trajectories else "the trajectories, which tracking.trajectories: true writes"
+        for text in first_batch_warnings(record, where, tools=self._tools):
+            log.warning("warning: step %d: %s", step, text)
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
         write_trajectories(self._directory, step, groups, self._decode, folder="evaluation")
@@ -193,6 +210,19 @@ class RankZeroReporter(Reporter):
         if "time/step" in metrics and "tokens/total" in metrics:
             metrics["tokens/per_second"] = metrics["tokens/total"] / metrics["time/step"]
         return metrics | throughput_metrics(metrics, self._peaks)
+
+
+def _by_place_of_sampling(
+    batch: RolloutBatch, diagnostics: Mapping[int, Mapping[str, Any]]
+) -> dict[int, Mapping[str, Any]]:
+    """The diagnostics of trained trajectories by their place among all that were sampled; the others are `dropped`."""
+    trained = itertools.count()
+    extra = [
+        {"dropped": True} if number in batch.dropped else diagnostics.get(next(trained), {})
+        for number, group in enumerate(batch.sampled)
+        for _ in group.trajectories
+    ]
+    return dict(enumerate(extra))
 
 
 @contextmanager

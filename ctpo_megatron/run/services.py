@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from ctpo_megatron.config import Config, Job, Placement, node_ranks, world_size
-from ctpo_megatron.data import Group, PromptSampler
+from ctpo_megatron.data import PromptSampler
+from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.policy import capabilities
-from ctpo_megatron.rewards import RewardPool
+from ctpo_megatron.rewards import OverlongPenalty, RewardPool
 from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
+from ctpo_megatron.run.scoring import Scoring
 from ctpo_megatron.sampling import check_tokenizer, open_engines, read_prompts
-from ctpo_megatron.tracking import read_trajectories, reward_metrics, trajectory_files, trajectory_of
+from ctpo_megatron.tracking import read_trajectories, trajectory_files, trajectory_of
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ def start_services(
     """Read the prompts and start sandbox, engines and scorers; the engines load in the background.
 
     cancelled: whether the run is asked to end; looked at while groups are sampled. Raises DataError for bad prompts,
-    ConfigError for a tokenizer of more tokens than the model has.
+    TokenizerError for a chat template that cannot be used, ConfigError for a tokenizer of more tokens than the model
+    has.
     """
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = training_tokenizer(config)
     check_tokenizer(config, len(tokenizer))
     prompts = PromptSampler(read_prompts(config, config.data.train, tokenizer), config.run.seed, config.data.shuffle)
     # A recording has no answers of these weights to the held-out prompts.
@@ -49,14 +50,24 @@ def start_services(
         engines = _engines(config, directory, stack, report.progress.advance)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
 
-        def score(groups: Sequence[Group]) -> dict[str, float]:
-            return reward_metrics(groups, scorers.score(groups))
-
-        collector = Collector(engines, score, cancelled)
-        rollouts = SampledRollouts(config.rollout, collector, engines, prompts, report.phase)
+        rollouts = SampledRollouts(
+            config.rollout,
+            Collector(engines, Scoring(scorers, _overlong_penalty(config)), cancelled),
+            engines,
+            prompts,
+            report.phase,
+            mini_batch_prompts=config.policy.mini_batch_prompts,
+        )
+        collector = Collector(engines, Scoring(scorers), cancelled)
         reporting = (report.dump_evaluation, report.phase, report.note)
         evaluation = Evaluation(config.eval, collector, held_out, *reporting)
         yield Services(rollouts, evaluation, engines if isinstance(engines, RolloutFleet) else None)
+
+
+def _overlong_penalty(config: Config) -> OverlongPenalty | None:
+    if (settings := config.reward.overlong_penalty) is None:
+        return None
+    return OverlongPenalty(settings.buffer, settings.penalty, config.rollout.max_response_tokens)
 
 
 def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callable[[], None]) -> RolloutFleet | Replay:
@@ -67,4 +78,5 @@ def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callab
     return Replay(
         lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])],
         config.rollout.max_quarantined,
+        refills=config.rollout.uniform_groups == "refill",
     )

@@ -27,6 +27,7 @@ class RunState:
         """Numbers of the steps still to do; ends early when the run is preempted. Collective."""
         while self.done < self.config.run.steps and not self.preempted:
             yield self.done + 1
+        self.notice()  # a run without steps may have been asked to end in its evaluation
 
     def stop(self) -> None:
         """End the loop: the rollout source was asked to end."""

@@ -14,6 +14,7 @@ from ctpo_megatron.tracking.display import Display
 from ctpo_megatron.tracking.figures import drawn
 from ctpo_megatron.tracking.groups import reward_metrics
 from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
+from ctpo_megatron.tracking.learning import first_batch_warnings
 from ctpo_megatron.tracking.metrics import SFT_FILE, MetricsWriter, read_metrics
 from ctpo_megatron.tracking.page import write_page
 from ctpo_megatron.tracking.panels import LIGHT
@@ -45,6 +46,7 @@ __all__ = [
     "TrainLog",
     "discard_dumps",
     "drawn",
+    "first_batch_warnings",
     "open_trackers",
     "phase_peaks",
     "print_summary",

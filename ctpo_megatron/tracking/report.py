@@ -13,6 +13,7 @@ import yaml
 from ctpo_megatron.redact import redacted
 from ctpo_megatron.tracking.display_view import duration
 from ctpo_megatron.tracking.figures import write_figures
+from ctpo_megatron.tracking.learning import Check, learning_checks
 from ctpo_megatron.tracking.page import write_page
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
 from ctpo_megatron.tracking.run_data import RunData, Series
@@ -28,16 +29,6 @@ class Tile:
     value: str
     before: str = ""
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the health section; `good` None means there is nothing to judge by."""
-
-    label: str
-    value: str
-    good: bool | None
-    note: str
 
 
 def write_report(run_dir: Path) -> Path:
@@ -123,10 +114,12 @@ def left_out(run: RunData, shown: list[Panel], figures: dict[str, Any]) -> Itera
 
 
 def checks(run: RunData) -> Iterator[Check]:
-    """Numbers that should be zero or small in a healthy run."""
+    """Whether the run could learn, and numbers that should be zero or small in a healthy run."""
+    yield from learning_checks(run)
     limit = run.setting("rollout.mismatch_limit")
     judged = f"limit {limit:g}" if limit else "no limit set"
     yield from _largest(run, "mismatch/log_prob_abs_max", "Sampler–trainer mismatch", limit, f"nats; {judged}")
+    yield from _noise(run)
     note = "nats in the first mini-batch; above 0.001 the pass for old log-probs and the training pass disagree"
     yield from _largest(run, "pg_update/first_log_ratio_abs_max", "First log-ratio", 1e-3, note)
     for metric, label, note in (
@@ -155,6 +148,13 @@ def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
     ranks, last = list(steps[-1]), steps[-1]
     rows = [ranks[start : start + 8] for start in range(0, len(ranks), 8)]
     return [(f"ranks {row[0]}–{row[-1]}", [f"{last[rank]:,.0f}" for rank in row]) for row in rows]
+
+
+def _noise(run: RunData) -> Iterator[Check]:
+    longest = run.setting("rollout.max_response_tokens")
+    if (crossing := run.series("mismatch/t_star")) and longest:
+        note = f"where sampler–trainer noise alone leaves the clip window; a response has up to {longest:,}"
+        yield Check("Noise position", f"token {min(crossing.values):,.3g}", min(crossing.values) >= longest, note)
 
 
 def _packing(run: RunData) -> Iterator[Check]:

@@ -32,8 +32,8 @@ def write_trajectories(
     A line is `Trajectory.to_json()` plus `answer`, `data_source` and `segments`, a list of
     {turn, kind: prompt|model|observation, text}; a model segment also has `token_chars`, the characters each of its
     tokens contributes to the text (absent if the tokens cannot be told apart in it).
-    `extra` adds fields by the trajectory's place among all. The report draws `advantage` and the per-token lists
-    `log_ratio`, `clip_low` and `clip_high`, all of the length of `token_ids`.
+    `extra` adds fields by the trajectory's place among all: `dropped` where it was not trained on. The report draws
+    `advantage` and the per-token lists `log_ratio`, `clip_low` and `clip_high`, all of the length of `token_ids`.
     """
     path = Path(run_dir) / folder / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

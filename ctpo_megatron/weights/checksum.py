@@ -1,8 +1,12 @@
 """Checksums of weights that add up over parts: the trainer sums whole tensors, an engine the shards that it keeps.
 
-The sum of a matrix is that of its numbers' bits, each times a pseudorandom odd weight of its row and one of its column,
-modulo 2^64. So shards and fused matrices can be compared to whole tensors, and a number, row or tensor at another place
-makes another sum. A second sum is over a few columns, those of the version, for layouts that give no more.
+Rows and columns of a matrix's bits are summed up. Each of these sums is multiplied by a pseudorandom weight of its row
+or column, and all are added, modulo 2^64. So shards and fused matrices can be compared to whole tensors. One wrong
+number makes another sum: it is multiplied by the weights of its row (odd) and its column (even) together. Numbers that
+are all different cannot change places and leave the sums of all rows and all columns as they were. Where some of these
+differ, the total does but for a chance of 1 in 2^40 or less; 1 in 2^9, if all wrong numbers differ in their exponents
+alone, and are in every second column only (four bytes) or every fourth (two).
+A second sum is over a few columns, those of the version, for layouts that give no more.
 """
 
 from __future__ import annotations
@@ -10,14 +14,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
 SAMPLED = 64
 """Columns in the second sum, or all of them where there are fewer."""
-_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Numbers at once: as many as the caches of a CPU hold, as many as keep a GPU busy."""
+_BLOCK = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Bytes at once: as many as the caches of a CPU hold, as many as keep a GPU busy."""
+_WORD = 8
 _MODULUS = 1 << 64
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Sums = dict[str, tuple[int, int]]
 """Tensor name -> sum of all numbers, sum of the version's columns."""
@@ -32,25 +40,83 @@ def sampled_columns(version: int, width: int) -> torch.Tensor:
     return start + (_pseudorandom(torch.arange(SAMPLED) + SAMPLED * version) >> 16) % lengths
 
 
-def checksum(
-    part: torch.Tensor, row: int = 0, columns: torch.Tensor | int = 0, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def checksum(part: torch.Tensor, row: int = 0, column: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Sum of a vector or matrix, as int64 scalar on its device (compare modulo 2^64).
 
-    row, columns: where it begins in the whole tensor, or which columns it has of it. dtype: whose bits are summed,
-    after rounding; None: of the part. Zeros have no sign here.
+    row, column: where it begins in the whole tensor. dtype: whose bits are summed, after rounding; None: of the part.
     """
     matrix = _matrix(part)
-    dtype = dtype or part.dtype
-    bits = torch.int32 if dtype.itemsize == 4 else torch.int16
-    of_row = _pseudorandom(_places(row, matrix.shape[0], part.device)) | 1
-    of_column = (_pseudorandom(_places(columns, matrix.shape[1], part.device)) & 0x7FFFFFFF | 1).to(torch.int32)
-    step = max(1, _BLOCK[part.device.type] // max(1, matrix.shape[1]))
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
-    for start in range(0, matrix.shape[0], step):
-        block = (matrix[start : start + step].to(dtype) + 0.0).view(bits).to(torch.int32)
-        total += ((block * of_column).sum(dim=1, dtype=torch.int64) * of_row[start : start + step]).sum()
-    return total
+    lines = _Lines(matrix, column, dtype)
+    for number, block in enumerate(matrix.split(lines.step)):
+        lines.add(number, block)
+    return lines.total(row)
+
+
+def sampled_checksum(
+    numbers: torch.Tensor, columns: torch.Tensor, row: int = 0, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The same of `numbers` [rows, columns], which has these columns of the whole tensor; zeros have no sign here."""
+    numbers = numbers.to(dtype or numbers.dtype) + 0.0
+    words = numbers.view(_INTEGERS[numbers.element_size()]).to(torch.int64)
+    return (words.sum(1) * _row_weights(row, len(words), words.device)).sum() + (
+        words.sum(0) * _column_weights(columns.to(words.device))
+    ).sum()
+
+
+class _Lines:
+    """Sums of the rows and columns of a matrix, which is taken in block by block.
+
+    Numbers are summed several at a time, as they stand in words of 64 bits: a column below is one of words.
+    """
+
+    def __init__(self, matrix: torch.Tensor, column: int, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype or matrix.dtype
+        self._each = _WORD // self._dtype.itemsize
+        self._lead, self._first = column % self._each, column // self._each
+        self._width = -(-(self._lead + matrix.shape[1]) // self._each)
+        self.step = max(1, _BLOCK[matrix.device.type] // (_WORD * max(1, self._width)))
+        """Rows of a block."""
+        self._of_rows = torch.empty(matrix.shape[0], dtype=torch.int64, device=matrix.device)
+        self._of_blocks = self._of_rows.split(self.step)
+        self._of_columns = torch.zeros(self._width, dtype=torch.int64, device=matrix.device)
+
+    def add(self, number: int, block: torch.Tensor) -> None:
+        """Take in block `number`."""
+        words = self._words(block.to(self._dtype))
+        torch.sum(words, 1, out=self._of_blocks[number])
+        self._of_columns += words.sum(0)
+
+    def total(self, row: int) -> torch.Tensor:
+        """Of all blocks, the first row of which is number `row` of the whole tensor."""
+        device = self._of_rows.device
+        columns = _columns_from(self._first, self._width, device)
+        return (self._of_rows * _row_weights(row, len(self._of_rows), device)).sum() + (
+            self._of_columns * columns
+        ).sum()
+
+    def _words(self, block: torch.Tensor) -> torch.Tensor:
+        even = not self._lead and block.shape[1] == self._width * self._each
+        if not (even and block.is_contiguous() and block.data_ptr() % _WORD == 0):
+            padded = block.new_zeros(block.shape[0], self._width * self._each)
+            padded[:, self._lead : self._lead + block.shape[1]] = block
+            block = padded
+        return block.view(torch.int64)
+
+
+@lru_cache(maxsize=64)
+def _row_weights(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Odd; layers have the same shapes, so few of them are needed."""
+    return _pseudorandom(torch.arange(first, first + count, device=device)) | 1
+
+
+@lru_cache(maxsize=64)
+def _columns_from(first: int, count: int, device: torch.device) -> torch.Tensor:
+    return _column_weights(torch.arange(first, first + count, device=device))
+
+
+def _column_weights(columns: torch.Tensor) -> torch.Tensor:
+    """Even."""
+    return _pseudorandom(-2 - columns) & -2
 
 
 @dataclass
@@ -68,14 +134,23 @@ class Checksums:
             yield name, tensor
             del tensor  # or it would stay while the next one is gathered
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Sum a whole tensor of any device; of more than two dimensions, the first are its rows."""
-        tensor = _matrix(tensor.detach())
-        columns = sampled_columns(self.version, tensor.shape[1]).to(tensor.device)
-        self._pending[name] = (
-            checksum(tensor, dtype=self.dtype),
-            checksum(tensor[:, columns], 0, columns, dtype=self.dtype),
-        )
+    def add(self, name: str, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        """Sum a whole tensor of any device; of more than two dimensions, the first are its rows.
+
+        into: where it is copied to on the way, of the same shape and dtype.
+        """
+        matrix = _matrix(tensor.detach())
+        target = None if into is None else _matrix(into)
+        columns = sampled_columns(self.version, matrix.shape[1]).to(matrix.device)
+        sampled = matrix.new_empty(matrix.shape[0], len(columns))
+        lines = _Lines(matrix, 0, self.dtype)
+        targets, places = target.split(lines.step) if target is not None else None, sampled.split(lines.step)
+        for number, block in enumerate(matrix.split(lines.step)):  # each is read from memory once
+            if targets is not None:
+                targets[number].copy_(block)
+            lines.add(number, block)
+            torch.index_select(block, 1, columns, out=places[number])
+        self._pending[name] = (lines.total(0), sampled_checksum(sampled, columns, dtype=self.dtype))
 
     @property
     def sums(self) -> Sums:
@@ -111,12 +186,6 @@ def differences(parts: Iterable[Part], sums: Sums) -> tuple[list[str], list[str]
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
-
-
-def _places(where: torch.Tensor | int, count: int, device: torch.device) -> torch.Tensor:
-    if isinstance(where, torch.Tensor):
-        return where.to(device)
-    return torch.arange(where, where + count, device=device)
 
 
 def _pseudorandom(index: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Weights over TCP, both ends: every trainer rank serves what it owns, every engine fetches from all of them.
 
-An engine sends the run's secret, then asks for byte ranges of what a rank holds: version, first byte, length. There is
-no encryption; the network has to be private.
+An engine sends the run's secret, then asks for byte ranges of what a rank holds: version, first byte, length. What the
+rank has not copied yet is sent as soon as it is there. There is no encryption; the network has to be private.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import socket
 import struct
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,13 +19,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from ctpo_megatron.weights.memory import Entry, WeightMemory
+from ctpo_megatron.weights.memory import ALIGNED, Entry, WeightMemory
 
 log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
+Buffer = npt.NDArray[np.uint8]
 _REQUEST = struct.Struct("!QQQ")
 _CONNECTIONS = 256
 _SECRET_TIMEOUT_S = 10.0
@@ -50,7 +54,7 @@ class WeightServer:
         threading.Thread(target=self._accept, name="weight server", daemon=True).start()
 
     def serve(self, memory: WeightMemory | None) -> None:
-        """From now on this version, or nothing; ranges that are being sent are sent to their end."""
+        """From now on what this holds, or nothing; ranges that are being sent are sent to their end."""
         with self._lock:
             self._memory = memory
 
@@ -98,10 +102,13 @@ class WeightServer:
         while begun := peer.recv_into(request):
             _receive(peer, memoryview(request)[begun:])
             version, first, length = _REQUEST.unpack(request)
+            memory = self._memory
+            if memory is None or not memory.wait_for(version, first + length, self._timeout_s):
+                return
             with self._lock:
-                if self._memory is None or self._memory.version != version:
+                if self._memory is not memory:  # it may have been closed meanwhile
                     return
-                file = self._memory.reopened()
+                file = memory.reopened()
             with file:
                 peer.sendfile(file, first, length)
 
@@ -138,24 +145,32 @@ class Bucket:
         return self.entries[0][3]
 
     @property
+    def end(self) -> int:
+        return self.entries[-1][3] + self.entries[-1][4]
+
+    @property
     def size(self) -> int:
-        return self.entries[-1][3] + self.entries[-1][4] - self.first
+        return self.end - self.first
 
 
 def plan(shares: Sequence[Share], bucket_bytes: int) -> list[Bucket]:
-    """All tensors in buckets of `bucket_bytes` at most, or of one tensor, layer by layer.
+    """All tensors in buckets of `bucket_bytes` at most, or of one tensor, layer by layer, of each rank in its order.
 
-    vLLM keeps tensors of a layer until it has all of them, which may come from several ranks.
+    vLLM keeps tensors of a layer until it has all of them, which may come from several ranks. A rank may still be
+    copying, in its order; what is of no layer comes where it stands.
     """
-    order = sorted(
-        ((_layer(entry[0]), number, entry) for number, share in enumerate(shares) for entry in share.entries),
-        key=lambda item: (item[0], item[1], item[2][3]),
-    )
+    order: list[tuple[int, int, Entry]] = []
+    for number, share in enumerate(shares):
+        layer = -1
+        for entry in share.entries:
+            layer = _layer(entry[0], layer)
+            order.append((layer, number, entry))
+    order.sort(key=lambda item: (item[0], item[1], item[2][3]))
     buckets: list[Bucket] = []
     for _, number, entry in order:
         last = buckets[-1] if buckets else None
-        follows = last is not None and last.share == number and last.first + last.size == entry[3]
-        if last is not None and follows and last.size + entry[4] <= bucket_bytes:
+        follows = last is not None and last.share == number and 0 <= entry[3] - last.end < ALIGNED
+        if last is not None and follows and entry[3] + entry[4] - last.first <= bucket_bytes:
             last.entries.append(entry)
         else:
             buckets.append(Bucket(number, [entry]))
@@ -173,9 +188,10 @@ def fetched(
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="weights"))
         peers = [stack.enter_context(_Peer(share, secret, version, timeout_s)) for share in shares]
+        buffers = _Buffers(bucket_bytes)
         coming: deque[tuple[Bucket, Future[torch.Tensor]]] = deque()
         for bucket in plan(shares, bucket_bytes):
-            coming.append((bucket, pool.submit(peers[bucket.share].fetch, bucket)))
+            coming.append((bucket, pool.submit(peers[bucket.share].fetch, bucket, buffers)))
             if len(coming) > _AHEAD:
                 yield from _tensors(*coming.popleft())
         while coming:
@@ -187,10 +203,27 @@ def _tensors(bucket: Bucket, content: Future[torch.Tensor]) -> Iterator[tuple[st
     for name, dtype_name, shape, first, size in bucket.entries:
         dtype: torch.dtype = getattr(torch, dtype_name)
         start = first - bucket.first
-        part = data[start : start + size]
-        if start % dtype.itemsize:
-            part = part.clone()
-        yield name, part.view(dtype).view(shape)
+        yield name, data[start : start + size].view(dtype).view(shape)
+
+
+class _Buffers:
+    """Memory for buckets, taken again once no tensor in it is used any more: new pages take longer than to receive."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: deque[Buffer] = deque()
+
+    def take(self, size: int) -> Buffer:
+        """Memory of `size` bytes; larger ones than a bucket are new each time."""
+        if size > self._size:
+            return np.empty(size, dtype=np.uint8)
+        try:
+            whole = self._free.popleft()
+        except IndexError:
+            whole = np.empty(self._size, dtype=np.uint8)
+        part = whole[:size]  # what a tensor keeps alive
+        weakref.finalize(part, self._free.append, whole).atexit = False
+        return part
 
 
 class _Peer:
@@ -213,15 +246,15 @@ class _Peer:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch that nobody waits for any more
         self._socket.close()
 
-    def fetch(self, bucket: Bucket) -> torch.Tensor:
+    def fetch(self, bucket: Bucket, buffers: _Buffers) -> torch.Tensor:
         """Its bytes."""
-        content = torch.empty(bucket.size, dtype=torch.uint8)
+        content = buffers.take(bucket.size)
         try:
             self._socket.sendall(_REQUEST.pack(self._version, bucket.first, bucket.size))
-            _receive(self._socket, memoryview(content.numpy().data))
+            _receive(self._socket, content.data)
         except OSError as error:
             raise ConnectionError(f"{self._name}, version {self._version}: {error}") from error
-        return content
+        return torch.from_numpy(content)
 
 
 def _receive(peer: socket.socket, into: memoryview) -> None:
@@ -233,9 +266,9 @@ def _receive(peer: socket.socket, into: memoryview) -> None:
         into = into[count:]
 
 
-def _layer(name: str) -> int:
-    """Number of the layer that a tensor is of; -1 of those in none."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
+def _layer(name: str, default: int) -> int:
+    """Number of the layer that a tensor is of; `default` of those in none."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), default)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ctpo_megatron.addresses import own_address
-from ctpo_megatron.weights.checksum import Checksums, Sums
+from ctpo_megatron.weights.checksum import Checksums
 from ctpo_megatron.weights.memory import WeightMemory
 from ctpo_megatron.weights.tcp import SECRET_BYTES, Offer, Share, WeightServer
 from ctpo_megatron.weights.transport import EngineFleet, Ranks, WeightSource
@@ -18,11 +18,11 @@ from ctpo_megatron.weights.transport import EngineFleet, Ranks, WeightSource
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """`EngineWeights` that all ranks serve; each closes its own."""
+    """`EngineWeights` that all ranks serve, of which some may still be copied; each rank closes its own."""
 
     version: int
     shares: Sequence[Share]
-    sums: Sums
+    sums: dict[str, tuple[int, int]]
     secret: bytes = field(repr=False)
     bucket_bytes: int
     timeout_s: float
@@ -69,24 +69,29 @@ class TcpTransport:
     def init(self) -> None:
         """Agree on a secret, and begin to serve; waits until the engines are up."""
         self._secret = self._ranks.on_rank_zero(lambda: secrets.token_bytes(SECRET_BYTES))
-        self._facts = self._ranks.on_rank_zero(lambda: self._rank_zero.engine_facts())
-        host = own_address(self._address, self._facts.address)
+        facts = self._ranks.on_rank_zero(lambda: self._rank_zero.engine_facts())
+        host = own_address(self._address, facts.address)
         self._server = WeightServer(host, self._secret, self._timeout_s)
 
     def send(self, source: WeightSource, version: int) -> None:
         """See `WeightTransport`."""
         if self._server is None:
             raise RuntimeError("init comes before send")
+        # Until they are up: a replaced engine is given the former version first, which is gone afterwards.
+        facts = self._ranks.on_rank_zero(lambda: self._rank_zero.engine_facts())
         began = time.monotonic()
-        self._server.serve(None)
-        checksums = Checksums(version, self._facts.dtype)
-        self._memory.fill(checksums.watch(source.own_weights()), version)
+        self._memory.plan(source.own_weight_shapes(), version)
         self._server.serve(self._memory)
-        gathered = self._ranks.gather((Share(*self._server.address, self._memory.entries), checksums.sums))
-        shares = [share for share, _ in gathered if share.entries]
-        sums = {name: value for _, of_rank in gathered for name, value in of_rank.items()}
-        served = ServedWeights(version, shares, sums, self._secret, self._bucket_bytes, self._timeout_s)
-        self._ranks.on_rank_zero(lambda: self._rank_zero.update(served, began))
+        shares = self._ranks.gather(Share(*self._server.address, self._memory.entries))
+        served = ServedWeights(
+            version, [share for share in shares if share.entries], {}, self._secret, self._bucket_bytes, self._timeout_s
+        )
+        self._ranks.on_rank_zero(lambda: self._rank_zero.begin_update(served, began))
+        checksums = Checksums(version, facts.dtype)
+        self._memory.fill(source.own_weights(), checksums)
+        for sums in self._ranks.gather(checksums.sums):
+            served.sums.update(sums)
+        self._ranks.on_rank_zero(lambda: self._rank_zero.finish_update())
 
     def close(self) -> None:
         """See `WeightTransport`."""

@@ -33,15 +33,16 @@ class TensorFile:
     """A safetensors file that grows by `add` and can be read after `close`.
 
     header_bytes: room left in front for the header, a multiple of 8; 170 bytes plus its name are enough for a tensor.
+    mode: permissions of the file, less the umask.
     """
 
-    def __init__(self, path: Path, header_bytes: int = 1 << 18) -> None:
-        self.path = path
+    def __init__(self, path: Path, header_bytes: int = 1 << 18, mode: int = 0o600) -> None:
+        self.path, self._mode = path, mode
         self._room = header_bytes
         self._used = _ENTRY  # for the file's own metadata
         self._header: dict[str, dict[str, object]] = {}
         self._end = _LENGTH + header_bytes
-        self._file: int | None = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
+        self._file: int | None = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, mode)
 
     @property
     def names(self) -> frozenset[str]:
@@ -75,7 +76,7 @@ class TensorFile:
 
     def move(self, path: Path) -> None:
         """Go on in another file, with what was written so far."""
-        file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
+        file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, self._mode)
         done = 0
         while done < self._end:
             block = os.pread(self._descriptor, min(1 << 24, self._end - done), done)

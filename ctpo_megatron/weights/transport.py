@@ -26,6 +26,9 @@ class WeightSource(Protocol):
     def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of `weights` that this rank is to send: each is of one rank. Collective, iterated to the end."""
 
+    def own_weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of what `own_weights` yields, in its order; not collective."""
+
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of all `weights`, in their order, on every rank. Collective; no weight is moved."""
 
@@ -42,7 +45,7 @@ class EngineWeights(Protocol):
 
     @property
     def sums(self) -> Sums:
-        """What the engines' own parameters have to sum up to."""
+        """What the engines' own parameters have to sum up to; complete when the update is to be finished."""
 
     @property
     def size(self) -> int:
@@ -69,11 +72,14 @@ class EngineFleet(Protocol):
     def engine_facts(self) -> EngineFacts:
         """What a transport has to know of the engines; waits until they are up."""
 
-    def update(self, weights: EngineWeights, began: float) -> None:
-        """Give all engines these weights, which the fleet closes when it is given the next ones.
+    def begin_update(self, weights: EngineWeights, began: float) -> None:
+        """All engines begin to take these weights, which the fleet closes when it is given the next ones.
 
         began: when they began to be made, on the monotonic clock.
         """
+
+    def finish_update(self) -> None:
+        """Return when all engines have them, and were checked."""
 
 
 class WeightReceiver(Protocol):

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from ctpo_megatron.weights.checksum import Part, checksum, sampled_columns
+from ctpo_megatron.weights.checksum import Part, checksum, sampled_checksum, sampled_columns
 
 _GATE_FIRST = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
 _UP_FIRST = (UnquantizedMoeBackend.FLASHINFER_CUTLASS,)
@@ -110,7 +110,7 @@ def _linear(module: Any, piece: _Piece, version: int) -> Iterator[Kept]:
         yield name, piece.copy, False, total
     else:
         columns, matrix = _through_kernel(module, piece.column, version)
-        yield name, piece.copy, True, checksum(matrix[rows], piece.row, columns)
+        yield name, piece.copy, True, sampled_checksum(matrix[rows], columns, piece.row)
     if (bias := getattr(module, "bias", None)) is not None:
         whole = isinstance(module, RowParallelLinear)
         copy = str(module.tp_rank) if whole else piece.copy
@@ -138,7 +138,7 @@ def _vocabulary(path: str, module: Any, version: int) -> Iterator[Kept]:
     yield f"{path}.weight", type(module).__name__, False, checksum(module.weight[rows], first)
     if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):  # an embedding has one, too: unused
         columns, matrix = _through_kernel(module, 0, version)
-        yield f"{path}.weight", "packed", True, checksum(matrix[rows], first, columns)
+        yield f"{path}.weight", "packed", True, sampled_checksum(matrix[rows], columns, first)
 
 
 def _experts(path: str, module: Any) -> Iterator[Kept]:

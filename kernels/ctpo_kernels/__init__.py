@@ -3,6 +3,7 @@
 - `ctpo_loss`: loss, gradient and statistics of given log-probs.
 - `vocab_parallel_log_probs`: log-probs of given logits; `linear_log_probs`: of hidden states, logits in chunks.
 - `fused_linear_ctpo`: output layer, log-probs, loss and gradients in one sweep.
+- `chunk_rows`: the rows of logits at a time that suit a GPU's free memory.
 - `use_backend`: which implementation runs. `CTPOStats`, `PerToken`, `SUMS`, `MAXIMA`: what a loss reports.
 
 torch is imported when the first of these is used: `ctpo_kernels.names` alone does not need it.
@@ -20,6 +21,7 @@ __all__ = [
     "SUMS",
     "CTPOStats",
     "PerToken",
+    "chunk_rows",
     "ctpo_loss",
     "fused_linear_ctpo",
     "linear_log_probs",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from ctpo_kernels.chunks import chunk_rows
     from ctpo_kernels.dispatch import use_backend
     from ctpo_kernels.fused_linear import fused_linear_ctpo
     from ctpo_kernels.linear import linear_log_probs
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from ctpo_kernels.stats import MAXIMA, SUMS, CTPOStats, PerToken
 else:
     _MODULES = {
+        "chunk_rows": "chunks",
         "use_backend": "dispatch",
         "fused_linear_ctpo": "fused_linear",
         "linear_log_probs": "linear",

@@ -14,7 +14,7 @@ import torch
 
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import EntropyGradient, Shard
-from ctpo_kernels.spec import LossKeywords, LossSpec
+from ctpo_kernels.spec import LossKeywords, LossSpec, inverse_of_loss_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,8 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "on-policy": {"old": False},
     "token weights, masks, advantages": {"masked": True, "weights": "token", "advantages": "token"},
     "sequence weights": {"weights": "sequence"},
-    "token-mean, count on device": {"loss_agg_mode": "token-mean"},
+    "token-mean": {"loss_agg_mode": "token-mean"},
+    "token-mean, count in a tensor": {"loss_agg_mode": "token-mean", "tokens": torch.ones(())},
     "power 0": {"clip_power": 0.0},
     "power from a table": {"clip_power": 0.3},
     "geomean, power -1/2": {"ratio_mode": "geomean", "clip_power": -0.5},
@@ -160,20 +161,21 @@ def launch_loss(size: tuple[int, int], options: dict[str, Any], *, stream: bool 
     from ctpo_kernels import loss_triton
 
     options = dict(options)
-    per_token, pieces = options.pop("per_token", False), options.pop("pieces", False)
+    per_token, pieces, tokens = (options.pop(name, None) for name in ("per_token", "pieces", "tokens"))
     shape = {name: options.pop(name) for name in inspect.signature(batch_of).parameters if name in options}
     batch, spec = batch_of(*size, **shape), LossSpec.of(LossKeywords(**options))
-    inverse = spec.inverse_denominator(None, None, batch)
+    inverse = spec.inverse_denominator(tokens, None, batch)
     totals = torch.ones(batch.segments, 4, dtype=torch.int64)
     state = torch.zeros(batch.segments, 3, dtype=torch.int64)
     if stream:
         # The head's second window of three.
+        inverse = inverse_of_loss_tokens(batch) if inverse is None else inverse
         loss = loss_triton.LossStream(batch, spec, inverse, totals=totals if spec.per_sequence else None, state=state)
-        loss.step(8192, 16384, torch.zeros(8192))
+        loss.step(8192, 16384)
         loss.finish()
     else:
         carried = (state, totals) if pieces else (None, None)
-        loss_triton.loss_pass(batch, spec, inverse, per_token=per_token, state=carried[0], totals=carried[1])
+        loss_triton.loss_pass(batch, spec, inverse, per_token=bool(per_token), state=carried[0], totals=carried[1])
 
 
 def launch_rows(

@@ -57,8 +57,7 @@ def _loss_tokens_of_own_sequence(batch: PackedTokens, cp_group: dist.ProcessGrou
     if cp_group is not None:
         _, totals = context_parallel.zigzag(totals, cp_group)
     counts = torch.cat([totals[:, 3], totals.new_ones(1)]).clamp(min=1)
-    tokens = torch.arange(batch.tokens, device=batch.cu.device)
-    return counts[torch.searchsorted(batch.cu[1:].contiguous(), tokens, right=True)].double()
+    return counts[batch.segment].double()
 
 
 def rows_with_gradient(g: Tensor, extra: EntropyGradient | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.loss import prepared
-from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands
+from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands, product_dtype
 from ctpo_kernels.spec import LossKeywords
 from ctpo_kernels.stats import CTPOStats
 from ctpo_kernels.sweep import Plan, sweep
@@ -53,8 +53,10 @@ def fused_linear_ctpo(
     chunk_size: int | None = None,
     accumulate_into_main_grad: bool = False,
     skip_zero_tiles: bool = True,
+    skip_clipped_tiles: bool = False,
     return_entropy: bool = False,
     rows: Tensor | None = None,
+    may_learn: Tensor | None = None,
 ) -> tuple[Tensor, CTPOStats, Tensor] | tuple[Tensor, CTPOStats, Tensor, Tensor]:
     """`ctpo_loss(linear_log_probs(hidden, weight, labels), ...)` with its gradients, computed in the forward pass.
 
@@ -67,14 +69,18 @@ def fused_linear_ctpo(
     accumulate_into_main_grad: add the weight gradient (float32) to `weight.main_grad` in the forward pass, as
         megatron-core's fused layers do in the backward: sets `weight.grad_added_to_main_grad` and hands autograd a
         placeholder. The upstream scalar must then be 1 (checked in the backward, on CUDA by a device-side assertion).
-    skip_zero_tiles: leave out tiles of 128 rows without any gradient (clipped, or advantage 0) in the two gradient
-        products; exact, and costs one small read-back a chunk.
+    skip_zero_tiles: leave out tiles of 128 rows without any gradient (outside of the loss, advantage or weight 0; for
+        ratios of the whole sequence and with `cp_group` clipped ones too) in the two gradient products. Exact; one
+        small read-back a call.
+    skip_clipped_tiles: leave out all clipped ones, which in one sweep shows chunk by chunk: one read-back a chunk.
     rows: int64 `[M]`, where response_mask is not 0, ascending, from a caller who knows.
+    may_learn: bool `[M]` in host memory, which of `rows` may have a gradient (in the loss; advantage and weight not 0,
+        unless there is an `entropy_coef`), from a caller who knows: tiles are then planned without a read-back.
 
     Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs: float32 in the shape of
     labels, detached, 0 where the response mask is 0; with `return_entropy` also the entropies, likewise. One backward
     per forward: a second one raises RuntimeError. Without grad mode only the log-probs and the loss are computed. CUDA:
-    synchronises once for the number of rows, unless they are given.
+    synchronises once for the number of rows and once for the tiles, unless `rows` and `may_learn` are given.
     """
     shape = labels.shape
     hidden, labels = flat_operands(hidden, labels, sequence_parallel)
@@ -88,6 +94,7 @@ def fused_linear_ctpo(
         "temperature": temperature,
         "vocab_size": vocab_size,
         "chunk_size": chunk_size,
+        "product_dtype": product_dtype(hidden, weight),
         "softcap": arguments.checked_softcap(softcap),
         "entropy_gradient": entropy_coef != 0,
     }
@@ -97,7 +104,8 @@ def fused_linear_ctpo(
         main_grad = "adds to weight.main_grad in the forward pass"
         dispatch.refuse_compiled("accumulate_into_main_grad", accumulate_into_main_grad, main_grad)
         given = (old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-        options = (cp_group, sequence_parallel, skip_zero_tiles, entropy_coef, return_entropy)
+        skip = (skip_zero_tiles, skip_zero_tiles and skip_clipped_tiles)
+        options = (cp_group, sequence_parallel, *skip, entropy_coef, return_entropy)
         counts = (batch_num_tokens, global_batch_size)
         return ops_loss.compiled_fused(hidden, weight, labels, given, counts, keywords, head, options, shape)
     plan = Plan.of(
@@ -113,11 +121,13 @@ def fused_linear_ctpo(
         rows,
         sequence_parallel=sequence_parallel,
         skip=skip_zero_tiles,
+        skip_clipped=skip_zero_tiles and skip_clipped_tiles,
+        may_learn=may_learn,
         entropy_coef=entropy_coef,
         entropy=return_entropy or entropy_coef != 0,
         head=head,
     )
-    plan.check_labels(weight)
+    plan.check_values(weight)
     loss, vector, log_probs, entropy = _Sweep.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
         hidden, weight, plan, torch.is_grad_enabled(), accumulate_into_main_grad
     )

@@ -19,8 +19,10 @@ from ctpo_kernels.operands import (
     flat_operands,
     gather_hidden,
     pick,
+    product_dtype,
     reduce_d_hidden,
     scatter,
+    without_autocast,
 )
 from ctpo_kernels.rows_torch import EntropyGradient
 
@@ -43,12 +45,13 @@ def linear_log_probs(
     """log softmax(hidden weight^T / temperature)[label] of each row without the logits of all rows.
 
     hidden: `[N, H]` or `[B, T, H]`, or `[N / tp, H]` with `sequence_parallel`; weight: `[V / tp, H]`; both
-        differentiable, one dtype.
+        differentiable. Of two dtypes, both are multiplied in the lower precision; under `torch.autocast`, in its dtype.
+        Sums are float32, and each gradient has the dtype of its operand.
     labels: `[N]` or `[B, T]` global ids; -100 gives 0 and no gradient. mask: the same shape, rows to evaluate; the
         others give 0.
     rows: int64 `[M]`, where mask is not 0, ascending, from a caller who knows: CUDA need not be waited for then.
-    chunk_size: rows whose logits exist at a time (default: what fits the memory of `CHUNK_BYTES`, whatever memory is
-        free: the bits depend on it).
+    chunk_size: rows whose logits exist at a time. The bits depend on it, so the default is the same on every GPU,
+        whatever memory is free (`chunks.CHUNK_BYTES`); `chunk_rows` knows what suits a GPU.
     vocab_size, softcap: as `vocab_parallel_log_probs`.
 
     Returns float32 nats (float64 for float64 operands) in the shape of the labels; with `return_entropy` also the
@@ -68,6 +71,7 @@ def linear_log_probs(
         "temperature": temperature,
         "vocab_size": vocab_size,
         "chunk_size": chunk_size,
+        "product_dtype": product_dtype(hidden, weight),
         "softcap": arguments.checked_softcap(softcap),
     }
     if dispatch.compiling(hidden):
@@ -116,6 +120,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return d_hidden, d_weight, *[None] * 6
 
 
+@without_autocast
 def forward_pass(
     hidden: Tensor,
     weight: Tensor,
@@ -136,6 +141,7 @@ def forward_pass(
     return log_probs, lse, entropies
 
 
+@without_autocast
 def backward_pass(
     hidden: Tensor,
     weight: Tensor,
@@ -152,16 +158,17 @@ def backward_pass(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden and weight, those that are wanted. lse, value, labels: `[M]`; upstream, d_entropy: `[N]`."""
     group = settings["group"]
-    head = LinearHead(pick(gather_hidden(hidden, group, sequence_parallel), rows), weight, labels, **settings)
+    x = pick(gather_hidden(hidden, group, sequence_parallel), rows)
+    head = LinearHead(x, weight, labels, **settings)
     g = upstream_of_labels(None if upstream is None else pick(upstream, rows), labels, lse)
     entropy = None if d_entropy is None else EntropyGradient(value, pick(d_entropy, rows).contiguous())
-    d_hidden = torch.zeros_like(head.hidden) if wanted[0] else None
+    d_hidden = torch.empty_like(x) if wanted[0] else None
     d_weight = torch.zeros_like(weight, dtype=head.dtype) if wanted[1] else None
     for start, end in head.chunks():
         part = g[start:end]
         extra = None if entropy is None else entropy.rows(slice(start, end))
         dz = head.recomputed_gradient_rows(start, end, lse[start:end], part, extra)
-        head.accumulate(dz, start, part, d_hidden, d_weight, skip=False)
+        head.accumulate(dz, start, d_hidden, d_weight, [(0, end - start)])
     if d_hidden is not None:
         d_hidden = reduce_d_hidden(scatter(d_hidden, rows, n), group, sequence_parallel)
     return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)

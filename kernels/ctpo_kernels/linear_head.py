@@ -10,21 +10,17 @@ from torch import Tensor
 
 from ctpo_kernels import dispatch, rows_torch
 from ctpo_kernels import labels as arguments
+from ctpo_kernels.chunks import CHUNK_BYTES, rows_within
 from ctpo_kernels.logprob import merge
 from ctpo_kernels.rows_torch import EntropyGradient, Merged
-
-CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1216 << 20}
-"""Memory for one chunk of float32 logits: below it the weight gradient is read and written too often."""
-
-TILE = 128
-"""Rows that are skipped together when none of them has a gradient."""
+from ctpo_kernels.tiles import Runs
 
 
 class LinearHead:
     """Chunked logits of `rows` hidden states, and the two gradients, for this rank's vocabulary shard.
 
-    hidden: `[M, H]`. weight: `[V / tp, H]` of the same dtype. labels: `[M]`. Logits come from operands of that dtype
-    with float32 accumulation and stay float32 (float64 operands: float64).
+    hidden: `[M, H]`. weight: `[V / tp, H]`. labels: `[M]`. Logits come from operands in `product_dtype` with float32
+    accumulation and stay float32 (float64 operands: float64).
     """
 
     def __init__(
@@ -37,17 +33,18 @@ class LinearHead:
         temperature: float,
         vocab_size: int | None,
         chunk_size: int | None,
+        product_dtype: torch.dtype,
         softcap: float = 0.0,
         entropy_gradient: bool = False,
     ) -> None:
+        hidden, weight = hidden.to(product_dtype), weight.to(product_dtype)
         self.hidden, self.weight, self.labels, self.group = hidden, weight, labels, group
         self.temperature, self.softcap = temperature, softcap
         self.shard = arguments.shard_of(weight.shape[0], vocab_size, group)
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.triton = dispatch.choose(hidden) == "triton"
         columns = weight.shape[0]
-        budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
-        rows = chunk_size or max(TILE, budget // (4 * columns) // TILE * TILE)
+        rows = chunk_size or rows_within(CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"]), columns)
         self.chunk_size = min(rows, max(1, hidden.shape[0]))
         self._buffer = hidden.new_empty(self.chunk_size, columns, dtype=self.dtype)
         # CUDA multiplies low-precision operands into float32; elsewhere one float32 copy of the weight serves.
@@ -62,8 +59,8 @@ class LinearHead:
         for start in range(0, self.hidden.shape[0], self.chunk_size):
             yield start, min(start + self.chunk_size, self.hidden.shape[0])
 
-    def log_probs(self, start: int, end: int, *, entropy: bool = False) -> Merged:
-        """Log-probs of the rows `start : end`; their logits stay in the buffer for `gradient_rows`."""
+    def log_probs(self, start: int, end: int, out: Tensor | None = None, *, entropy: bool = False) -> Merged:
+        """Log-probs of the rows `start : end`, in `out` if given; their logits stay in the buffer."""
         logits, labels = self._logits(start, end), self.labels[start:end]
         if self.triton:
             from ctpo_kernels import rows_triton
@@ -74,7 +71,7 @@ class LinearHead:
             logits = logits.clone() if self._keep_logits else logits
         parts = row_stats(logits, labels, self.shard, self.temperature, entropy=entropy, softcap=self.softcap)
         self._parts = parts
-        return merge(arguments.gather_parts(parts, self.group), labels, self.temperature)
+        return merge(arguments.gather_parts(parts, self.group), labels, self.temperature, out)
 
     def gradient_rows(
         self, start: int, end: int, merged: Merged, g: Tensor, entropy: EntropyGradient | None = None
@@ -115,15 +112,12 @@ class LinearHead:
             return torch.mm(x, self._operand.t(), out_dtype=self.dtype, out=out)
         return torch.mm(x.to(self.dtype), self._operand.t(), out=out)
 
-    def accumulate(
-        self, dz: Tensor, start: int, g: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None, *, skip: bool
-    ) -> None:
+    def accumulate(self, dz: Tensor, start: int, d_hidden: Tensor | None, d_weight: Tensor | None, runs: Runs) -> None:
         """d_hidden[rows] = dz W (written), d_weight += dz^T x; dz `[C, V / tp]` belongs to the rows from `start` on.
 
-        skip: leave out tiles of TILE rows whose `g` is zero throughout: their rows of dz are zero. d_hidden must hold
-        zeros. Reads one flag a tile back to the host.
+        runs: the rows of dz that are not zero.
         """
-        for first, last in active_runs(g) if skip else [(0, dz.shape[0])]:
+        for first, last in runs:
             part, x = dz[first:last], self.hidden[start + first : start + last]
             if d_hidden is not None:
                 target = d_hidden[start + first : start + last]
@@ -138,18 +132,13 @@ class LinearHead:
                 _add_outer(d_weight, part, x)
 
 
-def active_runs(g: Tensor) -> list[tuple[int, int]]:
-    """Ranges of rows, in multiples of TILE, that hold all nonzero (NaN included) entries of `g` `[C]`."""
-    rows = g.shape[0]
-    tiles = torch.nn.functional.pad(g != 0, (0, -rows % TILE)).view(-1, TILE).any(dim=1).tolist()
-    runs: list[tuple[int, int]] = []
-    for tile, active in enumerate(tiles):
-        first, last = tile * TILE, min((tile + 1) * TILE, rows)
-        if active and runs and runs[-1][1] == first:
-            runs[-1] = (runs[-1][0], last)
-        elif active:
-            runs.append((first, last))
-    return runs
+def leave_out(g: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
+    """Gradients of a chunk's rows before products: zero; NaN where g `[C]` is, which no product may hide."""
+    nothing = g - g  # +0 where g is finite
+    if d_hidden is not None:
+        d_hidden.copy_(nothing[:, None])
+    if d_weight is not None:
+        d_weight[:1].add_(nothing.sum())
 
 
 def _add_outer(total: Tensor, dz: Tensor, x: Tensor) -> None:

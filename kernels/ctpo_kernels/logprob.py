@@ -150,13 +150,13 @@ def upstream_of_labels(upstream: Tensor | None, labels: Tensor, like: Tensor) ->
     return torch.where(labels == rows_torch.IGNORED_LABEL, 0.0, upstream)
 
 
-def merge(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
+def merge(parts: Tensor, labels: Tensor, temperature: float, out: Tensor | None = None) -> Merged:
     """`rows_torch.merge_stats` by the backend of the tensors."""
     if dispatch.choose(parts) == "triton":
         from ctpo_kernels import rows_triton
 
-        return rows_triton.merge_stats(parts, labels, temperature)
-    return rows_torch.merge_stats(parts, labels, temperature)
+        return rows_triton.merge_stats(parts, labels, temperature, out)
+    return rows_torch.merge_stats(parts, labels, temperature, out)
 
 
 def _parts(

@@ -57,7 +57,7 @@ def ctpo_loss(
     loss_mask: `[N]`, tokens whose loss counts (default and at most response_mask); it acts on the loss alone.
     loss_agg_mode: "seq-mean-token-mean", "token-mean", "seq-mean-token-sum" (divided by `loss_scale_factor` too).
     batch_num_tokens, global_batch_size: loss tokens and sequences of the whole optimizer step (default: of this call),
-        so that the losses of its micro-batches add up. Counting loss tokens here costs about eight small launches.
+        so that the losses of its micro-batches add up.
     cp_group: context-parallel group in which this rank holds the pieces r and 2R - 1 - r of 2R of every sequence, one
         behind the other (`cu_seqlens` local); loss and statistics are this rank's share.
     return_per_token: also return `PerToken`.
@@ -98,8 +98,8 @@ def prepared(
     batch_num_tokens: int | Tensor | None,
     global_batch_size: int | Tensor | None,
     cp_group: dist.ProcessGroup | None,
-) -> tuple[PackedTokens, LossSpec, float | Tensor]:
-    """Checked batch (with `cp_group`: of pieces), checked keywords, inverse denominator; raises as `ctpo_loss`."""
+) -> tuple[PackedTokens, LossSpec, float | Tensor | None]:
+    """Checked batch (with `cp_group`: of pieces), checked keywords, `inverse_denominator`; raises as `ctpo_loss`."""
     spec = LossSpec.of(keywords)
     batch = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
     spec.require_global_counts(cp_group, batch_num_tokens)
@@ -110,7 +110,7 @@ def prepared(
 def whole_pass(
     batch: PackedTokens,
     spec: LossSpec,
-    inverse: float | Tensor,
+    inverse: float | Tensor | None,
     cp_group: dist.ProcessGroup | None,
     *,
     per_token: bool = False,
@@ -120,10 +120,12 @@ def whole_pass(
     With `cp_group` the segments are `context_parallel.pieces`.
     """
     implementation = loss_implementation(batch.log_probs)
-    state = totals = None
+    state = totals = positions = None
     if cp_group is not None:
         state, totals = context_parallel.zigzag(implementation.segment_totals(batch), cp_group)
-    out: LossPass = implementation.loss_pass(batch, spec, inverse, state=state, totals=totals, per_token=per_token)
+        positions = cp_group.size() * batch.tokens
+    carried = {"state": state, "totals": totals, "positions": positions}
+    out: LossPass = implementation.loss_pass(batch, spec, inverse, per_token=per_token, **carried)
     return out
 
 

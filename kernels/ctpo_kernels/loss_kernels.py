@@ -32,8 +32,15 @@ COUNTS = ["segments", "slots", "tile_bits", "window_start", "window_end", "token
 
 
 @triton.jit
-def _inverse(inverse, IS_POINTER: tl.constexpr):
-    if IS_POINTER:
+def _inverse(inverse, span_totals, slots, IS_POINTER: tl.constexpr, COUNT_ALL: tl.constexpr, LOOK: tl.constexpr):
+    """The given inverse denominator; COUNT_ALL: that of the loss tokens of all spans, at least 1."""
+    if COUNT_ALL:
+        trained = tl.zeros((LOOK,), tl.int32)
+        for start in range(0, slots, LOOK):
+            slot = start + tl.arange(0, LOOK)
+            trained += tl.load(span_totals + slot.to(tl.int64) * 4 + 3, mask=slot < slots, other=0).to(tl.int32)
+        return (1.0 / tl.maximum(tl.sum(trained, 0), 1).to(tl.float64)).to(tl.float32)
+    elif IS_POINTER:
         return tl.load(inverse)
     else:
         return inverse
@@ -253,6 +260,7 @@ def loss_kernel(
     HAS_STATE: tl.constexpr,
     HAS_TOTALS: tl.constexpr,
     INVERSE_POINTER: tl.constexpr,
+    COUNT_ALL: tl.constexpr,
     STREAM: tl.constexpr,
 ):
     """Grid: slots; a program adds the totals of its segment's earlier spans and emits everything.
@@ -297,7 +305,7 @@ def loss_kernel(
             tokens_total = tl.load(totals + segment * 4 + 1).to(tl.int32)
             bad_total = tl.load(totals + segment * 4 + 2).to(tl.int32)
             trained_total = tl.load(totals + segment * 4 + 3).to(tl.int32)
-        scale = _inverse(inverse, INVERSE_POINTER)
+        scale = _inverse(inverse, span_totals, slots, INVERSE_POINTER, COUNT_ALL, LOOK)
         if PER_SEQUENCE:
             scale = scale / tl.maximum(trained_total, 1).to(tl.float32)
         scale = tl.where(wrong, float("nan"), scale)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import D_LIMIT, FRACTION_BITS, LOG_RATIO_CAP, LossSpec
+from ctpo_kernels.spec import D_LIMIT, FRACTION_BITS, LOG_RATIO_CAP, LossSpec, inverse_of_loss_tokens
 from ctpo_kernels.stats import MAXIMA, SUMS, PerToken
 
 UNIT = 2.0**-FRACTION_BITS
@@ -68,19 +68,21 @@ def segment_totals(batch: PackedTokens) -> Tensor:
 def loss_pass(
     batch: PackedTokens,
     spec: LossSpec,
-    inverse: float | Tensor,
+    inverse: float | Tensor | None,
     *,
     state: Tensor | None = None,
     totals: Tensor | None = None,
+    positions: int | None = None,
     per_token: bool = False,
 ) -> LossPass:
     """Loss, gradient and statistics of the segments of a batch.
 
     inverse: `LossSpec.inverse_denominator`. state: None starts every segment at zero. totals: None takes each segment
-    for a whole sequence.
+    for a whole sequence. positions: no sequence has more response tokens, where `state` says that pieces of it are
+    elsewhere (default: the tokens of the batch); the twin does not ask.
     """
     dtype = batch.log_probs.dtype
-    segment = torch.searchsorted(batch.cu[1:].contiguous(), _indices(batch), right=True)
+    segment = batch.segment
     model, trained = batch.sampled, batch.trained
     if totals is None and (spec.whole_sequence or spec.per_sequence):
         totals = segment_totals(batch)
@@ -103,8 +105,8 @@ def loss_pass(
                 log_ratio = log_ratio / total[1].clamp(min=1).to(dtype)
     log_ratio = torch.where(model, log_ratio, 0.0)
 
-    advantage = torch.where(trained, _per_token(batch.advantages, segment), 0.0)
-    weight = None if batch.weights is None else torch.where(trained, _per_token(batch.weights, segment), 0.0)
+    advantage = torch.where(trained, batch.per_token(batch.advantages), 0.0)
+    weight = None if batch.weights is None else torch.where(trained, batch.per_token(batch.weights), 0.0)
     over = log_ratio > LOG_RATIO_CAP
     x = torch.where(over, LOG_RATIO_CAP, log_ratio)
     scale = position_scale(position, spec.power, dtype)
@@ -118,6 +120,7 @@ def loss_pass(
     if weight is not None:
         token_loss, slope = token_loss * weight, slope * weight
     token_loss = torch.where(trained, token_loss, 0.0)
+    inverse = inverse_of_loss_tokens(batch) if inverse is None else inverse
     factor = _factor(inverse, totals, spec, segment, dtype)
     flat = is_high | is_low | is_dual | over
     gradient = torch.where(trained & ~flat, slope * factor, 0.0)
@@ -144,12 +147,11 @@ class LossStream:
         self._batch, self._spec, self._inverse, self._totals, self._state = batch, spec, inverse, totals, state
         self._vector: Tensor | None = None
 
-    def step(self, start: int, end: int, log_probs: Tensor) -> Tensor:
-        """Gradient `[end - start]` of the window's tokens, given their log-probs, which the batch takes over.
+    def step(self, start: int, end: int) -> Tensor:
+        """Gradient `[end - start]` of the window's tokens, whose log-probs are in the batch by now.
 
         Windows must follow each other.
         """
-        self._batch.log_probs[start:end] = log_probs
         window = self._batch.window(start, end)
         out = loss_pass(window, self._spec, self._inverse, state=self._state, totals=self._totals)
         self._state += segment_totals(window)[:, :3]
@@ -172,10 +174,6 @@ def merge_vectors(a: Tensor, b: Tensor) -> Tensor:
     """Statistics of two parts of a batch."""
     n = len(SUMS)
     return torch.cat([a[:n] + b[:n], torch.maximum(a[n:], b[n:])])
-
-
-def _indices(batch: PackedTokens) -> Tensor:
-    return torch.arange(batch.tokens, device=batch.cu.device)
 
 
 def _before(values: Tensor) -> Tensor:
@@ -204,12 +202,6 @@ def _nats(units: Tensor, nans: Tensor, dtype: torch.dtype) -> Tensor:
 def _spread(totals: Tensor, segment: Tensor) -> Tensor:
     """`[S, K]` -> `[K, N]`: every token gets its segment's values, padding gets 0."""
     return torch.cat([totals, totals.new_zeros(1, totals.shape[1])])[segment].T
-
-
-def _per_token(values: Tensor, segment: Tensor) -> Tensor:
-    if values.dim() == 1:
-        return values
-    return torch.cat([values[:, 0], values.new_zeros(1)])[segment]
 
 
 def _factor(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any
 
 import torch
@@ -46,10 +44,11 @@ def choose_span(tokens: int) -> int:
 def loss_pass(
     batch: PackedTokens,
     spec: LossSpec,
-    inverse: float | Tensor,
+    inverse: float | Tensor | None,
     *,
     state: Tensor | None = None,
     totals: Tensor | None = None,
+    positions: int | None = None,
     per_token: bool = False,
     span: int | None = None,
     block: int = BLOCK,
@@ -60,7 +59,7 @@ def loss_pass(
         details = _details(n, device) if per_token else None
         nothing = batch.log_probs.new_zeros(())
         return LossPass(nothing, torch.zeros_like(batch.log_probs), empty_vector(device), details)
-    arguments = _Arguments(batch, spec, inverse, state, totals, positions=None if state is not None else n)
+    arguments = _Arguments(batch, spec, inverse, state, totals, positions=positions or n)
     gradient = torch.empty_like(batch.log_probs)
     details = _details(n, device) if per_token else None
     partials = _launch_spans(arguments, gradient, details, max(span or choose_span(n), block), block)
@@ -79,8 +78,7 @@ class LossStream:
         self._gradient = torch.empty_like(batch.log_probs)
         self._partials = empty_vector(batch.log_probs.device)[:, None].repeat(1, batch.segments)
 
-    def step(self, start: int, end: int, log_probs: Tensor) -> Tensor:
-        self._batch.log_probs[start:end] = log_probs
+    def step(self, start: int, end: int) -> Tensor:
         for first in range(start, end, SPANS[1]):
             _launch_window(self._arguments, self._gradient, self._partials, first, min(first + SPANS[1], end))
         return self._gradient[start:end]
@@ -90,20 +88,20 @@ class LossStream:
 
 
 class _Arguments:
-    """What every launch of one batch shares. positions: bound on t where it is known without a read-back."""
+    """What every launch of one batch shares. positions: as `loss_torch.loss_pass`."""
 
     def __init__(
         self,
         batch: PackedTokens,
         spec: LossSpec,
-        inverse: float | Tensor,
+        inverse: float | Tensor | None,
         state: Tensor | None,
         totals: Tensor | None,
-        positions: int | None,
+        positions: int,
     ) -> None:
         none = batch.log_probs  # stands in for pointers that a kernel does not read
         self.batch = batch
-        power, table = _power(spec.power, batch, positions, totals)
+        power, table = _power(spec.power, positions, batch.log_probs.device)
         if isinstance(inverse, Tensor):
             inverse = inverse.to(torch.float32).reshape(1)
         self.tensors = (
@@ -118,7 +116,7 @@ class _Arguments:
         )
         self.state = none if state is None else state
         self.totals = none if totals is None else totals.contiguous()
-        self.numbers = (inverse, spec.low, spec.high, spec.dual)
+        self.numbers = (1.0 if inverse is None else inverse, spec.low, spec.high, spec.dual)
         self.constants: dict[str, Any] = {
             "HAS_OLD": batch.old_log_probs is not None,
             "HAS_LOSS_MASK": batch.loss_mask is not None,
@@ -133,6 +131,7 @@ class _Arguments:
             "HAS_STATE": state is not None,
             "HAS_TOTALS": totals is not None,
             "INVERSE_POINTER": isinstance(inverse, Tensor),
+            "COUNT_ALL": inverse is None,
         }
 
 
@@ -161,7 +160,7 @@ def _launch_spans(arguments: _Arguments, gradient: Tensor, details: PerToken | N
         HAS_OLD=arguments.constants["HAS_OLD"],
         HAS_LOSS_MASK=arguments.constants["HAS_LOSS_MASK"],
         WHOLE_SEQUENCE=arguments.constants["WHOLE_SEQUENCE"],
-        COUNT_TRAINED=arguments.constants["COUNT_TRAINED"],
+        COUNT_TRAINED=arguments.constants["COUNT_TRAINED"] or arguments.constants["COUNT_ALL"],
         **OPTIONS,
     )
     dispatch.launch(
@@ -255,20 +254,14 @@ def _details(n: int, device: torch.device) -> PerToken:
     return PerToken(*(torch.zeros(n, dtype=dtype, device=device) for dtype in dtypes))
 
 
-def _power(
-    power: float, batch: PackedTokens, positions: int | None, totals: Tensor | None
-) -> tuple[int, Tensor | None]:
-    """Kernel constant for t^power, and a table for powers that the device would not round as the twin does."""
+def _power(power: float, positions: int, device: torch.device) -> tuple[int, Tensor | None]:
+    """Kernel constant for t^power, and for powers that a kernel would not round as the twin does float32 `[positions]`.
+
+    That table is computed on the device, in float64, by each call that needs it: nothing is copied from the host or
+    kept, and a CUDA graph may capture it.
+    """
     known = {0.0: loss_tile.POWER_ZERO, 0.5: loss_tile.POWER_HALF, -0.5: loss_tile.POWER_MINUS_HALF}
     if power in known:
         return known[power].value, None
-    if positions is None:
-        # Context parallelism: pieces on other ranks come before; their tokens are in the totals (one read-back).
-        positions = int(totals[:, 1].max()) if totals is not None else batch.tokens
-    size = 1 << max(0, math.ceil(math.log2(max(1, positions))))
-    return loss_tile.POWER_TABLE.value, _table(power, size, batch.log_probs.device)
-
-
-@functools.lru_cache(maxsize=8)
-def _table(power: float, size: int, device: torch.device) -> Tensor:
-    return position_scale(torch.arange(1, size + 1), power, torch.float32).to(device)
+    table = position_scale(torch.arange(1, max(1, positions) + 1, device=device), power, torch.float32)
+    return loss_tile.POWER_TABLE.value, table

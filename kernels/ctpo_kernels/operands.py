@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ctpo_kernels import labels as arguments
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def gather_hidden(hidden: Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
@@ -36,12 +43,47 @@ def check_operands(
     """The labels `[N]` in the form of `labels.checked`; raises ValueError or TypeError naming what does not fit."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden [N, H] and weight [V, H] do not fit: {list(hidden.shape)}, {list(weight.shape)}")
-    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
-        raise TypeError(f"hidden and weight must share a floating dtype; got {hidden.dtype} and {weight.dtype}")
     if hidden.device != weight.device:
         raise ValueError(f"weight is on {weight.device}, hidden on {hidden.device}: move it")
     n = hidden.shape[0] * (group.size() if sp and group is not None else 1)
     return arguments.checked(n, labels, hidden.device, temperature)
+
+
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """In which the two are multiplied: as they are; of two dtypes the lower precision; autocast's, where that is on.
+
+    As `torch.nn.functional.linear`, autocast leaves float64 alone. Raises TypeError for two dtypes of which neither is
+    the lower precision (float16 and bfloat16), float64 with another one, and what is no floating dtype.
+    """
+    kinds = {hidden.dtype, weight.dtype}
+    low = kinds - {torch.float32}
+    if not kinds <= {torch.float64, torch.float32, torch.bfloat16, torch.float16} or len(low) > 1:
+        raise TypeError(f"hidden and weight have no common floating dtype: {hidden.dtype} and {weight.dtype}")
+    if torch.float64 in kinds and len(kinds) > 1:
+        raise TypeError(f"hidden and weight must both be float64 or neither: {hidden.dtype} and {weight.dtype}")
+    if torch.float64 not in kinds and _autocasts(hidden):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return next(iter(low or kinds))
+
+
+def _autocasts(hidden: Tensor) -> bool:
+    kind = hidden.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(
+    function: Callable[Concatenate[Tensor, Arguments], Result],
+) -> Callable[Concatenate[Tensor, Arguments], Result]:
+    """The function with its operations in the dtypes that they are given, on the device of its first argument."""
+
+    @functools.wraps(function)
+    def run(hidden: Tensor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not _autocasts(hidden):
+            return function(hidden, *args, **kwargs)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return function(hidden, *args, **kwargs)
+
+    return run
 
 
 def flat_operands(hidden: Tensor, labels: Tensor, sequence_parallel: bool) -> tuple[Tensor, Tensor]:

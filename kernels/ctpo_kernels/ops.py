@@ -21,7 +21,7 @@ from ctpo_kernels.operands import accumulation_dtype, active_rows, pick, scatter
 
 Group = dist.ProcessGroup | None
 HEAD = "str tp_group, float temperature, SymInt vocab_size, float softcap"
-LINEAR = f"{HEAD}, SymInt chunk_size, bool sequence_parallel"
+LINEAR = f"{HEAD}, SymInt chunk_size, ScalarType product_dtype, bool sequence_parallel"
 
 
 def name_of(group: Group) -> str:
@@ -118,12 +118,15 @@ def compiled_log_probs(
 # Log-probs of hidden states
 
 
-def settings_of(tp_group: str, temperature: float, vocab_size: int, softcap: float, chunk_size: int) -> dict[str, Any]:
+def settings_of(
+    tp_group: str, temperature: float, vocab_size: int, softcap: float, chunk_size: int, product_dtype: torch.dtype
+) -> dict[str, Any]:
     return {
         "group": group_of(tp_group),
         "temperature": temperature,
         "vocab_size": vocab_size or None,
         "chunk_size": chunk_size or None,
+        "product_dtype": product_dtype,
         "softcap": softcap,
     }
 
@@ -201,7 +204,7 @@ def _linear_gradient(ctx: Any, g: Tensor, of_entropy: Tensor, _: Tensor) -> tupl
     wanted = ctx.needs_input_grad[:2]
     extra = of_entropy if ctx.entropy else None
     found = linear_log_probs_backward(*ctx.saved_tensors, g, extra, *ctx.options, *wanted)
-    return *(gradient if want else None for gradient, want in zip(found, wanted, strict=True)), *[None] * 9
+    return *(gradient if want else None for gradient, want in zip(found, wanted, strict=True)), *[None] * 10
 
 
 linear_log_probs.register_autograd(_linear_gradient, setup_context=_keep_linear)
@@ -224,4 +227,4 @@ def compiled_linear(
 
 def head_of(head: dict[str, Any]) -> tuple[Any, ...]:
     sizes = head["vocab_size"] or 0, head["chunk_size"] or 0
-    return name_of(head["group"]), head["temperature"], sizes[0], head["softcap"], sizes[1]
+    return name_of(head["group"]), head["temperature"], sizes[0], head["softcap"], sizes[1], head["product_dtype"]

@@ -102,12 +102,12 @@ def compiled_loss(
 @operator(
     "fused_linear",
     f"(Tensor hidden, Tensor weight, Tensor labels, {_TOKENS}, {_COUNTS}, {_KEYWORDS}, {LINEAR}, str cp_group, "
-    "bool skip, float entropy_coef, bool entropy, bool want_hidden, bool want_weight) "
+    "bool skip, bool skip_clipped, float entropy_coef, bool entropy, bool want_hidden, bool want_weight) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def fused_linear(hidden: Tensor, weight: Tensor, labels: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    head, rest = given[18:23], given[23:]
-    sequence_parallel, cp_name, skip, entropy_coef, entropy, want_hidden, want_weight = rest
+    head, rest = given[18:24], given[24:]
+    sequence_parallel, cp_name, skip, skip_clipped, entropy_coef, entropy, want_hidden, want_weight = rest
     cp_group = group_of(cp_name)
     dtype = accumulation_dtype(hidden)
     log_probs = torch.zeros(given[1].shape, dtype=dtype, device=hidden.device)  # as the response mask
@@ -117,11 +117,13 @@ def fused_linear(hidden: Tensor, weight: Tensor, labels: Tensor, *given: Any) ->
         cp_group,
         sequence_parallel=sequence_parallel,
         skip=skip,
+        skip_clipped=skip_clipped,
+        may_learn=None,
         entropy_coef=entropy_coef,
         entropy=entropy or entropy_coef != 0,
         head=settings_of(*head) | {"entropy_gradient": entropy_coef != 0},
     )
-    plan.check_labels(weight)
+    plan.check_values(weight)
     d_weight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
     found = sweep(hidden, weight, plan, want_hidden=want_hidden, d_weight=d_weight)
     entropies = found.entropy if entropy else found.log_probs.new_empty(0)
@@ -171,10 +173,10 @@ def compiled_fused(
     shape: torch.Size,
 ) -> tuple[Tensor, CTPOStats, Tensor] | tuple[Tensor, CTPOStats, Tensor, Tensor]:
     """`fused_linear_ctpo` of rows `[N, H]`."""
-    cp_group, sequence_parallel, skip, entropy_coef, entropy = options
+    cp_group, sequence_parallel, skip, skip_clipped, entropy_coef, entropy = options
     wanted = (x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight))
     loss_arguments = (*tokens, *_counts(counts), *keywords)
-    rest = (sequence_parallel, name_of(cp_group), skip, entropy_coef, entropy)
+    rest = (sequence_parallel, name_of(cp_group), skip, skip_clipped, entropy_coef, entropy)
     found = fused_linear(hidden, weight, labels, *loss_arguments, *head_of(head), *rest, *wanted)
     value, vector, log_probs, entropies = found[0], *(part.detach() for part in found[1:4])
     out = (value, CTPOStats.from_vector(vector), log_probs.view(shape))

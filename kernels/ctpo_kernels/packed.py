@@ -58,6 +58,17 @@ class PackedTokens:
         """bool `[N]`: tokens whose loss counts, a subset of `sampled`."""
         return self.sampled if self.loss_mask is None else self.sampled & (self.loss_mask != 0)
 
+    @cached_property
+    def segment(self) -> Tensor:
+        """int64 `[N]`: whose token it is; S for padding."""
+        return torch.searchsorted(
+            self.cu[1:].contiguous(), torch.arange(self.tokens, device=self.cu.device), right=True
+        )
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """`[N]` of values per token or per segment, which padding has 0 of."""
+        return values if values.dim() == 1 else torch.cat([values[:, 0], values.new_zeros(1)])[self.segment]
+
     def select(self, rows: Tensor, cu: Tensor) -> PackedTokens:
         """The batch of the tokens `rows` (int64 `[M]`, ascending) with their boundaries `cu`; all of them in order."""
 

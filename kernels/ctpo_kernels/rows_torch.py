@@ -85,10 +85,10 @@ def row_stats(
     return torch.stack([largest, logits.sum(dim=1), target, weighted], dim=1)
 
 
-def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
+def merge_stats(parts: Tensor, labels: Tensor, temperature: float, out: Tensor | None = None) -> Merged:
     """Statistics of all shards `[tp, C, 4]` -> log-probs, in rank order, so that every rank gets the same bits.
 
-    IGNORED_LABEL gives log-prob 0; a label that no shard owns gives NaN.
+    IGNORED_LABEL gives log-prob 0; a label that no shard owns gives NaN. out: `[C]`, where the log-probs shall be.
     """
     largest, sums, targets, weighted = parts.unbind(dim=2)
     top = largest.amax(dim=0)
@@ -100,6 +100,7 @@ def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
     absent = targets.isnan()
     target = torch.where(absent.all(dim=0), torch.nan, torch.where(absent, float("-inf"), targets + away).amax(dim=0))
     log_probs = torch.where(labels == IGNORED_LABEL, 0.0, target - log_total)
+    log_probs = log_probs if out is None else out.copy_(log_probs)
     # Each shard's sum of e^(z - m)(z - m) is around its own maximum m; an empty shard has m = -inf and adds nothing.
     apart = torch.where(factor == 0, 0.0, away)
     entropy = log_total - (factor * (weighted + apart * sums)).sum(dim=0) / total

@@ -47,10 +47,11 @@ def row_stats(
     return parts
 
 
-def merge_stats(parts: Tensor, labels: Tensor, temperature: float) -> Merged:
+def merge_stats(parts: Tensor, labels: Tensor, temperature: float, out: Tensor | None = None) -> Merged:
     """As `rows_torch.merge_stats`, in one launch."""
     shards, rows, _ = parts.shape
     log_probs, lse, entropy = torch.empty(3, rows, dtype=torch.float32, device=parts.device).unbind()
+    log_probs = log_probs if out is None else out
     if rows:
         dispatch.launch(
             kernels.merge_kernel,

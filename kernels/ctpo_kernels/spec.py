@@ -72,19 +72,15 @@ class LossSpec:
         batch_num_tokens: int | torch.Tensor | None,
         global_batch_size: int | torch.Tensor | None,
         batch: PackedTokens,
-    ) -> float | torch.Tensor:
+    ) -> float | torch.Tensor | None:
         """1/T, 1/N or 1/(N L) by aggregation mode: a float where the counts are host numbers, else a 0-d tensor.
 
-        What is None is counted in `batch`.
+        Sequences are counted in `batch` where they are None. None: nobody has counted T, the loss tokens.
         """
         if self.agg == "token-mean":
-            count = batch.trained.sum() if batch_num_tokens is None else batch_num_tokens
-        else:
-            count = batch.segments if global_batch_size is None else global_batch_size
-        factor = self.loss_scale_factor if self.agg == "seq-mean-token-sum" else 1.0
-        if isinstance(count, torch.Tensor):
-            return 1.0 / (count.clamp(min=1).to(torch.float64) * factor)
-        return 1.0 / (max(count, 1) * factor)
+            return None if batch_num_tokens is None else _inverse(batch_num_tokens, 1.0)
+        count = batch.segments if global_batch_size is None else global_batch_size
+        return _inverse(count, self.loss_scale_factor if self.agg == "seq-mean-token-sum" else 1.0)
 
     @classmethod
     def of(cls, given: LossKeywords) -> LossSpec:
@@ -101,6 +97,17 @@ class LossSpec:
             low = -math.log1p(-low) if low < 1 else math.inf
             high, dual, power = math.log1p(high), math.log(dual), 0.0
         return cls(given.ratio_mode, low, high, dual, power, given.loss_agg_mode, given.loss_scale_factor)
+
+
+def inverse_of_loss_tokens(batch: PackedTokens) -> torch.Tensor:
+    """1/T of a batch, float64 scalar; eight launches on a device, where the kernels of a whole batch take none."""
+    return torch.as_tensor(_inverse(batch.trained.sum(), 1.0))
+
+
+def _inverse(count: int | torch.Tensor, factor: float) -> float | torch.Tensor:
+    if isinstance(count, torch.Tensor):
+        return 1.0 / (count.clamp(min=1).to(torch.float64) * factor)
+    return 1.0 / (max(count, 1) * factor)
 
 
 def _dual(given: LossKeywords) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +11,24 @@ from torch import Tensor
 
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.entropy import EntropyBonus, rows_with_gradient
-from ctpo_kernels.linear_head import LinearHead
+from ctpo_kernels.linear_head import LinearHead, leave_out
 from ctpo_kernels.loss import loss_implementation, whole_pass
-from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter
+from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter, without_autocast
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossSpec
+from ctpo_kernels.rows_torch import EntropyGradient
+from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
+from ctpo_kernels.tiles import Runs, active_runs, check_known, may_learn
 
-Prepared = tuple[PackedTokens, LossSpec, float | Tensor]
+Prepared = tuple[PackedTokens, LossSpec, float | Tensor | None]
 """What `loss.prepared` gives."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything of a call that is no operand. batch, labels: of the response tokens only; rows: where they are."""
+    """Everything of a call that is no operand. batch, labels: of the response tokens only; rows: where they are.
+
+    may_learn: in host memory, see `tiles.check_known`.
+    """
 
     batch: PackedTokens
     spec: LossSpec
@@ -35,6 +39,8 @@ class Plan:
     cp_group: dist.ProcessGroup | None
     sequence_parallel: bool
     skip: bool
+    skip_clipped: bool
+    may_learn: Tensor | None
     entropy_coef: float
     entropy: bool
     head: dict[str, Any]
@@ -58,13 +64,17 @@ class Plan:
         if rows is not None:
             kept_before = torch.nn.functional.pad(full.sampled.long().cumsum(0), (1, 0))
             batch = full.select(rows, kept_before[full.cu])
+        if inverse is None:
+            inverse = inverse_of_loss_tokens(batch)
         return cls(batch, spec, inverse, rows, labels.numel(), pick(labels, rows), cp_group, **rest)
 
-    def check_labels(self, weight: Tensor) -> None:
-        """Raises ValueError for a label outside the vocabulary, on the CPU."""
+    def check_values(self, weight: Tensor) -> None:
+        """Raises ValueError for a label outside the vocabulary, and as `tiles.check_known`; on the CPU."""
         group = self.head["group"]
         columns = weight.shape[0] * (group.size() if group else 1)
         arguments.check_range(self.labels, self.head["vocab_size"] or columns)
+        if self.may_learn is not None:
+            check_known(self.may_learn, self.batch, entropy=self.entropy_coef != 0)
 
 
 @dataclass(frozen=True)
@@ -82,57 +92,90 @@ class Swept:
     d_weight: Tensor | None
 
 
+class _Gradients:
+    """Those of the operands, chunk by chunk: d_hidden is written, d_weight added to; None: not wanted."""
+
+    def __init__(self, head: LinearHead, plan: Plan, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
+        self.d_hidden, self.d_weight = d_hidden, d_weight
+        self.wanted = d_hidden is not None or d_weight is not None
+        self._head, self._plan = head, plan
+        self._runs: list[Runs] | None = None
+
+    def plan_tiles(self, flags: Tensor) -> None:
+        """Leave out tiles of rows where `flags` `[M]` is 0, in all chunks; one read-back, none if the caller knows."""
+        if self._plan.skip:
+            known = self._plan.may_learn
+            self._runs = active_runs(flags if known is None else known, self._head.chunk_size)
+
+    def begin(self, start: int, end: int, g: Tensor, extra: EntropyGradient | None) -> Runs:
+        """The rows of a chunk that are to be multiplied, for `add`; the gradients of the others are made here."""
+        all_of_them = [(0, end - start)]
+        runs = all_of_them if self._runs is None else self._runs[start // self._head.chunk_size]
+        if runs and self._plan.skip_clipped:
+            (runs,) = active_runs(rows_with_gradient(g, extra), end - start)
+        if runs != all_of_them:
+            leave_out(g, None if self.d_hidden is None else self.d_hidden[start:end], self.d_weight)
+        return runs
+
+    def add(self, dz: Tensor, start: int, runs: Runs) -> None:
+        """What the chunk's gradient by the logits, dz `[C, V / tp]`, gives both."""
+        self._head.accumulate(dz, start, self.d_hidden, self.d_weight, runs)
+
+
+@without_autocast
 def sweep(hidden: Tensor, weight: Tensor, plan: Plan, *, want_hidden: bool, d_weight: Tensor | None) -> Swept:
     """All of it. d_weight: what the weight's gradient is added to; None where it is not wanted."""
     group = plan.head["group"]
     x = pick(gather_hidden(hidden, group, plan.sequence_parallel), plan.rows)
     head = LinearHead(x, weight, plan.labels, **plan.head)
-    d_hidden = torch.zeros_like(x) if want_hidden else None
-
-    def accumulate(dz: Tensor, start: int, g: Tensor) -> None:
-        head.accumulate(dz, start, g, d_hidden, d_weight, skip=plan.skip)
-
+    gradients = _Gradients(head, plan, torch.empty_like(x) if want_hidden else None, d_weight)
     run = _twice if plan.spec.whole_sequence or plan.cp_group is not None else _once
     bonus = EntropyBonus(plan.batch, plan.spec, plan.inverse, plan.cp_group, plan.entropy_coef)
-    log_probs, vector = run(head, plan, bonus, accumulate if want_hidden or d_weight is not None else None)
+    vector = run(head, plan, bonus, gradients)
+    d_hidden = gradients.d_hidden
     if d_hidden is not None:
         d_hidden = reduce_d_hidden(scatter(d_hidden, plan.rows, plan.tokens), group, plan.sequence_parallel)
-    log_probs = scatter(log_probs, plan.rows, plan.tokens)
+    log_probs = scatter(plan.batch.log_probs, plan.rows, plan.tokens)
     entropy = scatter(bonus.entropy, plan.rows, plan.tokens) if plan.entropy else vector.new_empty(0)
     loss = bonus.subtracted_from(vector[0]).to(head.dtype)
     return Swept(loss, vector, log_probs, entropy, d_hidden, d_weight)
 
 
-Accumulate = Callable[[Tensor, int, Tensor], None] | None
-
-
-def _once(head: LinearHead, plan: Plan, bonus: EntropyBonus, accumulate: Accumulate) -> tuple[Tensor, Tensor]:
-    """Log-probs `[M]` and the statistics vector; logits of every chunk are computed once."""
-    implementation = loss_implementation(plan.batch.log_probs)
-    totals = implementation.segment_totals(plan.batch) if plan.spec.per_sequence else None
-    state = torch.zeros(plan.batch.segments, 3, dtype=torch.int64, device=plan.batch.cu.device)
-    stream = implementation.LossStream(plan.batch, plan.spec, plan.inverse, totals=totals, state=state)
+def _once(head: LinearHead, plan: Plan, bonus: EntropyBonus, gradients: _Gradients) -> Tensor:
+    """The statistics vector; the batch gets its log-probs. Logits of every chunk are computed once."""
+    batch = plan.batch
+    implementation = loss_implementation(batch.log_probs)
+    totals = implementation.segment_totals(batch) if plan.spec.per_sequence else None
+    state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=batch.cu.device)
+    stream = implementation.LossStream(batch, plan.spec, plan.inverse, totals=totals, state=state)
+    if gradients.wanted:
+        gradients.plan_tiles(may_learn(batch, entropy=plan.entropy_coef != 0))
     for start, end in head.chunks():
-        merged = head.log_probs(start, end, entropy=plan.entropy)
-        g = stream.step(start, end, merged.log_probs)
+        merged = head.log_probs(start, end, batch.log_probs[start:end], entropy=plan.entropy)
+        g = stream.step(start, end)
         extra = bonus.step(start, end, merged.entropy) if plan.entropy else None
-        if accumulate is not None:
-            accumulate(head.gradient_rows(start, end, merged, g, extra), start, rows_with_gradient(g, extra))
-    return plan.batch.log_probs, stream.finish()
+        if gradients.wanted and (runs := gradients.begin(start, end, g, extra)):
+            gradients.add(head.gradient_rows(start, end, merged, g, extra), start, runs)
+    vector: Tensor = stream.finish()
+    return vector
 
 
-def _twice(head: LinearHead, plan: Plan, bonus: EntropyBonus, accumulate: Accumulate) -> tuple[Tensor, Tensor]:
+def _twice(head: LinearHead, plan: Plan, bonus: EntropyBonus, gradients: _Gradients) -> Tensor:
     """The same when the ratio needs all log-probs first."""
-    lse = torch.empty_like(plan.batch.log_probs)
+    batch = plan.batch
+    lse = torch.empty_like(batch.log_probs)
     for start, end in head.chunks():
-        merged = head.log_probs(start, end, entropy=plan.entropy)
-        plan.batch.log_probs[start:end], lse[start:end] = merged.log_probs, merged.lse
+        merged = head.log_probs(start, end, batch.log_probs[start:end], entropy=plan.entropy)
+        lse[start:end] = merged.lse
         if plan.entropy:
             bonus.step(start, end, merged.entropy)
-    out = whole_pass(plan.batch, plan.spec, plan.inverse, plan.cp_group)
-    if accumulate is not None:
-        for start, end in head.chunks():
-            g, extra = out.gradient[start:end], bonus.gradient(start, end)
+    out = whole_pass(batch, plan.spec, plan.inverse, plan.cp_group)
+    if not gradients.wanted:
+        return out.vector
+    gradients.plan_tiles(rows_with_gradient(out.gradient, bonus.gradient(0, batch.tokens)))
+    for start, end in head.chunks():
+        g, extra = out.gradient[start:end], bonus.gradient(start, end)
+        if runs := gradients.begin(start, end, g, extra):
             dz = head.recomputed_gradient_rows(start, end, lse[start:end], g, extra)
-            accumulate(dz, start, rows_with_gradient(g, extra))
-    return plan.batch.log_probs, out.vector
+            gradients.add(dz, start, runs)
+    return out.vector

@@ -44,6 +44,16 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
     [
         (["policy.tensor_model_parallel_size=2"], "= 2 does not divide the world size 3"),
         (["policy.sequence_parallel=true"], "policy.sequence_parallel = true: needs tensor parallelism"),
+        (
+            ["rollout.tool_parser=fenced", "rollout.tools=[python,my:Tool]"],
+            'rollout.tool_parser = "fenced": runs programs with one tool, and rollout.tools has 2 (python, my:Tool)',
+        ),
+        (["rollout.tool_parser=fenced", "rollout.tools=[]"], "rollout.tools has 0 (none)"),
+        (
+            ["rollout.tool_parser=fenced", "data.tool_in_prompt=true"],
+            "data.tool_in_prompt = true: shows the model a way to call tools that rollout.tool_parser: fenced does not",
+        ),
+        (["data.system_prompt=none.txt"], 'data.system_prompt = "none.txt": is the name of a file that cannot be read'),
         (["policy.layer_spec=transformer_engine"], "Transformer Engine needs CUDA and policy.dtype: bfloat16"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 4 attention heads"),
         (["policy.tensor_model_parallel_size=3"], "does not divide the model's 2 key/value heads"),
@@ -118,6 +128,41 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
             "error: rollout.top_p = 0.9: the sampler's log-probs",
         ),
         (["rollout.top_k=5", "objective.anchor=behaviour"], "error: rollout.top_k = 5: the sampler's log-probs are of"),
+        (
+            ["rollout.top_p=0.9", "objective.correction.veto=0.1"],
+            "error: rollout.top_p = 0.9: the sampler's log-probs are of the filtered distribution",
+        ),
+        (
+            ["objective.anchor=decoupled"],
+            "is the proximal ratio times a weight, and objective.correction.level is none",
+        ),
+        (
+            ["objective.correction.level=sequence"],
+            'objective.correction.level = "sequence": multiplies the proximal ratio by a weight; set objective.anchor',
+        ),
+        (["objective.correction.level=token", "objective.anchor=behaviour"], '"token": would count twice: with anchor'),
+        (
+            ["objective.correction.reject=[{stat: k1, over: token, low: 0.5, high: 2.0}]"],
+            "objective.correction.reject.0: the bounds (low 0.5, high 2.0) of k1 are nats, not ratios",
+        ),
+        (["objective.correction.reject=[{stat: k2, over: token}]"], "reject.0: has no bound, so nothing leaves"),
+        (
+            ["objective.correction.reject=[{stat: k3, over: token, low: 0.1}]"],
+            "reject.0.low = 0.1: k3 is never negative",
+        ),
+        (["objective.correction.reject=[{stat: k3, over: token, high: 0}]"], "reject.0.high = 0.0: must be positive"),
+        (
+            ["objective.correction.reject=[{stat: k1, over: sequence_max, high: 1}]"],
+            'reject.0.over = "sequence_max": k1 has a sign',
+        ),
+        (
+            ["objective.correction.reject=[{stat: k2, over: token, high: 1}, {stat: k2, over: token, high: 2}]"],
+            "objective.correction.reject: k2 over token is there twice",
+        ),
+        (
+            ["objective.preset=cispo", "objective.loss_agg_mode=seq-mean-token-mean", "policy.context_parallel_size=3"],
+            'objective.loss_agg_mode = "seq-mean-token-mean": with clip_mode: detached_ratio needs whole sequences',
+        ),
         (["policy.optimizer.min_lr=1"], "policy.optimizer.min_lr = 1.0: is above lr (1e-06)"),
         (["policy.optimizer.betas=[0.9,1.0]"], "item 1 must be in [0, 1)"),
         (["eval.every=2"], "eval.every = 2: there is nothing to evaluate on; give data.eval, or set it to 0"),
@@ -142,6 +187,11 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
     ("overrides", "expected"),
     [
         (["policy.mini_batch_prompts=32"], "exactly one update per batch: the ratio is identically 1"),
+        (["objective.preset=dr-grpo"], "set it to rollout.max_response_tokens (176)"),
+        (
+            ["policy.mini_batch_prompts=32", "objective.anchor=decoupled", "objective.correction.level=prefix"],
+            "exactly one update per batch",
+        ),
         (["rollout.top_p=0.9"], "rollout.top_p = 0.9: the sampler's log-probs are of the filtered distribution"),
         (["policy.dtype=bfloat16"], 'policy.dtype = "bfloat16": but the engine runs in float32'),
         (["rollout.mismatch_limit=0.001", "policy.dtype=bfloat16"], "is within the rounding of bfloat16"),
@@ -165,6 +215,11 @@ def test_no_false_alarms(config_with: Make) -> None:
     assert found(config_with("rollout.engine.kv_cache_mb=null", "rollout.engine.block_size=16"), cuda=True) == []
     assert found(config_with("rollout.engine.extra={max_num_batched_tokens: 512}")) == []
     assert found(config_with("objective.clip_mode=ratio", "objective.clip_c=-1")) == []
+    assert found(config_with("objective.anchor=decoupled", "objective.correction.level=sequence")) == []
+    assert found(config_with("objective.anchor=behaviour", "objective.correction.veto=1e-4")) == []
+    assert found(config_with("objective.preset=cispo", "policy.context_parallel_size=2"), world_size=2) == []
+    bounds = "objective.correction.reject=[{stat: k1, over: token, low: -1, high: 1}, {stat: k2, over: token, high: 1}]"
+    assert found(config_with(bounds)) == []
 
 
 def test_cache_must_hold_one_sequence(config_with: Make) -> None:

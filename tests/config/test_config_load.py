@@ -105,8 +105,8 @@ def test_all_problems_at_once_each_with_its_place(refusal: Refusal) -> None:
     )
     assert problems == [
         "command line: run.seed = -1: must be greater than or equal to 0",
-        'command line: objective.preset = "gropo": must be one of ctpo, ctpo-fixed, ctpo-geomean, grpo, dapo, gspo, '
-        "sequence; did you mean grpo?",
+        'command line: objective.preset = "gropo": must be one of ctpo, ctpo-paper, ctpo-uniform, ctpo-fixed, '
+        "ctpo-geomean, grpo, dr-grpo, dapo, gspo, cispo, sequence; did you mean grpo?",
         'base.yaml:12: eval.samples = "none": must be an integer',
         "base.yaml:13: eval.evry = 3: unknown key; did you mean eval.every?",
         "base.yaml:15: checkpoint.every = 2.0: must be an integer; write 2",
@@ -201,6 +201,30 @@ def test_wrong_keys_and_values(refusal: Refusal, override: str, expected: str) -
 def test_renamed_keys_and_values(refusal: Refusal, override: str, expected: str) -> None:
     (problem,) = refusal(override)
     assert problem.startswith("command line: ") and expected in problem
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            f"objective.{key}"
+            for key in ("kl_coef=.01", "kl_loss_coef=0", "use_kl_loss=false", "kl_penalty=k3", "beta=.1")
+        ),
+        "policy.use_kl_loss=true",
+        "objective.kl_ctrl.kl_coef=.1",
+        "algorithm.kl_ctrl={kl_coef: .1}",
+        "model.reference_model=there",
+    ],
+)
+def test_keys_of_a_kl_term_are_told_that_there_is_none(refusal: Refusal, override: str) -> None:
+    (problem,) = refusal(override)
+    assert "there is no KL term: the published objective has none" in problem
+    assert "remove the key (docs/objective.md)" in problem
+
+
+def test_other_unknown_keys_are_not(refusal: Refusal) -> None:
+    for override in ("policy.optimizer.beta=1", "objective.klip_low=1", "policy.skl=1"):
+        assert "KL" not in str(refusal(override))
 
 
 def test_every_renamed_key_and_value_is_known_now() -> None:

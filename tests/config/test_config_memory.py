@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_kernels.linear_head import CHUNK_BYTES
-from ctpo_megatron.config import PolicyConfig, Split, layer_activations, memory_table, stage_memory
-from ctpo_megatron.config.memory import HEAD_CHUNK_BYTES, in_flight, memory, parameters, peak, stage_parameters
+from ctpo_megatron.config import PolicyConfig, Split, head_chunk_rows, layer_activations, memory_table, stage_memory
+from ctpo_megatron.config.memory import GIB, USABLE, in_flight, memory, parameters, peak, stage_parameters
 from ctpo_megatron.config.sizing import MODELS, SIZINGS, sizing, update
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
@@ -115,10 +114,23 @@ def test_recomputation_gives_memory_back() -> None:
 
 
 def test_streaming_head_does_not_grow_with_the_vocabulary() -> None:
-    assert CHUNK_BYTES["cuda"] == HEAD_CHUNK_BYTES
     spec = MODELS["Qwen3-14B"]
     streaming, logits = (stage_memory(spec, replace(ROW, streaming_head=s), 0).head for s in (True, False))
     assert streaming < 2.1 * 2**30 < logits == 2 * 16384 * 5120 * 2 + 16384 * 151936 * 8
+
+
+def test_chunks_of_the_head_follow_the_memory_that_the_plan_leaves_free() -> None:
+    """At most a quarter of it is logits; a pinned number of rows stays."""
+    spec, split = MODELS["Qwen3-4B"], replace(ROW, data=8, distributed_optimizer=True, recompute=("full",))
+    rows = [head_chunk_rows(spec, split, gib * GIB) for gib in (24, 41, 43, 48, 80, 141)]
+    assert rows == [512, 512, 1024, 2048, 4096, 4096]
+    for gib, chosen in zip((43, 48, 80), rows[2:], strict=False):
+        held = stage_memory(spec, replace(split, head_chunk_tokens=chosen), 0).total
+        assert held <= USABLE * gib * GIB
+    assert head_chunk_rows(spec, replace(split, head_chunk_tokens=300), 80 * GIB) == 300
+    pinned, default = (stage_memory(spec, replace(split, head_chunk_tokens=n), 0).head for n in (1024, 2048))
+    assert default - pinned == 1024 * 4 * 151936
+    assert default == stage_memory(spec, split, 0).head
 
 
 def test_only_the_last_stage_has_the_head_and_the_peak_is_one_of_the_stages() -> None:

@@ -25,6 +25,6 @@ def test_types_and_defaults_in_words() -> None:
     assert "| text | **required** |" in lines["`run.name`"]
     assert "| 2 numbers | `[0.9, 0.999]` |" in lines["`policy.optimizer.betas`"]
     assert "| integer > 0 or null | `null` |" in lines["`rollout.max_turn_tokens`"]
-    assert '| "proximal" \\| "behaviour" | `"proximal"` |' in lines["`objective.anchor`"]
+    assert '| "proximal" \\| "behaviour" \\| "decoupled" | `"proximal"` |' in lines["`objective.anchor`"]
     assert "| `0.003` |" in lines["`sft.optimizer.lr`"]  # the default of its place, not of its class
     assert "| number > 0, <= 1 | `1.0` |" in lines["`rollout.top_p`"]

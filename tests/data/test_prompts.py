@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from dataclasses import replace
@@ -57,7 +58,9 @@ def test_globs_fallback_ids_and_numeric_answers(tmp_path, tokenizer):
 def test_tool_schema_reaches_the_template(tmp_path, tokenizer):
     file = write(tmp_path / "a.parquet", [row()])
     schema = {"type": "function", "function": {"name": "code_interpreter"}}
-    (prompt,) = load_prompts([file], tokenizer, max_prompt_tokens=400, tool_schemas=[schema])
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
+    (prompt,) = load_prompts([file], other, max_prompt_tokens=400, tool_schemas=[schema])
     assert "code_interpreter" in tokenizer.decode(list(prompt.token_ids))
 
 

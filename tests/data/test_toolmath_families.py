@@ -11,8 +11,10 @@ from random import Random
 import pytest
 
 from ctpo_megatron.config.task_schema import CorruptionConfig
-from ctpo_megatron.data.toolmath.conversations import conversation
+from ctpo_megatron.data.records import ToolCall
+from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, draw_problem, run
+from ctpo_megatron.environments.factory import PARSERS
 
 CLEAN = CorruptionConfig(guess=0, wrong_common=0, wrong_rare=0, no_print=0, no_box=0)
 PER_FAMILY = 12
@@ -100,3 +102,21 @@ def test_the_mixture_has_the_configured_rates():
     expected = {"guess": corruption.guess, "no_print": called * corruption.no_print, "no_box": corruption.no_box}
     expected |= {"right": spoken * right, "common": spoken * corruption.wrong_common}
     assert {name: count / total for name, count in counts.items()} == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("output", ["42", ""])
+@pytest.mark.parametrize("tool_parser", PARSERS)
+def test_a_call_is_written_as_the_parser_reads_it_and_answered_as_it_answers(tool_parser: str, output: str) -> None:
+    said, answered = PROTOCOLS[tool_parser]("import math\nprint(math.gcd(12, 8))", output)
+    parser = PARSERS[tool_parser]()
+    (request,) = parser.parse(said["content"])
+    assert request.arguments == {"code": "import math\nprint(math.gcd(12, 8))"}
+    (shown,) = parser.render([ToolCall(1, request.name, request.arguments, "success", output, 0.0)])
+    assert (answered["role"], answered["content"]) == (shown.role, shown.content)
+
+
+def test_protocols_differ_in_the_calls_alone() -> None:
+    problem = draw_problem(FAMILIES[0], Random(5))
+    hermes, fenced = (conversation(problem, CLEAN, Random(6), protocol) for protocol in ("hermes", "fenced"))
+    assert (hermes[0], hermes[-1]) == (fenced[0], fenced[-1])
+    assert [message["role"] for message in fenced] == ["user", "assistant", "user", "assistant"]

@@ -65,6 +65,8 @@ def test_an_equal_directory_is_reused_and_another_one_refused(toolmath):
     with pytest.raises(DataError, match=r"prepare\.seed: 0 there, 7 wanted") as caught:
         prepare(small_config(toolmath, seed=7, corruption={"guess": 0.5}))
     assert "prepare.corruption.guess: 0.15 there, 0.5 wanted" in str(caught.value)
+    with pytest.raises(DataError, match=r"rollout\.tool_parser: hermes there, fenced wanted"):
+        prepare(small_config(toolmath), "fenced")
 
 
 def test_a_foreign_directory_is_never_touched(tmp_path):
@@ -79,11 +81,11 @@ def test_an_equal_directory_published_meanwhile_is_accepted(tmp_path, monkeypatc
     """Two processes that prepare the same directory at once must both succeed."""
     write = prepare_module._write
 
-    def write_twice(config, directory):
-        write(config, directory)
+    def write_twice(config, tool_parser, directory):
+        write(config, tool_parser, directory)
         if not (tmp_path / "task").exists():
             shutil.copytree(directory, tmp_path / "task")
-            record = {"format": prepare_module.FORMAT, **config.model_dump(mode="json", exclude={"directory"})}
+            record = prepare_module._record(config, tool_parser)
             (tmp_path / "task" / "prepare.json").write_text(json.dumps(record))
 
     monkeypatch.setattr(prepare_module, "_write", write_twice)

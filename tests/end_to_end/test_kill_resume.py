@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory, load_prompts, prepare
+from ctpo_megatron.rollout.uniform import UniformGroups
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests.end_to_end import killed_train
@@ -50,8 +51,8 @@ SETTINGS = (
 REPLAY = ("rollout.replay=runs/recorded",)
 
 
-def record(config: Config) -> None:
-    """A run directory with made-up answers, some right, to the prompts that a run of this configuration draws."""
+def record(config: Config, chance: float = 0.5) -> None:
+    """A run directory with made-up answers to the prompts that a run of this configuration draws, some right."""
     rng = random.Random(0)
     directory = open_run_directory(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -61,7 +62,8 @@ def record(config: Config) -> None:
     def answer(prompt: Prompt, sample: int) -> Trajectory:
         trajectory = Trajectory(prompt.id, sample, seed=sample)
         trajectory.append_context(prompt.token_ids, turn=0)
-        number = prompt.answer if rng.random() < 0.5 else "-1"
+        trajectory.reward = float(rng.random() < chance)
+        number = prompt.answer if trajectory.reward else "-1"
         trajectory.final_text = f"{rng.choice(['So', 'It is', 'Hence'])} \\boxed{{{number}}}"
         ids = tokenizer(trajectory.final_text, add_special_tokens=False)["input_ids"]
         trajectory.append_model(ids, [-5 * rng.random() for _ in ids], [step] * len(ids), turn=1)
@@ -69,8 +71,11 @@ def record(config: Config) -> None:
         return trajectory
 
     for step in range(1, config.run.steps + 1):
-        drawn = sampler.take(config.rollout.prompts_per_step)
-        groups = [Group(p, [answer(p, n) for n in range(config.rollout.samples_per_prompt)]) for p in drawn]
+        drawn, groups = sampler.take(config.rollout.prompts_per_step), []
+        choice = UniformGroups(config.rollout, sampler, config.policy.mini_batch_prompts)
+        while drawn:
+            groups += [Group(p, [answer(p, n) for n in range(config.rollout.samples_per_prompt)]) for p in drawn]
+            drawn = choice.further(groups)
         write_trajectories(directory, step, groups, tokenizer.decode)
 
 
@@ -198,6 +203,34 @@ def test_a_killed_run_goes_on_bit_for_bit(
     run = folder / "runs" / name.removeprefix("run.name=")
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
+
+
+@pytest.mark.slow  # of the source alone: tests/rollout/test_uniform_groups.py
+@pytest.mark.parametrize("mode", ["drop", "refill"])
+def test_a_killed_run_without_uniform_groups_goes_on_bit_for_bit(folder: Path, mode: str) -> None:
+    """The schedule of the learning rate is not constant, and optimizer steps are missing."""
+    settings = [f"rollout.uniform_groups={mode}", "rollout.max_refills=2", "policy.mini_batch_prompts=1"]
+    settings += ["policy.optimizer.schedule=linear", "reward.overlong_penalty={buffer: 10}"]
+    settings.append("rollout.filters=[{name: void_turn, arguments: {answer: ^So}}]")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        quickstart = ROOT / "configs" / "quickstart.yaml"
+        record(load_config(quickstart, [*SETTINGS, *settings, f"run.name=recorded-{mode}"]), chance=0.8)
+    settings.append(f"rollout.replay=runs/recorded-{mode}")
+    done = train(folder, *settings, f"run.name={mode}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    killed = train(folder, *settings, f"run.name={mode}-killed", kill_at=("score", 3 if mode == "drop" else 5))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    resumed = train(folder, *settings, f"run.name={mode}-killed", "run.resume=true")
+    assert resumed.returncode == 0 and "continuing after step" in resumed.stdout, resumed.stderr[-4000:]
+    whole, again = (records(folder / "runs" / name) for name in (mode, f"{mode}-killed"))
+    assert [repeatable(line) for line in again] == [repeatable(line) for line in whole]
+    assert sum(line["rollout/groups_dropped"] for line in whole[1:]) > 0
+    assert all(0 < line["rollout/masked_tokens"] < 1 for line in whole[1:])
+    assert not any(
+        "tracking/nonfinite" in line for line in whole
+    )  # though some optimizer step has no token in its loss
+    assert [line["actor/lr"] for line in whole[1:]] == sorted((line["actor/lr"] for line in whole[1:]), reverse=True)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def test_anchor_and_training_pass_agree_and_sampler_agrees_with_trainer(finished
         assert record["pg_update/first_log_ratio_abs_max"] <= 1e-5
         assert record["mismatch/log_prob_abs_max"] <= 1e-3
         assert record["weights/version"] == record["step"] + 1
+        assert 0 < record["mismatch/sigma"] <= record["mismatch/log_prob_abs_max"]
+        assert record["rollout_corr/kl"] == pytest.approx(-record["mismatch/bias"])
 
 
 def test_trajectories_are_whole_and_dumped_with_masks_and_ratios(finished: Path) -> None:

@@ -52,8 +52,9 @@ class Codec:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        return [ord(character) for message in messages for character in f"[{message.role}: {message.content}]"]
+    def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
+        text = "".join(f"[{message.role}: {message.content}]" for message in messages)
+        return [*([STOP] if end_turn else []), *map(ord, text)]
 
 
 def played(config: Config, *turns: str, answer: str = "") -> tuple[str, Trajectory]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from ctpo_megatron.config.schema import ObjectiveConfig
+from ctpo_megatron.config import ObjectiveConfig
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import (
     Denominators,

@@ -45,7 +45,7 @@ def test_parsers_that_are_refused(config: Config) -> None:
     for name, arguments, reason in (
         ("my_parser:PythonTags", {"least": 1}, "unexpected keyword argument 'least'"),
         ("my_parser:Message", {"role": "", "content": ""}, "has no method mentions_call"),
-        ("xml", {}, "write hermes, or package.module:Name"),
+        ("xml", {}, "write hermes or fenced, or package.module:Name"),
     ):
         with pytest.raises(ExtensionError, match=reason):
             check_tool_parser(Extension(name=name, arguments=arguments))

@@ -14,7 +14,7 @@ from ctpo_kernels import SUMS, loss_torch, use_backend
 from ctpo_kernels.loss import loss_implementation
 from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossKeywords, LossSpec
+from ctpo_kernels.spec import LossKeywords, LossSpec, inverse_of_loss_tokens
 from tests.kernels.packings import PACKINGS, boundaries, random_batch, run, same_bits, without
 
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
@@ -87,14 +87,15 @@ def test_interpreter_and_twin_agree_on_every_packing(interpreter: None, name: st
     ],
 )
 def test_spans_and_blocks(interpreter: None, monkeypatch: pytest.MonkeyPatch, span: int, block: int) -> None:
-    """LOOK of 4 makes long sequences look back several times."""
+    """LOOK of 4 makes long sequences look back several times, and count loss tokens that nobody has counted."""
     from ctpo_kernels import loss_triton
 
     for ratio, agg in (("cumprod", "seq-mean-token-mean"), ("sequence-geomean", "token-mean")):
         batch, spec = checked(rough(3, LENGTHS, padding=9), ratio_mode=ratio, loss_agg_mode=agg)
-        expected = loss_triton.loss_pass(batch, spec, 0.1, per_token=True)
+        counted, given = (None, inverse_of_loss_tokens(batch)) if agg == "token-mean" else (0.1, 0.1)
+        expected = loss_triton.loss_pass(batch, spec, given, per_token=True)
         monkeypatch.setattr(loss_triton, "LOOK", 4)
-        found = loss_triton.loss_pass(batch, spec, 0.1, per_token=True, span=span, block=block)
+        found = loss_triton.loss_pass(batch, spec, counted, per_token=True, span=span, block=block)
         assert same_decisions(found, expected)
         assert same_bits(found.gradient, expected.gradient)
         assert same_bits(found.per_token.loss, expected.per_token.loss)
@@ -125,7 +126,11 @@ def test_windows_of_a_stream(backend: str, cuts: list[int]) -> None:
     blank = replace(batch, log_probs=torch.zeros_like(batch.log_probs))
     stream = implementation.LossStream(blank, spec, 0.1, totals=totals, state=state)
     edges = itertools.pairwise([0, *cuts, batch.tokens])
-    gradient = torch.cat([stream.step(a, b, batch.log_probs[a:b].clone()) for a, b in edges])
+    gradients = []
+    for start, end in edges:
+        blank.log_probs[start:end] = batch.log_probs[start:end]
+        gradients.append(stream.step(start, end))
+    gradient = torch.cat(gradients)
     assert same_bits(gradient, expected.gradient)
     assert torch.equal(state, totals[:, :3])
     torch.testing.assert_close(stream.finish(), expected.vector, rtol=1e-6, atol=1e-6)
@@ -139,7 +144,7 @@ def test_a_window_longer_than_the_longest_span(interpreter: None, monkeypatch: p
     monkeypatch.setattr(loss_triton, "SPANS", (64, 128))
     state = torch.zeros(batch.segments, 3, dtype=torch.int64)
     stream = loss_triton.LossStream(batch, spec, 0.1, totals=None, state=state)
-    assert same_bits(stream.step(0, batch.tokens, batch.log_probs.clone()), expected.gradient)
+    assert same_bits(stream.step(0, batch.tokens), expected.gradient)
     torch.testing.assert_close(stream.finish(), expected.vector, rtol=1e-6, atol=1e-6)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,18 @@ class _Operations(TorchDispatchMode):
         "segments": [3, 300],
         "mask": [torch.bool, torch.uint8, torch.int64],
         "boundaries": [torch.int32, torch.int64],
+        "mode": ["seq-mean-token-mean", "token-mean"],
     }
 )
 def test_three_launches_at_most_and_nothing_else(
-    interpreter: None, monkeypatch: pytest.MonkeyPatch, segments: int, mask: torch.dtype, boundaries: torch.dtype
+    interpreter: None,
+    monkeypatch: pytest.MonkeyPatch,
+    segments: int,
+    mask: torch.dtype,
+    boundaries: torch.dtype,
+    mode: str,
 ) -> None:
+    """Loss tokens that nobody has counted are counted in these launches."""
     from triton.runtime.interpreter import GridExecutor
 
     launches = 0
@@ -56,10 +64,38 @@ def test_three_launches_at_most_and_nothing_else(
     cu_seqlens = torch.arange(0, n + 1, 2, dtype=boundaries)
     old_log_probs, advantages = torch.zeros(n), torch.ones(segments)
     with _Operations() as operations:
-        ck.ctpo_loss(log_probs, old_log_probs, response, advantages, cu_seqlens, loss_mask=response)
+        tokens = (log_probs, old_log_probs, response, advantages, cu_seqlens)
+        ck.ctpo_loss(*tokens, loss_mask=response, loss_agg_mode=mode)
     assert 1 <= launches <= 3
     extra = [name for name in operations.names if not any(free in name for free in FREE) and name not in CHECKS]
     assert extra == []
+
+
+class _Devices(TorchDispatchMode):
+    """Where the results of operations are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen.add(out.device.type)
+        return out
+
+
+def test_a_table_of_powers_is_made_on_its_device_and_not_kept(interpreter: None) -> None:
+    """Nothing of the host is copied, which a CUDA graph could not capture."""
+    from ctpo_kernels.loss_triton import _power
+
+    with _Devices() as devices:
+        _, table = _power(0.3, 100, torch.device("meta"))
+    assert table is not None and devices.seen == {"meta"}
+    _, table = _power(0.3, 100, torch.device("cpu"))
+    assert table is not None and table[99] == torch.tensor(100.0**0.3)
+    gone = weakref.ref(table)
+    del table
+    assert gone() is None
 
 
 def test_every_launch_is_on_the_device_of_its_tensors() -> None:

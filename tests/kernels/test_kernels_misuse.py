@@ -87,7 +87,13 @@ def test_every_bad_keyword_is_reported_at_once() -> None:
 HEAD_CASES = [
     ({"hidden": torch.zeros(N, 5)}, ValueError, r"hidden \[N, H\] and weight \[V, H\] do not fit: \[36, 5\]"),
     ({"hidden": torch.zeros(N)}, ValueError, "hidden .* do not fit"),
-    ({"weight": torch.zeros(37, 12, dtype=torch.bfloat16)}, TypeError, "hidden and weight must share .*bfloat16"),
+    ({"weight": torch.zeros(37, 12, dtype=torch.float64)}, TypeError, "must both be float64 or neither: .*float64"),
+    (
+        {"hidden": torch.zeros(N, 12).half(), "weight": torch.zeros(37, 12).bfloat16()},
+        TypeError,
+        "hidden and weight have no common floating dtype: torch.float16 and torch.bfloat16",
+    ),
+    ({"weight": torch.zeros(37, 12, dtype=torch.int64)}, TypeError, "have no common floating dtype: .*torch.int64"),
     ({"weight": torch.zeros(37, 12, device="meta")}, ValueError, "weight is on meta, hidden on cpu"),
     ({"labels": torch.zeros(5, dtype=torch.int64)}, ValueError, r"labels has shape \[5\]; expected \[36\]"),
     ({"labels": torch.zeros(N)}, TypeError, "labels must be integers; got torch.float32"),

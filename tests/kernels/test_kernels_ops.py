@@ -109,11 +109,14 @@ def test_opcheck(name: str) -> None:
     log_probs = given["old_log_probs"].clone().requires_grad_()
     operator, arguments = {
         "log_probs": (ops.log_probs, (logits, labels, *HEAD, True)),
-        "linear": (ops.linear_log_probs, (hidden, weight, labels, given["response_mask"], *HEAD, 7, False, True)),
+        "linear": (
+            ops.linear_log_probs,
+            (hidden, weight, labels, given["response_mask"], *HEAD, 7, torch.float32, False, True),
+        ),
         "loss": (ops_loss.loss_operator, (log_probs, *loss, "", True)),
         "fused": (
             ops_loss.fused_linear,
-            (hidden, weight, labels, *loss, *HEAD, 7, False, "", True, 0.1, True, True, True),
+            (hidden, weight, labels, *loss, *HEAD, 7, torch.float32, False, "", True, False, 0.1, True, True, True),
         ),
     }[name]
     with use_backend("torch"):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ctpo_kernels import linear_log_probs, use_backend
-from ctpo_kernels.linear_head import TILE, LinearHead, active_runs
+from ctpo_kernels import chunk_rows, linear_log_probs, use_backend
+from ctpo_kernels.linear_head import LinearHead
+from ctpo_kernels.tiles import TILE, active_runs
 from tests.kernels.heads import Head, eager, random_head, sweep, watched
 from tests.kernels.packings import boundaries, same_bits
 
@@ -120,14 +121,28 @@ def test_zero_tiles_of_the_weight_gradient_are_bitwise_nothing() -> None:
     assert rows_of(head) == (2 * TILE, 0, 0)
 
 
-def test_clipped_tiles_are_skipped() -> None:
+def clipped() -> Head:
     """The clip is sticky: behind a token far outside, whole tiles have no gradient."""
     head = tiled([4 * TILE], [1.0])
     old = eager(head).log_probs
     old[TILE - 1] -= 15.0
     head.batch["old_log_probs"] = old
-    logits, d_hidden, d_weight = rows_of(head)
-    assert (logits, d_hidden, d_weight) == (4 * TILE, TILE, TILE)
+    return head
+
+
+def test_clipped_tiles_are_skipped_where_asked_for() -> None:
+    rows = 4 * TILE
+    assert rows_of(clipped(), skip_clipped_tiles=True) == (rows, TILE, TILE)
+    assert rows_of(clipped()) == (rows, rows, rows)
+    assert rows_of(clipped(), skip_zero_tiles=False, skip_clipped_tiles=True) == (rows, rows, rows)
+
+
+def test_clipped_tiles_of_two_phases_are_known_before_the_second() -> None:
+    """The first of four sequences is outside; where it is a chunk, its logits are not computed again either."""
+    head = clipped()
+    head.batch |= {"advantages": torch.ones(4), "cu_seqlens": boundaries([TILE] * 4)}
+    assert rows_of(head, ratio_mode="sequence", chunk_size=2 * TILE) == (8 * TILE, 3 * TILE, 3 * TILE)
+    assert rows_of(head, ratio_mode="sequence", chunk_size=TILE) == (7 * TILE, 3 * TILE, 3 * TILE)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +160,16 @@ def test_active_runs(nonzero: list[int], length: int, expected: list[tuple[int, 
     g = torch.zeros(length)
     for number, index in enumerate(nonzero):
         g[index] = torch.nan if number else -1.0
-    assert active_runs(g) == expected
+    assert active_runs(g, length) == [expected]
+
+
+def test_active_runs_of_all_chunks() -> None:
+    """Tiles begin anew with each chunk, whose last one is shorter."""
+    g = torch.zeros(650)
+    g[[0, 199, 430, 649]] = 1.0
+    assert active_runs(g, 200) == [[(0, 200)], [], [(0, 128)], [(0, 50)]]
+    assert active_runs(g[:600], 200) == [[(0, 200)], [], [(0, 128)]]
+    assert active_runs(g[:0], 200) == []
 
 
 def test_nan_gradient_is_not_skipped() -> None:
@@ -170,6 +194,29 @@ def test_no_tensor_of_all_logits_exists(ratio: str) -> None:
     labels = head.labels.clamp(min=0)
     alone = watched(lambda: linear_log_probs(hidden, weight, labels, chunk_size=chunk).sum().backward()).largest
     assert alone <= max(chunk * vocab, vocab * WIDTH, n * WIDTH)
+
+
+def test_rows_at_a_time_follow_the_free_memory() -> None:
+    """At most a quarter of it, in steps of two: 4096 rows of a vocabulary of 152k where it allows."""
+    gib = 1 << 30
+    assert [chunk_rows(151936, free * gib) for free in (80, 9.6, 9.4, 4.8, 4.7, 2, 0, -3)] == [
+        *(4096, 4096, 2048, 2048, 1024, 512, 512, 512)
+    ]
+    assert chunk_rows(18992, 80 * gib) == 262 * TILE  # one shard of eight
+    assert chunk_rows(10**8, 0) == TILE
+
+
+def test_memory_that_is_free_changes_no_bits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anchor pass and training must cut alike, so the default looks at shapes alone."""
+    for place in (torch.cuda, torch.cuda.memory):
+        monkeypatch.setattr(place, "mem_get_info", lambda *_: pytest.fail("the free memory was asked for"))
+    head = LinearHead(
+        torch.zeros(9000, 4, device="meta"),
+        torch.zeros(151936, 4, device="meta"),
+        torch.zeros(9000, dtype=torch.int64),
+        **{"group": None, "temperature": 1.0, "vocab_size": None, "chunk_size": None, "product_dtype": torch.float32},
+    )
+    assert head.chunk_size == 2048
 
 
 def test_one_sweep_multiplies_each_row_once_and_two_phases_twice() -> None:
@@ -218,9 +265,10 @@ def test_low_precision_products_of_a_gpu_add_up_in_float32() -> None:
     rows = 2 * TILE
     hidden, dz = (torch.randn(rows, n).bfloat16() for n in (WIDTH, VOCAB))
     weight, labels = torch.randn(VOCAB, WIDTH).bfloat16(), torch.zeros(rows, dtype=torch.int64)
-    head = LinearHead(hidden, weight, labels, group=None, temperature=1.0, vocab_size=None, chunk_size=rows)
+    options = {"temperature": 1.0, "vocab_size": None, "chunk_size": rows, "product_dtype": torch.bfloat16}
+    head = LinearHead(hidden, weight, labels, group=None, **options)
     head._mixed, head._operand, d_hidden = True, weight, torch.zeros_like(hidden)
     with _Wide() as products:
-        head.accumulate(dz, 0, labels, d_hidden, None, skip=False)
+        head.accumulate(dz, 0, d_hidden, None, [(0, rows)])
     assert products.seen == {"wide": 1}
     assert same_bits(d_hidden, (dz.float() @ weight.float()).bfloat16())

@@ -75,6 +75,10 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
             if a < 0 and dual_ratio is not None:
                 value = min(value, -a * dual_ratio)
             cut = [a > 0 and too_high, a < 0 and too_low, a < 0 and far]
+            slope = 0.0 if any(cut) or raw > 10 else -a * r
+            if o.clip_mode == "detached_ratio":
+                cut, slope = [a != 0 and too_high, a != 0 and too_low, False], -a * bounded
+                value = slope * s.log_probs[i]
             out.high, out.low, out.dual = out.high + cut[0], out.low + cut[1], out.dual + cut[2]
             out.ratio.append(r)
             losses[i] = value * s.weight[i]
@@ -84,7 +88,7 @@ def reference(batch: list[Sequence], o: PolicyObjective) -> Expected:
                 "seq-mean-token-sum": 1 / (sequences * o.loss_scale_factor),
             }[o.loss_agg_mode]
             out.loss += losses[i] * share
-            gradients[i] = 0.0 if any(cut) or raw > 10 else -a * r * s.weight[i] * share
+            gradients[i] = slope * s.weight[i] * share
         out.per_token.append(losses)
         out.gradient.append(gradients)
     return out

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from ctpo_megatron.config.schema import AdvantageConfig
+from ctpo_megatron.config import AdvantageConfig
 from ctpo_megatron.objective import (
     Denominators,
     batch_advantages,

@@ -6,17 +6,20 @@ from typing import get_args
 
 import pytest
 
-from ctpo_megatron.config import ConfigError
-from ctpo_megatron.config.schema import ObjectiveConfig
+from ctpo_megatron.config import AdvantageConfig, ConfigError, ObjectiveConfig, advantage_from_config
 from ctpo_megatron.objective import PRESETS, PolicyObjective, objective_from_config
 
 NUMBERS = {
     "ctpo": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.5, "seq-mean-token-mean"),
-    "ctpo-fixed": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.0, "seq-mean-token-mean"),
+    "ctpo-paper": ("cumprod", "log_power", 0.025, 0.05, None, 0.5, "seq-mean-token-mean"),
+    "ctpo-uniform": ("cumprod", "log_power", 0.025, 0.05, 0.05, 0.0, "seq-mean-token-mean"),
+    "ctpo-fixed": ("cumprod", "ratio", 0.5, 4.0, None, 0.5, "seq-mean-token-mean"),
     "ctpo-geomean": ("geomean", "log_power", 0.025, 0.05, 0.05, -0.5, "seq-mean-token-mean"),
     "grpo": ("token", "ratio", 0.2, 0.2, 3.0, 0.5, "seq-mean-token-mean"),
+    "dr-grpo": ("token", "ratio", 0.2, 0.2, None, 0.5, "seq-mean-token-sum"),
     "dapo": ("token", "ratio", 0.2, 0.28, 3.0, 0.5, "token-mean"),
     "gspo": ("sequence-geomean", "ratio", 3e-4, 4e-4, None, 0.5, "seq-mean-token-mean"),
+    "cispo": ("token", "detached_ratio", 1.0, 4.0, None, 0.5, "token-mean"),
     "sequence": ("sequence", "ratio", 0.2, 0.2, 3.0, 0.5, "seq-mean-token-mean"),
 }
 
@@ -54,6 +57,8 @@ def test_old_names_are_told_the_new_ones():
         ("ctpo", {"clip_mode": "ratio"}, "clip_c = 0.05: .* must exceed 1;"),
         ("grpo", {"clip_low": 1.5}, "clip_low = 1.5: .* never negative"),
         ("ctpo", {"loss_scale_factor": 0.0}, "must be positive"),
+        ("grpo", {"clip_mode": "detached_ratio"}, "clip_c = 3.0: clip_mode: detached_ratio has no dual bound; set -1"),
+        ("cispo", {"clip_low": 10.0}, "clip_low = 10.0: with clip_mode: detached_ratio .* never negative"),
     ],
 )
 def test_invalid_values_are_refused(name, overrides, message):
@@ -77,9 +82,19 @@ def test_from_config():
     )
     assert objective_from_config(config) == expected
     assert objective_from_config(ObjectiveConfig(loss_scale_factor=512.0)).loss_scale_factor == 512
-    assert objective_from_config(ObjectiveConfig(clip_power=0.0)) == PolicyObjective.preset("ctpo-fixed")
+    assert objective_from_config(ObjectiveConfig(clip_power=0.0)) == PolicyObjective.preset("ctpo-uniform")
+    assert objective_from_config(ObjectiveConfig(clip_c=-1)) == PolicyObjective.preset("ctpo-paper")
 
 
 def test_every_objective_key_of_the_configuration_is_a_field():
-    others = {"preset", "anchor", "advantage", "function"}
+    others = {"preset", "anchor", "advantage", "correction", "function"}
     assert set(ObjectiveConfig.model_fields) - others <= set(PolicyObjective.__dataclass_fields__)
+
+
+def test_dr_grpo_alone_does_not_divide_by_the_standard_deviation():
+    assert [name for name in PRESETS if not advantage_from_config(ObjectiveConfig(preset=name)).normalize_std] == [
+        "dr-grpo"
+    ]
+    for said in (True, False):
+        config = ObjectiveConfig(preset="dr-grpo", advantage=AdvantageConfig(normalize_std=said))
+        assert advantage_from_config(config).normalize_std is said

@@ -1,6 +1,6 @@
 """Loss and full gradient of one mini-batch by both heads, in every rank of one job; rank 0 returns what tests compare.
 
-A scenario is {"family": ..., "preset": ..., "policy": {...}}, all optional.
+A scenario is {"family": ..., "preset": ..., "policy": {...}, "correction": {...}}, all optional.
 """
 
 from __future__ import annotations
@@ -12,10 +12,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, PolicyConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective, summarize
-from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient, supervised
+from ctpo_megatron.policy import (
+    MiniBatch,
+    Policy,
+    apply_correction,
+    destroy_distributed,
+    init_distributed,
+    policy_gradient,
+    supervised,
+)
 from tests.policy import models
 from tests.policy.jobs import Results, Scenarios
 
@@ -27,10 +35,12 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
     anchor = policy.compute_old_log_probs([mini_batch])
     log_probs = [micro.old_log_probs for micro in mini_batch.micro_batches]
+    if correction := settings.get("correction"):
+        anchor |= corrected(policy, mini_batch, CorrectionConfig(**correction))
     for micro in mini_batch.micro_batches:
         move_anchor(micro)
     preset = settings.get("preset", "ctpo")
-    loss = supervised() if preset == "supervised" else policy_gradient(PolicyObjective.preset(preset), "proximal")
+    loss = supervised() if preset == "supervised" else policy_gradient(PolicyObjective.preset(preset), "decoupled")
     stats, gradients = policy.gradients(mini_batch, loss)
     gradient = {name: tensor.clone() for name, tensor in gradients}
     diagnostics = policy.token_diagnostics(mini_batch, PolicyObjective.preset("ctpo"))
@@ -39,7 +49,18 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
         "log_probs": log_probs,
         "gradient": gradient,
         "diagnostics": diagnostics,
+        "mini_batch": mini_batch,
     }
+
+
+def corrected(policy: Policy, mini_batch: MiniBatch, config: CorrectionConfig) -> dict[str, float]:
+    """As if a sampler that differs a little had sampled the mini-batch."""
+    for micro in mini_batch.micro_batches:
+        if micro.old_log_probs is not None:
+            noise = torch.cos(micro.token_ids * 5.0 + micro.position_ids)
+            micro.rollout_log_probs = micro.old_log_probs + 0.05 * noise - 0.01
+    objective = ObjectiveConfig(anchor="decoupled", correction=config)
+    return apply_correction([mini_batch], objective, policy.layout, equal_weights=True)
 
 
 def move_anchor(micro: PackedBatch) -> None:

@@ -10,6 +10,7 @@ from ctpo_megatron.extensions import activate
 from ctpo_megatron.policy import (
     Layout,
     Policy,
+    apply_correction,
     configured_loss,
     destroy_distributed,
     init_distributed,
@@ -25,6 +26,7 @@ def one_update(layout: Layout, model: Path, objective: ObjectiveConfig, head: st
     policy.use_optimizer(OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0), total_steps=1)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
     policy.compute_old_log_probs([mini_batch])
+    apply_correction([mini_batch], objective, layout, equal_weights=True)
     update = policy.update(mini_batch, configured_loss(objective))
     return {"metrics": summarize_updates([update]), "weights": {n: w.clone() for n, w in policy.weights()}}
 

@@ -30,7 +30,11 @@ class Receiver:
     def engine_facts(self) -> EngineFacts:
         return EngineFacts(torch.bfloat16, "127.0.0.1")
 
-    def update(self, weights: EngineWeights, began: float) -> None:
+    def begin_update(self, weights: EngineWeights, began: float) -> None:
+        self.weights = weights
+
+    def finish_update(self) -> None:
+        weights = self.weights
         with weights.offered() as offer:
             shares = [Share(*share) for share in offer["shares"]]
             more = bytes.fromhex(offer["secret"]), offer["version"], offer["bucket_bytes"], offer["timeout_s"]

@@ -166,6 +166,11 @@ def test_the_schedule_goes_on_where_the_run_stands(layout: Layout, folder: Path,
     same.load(path)
     same.set_scheduler_step(5 / 10)
     assert same._optimizer.param_groups[0]["lr"] == rate
+    smaller = make(layout, folder / "qwen3-tied")
+    left = smaller.mini_batches(models.trajectories(seed=0), models.advantages(), size=16)  # nine others were dropped
+    smaller.compute_old_log_probs(left)
+    smaller.update_all(left, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"), planned=10)
+    assert smaller._optimizer.param_groups[0]["lr"] == rate
 
 
 def test_a_writer_that_is_killed_ends_a_save_that_is_waited_for(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ctpo_megatron.cli import main
-from ctpo_megatron.config import OptimizerConfig, dump, load_config
+from ctpo_megatron.config import OptimizerConfig, chat_template_text, dump, load_config
 from ctpo_megatron.data import prepare
 from ctpo_megatron.export import layout_of, resolve
 from ctpo_megatron.objective import PolicyObjective
@@ -85,6 +85,16 @@ def test_two_tensor_parallel_ranks_export_the_same(run: Path, exported: Path, tm
     assert ranks.run(main, [*command, "--output", str(tmp_path / "two")], ranks=2) == [0, 0]
     one, two = (load_file(folder / "model.safetensors") for folder in (exported, tmp_path / "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_an_export_has_the_template_that_the_run_trained_with(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(run, tmp_path / "run")
+    config = load_config(other / "config.yaml", ["model.chat_template=qwen2.5"])
+    (other / "config.yaml").write_text(dump(config))
+    assert main(["export", str(other), "--check"]) == 0, capsys.readouterr().out
+    assert (other / f"model-{STEP}" / "chat_template.jinja").read_text() == chat_template_text("qwen2.5")
 
 
 def test_wrong_weights_are_found_by_their_logits(run: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

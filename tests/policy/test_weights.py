@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -147,6 +148,22 @@ def test_an_export_says_its_precision_and_keeps_templates(key: str, layout: Layo
     assert written == settings | {"dtype": "bfloat16", key: "bfloat16"}
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_an_export_as_the_umask_says(umask: int, mode: int, layout: Layout, tmp_path: Path) -> None:
+    models.build("qwen3-tied", tmp_path / "one")
+    for file in (tmp_path / "one").iterdir():
+        file.chmod(0o600)
+    before = os.umask(umask)
+    try:
+        Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0).export(tmp_path / "out", "{{ messages }}")
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == dict.fromkeys(
+        ("config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"), mode
+    )
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_sharded_directories_are_read_and_written(layout: Layout, tmp_path: Path) -> None:

@@ -13,10 +13,18 @@ import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file
 
-from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, OptimizerConfig, PolicyConfig, RejectConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, destroy_distributed, device, init_distributed, policy, policy_gradient
+from ctpo_megatron.policy import (
+    Policy,
+    apply_correction,
+    destroy_distributed,
+    device,
+    init_distributed,
+    policy,
+    policy_gradient,
+)
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.weights.tensor_file import TensorFile
 from tests.policy import models
@@ -26,6 +34,12 @@ from tests.rehearsal.synchronizations import phase
 
 Weights = dict[str, torch.Tensor]
 OBJECTIVE = PolicyObjective.preset("ctpo")
+CORRECTION = CorrectionConfig(
+    level="prefix",
+    normalize=True,
+    reject=(RejectConfig(stat="k1", over="token", high=3.0), RejectConfig(stat="k3", over="sequence_max", high=100.0)),
+    veto=1e-4,
+)
 
 
 def config_of(case: Case) -> PolicyConfig:
@@ -34,6 +48,7 @@ def config_of(case: Case) -> PolicyConfig:
         micro_batch_tokens=256,
         dtype=case.dtype,
         head=case.head,
+        head_chunk_tokens=32 if case.dtype == "bfloat16" else None,  # several chunks a micro-batch
         use_distributed_optimizer=case.distributed,
         offload="all" if case.dtype == "bfloat16" and case.distributed else "none",
         **case.layout,
@@ -85,8 +100,9 @@ def _update(step: int, on: Policy) -> Weights:
     batch = _mini_batch(step, on)
     with phase("old log-probs"):
         on.compute_old_log_probs([batch])
+        apply_correction([batch], ObjectiveConfig(correction=CORRECTION), on.layout, equal_weights=True)
     with phase("update"):
-        on.update(batch, policy_gradient(OBJECTIVE, "proximal"))
+        on.update(batch, policy_gradient(OBJECTIVE, "decoupled"))
     on.release()
     return _weights(on)
 

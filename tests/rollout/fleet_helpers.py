@@ -83,6 +83,9 @@ class Source:
 
     own_weights = weights
 
+    def own_weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._state.items()]
+
 
 class Stage:
     """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.

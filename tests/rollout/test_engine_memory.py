@@ -54,10 +54,10 @@ def recorded_calls(*, asleep: bool) -> list[str]:
         if asleep:
             await engine.sleep(2)
             await engine.wake_up(["weights"])
-        await engine.update_weights({"path": "/weights"}, 3, {"weight": (7, 7)})
+        await engine.update_weights({"path": "/weights"}, 3)
         if asleep:
             await engine.wake_up(["kv_cache"])
-            await engine.update_weights({"path": "/weights"}, 3, {"weight": (7, 7)})
+            await engine.update_weights({"path": "/weights"}, 3)
 
     asyncio.run(step())
     return [f"{name} {detail}" if name in ("sleep", "wake_up") else name for name, detail in recorder.calls]

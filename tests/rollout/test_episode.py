@@ -42,9 +42,9 @@ class Codec:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(PIECES[t] for t in token_ids)
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
         self.seen += [message.content for message in messages]
-        return [99] * self.observation_length
+        return [*([STOP] if end_turn else []), *[99] * self.observation_length]
 
 
 class Engine:

@@ -37,7 +37,7 @@ def check_updates(stage: Stage) -> None:
 def test_an_update_reaches_experts(users_stage: Stage) -> None:
     """Over TCP, and every tensor can be read back."""
     check_updates(users_stage)
-    assert users_stage.fleet._read_back.unchecked == ()
+    assert users_stage.fleet._read_back.unchecked == []
     stats = users_stage.fleet.stats()
     size = sum(tensor.nbytes for tensor in users_stage.state().values())
     assert stats["sync_bytes"] >= 2 * size and stats["sync_bytes"] % size == 0
@@ -69,8 +69,11 @@ class Fleet:
     def engine_facts(self) -> EngineFacts:
         return self._fleet.engine_facts()
 
-    def update(self, weights: EngineWeights, began: float) -> None:
-        self._fleet.update(self._change(weights), began)
+    def begin_update(self, weights: EngineWeights, began: float) -> None:
+        self._fleet.begin_update(self._change(weights), began)
+
+    def finish_update(self) -> None:
+        self._fleet.finish_update()
 
 
 def test_other_values_in_an_engine_are_seen(users_stage: Stage) -> None:

@@ -34,13 +34,15 @@ class Run:
         self.phases: list[str] = []
         self.engines = Replay(recorded, max_quarantined=2)
         prompts = PromptSampler(PROMPTS, seed=0, shuffle=False)
-        self.collector = Collector(self.engines, self.score, stop)
+        self.collector = Collector(self.engines, self, stop)
         self.source = SampledRollouts(CONFIG, self.collector, self.engines, prompts, self.phase)
 
-    def score(self, groups: Sequence[Group]) -> dict[str, float]:
+    def score(self, groups: Sequence[Group]) -> None:
         for group in groups:
             for place, played in enumerate(group.trajectories):
                 played.reward = float(place)
+
+    def metrics(self, groups: Sequence[Group], reports: Sequence[None]) -> dict[str, float]:
         return {"reward/mean": 0.5}
 
     @contextmanager

@@ -61,6 +61,13 @@ def test_chatml() -> None:
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
+def test_a_turn_that_the_model_did_not_end_is_ended_first() -> None:
+    tokenizer = tiny_tokenizer()
+    template = MessageTemplate(tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert template.encode([tool("42")], end_turn=True) == [end, *template.encode([tool("42")])]
+
+
 def test_appending_equals_rendering_the_conversation() -> None:
     tokenizer = tiny_tokenizer()
     messages = [{"role": "user", "content": "Q"}]

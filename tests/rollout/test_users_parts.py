@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_users_parser_calls_two_tools_in_one_turn_and_words_the_answer(users_stage: Stage) -> None:
     groups = users_stage.generate(users_stage.prompts(6))
     tokenizer = users_stage.tokenizer
-    seen = 0
+    seen = paused = 0
     for trajectory in trajectories(groups):
         for turn in {call.turn for call in trajectory.tool_calls if call.status == "success"}:
             python, add = (call for call in trajectory.tool_calls if call.turn == turn)
@@ -27,10 +27,24 @@ def test_a_users_parser_calls_two_tools_in_one_turn_and_words_the_answer(users_s
                 )
                 if of_turn == turn and not by_model
             ]
+            # The parser ended the turn behind its call, so the end token is not of the model.
             assert tokenizer.decode(shown) == (
-                "\n<|im_start|>user\n<result>1</result><result>9</result><|im_end|>\n<|im_start|>assistant\n"
+                "<|im_end|>\n<|im_start|>user\n<result>1</result><result>9</result><|im_end|>\n<|im_start|>assistant\n"
             )
             seen += 1
+        for turn in range(1, max(trajectory.turn) + 1):
+            said = tokenizer.decode(
+                [
+                    token
+                    for token, of_turn, by_model in zip(
+                        trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True
+                    )
+                    if of_turn == turn and by_model
+                ]
+            )
+            assert "</tool_call>" not in said[: -len("</tool_call>")]
+            paused += any(letter in said[:-1] for letter in "eao")
+    assert paused > 0
     metrics = rollout_metrics(groups)
     assert metrics["tool/add/calls"] == metrics["tool/code_interpreter/calls"] == seen > 0
 
@@ -41,7 +55,7 @@ def test_a_users_environment_answers_with_user_turns(users_stage: Stage) -> None
         for prompt in users_stage.prompts(6)
     ]
     tokenizer = users_stage.tokenizer
-    asked = 0
+    end, asked = tokenizer.convert_tokens_to_ids("<|im_end|>"), 0
     for trajectory in trajectories(users_stage.generate(prompts, step=1)):
         assert trajectory.tool_calls == []
         context = [
@@ -51,13 +65,15 @@ def test_a_users_environment_answers_with_user_turns(users_stage: Stage) -> None
             )
             if turn and not by_model
         ]
+        columns = zip(trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True)
+        ended = {turn for token, turn, by_model in columns if by_model and token == end}
         for turn in {turn for turn, _ in context}:
             ids = [token for of_turn, token in context if of_turn == turn]
-            assert tokenizer.decode(ids) == (
-                f"\n<|im_start|>user\n{turn}: really?<|im_end|><|im_end|>\n<|im_start|>assistant\n"
-            )
+            # A turn that the parser ended behind a call has no end token of the model's.
+            text = tokenizer.decode(ids).removeprefix("" if turn in ended else "<|im_end|>")
+            assert text == (f"\n<|im_start|>user\n{turn}: really?<|im_end|><|im_end|>\n<|im_start|>assistant\n")
             # What a user says is text: it cannot end its own message.
-            assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+            assert ids.count(end) == 1 + (turn not in ended)
             asked += 1
         if trajectory.finish_reason == "answer":
             assert max(trajectory.turn) == 3

@@ -58,13 +58,21 @@ class Adder:
 
 
 class TaggedParser:
-    """Reads what the tiny model says as Hermes calls as if it were a format of its own; answers come from the user."""
+    """Reads what the tiny model says as Hermes calls as if it were a format of its own; answers come from the user.
+
+    A turn ends behind its first call; it pauses behind some letters, too, and goes on.
+    """
+
+    stop = ("</tool_call>", "e", "a", "o")
 
     def __init__(self, tag: str) -> None:
         self._tag = tag
 
     def mentions_call(self, text: str) -> bool:
         return "<tool_call>" in text
+
+    def ends_turn(self, text: str) -> bool:
+        return text.endswith("</tool_call>")
 
     def parse(self, text: str) -> list[ToolCallRequest]:
         if text.count("<tool_call>") > 1:

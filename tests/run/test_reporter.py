@@ -59,6 +59,30 @@ def test_an_evaluation_is_compared_with_the_first_of_the_run_also_after_a_resume
     assert printed == ["[eval] step 0 test mean@1 0.250", "[eval] step 8 test mean@1 0.750 (+0.50)"]
 
 
+def test_dropped_groups_are_dumped_where_they_were_sampled(report: RankZeroReporter, tmp_path: Path) -> None:
+    sampled = [batch(reward).groups[0] for reward in (0.0, 0.25, 0.5, 0.75)]
+    trained = RolloutBatch([sampled[1], sampled[3]], dropped={0: sampled[0], 2: sampled[2]})
+    report.log_step(1, trained, {}, {1: {"advantage": 1.5}})
+    dumped = [json.loads(line) for line in (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
+    assert [record["reward"] for record in dumped] == [0.0, 0.25, 0.5, 0.75]
+    assert [record.get("dropped", False) for record in dumped] == [True, False, True, False]
+    assert [record.get("advantage") for record in dumped] == [None, None, None, 1.5]
+
+
+def test_the_first_batch_says_what_is_wrong_and_later_ones_do_not(
+    report: RankZeroReporter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = {"reward/groups_mixed": 0.0, "reward/mean": 0.0, "reward/std": 0.0}
+    for step in (3, 4):  # 3: where it was resumed
+        report.log_step(step, batch(0.0), dead, {})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(
+        "warning: step 3: no group has both outcomes: all rewards are 0, so the gradient is"
+    )
+    assert record.message.endswith(f"in {tmp_path / 'trajectories' / 'step_000003.jsonl'}")
+
+
 def test_what_is_discarded_is_set_aside(report: RankZeroReporter, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         report.log_step(step, batch(step / 4), {}, {})

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
-from ctpo_megatron.rewards import RESERVED
+from ctpo_megatron.rewards import OVERLONG, RESERVED
 from ctpo_megatron.tracking import reward_metrics
 
 
@@ -22,4 +22,4 @@ def test_reward_metrics_count_groups_with_a_signal():
     assert metrics["reward/mean"] == pytest.approx(3 / 8)
     assert metrics["reward/groups_mixed"] == 1 / 4
     assert (metrics["reward/no_box"], metrics["reward/timeouts"], metrics["reward/failures"]) == (3, 2, 1)
-    assert set(metrics) == {"reward/no_box"} | {f"reward/{name}" for name in RESERVED}
+    assert set(metrics) == {"reward/no_box"} | {f"reward/{name}" for name in RESERVED - {OVERLONG}}

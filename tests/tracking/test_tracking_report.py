@@ -236,3 +236,12 @@ def test_what_users_rewards_return_is_drawn_by_itself(tmp_path):
     (panel,) = [panel for panel in panels(RunData.load(tmp_path)) if panel.name == "reward_parts"]
     assert [line.metric for line in panel.lines] == ["reward/format", "reward/judge"]
     assert (tmp_path / "figures" / "reward_parts.png").stat().st_size > 5_000
+
+
+def test_noise_that_leaves_the_clip_window_within_a_response_is_told(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {name: noisy}\nrollout: {max_response_tokens: 8000}\n")
+    with MetricsWriter(tmp_path) as writer:
+        for step, position in ((1, 9000.0), (2, 3086.0)):
+            writer.log(step, {"reward/mean": 0.2, "mismatch/t_star": position})
+    (check,) = (check for check in checks(RunData.load(tmp_path)) if check.label == "Noise position")
+    assert (check.value, check.good) == ("token 3.09e+03", False)

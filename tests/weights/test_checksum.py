@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ctpo_megatron.weights.checksum import SAMPLED, Checksums, Part, checksum, differences, sampled_columns
+from ctpo_megatron.weights.checksum import (
+    SAMPLED,
+    Checksums,
+    Part,
+    checksum,
+    differences,
+    sampled_checksum,
+    sampled_columns,
+)
 
 MATRIX = torch.randn(130, 200, generator=torch.Generator().manual_seed(0))
 
@@ -69,12 +77,34 @@ def test_a_version_looks_at_columns_of_all_parts() -> None:
     assert not torch.equal(sampled_columns(1, 1000), sampled_columns(2, 1000))
     assert sampled_columns(1, 5).tolist() == [0, 1, 2, 3, 4]
     columns = sampled_columns(3, 200)
-    part = Part("w", "", True, int(checksum(MATRIX[:, columns], 0, columns)))
+    part = Part("w", "", True, int(sampled_checksum(MATRIX[:, columns], columns)))
     assert differences([part], sums_of(MATRIX, torch.float32)) == ([], [])
 
 
-def test_zeros_have_no_sign() -> None:
-    assert int(checksum(torch.tensor([[0.0, -0.0]]))) == int(checksum(torch.tensor([[-0.0, 0.0]])))
+def test_zeros_have_no_sign_where_a_layer_multiplies() -> None:
+    columns = torch.arange(2)
+    zeros, other = torch.tensor([[0.0, -0.0]]), torch.tensor([[-0.0, 0.0]])
+    assert int(sampled_checksum(zeros, columns)) == int(sampled_checksum(other, columns)) == 0
+    assert int(checksum(zeros)) != int(checksum(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_single_number_counts(dtype: torch.dtype) -> None:
+    """In the whole sum and in that of some columns; a doubled one has another exponent, and only one bit is another."""
+    matrix, columns = MATRIX[:6, :9].to(dtype), torch.arange(9)
+    right = int(checksum(matrix)), int(sampled_checksum(matrix, columns))
+    for place in range(matrix.numel()):
+        wrong = matrix.clone()
+        wrong.view(-1)[place] *= 2
+        assert int(checksum(wrong)) != right[0] and int(sampled_checksum(wrong, columns)) != right[1]
+
+
+def test_a_tensor_is_copied_as_it_is_summed() -> None:
+    for tensor in (MATRIX, MATRIX.T, MATRIX.bfloat16()[:, :33], torch.randn(700, 700), torch.tensor(2.0)):
+        into = torch.empty(tensor.shape, dtype=tensor.dtype)
+        checksums = Checksums(3, torch.float32)
+        checksums.add("w", tensor, into)
+        assert torch.equal(into, tensor) and checksums.sums == sums_of(tensor, torch.float32)
 
 
 def test_vectors_scalars_and_tensors_of_three_dimensions() -> None:

@@ -32,9 +32,14 @@ def server() -> Iterator[WeightServer]:
     server.close()
 
 
+def plan_of(tensors: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+
+
 def share(server: WeightServer, names: list[str], version: int = 4) -> Share:
-    memory = WeightMemory()
-    memory.fill([(name, TENSORS[name]) for name in names], version)
+    memory, tensors = WeightMemory(), {name: TENSORS[name] for name in names}
+    memory.plan(plan_of(tensors), version)
+    memory.fill(tensors.items())
     server.serve(memory)
     return Share(*server.address, memory.entries)
 
@@ -59,12 +64,13 @@ def test_the_next_version_takes_the_memory_over(server: WeightServer) -> None:
     """Longer, then shorter: what is left of the former is not in the way."""
     memory = WeightMemory()
     for version, count in enumerate((3, 6, 1)):
-        server.serve(None)
-        memory.fill(((name, TENSORS[name] + version) for name in list(TENSORS)[:count]), version)
+        tensors = {name: TENSORS[name] + version for name in list(TENSORS)[:count]}
+        memory.plan(plan_of(tensors), version)
+        memory.fill(tensors.items())
         server.serve(memory)
         found = fetch([Share(*server.address, memory.entries)], version=version)
         assert found.keys() == set(list(TENSORS)[:count])
-        assert memory.size == sum(tensor.nbytes for tensor in found.values())
+        assert [entry[4] for entry in memory.entries] == [tensor.nbytes for tensor in found.values()]
         assert all(torch.equal(tensor, TENSORS[name] + version) for name, tensor in found.items())
     memory.close()
 
@@ -78,6 +84,71 @@ def test_an_engine_that_has_everything_leaves_without_a_word(
         if thread.name == "weights":
             thread.join(scaled(10))
     assert caplog.messages == []
+
+
+def test_an_engine_fetches_what_is_there_while_the_rest_is_copied(server: WeightServer) -> None:
+    memory, first, *rest = WeightMemory(), *TENSORS
+    memory.plan(plan_of(TENSORS), 4)
+    server.serve(memory)
+    arrived, found = threading.Event(), {}
+
+    def engine() -> None:
+        for name, tensor in fetched([Share(*server.address, memory.entries)], SECRET, 4, 1, scaled(5)):
+            found[name] = tensor
+            arrived.set()
+
+    def copied() -> Iterator[tuple[str, torch.Tensor]]:
+        yield first, TENSORS[first]
+        assert arrived.wait(scaled(5))
+        time.sleep(0.2)  # whatever it could have, it has by now
+        assert list(found) == [first]
+        yield from ((name, TENSORS[name]) for name in rest)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    memory.fill(copied())
+    thread.join(scaled(10))
+    assert found.keys() == TENSORS.keys() and all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_rank_that_does_not_go_on_copying_is_named() -> None:
+    server, memory = WeightServer("127.0.0.1", SECRET, 0.3), WeightMemory()
+    try:
+        memory.plan(plan_of(TENSORS), 4)
+        server.serve(memory)
+        with pytest.raises(ConnectionError, match=r"version 4: (closed by the other side|timed out)"):
+            fetch([Share(*server.address, memory.entries)])
+    finally:
+        server.close()
+
+
+def test_memory_of_a_bucket_is_used_again_once_nobody_uses_it(server: WeightServer) -> None:
+    memory, tensors = WeightMemory(), {f"layers.{n}": torch.full((1024,), float(n)) for n in range(40)}
+    memory.plan(plan_of(tensors), 4)
+    memory.fill(tensors.items())
+    server.serve(memory)
+    kept, places = {}, set()
+    for number, (name, tensor) in enumerate(fetched([Share(*server.address, memory.entries)], SECRET, 4, 4096, 5.0)):
+        assert torch.equal(tensor, tensors[name])
+        places.add(tensor.data_ptr())
+        if number % 10 == 0:
+            kept[name] = tensor
+        del tensor
+    assert len(places) <= len(kept) + 3  # those kept, the one in use, and two on their way
+    assert len(kept) == 4 and all(torch.equal(tensor, tensors[name]) for name, tensor in kept.items())
+
+
+def test_other_tensors_than_were_announced_are_refused() -> None:
+    memory, (name, tensor) = WeightMemory(), next(iter(TENSORS.items()))
+    for given, message in (
+        ({name: tensor.bfloat16()}, rf"{name} bfloat16\[50, 8\] comes where \('{name}', 'float32', \(50, 8\)"),
+        ({"other": tensor}, "other float32"),
+        ({name: tensor, "another": tensor}, "another .* comes where None"),
+        ({}, f"{name} was announced, but did not come"),
+    ):
+        memory.plan(plan_of({name: tensor}), 4)
+        with pytest.raises(ValueError, match=message):
+            memory.fill(given.items())
 
 
 def test_several_engines_fetch_at_once(server: WeightServer) -> None:
@@ -97,10 +168,11 @@ def test_layers_come_one_after_another_from_all_ranks(server: WeightServer) -> N
         names = sorted(TENSORS)
         shares = [share(server, names[::2]), share(other, names[1::2])]
         found = fetch(shares, bucket_bytes=1 << 20)
-        layers = [next((int(part) for part in name.split(".") if part.isdigit()), -1) for name in found]
+        layers = [int(name.split(".")[2]) for name in found if "layers" in name]
         assert layers == sorted(layers) and found.keys() == TENSORS.keys()
+        assert [name for name in found if "layers" not in name] == ["model.embed_tokens.weight", "scalar"]
         buckets = plan(shares, 1 << 20)
-        assert len(buckets) == 6  # two ranks' parts of "no layer", layer 0, layer 1
+        assert [bucket.share for bucket in buckets] == [0, 1, 0, 1]  # both parts of layer 0, both of layer 1
         assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     finally:
         other.close()
@@ -109,7 +181,7 @@ def test_layers_come_one_after_another_from_all_ranks(server: WeightServer) -> N
 def test_a_bucket_has_a_size(server: WeightServer) -> None:
     offered = share(server, list(TENSORS))
     buckets = plan([offered], 100)
-    assert sorted(len(bucket.entries) for bucket in buckets) == [1, 1, 1, 3]
+    assert [len(bucket.entries) for bucket in buckets] == [1, 2, 1, 2]
     assert all(bucket.size <= 100 or len(bucket.entries) == 1 for bucket in buckets)
 
 
@@ -155,10 +227,11 @@ def test_a_receiver_that_stops_reading_is_left() -> None:
     try:
         big = {"big": torch.zeros(16 << 20)}  # more than the buffers of a connection
         memory = WeightMemory()
-        memory.fill(big.items(), 1)
+        memory.plan(plan_of(big), 1)
+        memory.fill(big.items())
         server.serve(memory)
         with socket.create_connection(server.address) as peer:
-            peer.sendall(SECRET + (1).to_bytes(8) + bytes(8) + memory.size.to_bytes(8))
+            peer.sendall(SECRET + (1).to_bytes(8) + bytes(8) + big["big"].nbytes.to_bytes(8))
             peer.recv(1)
             deadline = time.monotonic() + scaled(5)
             while (

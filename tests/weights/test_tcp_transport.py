@@ -13,7 +13,8 @@ import torch
 from ctpo_megatron.addresses import address_toward, is_own
 from ctpo_megatron.run.transports import make_transport
 from ctpo_megatron.weights import EngineFacts, EngineWeights
-from ctpo_megatron.weights.tcp import SECRET_BYTES, Offer
+from ctpo_megatron.weights.checksum import Checksums
+from ctpo_megatron.weights.tcp import SECRET_BYTES, Offer, Share, fetched
 from tests.rollout.fleet_helpers import OneRank, Source, make_config
 
 TENSORS = {"model.layers.0.weight": torch.randn(3, 4), "model.norm.weight": torch.randn(4)}
@@ -22,18 +23,33 @@ ELSEWHERE = "192.0.2.1"
 
 
 class Fleet:
-    """Keeps what it is given."""
+    """Takes what it is given; an engine that comes up later takes what there was last, before it is said to be up."""
 
     transport = "tcp"
 
     def __init__(self) -> None:
-        self.updates: list[EngineWeights] = []
+        self.updates: list[Any] = []
+        self.taken: list[dict[str, torch.Tensor]] = []
 
     def engine_facts(self) -> EngineFacts:
+        if self.updates:
+            self._take()
         return EngineFacts(torch.float32, "127.0.0.1")
 
-    def update(self, weights: EngineWeights, began: float) -> None:
+    def begin_update(self, weights: EngineWeights, began: float) -> None:
+        assert weights.sums == {}  # nothing was copied yet
         self.updates.append(weights)
+
+    def finish_update(self) -> None:
+        self._take()
+
+    def _take(self) -> None:
+        arriving = Checksums(self.updates[-1].version, torch.float32)
+        with self.updates[-1].offered() as offer:
+            shares = [Share(*share) for share in offer["shares"]]
+            more = bytes.fromhex(offer["secret"]), offer["version"], offer["bucket_bytes"], offer["timeout_s"]
+            self.taken.append(dict(arriving.watch(fetched(shares, *more))))
+        assert arriving.sums == self.updates[-1].sums
 
 
 @pytest.fixture
@@ -49,7 +65,10 @@ def sent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     transport.send(Source(TENSORS), 3)
     [weights] = fleet.updates
     yield weights
+    transport.send(Source({name: tensor + 1 for name, tensor in TENSORS.items()}), 4)
     transport.close()
+    for taken, added in zip(fleet.taken, (0, 0, 1), strict=True):
+        assert all(torch.equal(taken[name], TENSORS[name] + added) for name in TENSORS)
 
 
 @pytest.mark.parametrize(

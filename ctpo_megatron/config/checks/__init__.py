@@ -15,11 +15,13 @@ from pathlib import Path
 from ctpo_megatron.config.checks.cluster import check_cluster
 from ctpo_megatron.config.checks.directories import check_export, check_model_directory
 from ctpo_megatron.config.checks.engine import check_budget, check_engine, check_tokens
+from ctpo_megatron.config.checks.groups import check_groups
+from ctpo_megatron.config.checks.objective import check_objective
 from ctpo_megatron.config.checks.parallel import check_parallel
 from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
+from ctpo_megatron.config.checks.protocol import check_protocol
 from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_spec import PREPARED, spec_for, will_be_prepared
-from ctpo_megatron.config.objective import objective_from_config
 from ctpo_megatron.config.placement import Job
 from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
 from ctpo_megatron.config.schema import Config, OptimizerConfig
@@ -74,8 +76,9 @@ def check(
         *check_engine(config, spec, cuda=cuda),
         *check_placement(config, job or Job(world_size), cuda=cuda),
         *check_cluster(config),
-        *_objective(config),
-        *_sampling(config),
+        *check_protocol(config),
+        *check_objective(config),
+        *check_groups(config),
         *_schedules(config),
         *_evaluation(config),
         *_deadlines(config),
@@ -97,7 +100,7 @@ def validate_sampling(config: Config, *, cuda: bool, sources: Sources | None = N
         found += [*check_budget(config, spec), *engine]
     except ConfigError as unreadable:
         found += unreadable.problems
-    found += [*check_cluster(config), *_evaluation(config), *_deadlines(config)]
+    found += [*check_cluster(config), *check_protocol(config), *_evaluation(config), *_deadlines(config)]
     placed = [place(problem, sources) for problem in found]
     if errors := [problem for problem in placed if problem.severity == "error"]:
         raise ConfigError(errors)
@@ -137,49 +140,10 @@ def _batch(config: Config, world_size: int) -> Iterator[Problem]:
         if config.sft and config.sft.conversations_per_step % data_parallel:
             fix = f"make it a multiple of the {data_parallel} data-parallel ranks"
             yield error(config, "sft.conversations_per_step", "cannot be shared evenly", fix)
-    if rollout.prompts_per_step == mini and config.objective.anchor == "proximal":
+    if rollout.prompts_per_step == mini and config.objective.anchor != "behaviour":
         message = "makes exactly one update per batch: the ratio is identically 1 and the clip never acts"
         fix = f"use a smaller divisor of rollout.prompts_per_step ({rollout.prompts_per_step}), or anchor: behaviour"
         yield warning(config, "policy.mini_batch_prompts", message, fix)
-
-
-def _objective(config: Config) -> Iterator[Problem]:
-    kind = config.objective.advantage.kind
-    if config.rollout.samples_per_prompt == 1 and kind in ("group", "rloo"):
-        message = f"gives no advantage {kind!r}: a trajectory would be compared with itself alone, and nothing learned"
-        fix = "sample at least 2, or set objective.advantage.kind: mean_baseline"
-        yield error(config, "rollout.samples_per_prompt", message, fix)
-    if config.rollout.samples_per_prompt == config.rollout.prompts_per_step == 1:
-        message = "a batch of one trajectory has nothing to be compared with, and nothing is learned"
-        yield error(config, "rollout.prompts_per_step", message, "sample more prompts, or more samples of each")
-    if config.objective.function is not None:
-        yield from _objective_function(config)
-    try:
-        objective_from_config(config.objective)
-    except ConfigError as refused:
-        yield from refused.problems
-
-
-def _objective_function(config: Config) -> Iterator[Problem]:
-    key, name = "objective.function", str(config.objective.function)
-    if ":" not in name:
-        yield Problem(key, "is no import path", "write package.module:Name; for one of ours set objective.preset", name)
-    if config.policy.context_parallel_size > 1:
-        message = "is given whole sequences, and a rank of a context-parallel group holds pieces of them"
-        yield Problem(key, message, "set policy.context_parallel_size: 1", name)
-
-
-def _sampling(config: Config) -> Iterator[Problem]:
-    """The sampler reports log-probs of the filtered distribution; the trainer's are of the whole vocabulary."""
-    report = error if config.objective.anchor == "behaviour" else warning
-    message = "the sampler's log-probs are of the filtered distribution, the trainer's are not"
-    for key, off, used in (
-        ("rollout.top_p", "1.0", config.rollout.top_p < 1),
-        ("rollout.top_k", "0", config.rollout.top_k > 0),
-    ):
-        if used:
-            fix = f"set {off}" + (", or objective.anchor: proximal" if report is error else "")
-            yield report(config, key, message, fix)
 
 
 def _schedules(config: Config) -> Iterator[Problem]:
@@ -206,6 +170,10 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             yield error(config, "eval.every", "there is nothing to evaluate on", "give data.eval, or set it to 0")
         elif evaluation.prompts is not None:
             yield warning(config, "eval.prompts", "has no effect without data.eval")
+    training = {Path(file).resolve() for file in config.data.train}
+    if both := [file for file in config.data.eval if Path(file).resolve() in training]:
+        message = "is training data too: the accuracy there says nothing about other problems"
+        yield Problem("data.eval", message, "give held-out prompts", ", ".join(both), severity="warning")
     if evaluation.temperature == 0 and evaluation.samples > 1:
         fix = "set eval.temperature above 0, or samples to 1"
         yield warning(config, "eval.samples", "greedy decoding gives the same answer every time", fix)

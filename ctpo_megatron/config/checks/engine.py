@@ -111,8 +111,8 @@ def _transport(config: Config, cuda: bool) -> Iterator[Problem]:
     chosen, shared = config.rollout.weights.transport, config.placement.mode == "colocated"
     key = "rollout.weights.transport"
     if chosen == "nccl_m2n":
-        message = "is not built: vLLM's backend needs nccl-extensions, which has no release that could be pinned"
-        yield error(config, key, message, "set nccl")
+        message = "is not built: vLLM's backend can describe no pipeline stages and no expert-parallel ranks"
+        yield error(config, key, message, "set nccl, or tcp where several ranks shall send")
     elif chosen in ("nccl", "ipc") and not cuda:
         yield error(config, key, "needs CUDA", "set auto, file or tcp")
     elif chosen == "ipc" and not shared:

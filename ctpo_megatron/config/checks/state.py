@@ -79,8 +79,21 @@ def check_replay(config: Config) -> Iterator[Problem]:
         if found is not None and found != value_at(config, key):
             fix = f"set it to {found!r}, or record again"
             yield error(config, key, f"but rollout.replay was recorded with {found!r}: other prompts are drawn", fix)
+    yield from _refilled(config, recorded)
     if config.data.eval:
         yield warning(config, "rollout.replay", "has no answers of these weights: nothing is evaluated")
+
+
+def _refilled(config: Config, recorded: Any) -> Iterator[Problem]:
+    """Where there are refills, how often decides which prompts are drawn; `keep` and `drop` draw the same."""
+    refills = (_at(recorded, "rollout.uniform_groups") == "refill", config.rollout.uniform_groups == "refill")
+    if any(refills) and not all(refills):
+        was = _at(recorded, "rollout.uniform_groups") or "keep"
+        message = f"but rollout.replay was recorded with {was!r}: other prompts are drawn"
+        yield error(config, "rollout.uniform_groups", message, f"set it to {was!r}, or record again")
+    elif all(refills) and (most := _at(recorded, "rollout.max_refills")) != config.rollout.max_refills:
+        message = f"but rollout.replay was recorded with {most}: other prompts are drawn"
+        yield error(config, "rollout.max_refills", message, f"set it to {most}, or record again")
 
 
 def _at(tree: Any, key: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from random import Random
 
 from ctpo_megatron.config import CorruptionConfig
@@ -11,13 +12,27 @@ from ctpo_megatron.data.toolmath.families import Problem, Program, run
 Message = dict[str, str]
 
 
-def tool_call(code: str) -> str:
-    """The Hermes form of one call of the code interpreter."""
-    arguments = json.dumps({"name": "code_interpreter", "arguments": {"code": code}})
-    return f"<tool_call>\n{arguments}\n</tool_call>"
+def hermes(code: str, output: str) -> list[Message]:
+    """A call of the code interpreter and its answer, as `rollout.tool_parser: hermes` has them."""
+    call = json.dumps({"name": "code_interpreter", "arguments": {"code": code}})
+    return [
+        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+        {"role": "tool", "content": output},
+    ]
 
 
-def conversation(problem: Problem, corruption: CorruptionConfig, rng: Random) -> list[Message]:
+def fenced(code: str, output: str) -> list[Message]:
+    """The same as `rollout.tool_parser: fenced` has them."""
+    shown = f"The program printed:\n{output}" if output else "The program printed nothing."
+    return [{"role": "assistant", "content": f"```python\n{code}\n```"}, {"role": "user", "content": shown}]
+
+
+PROTOCOLS: dict[str, Callable[[str, str], list[Message]]] = {"hermes": hermes, "fenced": fenced}
+
+
+def conversation(
+    problem: Problem, corruption: CorruptionConfig, rng: Random, tool_parser: str = "hermes"
+) -> list[Message]:
     """One conversation about `problem`, each kind of spoiling drawn independently with its own probability.
 
     An observation is what the interpreter prints, without the final newline: the value of the program that was
@@ -29,7 +44,8 @@ def conversation(problem: Problem, corruption: CorruptionConfig, rng: Random) ->
     answer = _guess(rng)
     if not spoiled["guess"]:
         results = run(program, problem.numbers)
-        messages += _calls(program, problem.numbers, results, forget_print=spoiled["no_print"])
+        for code, output in _calls(program, problem.numbers, results, forget_print=spoiled["no_print"]):
+            messages += PROTOCOLS[tool_parser](code, output)
         answer = answer if spoiled["no_print"] else results[-1]
     final = f"The answer is {answer}." if spoiled["no_box"] else f"The answer is \\boxed{{{answer}}}."
     return [*messages, {"role": "assistant", "content": final}]
@@ -43,15 +59,15 @@ def _choose_program(problem: Problem, corruption: CorruptionConfig, rng: Random)
     return rare if draw < corruption.wrong_common + corruption.wrong_rare else problem.family.right
 
 
-def _calls(program: Program, numbers: dict[str, int], results: list[int], *, forget_print: bool) -> list[Message]:
-    messages: list[Message] = []
+def _calls(
+    program: Program, numbers: dict[str, int], results: list[int], *, forget_print: bool
+) -> Iterator[tuple[str, str]]:
+    """The code of each call, and what it prints."""
     for turn, (expression, result) in enumerate(zip(program, results, strict=True)):
         # Only the last call may stay silent: after a silent first call nobody could write the second.
         printed = not (forget_print and turn == len(program) - 1)
         names = {**numbers, "s": results[turn - 1]} if turn else numbers
-        messages.append({"role": "assistant", "content": tool_call(expression.code(names, printed=printed))})
-        messages.append({"role": "tool", "content": str(result) if printed else ""})
-    return messages
+        yield expression.code(names, printed=printed), str(result) if printed else ""
 
 
 def _guess(rng: Random) -> int:

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 
 from ctpo_megatron.config import PrepareConfig
 from ctpo_megatron.data.tables import DataError
-from ctpo_megatron.data.toolmath.conversations import Message, conversation
+from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, Message, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, Problem, draw_problem
 from ctpo_megatron.data.toolmath.model import build_model, write_model
 from ctpo_megatron.data.toolmath.tokenizer import train_tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever equal settings would give other files, so that an old directory is not taken for a new one."""
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -34,14 +34,16 @@ _PROMPT_SCHEMA = pa.schema(
 )
 
 
-def prepare(config: PrepareConfig) -> None:
+def prepare(config: PrepareConfig, tool_parser: str = "hermes") -> None:
     """Write model/, train.parquet, heldout.parquet and sft.parquet to `config.directory`.
 
+    tool_parser: `rollout.tool_parser`, which the conversations call the tool for; for a user's own it is hermes.
     A directory that an equal configuration wrote is reused at once. Raises DataError when the directory holds
     anything else, naming the settings that differ; nothing is ever overwritten.
     """
     target = Path(config.directory)
-    record = {"format": FORMAT, **config.model_dump(mode="json", exclude={"directory"})}
+    tool_parser = tool_parser if tool_parser in PROTOCOLS else "hermes"
+    record = _record(config, tool_parser)
     if target.exists():
         _check_reusable(target, record)
         return
@@ -49,7 +51,7 @@ def prepare(config: PrepareConfig) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         aside = Path(temporary) / target.name
         aside.mkdir()
-        _write(config, aside)
+        _write(config, tool_parser, aside)
         (aside / "prepare.json").write_text(json.dumps(record, indent=2) + "\n")
         try:
             aside.rename(target)
@@ -58,6 +60,11 @@ def prepare(config: PrepareConfig) -> None:
                 raise
             # Another process published the same directory first: its content must do.
             _check_reusable(target, record)
+
+
+def _record(config: PrepareConfig, tool_parser: str) -> dict[str, Any]:
+    """What prepare.json says: all that the files depend on."""
+    return {"format": FORMAT, "tool_parser": tool_parser, **config.model_dump(mode="json", exclude={"directory"})}
 
 
 def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = True) -> list[Problem]:
@@ -72,17 +79,17 @@ def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = T
     return problems
 
 
-def sft_conversations(config: PrepareConfig, excluded: set[str]) -> list[list[Message]]:
+def sft_conversations(config: PrepareConfig, excluded: set[str], tool_parser: str = "hermes") -> list[list[Message]]:
     """The spoiled conversations of SFT, about questions that are not `excluded`, in random order."""
     if config.corruption.wrong_common + config.corruption.wrong_rare > 1:
         raise DataError("prepare.corruption: wrong_common + wrong_rare must not exceed 1")
     rng = Random(f"{config.seed}/warmup")
     problems = draw_problems(config.sft_conversations, rng, excluded, distinct=False)
     rng.shuffle(problems)
-    return [conversation(problem, config.corruption, rng) for problem in problems]
+    return [conversation(problem, config.corruption, rng, tool_parser) for problem in problems]
 
 
-def _write(config: PrepareConfig, directory: Path) -> None:
+def _write(config: PrepareConfig, tool_parser: str, directory: Path) -> None:
     seen: set[str] = set()
     for split, count in (("heldout", config.heldout_prompts), ("train", config.train_prompts)):
         # Drawn first and never forgotten: held-out questions occur neither in training nor in SFT.
@@ -91,7 +98,7 @@ def _write(config: PrepareConfig, directory: Path) -> None:
             heldout = set(seen)
         rows = [_prompt_row(problem, index, split) for index, problem in enumerate(problems)]
         pq.write_table(pa.Table.from_pylist(rows, schema=_PROMPT_SCHEMA), directory / f"{split}.parquet")
-    conversations = sft_conversations(config, heldout)
+    conversations = sft_conversations(config, heldout, tool_parser)
     table = pa.Table.from_pydict({"messages": conversations}, schema=pa.schema([("messages", _MESSAGES)]))
     pq.write_table(table, directory / "sft.parquet")
     tokenizer = train_tokenizer(_plain_text(messages) for messages in conversations[: config.tokenizer_conversations])
@@ -123,7 +130,7 @@ def _check_reusable(target: Path, record: dict[str, Any]) -> None:
         ) from error
     old, new = _flat(found), _flat(record)
     changes = [
-        f"  prepare.{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} wanted"
+        f"  {_key(key)}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} wanted"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
@@ -137,6 +144,11 @@ def _check_reusable(target: Path, record: dict[str, Any]) -> None:
                 ]
             )
         )
+
+
+def _key(name: str) -> str:
+    """The key of the configuration behind a name in prepare.json."""
+    return f"rollout.{name}" if name == "tool_parser" else f"prepare.{name}"
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:

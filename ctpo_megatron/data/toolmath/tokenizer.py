@@ -17,26 +17,30 @@ MAX_VOCABULARY = 512
 # Letters with one leading mark, single digits, punctuation with one leading space, line ends, blanks.
 _PIECES = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
+# Tools are not shown: a schema would be most of a prompt, and SFT teaches the model its one tool. So it is asked as it
+# was trained, also by a client that sends `tools`. Calls and answers in the history are what SFT and RL have there.
 CHAT_TEMPLATE = """\
 {%- macro turn(role, text) %}{{ '<|im_start|>' + role + '\\n' + text + '<|im_end|>\\n' }}{% endmacro -%}
-{%- set lead = messages[0].content if messages and messages[0].role == 'system' else '' -%}
-{%- if tools -%}
-  {%- set block = namespace(text=(lead + '\\n\\n' if lead else '') + '# Tools\\n\\nTools you may call:\\n<tools>') -%}
-  {%- for tool in tools -%}{%- set block.text = block.text + '\\n' + (tool | tojson) -%}{%- endfor -%}
-  {%- set block.text = block.text + '\\n</tools>\\n\\nWrite one call as a JSON object between tags:\\n'
-      + '<tool_call>\\n{"name": <tool name>, "arguments": <JSON object>}\\n</tool_call>' -%}
-  {{- turn('system', block.text) -}}
-{%- elif lead -%}
-  {{- turn('system', lead) -}}
-{%- endif -%}
+{%- macro call(function) -%}
+  {{- '<tool_call>\\n{"name": ' + (function.name | tojson) + ', "arguments": ' }}
+  {{- function.arguments if function.arguments is string else (function.arguments | tojson) }}
+  {{- '}\\n</tool_call>' }}
+{%- endmacro -%}
 {%- for message in messages -%}
+  {%- set content = message.content or '' -%}
   {%- if message.role == 'tool' -%}
     {%- if loop.first or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
-    {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+    {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' -}}
     {%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
-  {%- elif message.role != 'system' -%}
-    {{- turn(message.role, message.content) -}}
-  {%- elif not loop.first -%}
+  {%- elif message.role == 'assistant' and message.tool_calls -%}
+    {%- set parts = namespace(said=[content] if content else []) -%}
+    {%- for tool_call in message.tool_calls -%}
+      {%- set parts.said = parts.said + [call(tool_call.function or tool_call)] -%}
+    {%- endfor -%}
+    {{- turn('assistant', parts.said | join('\\n')) -}}
+  {%- elif message.role != 'system' or loop.first -%}
+    {{- turn(message.role, content) -}}
+  {%- else -%}
     {{- raise_exception('a system message must come first') -}}
   {%- endif -%}
 {%- endfor -%}

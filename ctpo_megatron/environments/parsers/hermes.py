@@ -7,26 +7,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from ctpo_megatron.data.records import ToolCall
+from ctpo_megatron.environments.parsers.thinking import without_thinking
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """Strict: prose may come before the calls, nothing but white space between and after them.
+    """Strict: prose may come before the calls, nothing but white space between and after them. Thinking is not read.
 
     parallel_calls: whether a turn may hold several calls; otherwise exactly one.
     """
+
+    example = f'{CALL_OPEN}\n{{"name": "code_interpreter", "arguments": {{"code": "print(6 * 7)"}}}}\n{CALL_CLOSE}'
 
     def __init__(self, parallel_calls: bool = False) -> None:
         self._parallel_calls = parallel_calls
 
     def mentions_call(self, text: str) -> bool:
         """True when a turn contains either tag, so that it must be read as a tool call, well-formed or not."""
+        text = without_thinking(text)
         return CALL_OPEN in text or CALL_CLOSE in text
 
     def parse(self, text: str) -> list[ToolCallRequest]:
         """See ToolParser. Raises ParseError when anything is not exactly as the format wants it."""
+        text = without_thinking(text)
         opened, closed = text.count(CALL_OPEN), text.count(CALL_CLOSE)
         if self._parallel_calls and opened != closed:
             raise ParseError(f"every {CALL_OPEN} needs its own {CALL_CLOSE}, found {opened} and {closed}")

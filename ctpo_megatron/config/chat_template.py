@@ -1,0 +1,27 @@
+"""`model.chat_template`: one of our training templates by name, or a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ctpo_megatron.config.schema import Config
+
+_OURS = Path(__file__).with_name("chat_templates")
+_SUFFIX = ".jinja"
+
+
+def chat_template_names() -> list[str]:
+    """The templates that we ship."""
+    return sorted(file.name.removesuffix(_SUFFIX) for file in _OURS.glob(f"*{_SUFFIX}"))
+
+
+def chat_template_text(value: str) -> str:
+    """The Jinja text of `model.chat_template`. Raises OSError or UnicodeDecodeError for one that cannot be read."""
+    file = Path(value) if value.endswith(_SUFFIX) else _OURS / f"{value}{_SUFFIX}"
+    return file.read_text(encoding="utf-8")
+
+
+def run_chat_template(config: Config) -> str | None:
+    """The Jinja text that a run puts in the place of the tokenizer's own; None if it does not. Raises as above."""
+    value = config.model.chat_template
+    return None if value is None else chat_template_text(value)

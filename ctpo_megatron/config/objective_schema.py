@@ -1,0 +1,98 @@
+"""The sections of `objective`: the loss, its advantages, and the correction of what the sampler did differently."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from ctpo_kernels.names import LossAggMode, RatioMode
+from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.presets import ClipMode, PresetName
+from ctpo_megatron.config.task_schema import Section
+
+
+class AdvantageConfig(Section):
+    """Outcome reward -> advantage, over the samples of one prompt (algorithm section 5)."""
+
+    kind: Literal["group", "rloo", "mean_baseline"] = Field(
+        default="group",
+        description="baseline: mean of the prompt's samples, of its other samples, or of the whole batch",
+    )
+    normalize_std: bool | None = Field(
+        default=None,
+        description="divide by the group's unbiased standard deviation (group only); null: the preset's, "
+        "false for dr-grpo, else true",
+    )
+
+
+class RejectConfig(Section):
+    """Tokens, or whole sequences, that leave the loss where sampler and trainer differ too much.
+
+    With d = log-prob of the trainer (at the start of the batch) minus that of the sampler, in nats a token.
+    """
+
+    stat: Literal["k1", "k2", "k3"] = Field(description="k1: -d; k2: d^2 / 2; k3: exp(d) - 1 - d")
+    over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = Field(
+        description="what is compared and leaves: the token, or the sequence by the sum, mean or largest of its tokens"
+    )
+    low: float | None = Field(default=None, description="least value that stays (k1 only: the others are not negative)")
+    high: float | None = Field(default=None, description="largest value that stays")
+
+
+class CorrectionConfig(Section):
+    """What is done about the difference between sampler and trainer at the start of a batch."""
+
+    level: Literal["none", "token", "sequence", "prefix"] = Field(
+        default="none",
+        description="weight of a token's loss, trainer over sampler: its own ratio, the product over its sequence, or "
+        "the product up to it; needs `anchor: decoupled`",
+    )
+    cap: PositiveFloat = Field(default=5.0, description="largest weight; a larger one is cut to it")
+    normalize: bool = Field(
+        default=False, description="divide the weights by their mean over the batch (sequence: over its sequences)"
+    )
+    reject: tuple[RejectConfig, ...] = Field(
+        default=(), description="what leaves the loss; any one is enough; the ratios of other tokens stay as they are"
+    )
+    veto: float | None = Field(
+        default=None, gt=0, lt=1, description="a token whose ratio trainer / sampler is below it removes its sequence"
+    )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether anything can leave the loss."""
+        return bool(self.reject) or self.veto is not None
+
+
+class ObjectiveConfig(Section):
+    """The policy loss: a preset, and any field of it overridden (null keeps the preset's value)."""
+
+    preset: PresetName = Field(default="ctpo", description="named objective whose fields the keys below override")
+    anchor: Literal["proximal", "behaviour", "decoupled"] = Field(
+        default="proximal",
+        description="ratio against log-probs recomputed by the trainer, or as the sampler reported them; decoupled: "
+        "the former, times the weight of `correction`",
+    )
+    advantage: AdvantageConfig = AdvantageConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    function: Extension | None = Field(
+        default=None, description="a user's objective, package.module:Name, in place of the preset's ratio and clip"
+    )
+    ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
+    clip_mode: ClipMode | None = Field(
+        default=None,
+        description="clip window: position-dependent in log space, fixed on the ratio, or that on a ratio without "
+        "gradient that multiplies the log-prob (CISPO)",
+    )
+    clip_low: NonNegativeFloat | None = Field(default=None, description="lower clip width")
+    clip_high: NonNegativeFloat | None = Field(default=None, description="upper clip width")
+    clip_c: float | None = Field(default=None, description="dual-clip bound; a negative number switches it off")
+    clip_power: float | None = Field(default=None, description="window grows as position ** power (log_power only)")
+    loss_agg_mode: LossAggMode | None = Field(default=None, description="how token losses become one loss")
+    loss_scale_factor: PositiveFloat | None = Field(
+        default=None, description="constant that seq-mean-token-sum divides by, e.g. the longest response; null: 1"
+    )
+    count_masked_sequences: bool | None = Field(
+        default=None, description="fully masked sequences count in the denominator"
+    )

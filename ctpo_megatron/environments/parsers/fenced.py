@@ -1,0 +1,117 @@
+"""Programs in fenced blocks, as in Markdown: the first ```python block of a turn is run, and ends the turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import dedent
+
+from ctpo_megatron.data.records import ToolCall
+from ctpo_megatron.environments.parsers.thinking import without_thinking
+from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest
+
+LANGUAGES = ("python", "python3", "py")
+TOOL = "code_interpreter"
+
+SYSTEM_PROMPT = """\
+Work on the task step by step. You can have Python programs run for you.
+
+To run a program, write it between a line ```python and a line ```, like this:
+```python
+print(6 * 7)
+```
+Your turn ends there, and the next message shows what the program printed. So write one program a turn, and print() \
+every value that you need. Each program starts in a new interpreter: import and define all that it uses. The middle of \
+a long output is left out.
+
+When you know the answer, write no program. End with the answer in \\boxed{}."""
+
+_FENCE = re.compile("`{3,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block. language: first word behind the opening fence, in lower case. closed: whether it has an end."""
+
+    language: str
+    content: str
+    closed: bool
+
+
+def fenced_blocks(text: str) -> Iterator[Block]:
+    """The blocks of a text, in order.
+
+    A block opens where a line ends in three or more backticks and at most a word, and closes with a line of at least as
+    many backticks and nothing else. A line that begins with the backticks may have more words behind them.
+    """
+    fence, language, content = "", "", list[str]()
+    for line in text.split("\n"):
+        if not fence:
+            fence, language = _opened(line)
+            content = []
+        elif len(line.strip()) >= len(fence) and not line.strip().strip("`"):
+            yield Block(language, "\n".join(content), True)
+            fence = ""
+        else:
+            content.append(line)
+    if fence:
+        yield Block(language, "\n".join(content), False)
+
+
+def _opened(line: str) -> tuple[str, str]:
+    """Fence and language of the block that a line opens; empty if it opens none."""
+    fences = list(_FENCE.finditer(line))
+    if len(fences) % 2 == 0:  # each is closed on this line
+        return "", ""
+    last = fences[-1]
+    words = line[last.end() :].split()
+    if any("`" in word for word in words) or (len(words) > 1 and line[: last.start()].strip()):
+        return "", ""
+    return last[0], words[0].lower() if words else ""
+
+
+class FencedParser:
+    """The first block of Python runs, whatever else the turn says; other blocks are text.
+
+    A stop string ends the turn where a block may have closed, and sampling goes on if that was no program.
+    """
+
+    system_prompt = SYSTEM_PROMPT
+    example = "```python\nprint(6 * 7)\n```"
+    schemas_in_prompt = False
+    stop = ("```\n",)
+
+    def mentions_call(self, text: str) -> bool:
+        """True when a turn opens a block of Python."""
+        return _program(text) is not None
+
+    def ends_turn(self, text: str) -> bool:
+        """True when the first block of Python has closed."""
+        block = _program(text)
+        return block is not None and block.closed
+
+    def parse(self, text: str) -> list[ToolCallRequest]:
+        """See ToolParser. Raises ParseError when the block has no end or no content."""
+        block = _program(text)
+        if block is None or not block.closed:
+            raise ParseError("the ```python block has no end: close it with a line that holds nothing but ```")
+        if not block.content.strip():
+            raise ParseError("the ```python block is empty")
+        return [ToolCallRequest(TOOL, {"code": dedent(block.content)})]
+
+    def render(self, calls: Sequence[ToolCall]) -> list[Message]:
+        """A user's message a call: chat templates without tools know these, too."""
+        return [Message("user", _shown(call)) for call in calls]
+
+
+def _program(text: str) -> Block | None:
+    return next((block for block in fenced_blocks(without_thinking(text)) if block.language in LANGUAGES), None)
+
+
+def _shown(call: ToolCall) -> str:
+    if call.status == "parse_error":
+        return f"No program was run.\n{call.output}"
+    if call.status != "success":
+        return f"The program failed.\n{call.output}"
+    return f"The program printed:\n{call.output}" if call.output else "The program printed nothing."

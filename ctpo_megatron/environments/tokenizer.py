@@ -1,0 +1,103 @@
+"""A model's tokenizer and chat template without torch: what a check needs before anything heavy is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.config import Config, chat_template_names, run_chat_template
+from ctpo_megatron.environments.factory import offered_schemas
+from ctpo_megatron.environments.protocol import Schema
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TokenizerError(ValueError):
+    """The tokenizer or the chat template of a model cannot be read."""
+
+
+def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory as its tokenizer.json says, with its chat template, if it has one.
+
+    transformers renders and encodes, so text and ids are those of training; its class for any tokenizer.json is taken,
+    since AutoTokenizer would import torch (3 CPU-seconds). Reads files only. Raises TokenizerError.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
+    except Exception as error:  # tokenizers raises plain Exception for a file that it cannot parse
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TokenizerError(f"{model}: the tokenizer cannot be read: {reason}") from error
+
+
+def template_problem(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Why nothing at all can be rendered with the tokenizer's chat template, or ""."""
+    import jinja2
+
+    conversation = [{"role": "user", "content": "Q"}]
+    try:
+        tokenizer.get_chat_template()
+    except ValueError:
+        return "the tokenizer has no chat template"
+    try:
+        tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateSyntaxError as error:
+        return f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+    except Exception as error:  # templates raise what they like
+        return f"the chat template cannot render one user message: {error}"
+    return ""
+
+
+def training_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with the chat template that the run trains with.
+
+    Raises TokenizerError when the template renders nothing, or not the tools that prompts are to show.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
+    use_chat_template(tokenizer, config)
+    check_chat_template(tokenizer, config)
+    return tokenizer
+
+
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    """Give a tokenizer the chat template that `model.chat_template` names, if any."""
+    if (text := run_chat_template(config)) is not None:
+        tokenizer.chat_template = text
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    """Raises TokenizerError, with what can be done, when a chat template cannot be trained with."""
+    named = f"model.chat_template: {config.model.chat_template}" if config.model.chat_template else config.model.path
+    if problem := template_problem(tokenizer):
+        ours = ", ".join(chat_template_names())
+        raise TokenizerError(
+            f"{named}: {problem}; copy the chat_template.jinja that the model came with to {config.model.path}, or set "
+            f"model.chat_template to one of ours ({ours}) or a file of yours"
+        )
+    lost = hidden_tools(tokenizer, offered_schemas(config), config.model.chat_template_kwargs)
+    if lost:
+        raise TokenizerError(
+            f"{named}: the chat template does not show the model its tools ({', '.join(lost)}); set "
+            "model.chat_template to one that does, or rollout.tool_parser: fenced, which a system prompt explains, or "
+            "data.tool_in_prompt: false where data.system_prompt or SFT teach the model how to call them"
+        )
+
+
+def hidden_tools(
+    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], chat_template_kwargs: Mapping[str, Any]
+) -> list[str]:
+    """Names of the tools that the chat template is given and does not show."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Q"}],
+        tools=[dict(schema) for schema in schemas] or None,
+        tokenize=False,
+        add_generation_prompt=True,
+        **chat_template_kwargs,
+    )
+    names = [str(schema["function"]["name"]) for schema in schemas]
+    return [name for name in names if name not in str(text)]

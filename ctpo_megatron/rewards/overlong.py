@@ -1,0 +1,38 @@
+"""DAPO's soft overlong punishment, taken off the reward of responses that come close to their token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ctpo_megatron.data.records import Group
+
+OVERLONG = "overlong_penalty"
+"""Name of its component of the reward, and of the metric `reward/<name>`."""
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """0 up to `budget - buffer` tokens, then linearly down to `-penalty` at `budget` (arXiv 2503.14476, equation 13).
+
+    buffer, budget: tokens; budget is `rollout.max_response_tokens`, which counts tool output too.
+    """
+
+    buffer: int
+    penalty: float
+    budget: int
+
+    def of(self, tokens: int) -> float:
+        """What a response of so many tokens gets on top of its reward, from -penalty to 0."""
+        return max(-self.penalty, min(0.0, (self.budget - self.buffer - tokens) / self.buffer * self.penalty))
+
+    def apply(self, groups: Sequence[Group]) -> None:
+        """Add it to the reward of every scored trajectory, and to its components."""
+        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+            if trajectory.reward is None:
+                raise ValueError(f"prompt {trajectory.prompt_id} sample {trajectory.sample_index} has no reward yet")
+            shaping = self.of(trajectory.response_tokens)
+            trajectory.reward += shaping
+            trajectory.reward_components[OVERLONG] = shaping

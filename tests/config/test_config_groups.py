@@ -1,0 +1,110 @@
+"""Checks of filters, uniform groups and shaping: settings that could not do what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ctpo_megatron.cli import main
+from ctpo_megatron.config import Config, check, check_prompts
+
+Make = Callable[..., Config]
+
+
+def found(config: Config) -> list[str]:
+    return [f"{p.severity}: {p}" for p in check(config, 1, None, cuda=False)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["rollout.filters=[truncated, {name: 'mine:truncated'}]"],
+            'error: rollout.filters = ["truncated", "mine:truncated"]: holds 2 filters named truncated',
+        ),
+        (
+            ["rollout.uniform_groups=drop", "rollout.samples_per_prompt=1", "objective.advantage.kind=mean_baseline"],
+            'error: rollout.uniform_groups = "drop": would drop everything: the rewards of a group of one are always',
+        ),
+        (
+            ["rollout.uniform_groups=refill", "objective.advantage.kind=mean_baseline"],
+            'error: rollout.uniform_groups = "refill": would drop groups that teach: objective.advantage.kind compares',
+        ),
+        (
+            ["reward.overlong_penalty={buffer: 177}"],
+            "error: reward.overlong_penalty.buffer = 177: is more than the budget itself (rollout.max_resp",
+        ),
+    ],
+)
+def test_problems(config_with: Make, overrides: list[str], expected: str) -> None:
+    assert [text for text in found(config_with(*overrides)) if text.startswith(expected)], found(
+        config_with(*overrides)
+    )
+
+
+@pytest.mark.parametrize(
+    ("recorded", "now", "expected"),
+    [
+        (
+            "keep",
+            ["rollout.uniform_groups=refill"],
+            'uniform_groups = "refill": but rollout.replay was recorded with \'keep',
+        ),
+        (
+            "refill",
+            ["rollout.uniform_groups=drop"],
+            'uniform_groups = "drop": but rollout.replay was recorded with \'refi',
+        ),
+        (
+            "refill",
+            ["rollout.uniform_groups=refill", "rollout.max_refills=3"],
+            "max_refills = 3: but rollout.replay was rec",
+        ),
+        ("refill", ["rollout.uniform_groups=refill"], ""),
+        ("keep", ["rollout.uniform_groups=drop"], ""),
+    ],
+)
+def test_a_replay_draws_as_the_recorded_run_did(
+    config_with: Make, tmp_path: Path, recorded: str, now: list[str], expected: str
+) -> None:
+    (tmp_path / "old" / "trajectories").mkdir(parents=True)
+    (tmp_path / "old" / "config.yaml").write_text(f"rollout: {{uniform_groups: {recorded}, max_refills: 10}}\n")
+    for step in range(1, 5):
+        (tmp_path / "old" / "trajectories" / f"step_{step:06d}.jsonl").touch()
+    problems = found(config_with("rollout.replay=old", *now))
+    assert len(problems) == bool(expected) and all(expected in problem for problem in problems), problems
+
+
+def test_no_false_alarms(config_with: Make) -> None:
+    assert found(config_with("reward.overlong_penalty={buffer: 176}", "rollout.uniform_groups=refill")) == []
+    assert found(config_with("rollout.filters=[void_turn, truncated, failed_tool]")) == []
+
+
+def test_training_files_that_are_evaluated_on_are_named(config_with: Make) -> None:
+    (text,) = found(config_with("data.eval=[runs/task/heldout.parquet, ./runs/task/train.parquet]"))
+    assert text.startswith('warning: data.eval = "./runs/task/train.parquet": is training data too: the accuracy there')
+
+
+def test_a_batch_of_more_prompts_than_there_are_is_warned_of(config_with: Make) -> None:
+    config = config_with("rollout.prompts_per_step=64")
+    (problem,) = check_prompts(config, 5)
+    assert problem.severity == "warning"
+    assert str(problem) == (
+        "rollout.prompts_per_step = 64: is more than the 5 prompts of data.train: "
+        "a prompt is in a batch up to 13 times; lower it, or give more data"
+    )
+    assert list(check_prompts(config, 64)) == list(check_prompts(config, None)) == []
+
+
+def test_the_dry_run_counts_the_prompts(config_with: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pq.write_table(pa.table({"data_source": ["a"] * 5}), tmp_path / "five.parquet")
+    command = ["train", "base.yaml", "--dry-run", "data.train=[five.parquet]"]
+    assert main([*command, "rollout.prompts_per_step=64"]) == 0
+    shown = "warning: command line: rollout.prompts_per_step = 64: is more than the 5 prompts of data.train"
+    assert shown in capsys.readouterr().err
+    assert main([*command, "rollout.prompts_per_step=4"]) == 0
+    assert "prompts of data.train" not in capsys.readouterr().err

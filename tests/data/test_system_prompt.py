@@ -1,0 +1,82 @@
+"""How the system prompt of a run joins prompts and conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.config import Config, SystemPrompt
+from ctpo_megatron.data import DataError, load_conversations, load_prompts
+from ctpo_megatron.environments.factory import offered_schemas, system_prompt
+from ctpo_megatron.environments.parsers.fenced import SYSTEM_PROMPT
+from tests.data.test_conversations import TALK
+from tests.data.test_conversations import write as write_conversations
+from tests.data.test_prompts import row, write
+
+USER, OWN = {"role": "user", "content": "q"}, {"role": "system", "content": "Be kind."}
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_conversation_without_one_gets_it(chosen: bool) -> None:
+    assert SystemPrompt("Box it.", chosen).before([USER]) == ({"role": "system", "content": "Box it."}, USER)
+
+
+def test_the_protocol_comes_before_what_the_data_say() -> None:
+    assert SystemPrompt("Box it.").before([OWN, USER])[0]["content"] == "Box it.\n\nBe kind."
+
+
+@pytest.mark.parametrize("prompt", [SystemPrompt(), SystemPrompt("", chosen=True), SystemPrompt("Be kind.", True)])
+def test_what_is_there_already_is_not_written_again(prompt: SystemPrompt) -> None:
+    assert prompt.before([OWN, USER]) == (OWN, USER)
+
+
+def test_a_chosen_prompt_and_another_of_the_data_are_ambiguous(tmp_path: Path, tokenizer: Any) -> None:
+    files = [write(tmp_path / "a.parquet", [row(), row(prompt=[OWN, USER])])]
+    prompt = SystemPrompt("Box it.", chosen=True)
+    with pytest.raises(DataError, match=r"row 1 column 'prompt': .*data\.system_prompt is set: which") as caught:
+        load_prompts(files, tokenizer, max_prompt_tokens=99, system_prompt=prompt)
+    assert 'set data.system_prompt: "" to keep those of the data' in str(caught.value)
+    files = [write_conversations(tmp_path / "b.parquet", [[OWN, *TALK]])]
+    with pytest.raises(DataError, match=r"row 0 column 'messages': .*which of them counts"):
+        load_conversations(files, tokenizer, system_prompt=prompt)
+
+
+def test_it_is_what_the_model_sees(tmp_path: Path, tokenizer: Any) -> None:
+    prompt = SystemPrompt("Box it.", chosen=True)
+    (read,) = load_prompts(
+        [write(tmp_path / "a.parquet", [row()])], tokenizer, max_prompt_tokens=99, system_prompt=prompt
+    )
+    begin = "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\n"
+    assert tokenizer.decode(list(read.token_ids)).startswith(begin)
+    assert read.messages[0] == {"role": "system", "content": "Box it."}
+    (spoken,) = load_conversations(
+        [write_conversations(tmp_path / "b.parquet", [TALK])], tokenizer, system_prompt=prompt
+    )
+    assert tokenizer.decode(spoken.token_ids).startswith(begin)
+
+
+def config(tmp_path: Path, parser: str, **data: Any) -> Config:
+    sections: dict[str, Any] = {
+        "run": {"name": "x", "root": str(tmp_path), "steps": 1},
+        "model": {"path": "unused"},
+        "data": {"train": ["unused"], **data},
+        "rollout": {"tool_parser": parser},
+    }
+    return Config.model_validate(sections)
+
+
+def test_each_protocol_has_its_own(tmp_path: Path) -> None:
+    hermes, fenced = config(tmp_path, "hermes"), config(tmp_path, "fenced")
+    assert system_prompt(hermes) == SystemPrompt()
+    assert system_prompt(fenced) == SystemPrompt(SYSTEM_PROMPT)
+    assert [schema["function"]["name"] for schema in offered_schemas(hermes)] == ["code_interpreter"]
+    assert offered_schemas(fenced) == offered_schemas(config(tmp_path, "hermes", tool_in_prompt=False)) == []
+
+
+def test_a_file_or_a_text_takes_its_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("Think.\nBox it.\n", encoding="utf-8")
+    for value, text in ((str(tmp_path / "mine.txt"), "Think.\nBox it."), ("Box it.", "Box it."), ("", "")):
+        chosen = system_prompt(config(tmp_path, "fenced", system_prompt=value))
+        assert chosen == SystemPrompt(text, chosen=True)

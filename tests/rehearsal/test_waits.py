@@ -1,0 +1,21 @@
+"""The chunk loop of the streaming head on pretended GPUs: how often the host waits, how many rows a chunk has."""
+
+from __future__ import annotations
+
+from ctpo_megatron.config import PolicyConfig, Split, head_chunk_rows
+from ctpo_megatron.config.sizing import MODELS
+from tests.rehearsal import waits
+from tests.support import ranks
+
+
+def test_the_host_waits_no_oftener_for_more_chunks() -> None:
+    """At most once for the rows and once for the tiles; not at all where the caller knows both."""
+    assert ranks.run(waits.counts, pretend_cuda=True) == [waits.EXPECTED]
+
+
+def test_all_ranks_take_the_rows_that_suit_the_smallest_gpu() -> None:
+    """They gather statistics chunk by chunk: another number of chunks on one rank would leave the others waiting."""
+    (first, large), (second, small) = ranks.run(waits.chunk_of_unequal_gpus, ranks=2, pretend_cuda=True)
+    spec, policy = MODELS["Qwen3-4B"], PolicyConfig(dtype="bfloat16", recompute="full", use_distributed_optimizer=True)
+    assert first == second == head_chunk_rows(spec, Split.of(policy, 2), small)
+    assert first < head_chunk_rows(spec, Split.of(policy, 2), large)

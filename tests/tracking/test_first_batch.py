@@ -1,0 +1,103 @@
+"""A dead run says so: after its first batch, each sign with its cause and the file to look at, and in the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron.run.directory import open_run_directory
+from ctpo_megatron.tracking import MetricsWriter, first_batch_warnings
+from ctpo_megatron.tracking.learning import learning_checks
+from ctpo_megatron.tracking.run_data import RunData
+from tests.tracking.synthetic_run import make_config
+
+DUMP = "runs/x/trajectories/step_000001.jsonl"
+HEALTHY = {
+    "reward/groups_mixed": 0.5,
+    "reward/mean": 0.4,
+    "reward/std": 0.49,
+    "reward/no_box": 7.0,
+    "rollout/truncated": 0.1,
+    "rollout/tool_error_rate": 0.25,
+    "rollout/model_tokens_mean": 10.0,
+    "rollout/prompts_repeated": 0.0,
+    "tokens/model": 160.0,
+    "sandbox/calls": 8.0,
+    "sandbox/success": 6.0,
+    "sandbox/parse_error": 1.0,
+    "sandbox/runtime_error": 1.0,
+    "sandbox/timeout": 0.0,
+    "actor/grad_norm_max": 0.3,
+}
+UNIFORM = {"reward/groups_mixed": 0.0, "reward/std": 0.0, "actor/grad_norm_max": 0.0}
+
+
+def said(changes: dict[str, float], tools: bool = True) -> list[str]:
+    return list(first_batch_warnings(HEALTHY | changes, DUMP, tools=tools))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "cause"),
+    [
+        (
+            UNIFORM | {"reward/mean": 0.0},
+            "no group has both outcomes: all rewards are 0, so the gradient",
+            "ground truths",
+        ),
+        (UNIFORM | {"reward/mean": 1.0}, "no group has both outcomes: all rewards are 1, so", "too easy"),
+        (UNIFORM | {"reward/std": 0.5}, "outcomes: the rewards within each group are equal, so", "rollout.temperature"),
+        ({"actor/grad_norm_max": 0.0}, "the gradient is zero, though groups have both", "every token is clipped"),
+        (
+            {"actor/grad_norm_max": 0.0, "rollout/masked_tokens": 1.0},
+            "the gradient is zero, though groups have both",
+            "rollout.filters took every token",
+        ),
+        ({"reward/no_box": 16.0}, r"100% of the answers have no complete \boxed{}", "does not ask for a box"),
+        ({"rollout/truncated": 0.75}, "75% of the trajectories were cut off", "rollout.max_response_tokens"),
+        ({"sandbox/calls": 0.0}, "no tool was called", "rollout.tool_parser"),
+        (
+            {"rollout/tool_error_rate": 0.875, "sandbox/parse_error": 7.0, "sandbox/runtime_error": 0.0},
+            "88% of the tool calls failed, 7 of 8 with parse_error",
+            "as rollout.tool_parser reads them",
+        ),
+        (
+            {"rollout/prompts_repeated": 59.0},
+            "59 groups are of a prompt that the batch already has",
+            "data.train is small",
+        ),
+    ],
+)
+def test_a_sign_has_its_cause_and_a_place_to_look(changes: dict[str, float], what: str, cause: str) -> None:
+    (text,) = said(changes)
+    assert what in text and cause in text
+    assert DUMP in text or "metrics.jsonl" in text or "rollout.prompts_per_step" in text
+
+
+def test_a_healthy_batch_says_nothing() -> None:
+    assert said({}) == []
+    assert said({"sandbox/calls": 0.0}, tools=False) == []
+    assert list(first_batch_warnings({}, DUMP, tools=True)) == []  # a reward of one's own, a replay, an old recording
+
+
+def rows(folder: Path, *changes: dict[str, float]) -> dict[str, tuple[str, bool | None]]:
+    run_dir = open_run_directory(make_config(folder))
+    with MetricsWriter(run_dir) as writer:
+        for step, change in enumerate(changes, start=1):
+            writer.log(step, HEALTHY | change)
+    return {check.label: (check.value, check.good) for check in learning_checks(RunData.load(run_dir))}
+
+
+def test_the_report_judges_the_whole_run(tmp_path: Path) -> None:
+    dead = UNIFORM | {"reward/no_box": 16.0, "rollout/truncated": 1.0, "rollout/prompts_repeated": 3.0}
+    assert rows(tmp_path / "dead", dead, dead, dead) == {
+        "Steps without signal": ("3 of 3", False),
+        "Steps with zero gradient": ("3 of 3", False),
+        "Answers without a box": ("100%", False),
+        "Cut off": ("100%", False),
+        "Failed tool calls": ("25%", True),
+        "Repeated prompts": ("3", False),
+    }
+    good = rows(tmp_path / "good", *[{}] * 9, UNIFORM)
+    assert good["Steps without signal"] == ("1 of 10", True) and all(ok for _, ok in good.values())
+    assert rows(tmp_path / "late", {}, {}, {"rollout/truncated": 0.9})["Cut off"] == ("37%", False)
