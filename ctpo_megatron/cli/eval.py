@@ -8,7 +8,7 @@ import logging
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,8 @@ from ctpo_megatron.run.extensions import check_extensions
 from ctpo_megatron.signals import ENDING
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ctpo_megatron.evaluate import Outcome
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)+=")
@@ -114,30 +116,44 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _print(outcome: Outcome) -> None:
-    """The figures of every source, a column a scorer and figure."""
+    """Accuracies of every source by every scorer, then how it was answered."""
     from rich.console import Console
+
+    found, console = outcome.results, Console()
+    groups = dict(found["sources"]) | ({"overall": found["overall"]} if len(found["sources"]) > 1 else {})
+    console.print()
+    console.print(_accuracies(groups, found["scorers"], found["samples_per_prompt"]))
+    console.print()
+    console.print(_conduct(groups))
+    console.print()
+    console.print(f"95 %: bootstrap interval over problems. The page: {outcome.page}", soft_wrap=True)
+
+
+def _accuracies(groups: Mapping[str, Any], scorers: Sequence[str], k: int) -> Table:
+    others = [f"pass@{k}", f"maj@{k}", f"worst@{k}"] if k > 1 else []
+    table = _table("source", "scorer", f"avg@{k}", "95 %", *others)
+    for source, figures in groups.items():
+        for scorer in scorers:
+            average = figures[scorer][f"avg@{k}"]
+            rest = [f"{figures[scorer][name]['value']:.3f}" for name in others]
+            interval = f"{average['low']:.3f} to {average['high']:.3f}"
+            table.add_row(source, scorer, f"{average['value']:.3f}", interval, *rest)
+    return table
+
+
+def _conduct(groups: Mapping[str, Any]) -> Table:
+    table = _table("source", "problems", "samples", "response tokens", "tool use", "cut off")
+    for source, figures in groups.items():
+        shares = [f"{figures[name]:.3f}" for name in ("tool_use", "truncated")]
+        counts = [f"{figures[name]:,}" for name in ("problems", "samples")]
+        table.add_row(source, *counts, f"{figures['response_length_mean']:,.0f}", *shares)
+    return table
+
+
+def _table(*columns: str) -> Table:
     from rich.table import Table
 
-    found = outcome.results
-    k = found["samples_per_prompt"]
-    names = [f"avg@{k}"] + ([f"pass@{k}", f"maj@{k}", f"worst@{k}"] if k > 1 else [])
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    columns = [f"{name}\n{scorer}" for scorer in found["scorers"] for name in names]
-    for label in ("source", "problems", *columns, "tokens", "tool use", "cut off"):
-        table.add_column(label, justify="left" if label == "source" else "right")
-    groups = dict(found["sources"]) | ({"overall": found["overall"]} if len(found["sources"]) > 1 else {})
-    for source, figures in groups.items():
-        cells = [_interval(figures[scorer][name]) for scorer in found["scorers"] for name in names]
-        conduct = (
-            f"{figures['response_length_mean']:,.0f}",
-            f"{figures['tool_use']:.2f}",
-            f"{figures['truncated']:.2f}",
-        )
-        table.add_row(source, str(figures["problems"]), *cells, *conduct)
-    console = Console()
-    console.print(table)
-    console.print(f"below each share: 95 % interval over problems · page: {outcome.page}", soft_wrap=True)
-
-
-def _interval(figure: dict[str, float]) -> str:
-    return f"{figure['value']:.3f}\n{figure['low']:.3f}–{figure['high']:.3f}"
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("source", "scorer") else "right", no_wrap=True)
+    return table

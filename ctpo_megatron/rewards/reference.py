@@ -7,6 +7,7 @@ tool printed or that was said in passing counts. It is here so that numbers can 
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class ReferenceMath:
 
     def __init__(self) -> None:
         """Import math-verify now, so that the first answer does not pay for it."""
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # as MathVerify does, for its reason
         _math_verify("1", "1")
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:
