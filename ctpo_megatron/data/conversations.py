@@ -129,8 +129,8 @@ def _not_a_prefix(place: Place, message: int) -> DataError:
     return DataError(
         f"{_named(place)}: the chat template renders the conversation up to message {message} differently from the "
         "start of the whole, so supervised tokens would not be those the model sees when it speaks. Templates that "
-        "rewrite earlier turns (dropped thinking, for instance) do this: change the template or pass "
-        "model.chat_template_kwargs that keep history as it was"
+        "rewrite earlier turns (dropped thinking, for instance) do this: set model.chat_template to one that keeps "
+        "the history as it was said, such as qwen3 (`ctpo doctor CONFIG --template` shows the difference)"
     )
 
 

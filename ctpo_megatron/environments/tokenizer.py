@@ -79,6 +79,12 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, config: Config) -> N
             f"{named}: {problem}; copy the chat_template.jinja that the model came with to {config.model.path}, or set "
             f"model.chat_template to one of ours ({ours}) or a file of yours"
         )
+    text = tokenizer.get_chat_template()
+    if unused := [key for key in config.model.chat_template_kwargs if key not in text]:
+        raise TokenizerError(
+            f"model.chat_template_kwargs: the chat template of {named} knows no {', '.join(unused)}; correct the "
+            "name or leave it out"
+        )
     lost = hidden_tools(tokenizer, offered_schemas(config), config.model.chat_template_kwargs)
     if lost:
         raise TokenizerError(

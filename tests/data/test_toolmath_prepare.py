@@ -11,6 +11,7 @@ import pytest
 
 from ctpo_megatron.data import DataError
 from ctpo_megatron.data.toolmath import prepare
+from ctpo_megatron.data.toolmath.conversations import hermes
 from tests.data.toolmath_small import small_config
 
 # The package exports the function of the same name.
@@ -130,7 +131,7 @@ def test_every_digit_is_a_token_and_tags_are_single(tokenizer):
     assert len(tokenizer) <= 512
 
 
-def test_chat_template_renders_roles_and_tools(tokenizer):
+def test_chat_template_renders_roles(tokenizer):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "q"},
@@ -145,6 +146,21 @@ def test_chat_template_renders_roles_and_tools(tokenizer):
         "<|im_start|>assistant\n"
     )
     tools = [{"type": "function", "function": {"name": "code_interpreter"}}]
-    offered = tokenizer.apply_chat_template(messages[1:2], tools=tools, tokenize=False)
-    assert offered.startswith("<|im_start|>system\n# Tools")
-    assert '<tools>\n{"type": "function", "function": {"name": "code_interpreter"}}\n</tools>' in offered
+    assert (
+        tokenizer.apply_chat_template(messages[1:2], tools=tools, tokenize=False) == "<|im_start|>user\nq<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [{"code": "print(1<2)"}, '{"code": "print(1<2)"}'])
+def test_calls_of_a_client_are_rendered_as_they_were_taught(tokenizer, arguments):
+    said, answered = hermes("print(1<2)", "True")
+    function = {"name": "code_interpreter", "arguments": arguments}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    answer = {"role": "tool", "tool_call_id": "a", "content": "True"}
+    client, taught = (
+        tokenizer.apply_chat_template([{"role": "user", "content": "q"}, *turns], tokenize=False)
+        for turns in ((call, answer), (said, answered))
+    )
+    assert client == taught
+    with_prose = tokenizer.apply_chat_template([{**call, "content": "So:"}], tokenize=False)
+    assert with_prose == f"<|im_start|>assistant\nSo:\n{said['content']}<|im_end|>\n"

@@ -57,7 +57,7 @@ def test_every_fault_of_tokenizer_and_template_is_named(folder: Path) -> None:
     found, _ = checked()
     assert "does not show the model its tools (code_interpreter)" in found["chat template"].detail
     tiny_tokenizer("{{ raise_exception('no') }}").save_pretrained(folder / "model")
-    assert checked()[0]["tokenizer"].status == "broken"
+    assert checked()[0]["chat template"].status == "broken"
     tokenizer = tiny_tokenizer(TOOLS)
     tokenizer.add_tokens([f"one of many {n}" for n in range(512)])
     tokenizer.save_pretrained(folder / "model")

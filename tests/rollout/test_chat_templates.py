@@ -108,6 +108,13 @@ def test_a_file_takes_the_place_of_the_tokenizers_template(tmp_path: Path) -> No
         assert tokenizer.chat_template == text
 
 
+def test_an_argument_that_the_template_does_not_know_is_refused() -> None:
+    tokenizer = tiny_tokenizer(chat_template_text("qwen3"))
+    check_chat_template(tokenizer, config(chat_template_kwargs=OFF))
+    with pytest.raises(TokenizerError, match=r"chat_template_kwargs: .* knows no enable_thinking:false; correct"):
+        check_chat_template(tokenizer, config(chat_template_kwargs={"enable_thinking:false": None}))
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
