@@ -96,6 +96,7 @@ def run(mib: int, rounds: int, bucket_mib: int) -> dict[str, Any]:
     from ray.cluster_utils import Cluster
 
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     node = {"node_ip_address": HOST, "object_store_memory": (3 * mib + 256) << 20}
     cluster = Cluster(initialize_head=True, head_node_args=node | {"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1, resources={"far": 1.0}, **node)
@@ -122,7 +123,7 @@ def run(mib: int, rounds: int, bucket_mib: int) -> dict[str, Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-    settings = {"mib": mib, "rounds": rounds, "bucket_mib": bucket_mib, "ray": ray.__version__}
+    settings = {"mib": mib, "rounds": rounds, "bucket_mib": bucket_mib, "ray": ray.__version__, "load": load}
     return {"seconds": seconds, **settings, "environment": report.environment("cpu", 1)}
 
 
@@ -146,7 +147,8 @@ def text(result: dict[str, Any]) -> str:
             "alternating order after one that is not counted; medians, and medians and ranges of a round's ratios.",
             report.markdown(["side", "seconds", "GiB/s", "times as fast as Ray (range)"], rows),
             f"Goal: tcp at least {GOAL:g} times as fast as ray.put and ray.get: {met} ({ratios['tcp']:.2f}).",
-            f"{report.describe(result['environment'])} Ray {result['ray']}.",
+            f"{report.describe(result['environment'])} Ray {result['ray']}. Load average of a minute before it "
+            f"began: {result['load']:.1f}.",
         ]
     )
 

@@ -44,11 +44,9 @@ def main(config: Config) -> int:
     activate(config.extensions.path or ())
     preemption = Preemption.of(config)
     layout = init_distributed(config.policy, config.run.seed)
-    try:
-        with ExitStack() as stack:
-            return run_stages(config, layout, preemption, stack)
-    finally:
-        destroy_distributed()
+    with ExitStack() as stack:
+        stack.callback(destroy_distributed)
+        return run_stages(config, layout, preemption, stack)
 
 
 def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: ExitStack) -> int:
@@ -84,7 +82,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
     with report.stage("rl"), preemption.deferred():
         policy.use_optimizer(config.policy.optimizer, config.run.steps * run.updates_per_step)
         persistence.restore(policy, run, checkpoint)
-        reinforce(config, policy, run, rollouts, persistence, report, resumed=checkpoint is not None)
+        reinforce(config, policy, run, rollouts, persistence, report)
         if run.preempted:
             persistence.ensure_saved(policy, run)
             return preemption.leave()
@@ -98,22 +96,15 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
 
 
 def reinforce(
-    config: Config,
-    policy: Policy,
-    run: RunState,
-    rollouts: Bridge,
-    persistence: Persistence,
-    report: Reporter,
-    *,
-    resumed: bool,
+    config: Config, policy: Policy, run: RunState, rollouts: Bridge, persistence: Persistence, report: Reporter
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
-    objective = objective_from_config(config.objective)
-    loss, advantage = configured_loss(config.objective), advantage_from_config(config.objective)
+    objective, advantage = objective_from_config(config.objective), advantage_from_config(config.objective)
+    loss = configured_loss(config.objective)
     rollouts.publish(policy, run.version)
-    if not resumed or (run.evaluates and rollouts.lacks_evaluation()):
+    if not run.resumed or (run.evaluates and rollouts.lacks_evaluation()):
         report.log(run.done, rollouts.evaluate(run.done, policy))
-    if not resumed and config.checkpoint.every:
+    if not run.resumed and config.checkpoint.every:
         persistence.save(policy, run)
     for step in run.steps():
         with report.phase("step"):
@@ -124,15 +115,13 @@ def reinforce(
                 advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
                 mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
                 metrics = policy.compute_old_log_probs(mini_batches)
-                metrics |= apply_correction(
-                    mini_batches, config.objective, policy.layout, equal_weights=batch.weight_versions == (run.version,)
-                )
+                metrics |= apply_correction(mini_batches, config.objective, policy.layout, batch.is_of(run.version))
             check_mismatch(config.rollout, metrics)
             with report.phase("update"):
                 metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step)
             with report.phase("token_diagnostics"):
-                wanted = config.tracking.trajectories
-                diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if wanted else {}
+                dumped = config.tracking.trajectories
+                diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if dumped else {}
             version = run.advance()
             if not run.notice():
                 rollouts.publish(policy, version)

@@ -22,7 +22,12 @@ SEPARATE = {
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.cli": ("ctpo_megatron", "ctpo_sandbox", "ctpo_launchers"),
     "ctpo_megatron.models": (),
-    "ctpo_megatron.config": ("ctpo_megatron.models", "ctpo_megatron.extensions", "ctpo_kernels.names"),
+    "ctpo_megatron.config": (
+        "ctpo_megatron.models",
+        "ctpo_megatron.extensions",
+        "ctpo_kernels.chunks",
+        "ctpo_kernels.names",
+    ),
     "ctpo_megatron.objective": ("ctpo_megatron.config", "ctpo_megatron.extensions", "ctpo_kernels"),
     "ctpo_megatron.doctor": (
         "ctpo_megatron.config",

@@ -185,6 +185,10 @@ class RolloutBatch:
         count = len(self.groups) + len(self.dropped)
         return [self.dropped[place] if place in self.dropped else next(trained) for place in range(count)]
 
+    def is_of(self, version: int) -> bool:
+        """Whether these weights, and no others, sampled the whole of it."""
+        return self.weight_versions == (version,)
+
     @property
     def trajectories(self) -> list[Trajectory]:
         """All trajectories, group by group in sample order."""

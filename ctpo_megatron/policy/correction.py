@@ -22,7 +22,7 @@ from ctpo_megatron.policy.parallel import Layout, gather_objects
 
 
 def apply_correction(
-    mini_batches: Sequence[MiniBatch], config: ObjectiveConfig, layout: Layout, *, equal_weights: bool
+    mini_batches: Sequence[MiniBatch], config: ObjectiveConfig, layout: Layout, equal_weights: bool
 ) -> dict[str, float]:
     """Give the mini-batches weights and take rejected tokens out of their loss; metrics, on rank zero only.
 

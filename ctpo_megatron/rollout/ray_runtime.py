@@ -4,40 +4,61 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from ctpo_megatron.config import ClusterConfig
-from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE, QUIET
+from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN_FILE
 from ctpo_megatron.rollout.cluster import join
 from ctpo_megatron.signals import children_spared
 
 _OBJECT_STORE_BYTES = 256 << 20
 _JOIN_TIMEOUT_S = 30.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ENVIRONMENT = {**QUIET, AUTH_MODE: "disabled"}
-_PRIVATE_ENVIRONMENT = {
+_OF_CLUSTER = {**QUIET, AUTH_MODE: "disabled"}
+_OF_PRIVATE = {
+    **QUIET,
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # how long orphaned agents linger after a killed driver
 }
 
 
 @contextmanager
-def _visible(gpus: str | None) -> Iterator[None]:
-    """Processes that are started inside see these GPUs; this one read the variable when it initialized CUDA."""
-    before = os.environ.get(_VISIBLE)
-    if gpus is not None:
-        os.environ[_VISIBLE] = gpus
+def _variables(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Processes that are started inside have these variables; None: as it is. Afterwards all are what they were."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update({name: value for name, value in changes.items() if value is not None})
     try:
         yield
     finally:
-        if gpus is not None:
-            os.environ.pop(_VISIBLE)
-            os.environ.update({} if before is None else {_VISIBLE: before})
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+@cache
+def _secret() -> str:
+    """Of every private Ray of this process: Ray itself reads one once."""
+    return secrets.token_hex(32)
+
+
+def _token(directory: Path) -> dict[str, str | None]:
+    """Variables for a Ray that answers nobody without `_secret`; none where the user has set RAY_AUTH_MODE.
+
+    A process that has imported Ray sets that in vain. `ray.init` does it, where it is not set.
+    """
+    if AUTH_MODE in os.environ:
+        return {}
+    file = directory / "token"
+    file.touch(0o600)
+    file.write_text(_secret(), encoding="utf-8")
+    return {AUTH_MODE: None, TOKEN_FILE: str(file)}
 
 
 class RayRuntime:
@@ -99,7 +120,7 @@ class RayRuntime:
         self._disconnect()
 
     def _connect(self) -> None:
-        defaults = _ENVIRONMENT if self._cluster else _ENVIRONMENT | _PRIVATE_ENVIRONMENT
+        defaults = _OF_CLUSTER if self._cluster else _OF_PRIVATE
         for name, value in defaults.items():
             os.environ.setdefault(name, value)
         import ray
@@ -114,8 +135,10 @@ class RayRuntime:
         # Unix socket paths are limited to about 100 characters, so TMPDIR is not used.
         self._temp = Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))
         count = None if self._gpus is None else len(self._gpus.split(","))
+        # This process has read CUDA_VISIBLE_DEVICES when it initialized CUDA.
+        changes = {_VISIBLE: self._gpus, **_token(self._temp)}
         # Without Ray's head the trainer is ended before it has saved its state.
-        with _visible(self._gpus), children_spared():
+        with _variables(changes), children_spared():
             ray.init(
                 address="local",
                 num_cpus=self._cpus,
@@ -124,7 +147,7 @@ class RayRuntime:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(self._temp),
+                _temp_dir=str(self._temp / "ray"),  # which anyone may write to
             )
 
     def _disconnect(self) -> None:

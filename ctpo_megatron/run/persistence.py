@@ -102,6 +102,7 @@ class Persistence:
             self._saved = state["step"]
         self._layout.on_rank_zero(lambda: self._rewind(checkpoint, state))
         run.done, run.version = state["step"], state["weights_version"]
+        run.resumed = True
 
     def save(self, policy: Policy, run: RunState) -> None:
         """Checkpoint the policy and the state of the run after the steps done."""

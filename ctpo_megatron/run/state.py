@@ -14,7 +14,7 @@ class RunState:
     """The same on every rank.
 
     done: RL steps finished. version: of the policy's weights; 1 before the first step. preempted: the run was
-    asked to end, and the loop ends after the step in which it was noticed.
+    asked to end, and the loop ends after the step in which it was noticed. resumed: RL goes on from a checkpoint.
     """
 
     config: Config
@@ -22,6 +22,7 @@ class RunState:
     done: int = 0
     version: int = 1
     preempted: bool = False
+    resumed: bool = False
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do; ends early when the run is preempted. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,11 +102,11 @@ class _Gradients:
         self._head, self._plan = head, plan
         self._runs: list[Runs] | None = None
 
-    def plan_tiles(self, flags: Tensor) -> None:
-        """Leave out tiles of rows where `flags` `[M]` is 0, in all chunks; one read-back, none if the caller knows."""
+    def plan_tiles(self, flags: Callable[[], Tensor]) -> None:
+        """Leave out tiles of rows where flags `[M]` are 0, in all chunks; one read-back, none if the caller knows."""
         if self._plan.skip:
             known = self._plan.may_learn
-            self._runs = active_runs(flags if known is None else known, self._head.chunk_size)
+            self._runs = active_runs(flags() if known is None else known, self._head.chunk_size)
 
     def begin(self, start: int, end: int, g: Tensor, extra: EntropyGradient | None) -> Runs:
         """The rows of a chunk that are to be multiplied, for `add`; the gradients of the others are made here."""
@@ -149,7 +150,7 @@ def _once(head: LinearHead, plan: Plan, bonus: EntropyBonus, gradients: _Gradien
     state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=batch.cu.device)
     stream = implementation.LossStream(batch, plan.spec, plan.inverse, totals=totals, state=state)
     if gradients.wanted:
-        gradients.plan_tiles(may_learn(batch, entropy=plan.entropy_coef != 0))
+        gradients.plan_tiles(lambda: may_learn(batch, entropy=plan.entropy_coef != 0))
     for start, end in head.chunks():
         merged = head.log_probs(start, end, batch.log_probs[start:end], entropy=plan.entropy)
         g = stream.step(start, end)
@@ -172,7 +173,7 @@ def _twice(head: LinearHead, plan: Plan, bonus: EntropyBonus, gradients: _Gradie
     out = whole_pass(batch, plan.spec, plan.inverse, plan.cp_group)
     if not gradients.wanted:
         return out.vector
-    gradients.plan_tiles(rows_with_gradient(out.gradient, bonus.gradient(0, batch.tokens)))
+    gradients.plan_tiles(lambda: rows_with_gradient(out.gradient, bonus.gradient(0, batch.tokens)))
     for start, end in head.chunks():
         g, extra = out.gradient[start:end], bonus.gradient(start, end)
         if runs := gradients.begin(start, end, g, extra):

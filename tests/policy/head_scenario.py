@@ -60,7 +60,7 @@ def corrected(policy: Policy, mini_batch: MiniBatch, config: CorrectionConfig) -
             noise = torch.cos(micro.token_ids * 5.0 + micro.position_ids)
             micro.rollout_log_probs = micro.old_log_probs + 0.05 * noise - 0.01
     objective = ObjectiveConfig(anchor="decoupled", correction=config)
-    return apply_correction([mini_batch], objective, policy.layout, equal_weights=True)
+    return apply_correction([mini_batch], objective, policy.layout, True)
 
 
 def move_anchor(micro: PackedBatch) -> None:

@@ -100,7 +100,7 @@ def _update(step: int, on: Policy) -> Weights:
     batch = _mini_batch(step, on)
     with phase("old log-probs"):
         on.compute_old_log_probs([batch])
-        apply_correction([batch], ObjectiveConfig(correction=CORRECTION), on.layout, equal_weights=True)
+        apply_correction([batch], ObjectiveConfig(correction=CORRECTION), on.layout, True)
     with phase("update"):
         on.update(batch, policy_gradient(OBJECTIVE, "decoupled"))
     on.release()
