@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.config import (
+    ClusterConfig,
     Config,
     ConfigError,
     ObjectiveConfig,
@@ -23,6 +25,7 @@ from ctpo_megatron.config import (
     run_chat_template,
 )
 from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.ray_environment import ADDRESS
 
 _BLOCK, _BLOCKS = 1 << 16, 64
 """A weight file is known by its size and so many blocks of so many bytes, evenly spaced."""
@@ -59,16 +62,19 @@ def find_target(path: Path, config: Path | None) -> Target:
 def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Config, Sources]:
     """The configuration of an evaluation: of the run, less what only training needs, and with the overrides.
 
-    gpus: of this node; unless overridden, there are as many engines as they hold, and without any GPU one.
+    gpus: of this node; unless overridden, there are as many engines as those of all nodes hold, and without any GPU one
+    a node. A cluster is one node where RAY_ADDRESS names none.
     """
     base: dict[str, Any] = {"model.path": str(target.model), "eval.prompts": None, "rollout.engines": "auto"}
     if target.config is None:
         base |= {"run.name": "eval", "run.steps": 0, "data.train": ["none"]}
     given = [f"{key}={json.dumps(value)}" for key, value in base.items()]
     config, sources = load_with_sources(target.config, [*given, *overrides])
+    cluster = config.cluster if os.environ.get(ADDRESS) else ClusterConfig()
     without_trainer: dict[str, Any] = {"replay": None, "mismatch_limit": None, "weights": WeightsConfig()}
     if config.rollout.engines == "auto":
-        without_trainer["engines"] = max(1, gpus // config.rollout.engine.tensor_parallel_size)
+        of_node = max(1, gpus // config.rollout.engine.tensor_parallel_size)
+        without_trainer["engines"] = cluster.nodes * of_node
     rollout = config.rollout.model_copy(update=without_trainer)
     only_here: dict[str, Any] = {
         "prepare": None,
@@ -76,6 +82,7 @@ def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Co
         "objective": ObjectiveConfig(),
         "policy": PolicyConfig(),
         "placement": PlacementConfig(),
+        "cluster": cluster,
         "rollout": rollout,
         "tracking": config.tracking.model_copy(update={"trackers": ()}),
     }

@@ -90,6 +90,8 @@ class Dispatcher:
         """
         self._request = request
         self._played = {prompt_id: set(indices) for prompt_id, indices in request.played.items()}
+        for engine in self._engines:
+            engine.forget_finished()
         try:
             for index, prompt in enumerate(prompts):
                 self._queue(index, prompt)

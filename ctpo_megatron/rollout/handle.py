@@ -139,6 +139,10 @@ class EngineHandle:
         except RayError:  # whoever waits for its groups sees that it died
             return []
 
+    def forget_finished(self) -> None:
+        """Drop what was asked for during an earlier call, whose samples may be of the same prompts."""
+        self._asked = None
+
     def begin_sleep(self, level: int) -> Any:
         """Begin to sleep; see `RolloutEngine.sleep`."""
         return self._actor.sleep.remote(level)

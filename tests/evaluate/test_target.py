@@ -32,6 +32,7 @@ def run(tmp_path: Path) -> Path:
         "eval": {"samples": 8, "temperature": 0.7, "prompts": 5},
         "policy": {"tensor_model_parallel_size": 8},
         "placement": {"mode": "colocated"},
+        "cluster": {"nodes": 2},
     }
     path = tmp_path / "run"
     path.mkdir()
@@ -58,7 +59,8 @@ def test_a_model_alone_has_no_configuration_unless_one_is_given(tmp_path: Path) 
         find_target(tmp_path / "hub", None)
 
 
-def test_the_run_says_how_it_is_asked_and_nothing_of_its_training(run: Path) -> None:
+def test_the_run_says_how_it_is_asked_and_nothing_of_its_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     target = find_target(model(run / "model"), None)
     config, _ = read_config(target, ["rollout.max_turn_tokens=9", "run.seed=4"], 0)
     assert config.model.path == str(run / "model")
@@ -66,9 +68,13 @@ def test_the_run_says_how_it_is_asked_and_nothing_of_its_training(run: Path) -> 
     assert (config.eval.samples, config.eval.temperature, config.eval.prompts) == (8, 0.7, None)
     assert (config.rollout.engines, config.rollout.replay, config.rollout.mismatch_limit) == (1, None, None)
     assert config.policy.tensor_model_parallel_size == 1 and config.placement.mode == "disaggregated"
+    assert config.cluster.nodes == 1
     eight, _ = read_config(target, ["rollout.engine.tensor_parallel_size=2"], 8)
     assert eight.rollout.engines == 4
     assert read_config(target, ["rollout.engines=5"], 8)[0].rollout.engines == 5
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    joined, _ = read_config(target, [], 8)
+    assert (joined.cluster.nodes, joined.rollout.engines) == (2, 16)
 
 
 def test_a_model_alone_takes_the_defaults(tmp_path: Path) -> None:
