@@ -103,7 +103,7 @@ def reinforce(
     loss = configured_loss(config.objective)
     rollouts.publish(policy, run.version)
     if not run.resumed or (run.evaluates and rollouts.lacks_evaluation()):
-        report.log(run.done, rollouts.evaluate(run.done, policy))
+        report.log(run.done, rollouts.evaluate(run.done, policy) if run.evaluates else {})
     if not run.resumed and config.checkpoint.every:
         persistence.save(policy, run)
     for step in run.steps():

@@ -82,7 +82,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.evaluate": (
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
+        "ctpo_megatron.environments",
+        "ctpo_megatron.ray_environment",
+        "ctpo_megatron.rewards",
         "ctpo_megatron.rollout",
+        "ctpo_megatron.sampling",
         "ctpo_megatron.tracking",
     ),
     "ctpo_megatron.run": (
@@ -96,10 +100,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.ray_environment",
         "ctpo_megatron.rewards",
         "ctpo_megatron.rollout",
+        "ctpo_megatron.sampling",
         "ctpo_megatron.signals",
         "ctpo_megatron.tracking",
         "ctpo_megatron.weights",
-        "ctpo_sandbox",
     ),
     "ctpo_megatron.tracking": (
         "ctpo_megatron.data.records",
@@ -135,6 +139,7 @@ SIDE_DOORS = (
 NEVER_IMPORT = {
     "ctpo_megatron.models": ("transformers", "ray", "vllm", "megatron"),  # torch where a tensor is, never at import
     "ctpo_megatron.config": ("torch", "transformers", "ray", "vllm", "megatron"),
+    "ctpo_megatron.evaluate": ("megatron",),
     "ctpo_sandbox": ("torch", "transformers", "ray", "vllm"),
     "ctpo_kernels": ("transformers", "ray", "vllm", "megatron"),
 }

@@ -11,6 +11,7 @@ from ctpo_megatron.cli.errors import report_error
 
 VERBS = {
     "train": "train from a configuration file",
+    "eval": "evaluate a model on held-out prompts",
     "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run",
     "doctor": "what is installed, what is missing",
@@ -21,7 +22,7 @@ VERBS = {
 """Verb -> its line in `ctpo --help`. `add_arguments` of the module of that name declares arguments and sets `run`."""
 
 
-_OVERRIDABLE = ("train", "launch")
+_OVERRIDABLE = ("train", "eval", "launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

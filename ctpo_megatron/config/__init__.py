@@ -5,7 +5,7 @@ warnings = validate(config, world_size=2, cuda=False)                  # ConfigE
 """
 
 from ctpo_megatron.config.chat_template import chat_template_names, chat_template_text, run_chat_template
-from ctpo_megatron.config.checks import check, place, validate
+from ctpo_megatron.config.checks import check, place, validate, validate_sampling
 from ctpo_megatron.config.checks.directories import is_replaceable
 from ctpo_megatron.config.checks.groups import check_prompts
 from ctpo_megatron.config.checks.parallel import NEED_TE, check_parallel, sequence_multiple
@@ -130,5 +130,6 @@ __all__ = [
     "system_prompt_text",
     "tokenizer_problems",
     "validate",
+    "validate_sampling",
     "world_size",
 ]

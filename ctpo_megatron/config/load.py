@@ -26,15 +26,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load_with_sources(path, overrides)[0]
 
 
-def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Sources]:
-    """As `load_config`, and the record of where each value was written, for later messages."""
-    files = read_files(path)
+def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[Config, Sources]:
+    """As `load_config`, and the record of where each value was written, for later messages. path: None: no file."""
+    files = [] if path is None else read_files(path)
     extra, problems = read_overrides(overrides)
     layers = [*files, *extra]
     sources = Sources(tuple(layers))
     values = _merge(layers, problems)
     if OmegaConf.select(values, "extensions.path") is None and OmegaConf.is_dict(values.get("extensions")):
-        values.extensions.path = [str(Path(path).resolve().parent)]
+        values.extensions.path = [str(Path.cwd() if path is None else Path(path).resolve().parent)]
     tree = _resolve(values, (), sources, problems)
     problems += _secrets(tree, sources)
     broken = {problem.key for problem in problems}

@@ -102,7 +102,7 @@ class Plan:
             ("  on one data-parallel rank", f"{self.sequences_per_rank:,}", f"/ {self.data_parallel}"),
             ("optimizer steps", f"{self.optimizer_steps:,}", f"{self.steps} batches x {self.mini_batches}"),
             ("sft steps", f"{self.sft_steps:,}", "supervised, before the first batch"),
-            ("evaluations", f"{self.evaluations}", "before the first step, every eval.every, at the end"),
+            ("evaluations", f"{self.evaluations}", "eval.before_training, every eval.every, at the end"),
         ]
         tokens = [
             ("one sequence", f"{self.max_sequence_tokens:,}", "data.max_prompt_tokens + rollout.max_response_tokens"),
@@ -117,4 +117,5 @@ def _evaluations(config: Config) -> int:
     if not config.data.eval:
         return 0
     every, steps = config.eval.every, config.run.steps
-    return len({0, steps, *(range(every, steps, every) if every else ())})
+    first = {0} if config.eval.before_training else set()
+    return len({*first, steps, *(range(every, steps, every) if every else ())})

@@ -221,12 +221,14 @@ class RewardConfig(Section):
 class EvalConfig(Section):
     """Evaluation on `data.eval` before the first step, every `every` steps (0: never between), and at the end."""
 
+    before_training: bool = Field(default=True, description="evaluate before the first step")
     every: NonNegativeInt = Field(
-        default=0, description="steps between evaluations; 0: only before the first and after the last"
+        default=0, description="steps between evaluations; 0: none between the first step and the last"
     )
     prompts: PositiveInt | None = Field(default=None, description="evaluate only the first N prompts; null: all")
     samples: PositiveInt = Field(default=1, description="trajectories per prompt")
     temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus filter")
 
 
 class ExtensionsConfig(Section):

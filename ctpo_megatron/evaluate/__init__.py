@@ -1,5 +1,21 @@
-"""Evaluation on held-out prompts, with the weights that the engines hold."""
+"""Evaluation on held-out prompts: in training with the weights that the engines hold, or alone (`ctpo eval`)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.evaluate.evaluation import Evaluation
+from ctpo_megatron.evaluate.target import Target, find_target, read_config
 
-__all__ = ["Evaluation"]
+if TYPE_CHECKING:
+    from ctpo_megatron.evaluate.command import Outcome, evaluate
+
+__all__ = ["Evaluation", "Outcome", "Target", "evaluate", "find_target", "read_config"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what starts engines only when it is asked for."""
+    if name not in ("Outcome", "evaluate"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.command"), name)

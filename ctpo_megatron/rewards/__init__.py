@@ -1,20 +1,27 @@
 """Rewards: trajectories are scored in their own processes, with hard deadlines and nothing swallowed."""
 
+from ctpo_megatron.rewards.answers import canonical
 from ctpo_megatron.rewards.math import last_boxed, score_math
 from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
-from ctpo_megatron.rewards.pool import RewardPool, ScoreReport
+from ctpo_megatron.rewards.pool import PendingScores, RewardPool, ScoreReport
 from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward, RewardFunction, reward_problem
+from ctpo_megatron.rewards.reference import REFERENCE, reference_answer, score_reference
 
 __all__ = [
     "OVERLONG",
+    "REFERENCE",
     "RESERVED",
     "WORDS",
     "OverlongPenalty",
+    "PendingScores",
     "Reward",
     "RewardFunction",
     "RewardPool",
     "ScoreReport",
+    "canonical",
     "last_boxed",
+    "reference_answer",
     "reward_problem",
     "score_math",
+    "score_reference",
 ]

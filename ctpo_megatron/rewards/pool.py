@@ -8,7 +8,7 @@ import multiprocessing
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -74,6 +74,19 @@ class _Chunk:
     pairs: tuple[Pair, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PendingScores:
+    """What `RewardPool.begin` began. result: waits for it, and sets the rewards; see `RewardPool.score`."""
+
+    result: Callable[[], ScoreReport]
+    _futures: Sequence[ProcessFuture[list[Outcome]]]
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` has nothing to wait for, unless something has to be scored again."""
+        return all(future.done() for future in self._futures)
+
+
 class RewardPool:
     """Worker processes for the configured reward functions, with a hard deadline for every trajectory.
 
@@ -122,11 +135,17 @@ class RewardPool:
         something else may have killed the process. Raises ValueError when a function returns a number that is not
         finite, or a name that cannot be a metric; RuntimeError when the workers as a whole are gone.
         """
-        chunks = list(self._chunks(groups))
-        futures = [self._schedule(chunk) for chunk in chunks]
+        return self.begin(groups).result()
+
+    def begin(self, groups: Sequence[Group]) -> PendingScores:
+        """Begin what `score` does, and return at once."""
+        work = [(chunk, self._schedule(chunk)) for chunk in self._chunks(groups)]
+        return PendingScores(lambda: self._collect(work), [future for _, future in work])
+
+    def _collect(self, work: Sequence[tuple[_Chunk, ProcessFuture[list[Outcome]]]]) -> ScoreReport:
         rewards: list[Reward] = []
         failures: list[Failure] = []
-        for chunk, future in zip(chunks, futures, strict=True):
+        for chunk, future in work:
             for (trajectory, _), outcome in zip(chunk.pairs, self._outcomes(chunk, future), strict=True):
                 if isinstance(outcome, Failure):
                     self._fail(trajectory, outcome)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from ctpo_megatron.config import RolloutConfig
-from ctpo_megatron.data.records import Group, Prompt
+from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.rollout.handle import EngineHandle, engine_died
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
 from ctpo_megatron.rollout.tasks import Cancelled, FleetError, GroupOutcome, GroupTask, Sampling
@@ -20,6 +20,10 @@ from ctpo_megatron.rollout.tasks import Cancelled, FleetError, GroupOutcome, Gro
 _MAX_BACKOFF_S = 10.0
 _TURN_S = 1.0
 """Longest wait before it is looked whether the call was cancelled."""
+
+
+Keep = Callable[[Prompt, Sequence[Trajectory]], None]
+"""Takes samples of a prompt as they finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Request:
     sampling: Sampling
     cancelled: Callable[[], bool]
     replacement: Callable[[], Prompt] | None
+    keep: Keep | None = None
+    played: Mapping[str, Collection[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -73,6 +79,8 @@ class Dispatcher:
         self._waiting: deque[_Job] = deque()
         self._in_flight: dict[Any, _InFlight] = {}
         self._done: dict[int, Group] = {}
+        self._played: dict[str, set[int]] = {}
+        self._looked = 0.0
 
     def run(self, prompts: Sequence[Prompt], request: Request) -> list[Group]:
         """The groups of `prompts`, in their order; see `RolloutFleet.generate` for what is replaced or left out.
@@ -81,6 +89,9 @@ class Dispatcher:
         `request.cancelled()` being true.
         """
         self._request = request
+        self._played = {prompt_id: set(indices) for prompt_id, indices in request.played.items()}
+        for engine in self._engines:
+            engine.forget_finished()
         try:
             for index, prompt in enumerate(prompts):
                 self._queue(index, prompt)
@@ -90,6 +101,8 @@ class Dispatcher:
                 self._dispatch()
                 for reference in self._wait():
                     self._complete(reference)
+                if request.keep is not None:
+                    self._keep_early()
                 self._readmit()
                 self._expire()
         finally:
@@ -120,7 +133,9 @@ class Dispatcher:
                 continue
             engine = min(free, key=lambda engine: load[engine.index])
             load[engine.index] += 1
-            task = GroupTask(job.prompt, request.step, request.samples, request.sampling)
+            played = self._played.get(job.prompt.id, ())
+            samples = tuple(index for index in range(request.samples) if index not in played)
+            task = GroupTask(job.prompt, request.step, samples, request.sampling, early=request.keep is not None)
             self._in_flight[engine.submit(task)] = _InFlight(job, engine, now + self._rollout.group_timeout_s)
 
     def _wait(self) -> list[Any]:
@@ -166,8 +181,31 @@ class Dispatcher:
             self._counts.update(f"lost_{call.status}" for call in outcome.tool_calls)
             self._retry(job, outcome.failure, pause=True)
             return
+        if self._request.keep is not None:
+            self._hand_over(job.prompt, outcome.trajectories)
+            outcome.trajectories.clear()  # they may be more than fits into memory
         self._done[job.index] = Group(job.prompt, outcome.trajectories)
         self._finished()
+
+    def _keep_early(self) -> None:
+        """Hand over what has finished of groups that have not, so that an end at any time costs little."""
+        if time.monotonic() < self._looked + _TURN_S:
+            return
+        self._looked = time.monotonic()
+        playing = {entry.job.prompt.id: entry.job.prompt for entry in self._in_flight.values()}
+        for engine in self._engines:
+            for trajectory in engine.take_finished():
+                if prompt := playing.get(trajectory.prompt_id):
+                    self._hand_over(prompt, [trajectory])
+
+    def _hand_over(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        """Give those to `keep` that it has not had: a complete group brings all again."""
+        assert self._request.keep is not None
+        played = self._played.setdefault(prompt.id, set())
+        new = [trajectory for trajectory in trajectories if trajectory.sample_index not in played]
+        played |= {trajectory.sample_index for trajectory in new}
+        if new:
+            self._request.keep(prompt, new)
 
     def _retry(self, job: _Job, cause: str, *, pause: bool = False) -> None:
         """Queue the whole group again with the same seeds, or quarantine its prompt and queue what replaces it."""

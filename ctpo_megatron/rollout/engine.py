@@ -45,6 +45,7 @@ class RolloutEngine:
         self._spec, self._config = spec, spec.config
         self._requests = 0
         self._asleep = False
+        self._finished: list[list[Trajectory]] = []
 
     async def seat(self) -> EngineSeat:
         """Where this engine is; answers before the model loads."""
@@ -93,22 +94,39 @@ class RolloutEngine:
         """Play all samples of one prompt at once; siblings of an episode that fails are cancelled."""
         trajectories = [
             Trajectory(task.prompt.id, i, trajectory_seed(self._spec.run_seed, task.step, task.prompt.id, i))
-            for i in range(task.samples)
+            for i in task.samples
         ]
+        finished: list[Trajectory] = []
+        if task.early:
+            self._finished.append(finished)
+
+        async def play_one(episode: Episode) -> None:
+            finished.append(await play(self._environment, episode))
+
         generate = self._turn_generator(task.sampling)
         parts: dict[str, Any] = {"codec": self._codec, "tools": self._tools, "limits": self._limits}
         episodes = [Episode(task.prompt, trajectory, engine=generate, **parts) for trajectory in trajectories]
         try:
             async with asyncio.TaskGroup() as group:
                 for episode in episodes:
-                    group.create_task(play(self._environment, episode))
+                    group.create_task(play_one(episode))
         except BaseExceptionGroup as errors:
             failures = [error for error in errors.exceptions if isinstance(error, EpisodeFailed)]
             if len(failures) != len(errors.exceptions):
                 raise _root_error(errors) from None
             calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
             return GroupOutcome(None, str(failures[0]), calls)
+        finally:
+            # By identity: groups with equal samples, such as none yet, are equal lists.
+            self._finished = [of_group for of_group in self._finished if of_group is not finished]
         return GroupOutcome(trajectories)
+
+    async def take_finished(self) -> list[Trajectory]:
+        """Samples that have finished since the last call, of groups that are still played."""
+        taken = [trajectory for of_group in self._finished for trajectory in of_group]
+        for of_group in self._finished:
+            of_group.clear()
+        return taken
 
     async def facts(self) -> EngineFacts:
         """What a weight transport has to know."""

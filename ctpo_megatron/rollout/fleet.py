@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import ray
 
 from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
 from ctpo_megatron.data.records import Group, Prompt
-from ctpo_megatron.rollout.dispatch import Dispatcher, Request, check_prompt
+from ctpo_megatron.rollout.dispatch import Dispatcher, Keep, Request, check_prompt
 from ctpo_megatron.rollout.engine_group import EngineGroup
 from ctpo_megatron.rollout.handle import EngineHandle
 from ctpo_megatron.rollout.metrics import UPDATES_BY, fleet_stats
@@ -131,12 +132,17 @@ class RolloutFleet:
         sampling: Sampling,
         cancelled: Callable[[], bool] = lambda: False,
         replacement: Callable[[], Prompt] | None = None,
+        keep: Keep | None = None,
+        played: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> list[Group]:
         """Play `samples` episodes for every prompt; the groups come back in the order of `prompts`.
 
         A prompt whose group fails more than `rollout.max_group_retries` times is quarantined: `replacement()` gives
         the prompt that takes its place, or without `replacement` the group is left out. So is a prompt that was
         quarantined before. `replacement` must be an endless stream over the prompts, each once an epoch.
+
+        keep: is given every trajectory once, within seconds of its end, and the groups hold none. played: indices of
+        samples that are not wanted, by prompt id.
 
         Raises ValueError before anything is sampled when a prompt leaves no room to answer, TooManyQuarantined beyond
         `rollout.max_quarantined`, FleetError when an engine cannot be restarted, Cancelled once `cancelled()` is true.
@@ -154,7 +160,7 @@ class RolloutFleet:
             readmit=self._readmit,
             finished=self._finished,
         )
-        groups = dispatcher.run(prompts, Request(step, samples, sampling, cancelled, replacement))
+        groups = dispatcher.run(prompts, Request(step, samples, sampling, cancelled, replacement, keep, played))
         self._add_seconds("generate_s", started)
         return groups
 

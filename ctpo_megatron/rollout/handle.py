@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from ctpo_megatron.data.records import Trajectory
 from ctpo_megatron.rollout.cluster import described, listed, living_nodes
 from ctpo_megatron.rollout.engine import RolloutEngine
 from ctpo_megatron.rollout.engine_group import EngineGroup
@@ -71,6 +72,7 @@ class EngineHandle:
             max_concurrency=4096,
             **({} if self._group is None else self._group.options(self.index)),
         ).remote(self.index, self._spec)
+        self._asked: Any = None
         self._seat_ref = self._actor.seat.remote()
         self.ready_ref = self._actor.start.remote()
         if self._group is not None:
@@ -123,6 +125,23 @@ class EngineHandle:
     def submit(self, task: GroupTask) -> Any:
         """Begin a group; returns the object reference of its GroupOutcome."""
         return self._actor.run_group.remote(task)
+
+    def take_finished(self) -> list[Trajectory]:
+        """Samples of groups still played that finished before the last call, which asked for them; never waits."""
+        asked, self._asked = self._asked, None
+        if asked is not None and not ray.wait([asked], timeout=0)[0]:
+            self._asked = asked
+            return []
+        if self.live:
+            self._asked = self._actor.take_finished.remote()
+        try:
+            return [] if asked is None else list(ray.get(asked))
+        except RayError:  # whoever waits for its groups sees that it died
+            return []
+
+    def forget_finished(self) -> None:
+        """Drop what was asked for during an earlier call, whose samples may be of the same prompts."""
+        self._asked = None
 
     def begin_sleep(self, level: int) -> Any:
         """Begin to sleep; see `RolloutEngine.sleep`."""

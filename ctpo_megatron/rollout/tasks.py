@@ -68,12 +68,16 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GroupTask:
-    """One prompt to be played `samples` times."""
+    """One prompt to be played once for each index in `samples`.
+
+    early: finished samples can be fetched before the group is complete (`RolloutEngine.take_finished`).
+    """
 
     prompt: Prompt
     step: int
-    samples: int
+    samples: tuple[int, ...]
     sampling: Sampling
+    early: bool = False
 
 
 @dataclass(slots=True)

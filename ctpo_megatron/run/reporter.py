@@ -28,6 +28,7 @@ from ctpo_megatron.tracking import (
     open_trackers,
     phase_peaks,
     print_summary,
+    read_metrics,
     sft_metrics,
     throughput_metrics,
     write_report,
@@ -141,6 +142,15 @@ class RankZeroReporter(Reporter):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._metrics.log(step, self._with_speed(metrics))
         self.progress.step = step
+        self._display.evaluation(step, metrics, self._first_evaluation)
+
+    @property
+    def _first_evaluation(self) -> dict[str, float]:
+        """The first value of every `val/` metric of the run, also before a resume."""
+        first: dict[str, float] = {}
+        for record in read_metrics(self._directory):
+            first |= {name: value for name, value in record.items() if name.startswith("val/") and name not in first}
+        return first
 
     def log_step(
         self,

@@ -28,6 +28,7 @@ class RunState:
         """Numbers of the steps still to do; ends early when the run is preempted. Collective."""
         while self.done < self.config.run.steps and not self.preempted:
             yield self.done + 1
+        self.notice()  # a run without steps may have been asked to end in its evaluation
 
     def stop(self) -> None:
         """End the loop: the rollout source was asked to end."""
@@ -56,9 +57,11 @@ class RunState:
 
     @property
     def evaluates(self) -> bool:
-        """Whether an evaluation is due after the steps done: first, every `eval.every`, and last."""
+        """Whether an evaluation is due after the steps done: by `eval.before_training`, `eval.every`, or the last."""
         every = self.config.eval.every
-        return self.done in (0, self.config.run.steps) or (every > 0 and self.done % every == 0)
+        if self.done in (0, self.config.run.steps):
+            return self.done == self.config.run.steps or self.config.eval.before_training
+        return every > 0 and self.done % every == 0
 
     @property
     def saves(self) -> bool:

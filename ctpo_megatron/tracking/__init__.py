@@ -11,10 +11,13 @@ Training code calls these and ignores what they return. Every metric is defined 
 """
 
 from ctpo_megatron.tracking.display import Display
-from ctpo_megatron.tracking.groups import evaluation_metrics, reward_metrics
+from ctpo_megatron.tracking.figures import drawn
+from ctpo_megatron.tracking.groups import reward_metrics
 from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
 from ctpo_megatron.tracking.learning import first_batch_warnings
 from ctpo_megatron.tracking.metrics import SFT_FILE, MetricsWriter, read_metrics
+from ctpo_megatron.tracking.page import write_page
+from ctpo_megatron.tracking.panels import LIGHT
 from ctpo_megatron.tracking.report import write_report
 from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
@@ -30,6 +33,7 @@ from ctpo_megatron.tracking.trajectories import (
 )
 
 __all__ = [
+    "LIGHT",
     "PROMETHEUS_ADDRESS",
     "SFT_FILE",
     "Display",
@@ -41,7 +45,7 @@ __all__ = [
     "Trackers",
     "TrainLog",
     "discard_dumps",
-    "evaluation_metrics",
+    "drawn",
     "first_batch_warnings",
     "open_trackers",
     "phase_peaks",
@@ -56,6 +60,7 @@ __all__ = [
     "tracker_problem",
     "trajectory_files",
     "trajectory_of",
+    "write_page",
     "write_report",
     "write_trajectories",
 ]

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from ctpo_megatron.tracking.display_view import State, plain_progress, plain_step, render
+from ctpo_megatron.tracking.display_view import State, accuracy_lines, plain_progress, plain_step, render
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,14 @@ class Display:
         """Show a finished RL step from the metrics that were logged for it."""
         self._state.add(step, metrics)
         self._plain(plain_step(self._state))
+
+    @_harmless
+    def evaluation(self, step: int, metrics: Mapping[str, float], first: Mapping[str, float]) -> None:
+        """Show the accuracies among the metrics of a step, if any; first: those of the run's first evaluation."""
+        if lines := accuracy_lines(metrics, first):
+            self._state.evaluation = (step, lines)
+        for line in lines:
+            self._plain(f"[eval] step {step} {line}")
 
     @_harmless
     def note(self, text: str) -> None:

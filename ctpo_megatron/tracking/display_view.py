@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,11 +17,15 @@ PHASES = ("rollout", "reward", "old_log_probs", "update", "sync", "eval", "check
 _PHASE_COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "bright_black", "bright_black")
 _BARS = "▁▂▃▄▅▆▇█"
 _ROWS = 6
+_ACCURACY = re.compile(r"val/(?P<source>.+)/acc/(?P<of>[a-z]+@\d+)")
 
 
 @dataclass
 class State:
-    """What the display knows: the stages passed, the progress of this one, and the steps so far."""
+    """What the display knows: the stages passed, the progress of this one, and the steps so far.
+
+    evaluation: step and lines of the latest one; no lines before the first.
+    """
 
     title: str
     total_steps: int
@@ -31,6 +36,7 @@ class State:
     total: int = 0
     detail: dict[str, float] = field(default_factory=dict)
     steps: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    evaluation: tuple[int, list[str]] = (0, [])
     began: float = field(default_factory=time.monotonic)
 
     def enter(self, stage: str) -> None:
@@ -93,6 +99,16 @@ def plain_step(state: State) -> str:
     return "  ".join(parts)
 
 
+def accuracy_lines(metrics: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
+    """One line a data source: its accuracies, and how they differ from those in `first`, where that is another one."""
+    lines: dict[str, str] = {}
+    for name, value in metrics.items():
+        if match := _ACCURACY.fullmatch(name):
+            change = f" ({value - first[name]:+.2f})" if first.get(name, value) != value else ""
+            lines[match["source"]] = lines.get(match["source"], match["source"]) + f" {match['of']} {value:.3f}{change}"
+    return list(lines.values())
+
+
 def plain_progress(state: State) -> str:
     """One line for the progress within a stage."""
     detail = "".join(f"  {name.rpartition('/')[2]} {value:.4g}" for name, value in state.detail.items())
@@ -117,6 +133,8 @@ def render(state: State, now: float) -> RenderableType:
     if rewards:
         line = Text.assemble(("reward  ", "dim"), f"{rewards[0]:.2f} ", (sparkline(rewards, 60), "green"))
         parts += [Text(), line + Text.assemble(f" {rewards[-1]:.2f}", (f"   best {max(rewards):.2f}", "dim"))]
+    evaluated, accuracies = state.evaluation
+    parts += [Text.assemble(("eval    ", "dim"), text, (f"   step {evaluated}", "dim")) for text in accuracies]
     if state.steps:
         parts += [Text(), _table(state), _legend(state)]
     subtitle = f"[dim]{duration(now - state.began)} elapsed[/]"

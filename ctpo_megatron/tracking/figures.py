@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,16 @@ def write_figures(run: RunData) -> dict[str, str]:
     return sources
 
 
+def drawn(draw_into: Callable[[Axes], None], name: str) -> str:
+    """The SVG source of one figure in the report's style; `name` keeps its ids apart from those of others."""
+    with _style():
+        figure, axes = _empty(titled=False)
+        draw_into(axes)
+        axes.tick_params(length=0, which="both", axis="y")
+        _add_legend(axes)
+        return to_svg(figure, name)
+
+
 @contextmanager
 def _style() -> Iterator[None]:
     import matplotlib
@@ -78,13 +88,17 @@ def _remove_stale(folder: Path, names: set[str]) -> None:
 
 
 def _single(run: RunData, panel: Panel, titled: bool) -> Figure:
+    figure, axes = _empty(titled)
+    draw(axes, run, panel, titled)
+    return figure
+
+
+def _empty(titled: bool) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     # Fixed margins: the same axes in every figure, so that pages line up (and no layout solver to pay for).
     figure = Figure(figsize=(6.0, 3.1 if titled else 2.75))
-    axes = figure.add_axes((0.105, 0.15, 0.87, 0.65 if titled else 0.72))
-    draw(axes, run, panel, titled)
-    return figure
+    return figure, figure.add_axes((0.105, 0.15, 0.87, 0.65 if titled else 0.72))
 
 
 def _overview(run: RunData, chosen: list[Panel]) -> Figure:

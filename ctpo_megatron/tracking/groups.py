@@ -1,9 +1,8 @@
-"""Metrics of scored groups: reward statistics of a training batch, accuracies of an evaluation."""
+"""Reward statistics of a training batch."""
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,17 +35,3 @@ def reward_metrics(groups: Sequence[Group], report: ScoreReport) -> dict[str, fl
         "reward/failures": float(report.failures),
         **{f"reward/{name}": value for name, value in report.metrics.items()},
     }
-
-
-def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`val/<data_source>/acc/mean@k` and, for k > 1 samples, `best@k` (share of prompts solved at least once)."""
-    by_source: dict[str, list[list[float]]] = defaultdict(list)
-    for group in groups:
-        by_source[group.prompt.data_source].append(group.rewards)
-    metrics = {}
-    for source, rewards in sorted(by_source.items()):
-        k = len(rewards[0])
-        metrics[f"val/{source}/acc/mean@{k}"] = statistics.fmean(r for sample in rewards for r in sample)
-        if k > 1:
-            metrics[f"val/{source}/acc/best@{k}"] = statistics.fmean(max(sample) for sample in rewards)
-    return metrics

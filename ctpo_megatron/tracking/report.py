@@ -14,12 +14,11 @@ from ctpo_megatron.redact import redacted
 from ctpo_megatron.tracking.display_view import duration
 from ctpo_megatron.tracking.figures import write_figures
 from ctpo_megatron.tracking.learning import Check, learning_checks
+from ctpo_megatron.tracking.page import write_page
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
 from ctpo_megatron.tracking.run_data import RunData, Series
 from ctpo_megatron.tracking.summary import LAST, Summary, evaluation_label, summarize
 from ctpo_megatron.tracking.trajectory_view import sample_views
-
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -34,21 +33,15 @@ class Tile:
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` and `figures/*.png` from what the run directory holds; returns the path of the page."""
-    import jinja2
     from markupsafe import Markup
 
     run = RunData.load(run_dir)
     summary = summarize(run)
     shown = panels(run)
     figures = {name: Markup(source) for name, source in write_figures(run).items()}
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("report.html.jinja").render(
+    return write_page(
+        run.directory / "report.html",
+        "report.html.jinja",
         title=run.setting("run.name", run.directory.name),
         run=run,
         headline=headline(summary),
@@ -61,11 +54,6 @@ def write_report(run_dir: Path) -> Path:
         config=yaml.safe_dump(redacted(run.config), sort_keys=False),
         views=sample_views(run.directory),
     )
-    path = run.directory / "report.html"
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(page, encoding="utf-8")
-    aside.replace(path)
-    return path
 
 
 def headline(summary: Summary) -> str:

@@ -31,6 +31,7 @@ def test_a_run_writes_what_it_promises(finished: Path) -> None:
     assert [heartbeat[name] for name in ("state", "step", "stalls", "ranks")] == ["ended", 3, 0, 1]
     assert not (finished / "stalls").exists()
     output = (finished / "output.txt").read_text()
+    assert output.count("[eval] step 0 toolmath mean@1 ") == output.count("[eval] step 3 toolmath mean@1 ") == 1
     assert "sampled reward" in output and "report.html" in output and "accuracy, toolmath" in output
 
 
@@ -185,6 +186,19 @@ def test_a_signal_to_the_whole_job_checkpoints_the_step_at_hand(
     continued = ctpo.train(*settings, "run.resume=auto")
     assert continued.returncode == 0, continued.stderr[-4000:]
     assert [record["step"] for record in records(run)] == list(range(6))
+
+
+@pytest.mark.slow
+def test_an_evaluation_only_run_that_is_cut_short_says_so_and_can_be_resumed(ctpo: Ctpo) -> None:
+    settings = ("run.name=evaluated", "run.steps=0", "sft=null", "checkpoint.every=0", "export.enabled=false")
+    ended, output = ctpo.train_disturbed("[rl] started", lambda run: os.killpg(run, signal.SIGTERM), *settings)
+    run = ctpo.directory / "runs" / "evaluated"
+    assert ended == 143 and "[eval] step 0: MISSING" in output, output[-4000:]
+    assert not any(name.startswith("val/") for record in records(run) for name in record)
+    continued = ctpo.train(*settings, "run.resume=auto")
+    assert continued.returncode == 0, continued.stderr[-4000:]
+    assert "[eval] step 0 toolmath mean@1 0." in continued.stdout
+    assert "val/toolmath/acc/mean@1" in records(run)[0]
 
 
 def test_an_existing_run_is_never_overwritten_by_accident(ctpo: Ctpo, finished: Path) -> None:

@@ -16,7 +16,7 @@ from ctpo_megatron.rollout.cluster import ClusterError, Node, await_head, check_
 from ctpo_megatron.rollout.logs import mark, path_here, read_from, remove, unmark
 from ctpo_megatron.rollout.node_facts import Needs, differences, node_facts
 from ctpo_megatron.rollout.tasks import EngineSpec
-from ctpo_megatron.run.services import _cluster
+from ctpo_megatron.sampling import cluster_of
 from tests.rollout.fleet_helpers import make_config
 
 
@@ -61,12 +61,12 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_several_nodes_without_a_cluster_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = make_config(tmp_path, tmp_path)
-    assert _cluster(config) is None
+    assert cluster_of(config) is None
     two = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 2})})
     with pytest.raises(ConfigError, match=r"cluster.nodes = 2: but RAY_ADDRESS names no Ray cluster; start the run"):
-        _cluster(two)
+        cluster_of(two)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert _cluster(two) is two.cluster
+    assert cluster_of(two) is two.cluster
 
 
 def test_engines_of_a_node_are_counted_by_what_is_scarce() -> None:

@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.records import Prompt, Trajectory
 from ctpo_megatron.rollout import (
     Cancelled,
     Quarantined,
@@ -101,6 +102,28 @@ def test_same_seed_same_tokens_and_other_step_other_tokens(stage: Stage) -> None
         ids for i in range(7, -1, -1) for ids in first[4 * i : 4 * i + 4]
     ]
     assert tokens(stage.generate(prompts, step=4)) != first
+
+
+def test_samples_are_handed_over_as_they_finish_and_others_are_not_played(stage: Stage) -> None:
+    prompts = stage.prompts(3)
+    whole = {(t.prompt_id, t.sample_index): t.token_ids for g in stage.generate(prompts) for t in g.trajectories}
+    batches: list[list[Trajectory]] = []
+
+    def keep(prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        assert {t.prompt_id for t in trajectories} <= {prompt.id}
+        batches.append(list(trajectories))
+        stage.flag.unlink(missing_ok=True)
+
+    stage.flag.write_text("hang")  # whoever calls the tool cannot finish before the first sample is handed over
+    how = {"step": 0, "samples": 4, "sampling": Sampling()}
+    played = {"p0": [0, 2], "p2": range(4)}
+    groups = stage.fleet.generate(prompts, **how, keep=keep, played=played)
+    kept = [trajectory for batch in batches for trajectory in batch]
+    assert {(t.prompt_id, t.sample_index): t.token_ids for t in kept} == {
+        key: ids for key, ids in whole.items() if key[1] not in played.get(key[0], ())
+    }
+    assert len(kept) == 6 and len(batches[0]) == 1
+    assert [(group.prompt.id, group.trajectories) for group in groups] == [("p0", []), ("p1", []), ("p2", [])]
 
 
 def test_sync_changes_what_is_sampled_and_forgets_cached_prefixes(stage: Stage) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ctpo_megatron.config.rollout_schema import RolloutConfig
-from ctpo_megatron.config.schema import EvalConfig
 from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory
-from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.rollout import Collector, Quarantined, Replay, SampledRollouts
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(10)]
@@ -84,28 +82,3 @@ def test_a_resumed_source_goes_on_and_remembers_its_quarantine() -> None:
     assert after.engines.quarantined == [Quarantined("p9", 1, "it hung")]
     batch = after.source.next_batch(2)
     assert batch is not None and [group.prompt.id for group in batch.groups] == ["p2", "p3"]
-
-
-def test_an_evaluation_scores_its_prompts_and_keeps_the_answers() -> None:
-    run, kept = Run(), []
-    evaluation = Evaluation(
-        EvalConfig(samples=2), run.collector, PROMPTS[:2], lambda step, groups: kept.append((step, groups)), run.phase
-    )
-    assert evaluation.run(1) == {"val/test/acc/mean@2": 0.5, "val/test/acc/best@2": 1.0}
-    assert [(step, [group.prompt.id for group in groups]) for step, groups in kept] == [(1, ["p0", "p1"])]
-    assert run.phases == ["eval"]
-    assert evaluation.lacks({"step": 1, "reward/mean": 1.0}) and not evaluation.lacks({"val/test/acc/mean@2": 0.5})
-
-
-def test_an_evaluation_that_is_cancelled_says_nothing() -> None:
-    run = Run(lambda: True)
-    evaluation = Evaluation(EvalConfig(samples=2), run.collector, PROMPTS[:2], lambda *_: None, run.phase)
-    assert evaluation.run(1) == {}
-    assert Evaluation(EvalConfig(), run.collector, [], lambda *_: None, run.phase).run(1) == {}
-
-
-def test_an_evaluation_counts_the_prompts_that_were_left_out() -> None:
-    run = Run()
-    run.engines.generate = lambda *_, **__: []  # type: ignore[method-assign] # every group failed too often
-    evaluation = Evaluation(EvalConfig(samples=2), run.collector, PROMPTS[:2], lambda *_: None, run.phase)
-    assert evaluation.run(1) == {"val/prompts_left_out": 2.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,15 @@ def test_a_step_has_its_metrics_time_and_trajectories(report: RankZeroReporter, 
     (dumped,) = (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()
     record = json.loads(dumped)
     assert record["token_ids"] == [1, 2, 3, 4] and record["advantage"] == 1.5 and record["answer"] == "4"
+
+
+def test_an_evaluation_is_compared_with_the_first_of_the_run_also_after_a_resume(tmp_path: Path, capfd: Any) -> None:
+    config = make_config(tmp_path, tracking={"live": "plain", "trackers": []})
+    for step, accuracy in ((0, 0.25), (8, 0.75)):
+        with RankZeroReporter(config, tmp_path, str, trainers=1, peak=None) as reporter:
+            reporter.log(step, {"val/test/acc/mean@1": accuracy})
+    printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[eval]")]
+    assert printed == ["[eval] step 0 test mean@1 0.250", "[eval] step 8 test mean@1 0.750 (+0.50)"]
 
 
 def test_dropped_groups_are_dumped_where_they_were_sampled(report: RankZeroReporter, tmp_path: Path) -> None:

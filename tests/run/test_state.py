@@ -43,6 +43,14 @@ def test_the_state_before_the_first_step_is_evaluated(run: RunState) -> None:
     assert (run.done, run.version, run.evaluates) == (0, 1, True)
 
 
+def test_the_first_evaluation_can_be_left_out_but_not_that_of_a_run_without_steps(run: RunState) -> None:
+    quiet = run.config.eval.model_copy(update={"before_training": False})
+    run.config = run.config.model_copy(update={"eval": quiet})
+    assert not run.evaluates
+    run.config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"steps": 0})})
+    assert run.evaluates
+
+
 def test_a_stopped_run_yields_no_further_step(run: RunState) -> None:
     seen = []
     for step in run.steps():

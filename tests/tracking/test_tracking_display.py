@@ -44,6 +44,30 @@ def test_plain_mode_prints_one_line_a_step():
     assert "weights/v2 published [ok]" in lines
 
 
+EVALUATED = {"val/aime/acc/mean@8": 0.9144, "val/aime/acc/best@8": 1.0, "val/aime/tool_use": 1.0, "time/eval": 2.0}
+
+
+def test_an_evaluation_is_printed_when_it_happens():
+    output = io.StringIO()
+    with Display("auto", 30, Console(file=output, width=60)) as display:
+        display.evaluation(0, EVALUATED | {"val/b/acc/mean@8": 0.25}, EVALUATED | {"val/b/acc/mean@8": 0.25})
+        display.evaluation(8, EVALUATED, {"val/aime/acc/mean@8": 0.4, "val/aime/acc/best@8": 1.0})
+        display.evaluation(9, {"time/eval": 2.0}, {})
+    assert output.getvalue().splitlines() == [
+        "[eval] step 0 aime mean@8 0.914 best@8 1.000",
+        "[eval] step 0 b mean@8 0.250",
+        "[eval] step 8 aime mean@8 0.914 (+0.51) best@8 1.000",
+    ]
+
+
+def test_the_latest_evaluation_is_a_row_of_the_panel():
+    output = io.StringIO()
+    with Display("auto", 30, Console(file=output, force_terminal=True, width=110, height=40)) as display:
+        display.stage("rl")
+        display.evaluation(8, EVALUATED, {"val/aime/acc/mean@8": 0.4})
+    assert "aime mean@8 0.914 (+0.51)" in output.getvalue() and "step 8" in output.getvalue()
+
+
 @pytest.mark.parametrize("mode", ["plain", "off"])
 def test_every_plain_line_is_recorded_in_all_modes(mode):
     lines, output = [], io.StringIO()

@@ -1,4 +1,4 @@
-"""Reward statistics and accuracies of scored groups."""
+"""Reward statistics of scored groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.rewards import OVERLONG, RESERVED
-from ctpo_megatron.tracking import evaluation_metrics, reward_metrics
+from ctpo_megatron.tracking import reward_metrics
 
 
 def scored(source: str, *rewards: float) -> Group:
@@ -23,14 +23,3 @@ def test_reward_metrics_count_groups_with_a_signal():
     assert metrics["reward/groups_mixed"] == 1 / 4
     assert (metrics["reward/no_box"], metrics["reward/timeouts"], metrics["reward/failures"]) == (3, 2, 1)
     assert set(metrics) == {"reward/no_box"} | {f"reward/{name}" for name in RESERVED - {OVERLONG}}
-
-
-def test_accuracy_is_per_data_source_and_best_needs_several_samples():
-    assert evaluation_metrics([scored("a", 1), scored("a", 0), scored("b", 1)]) == {
-        "val/a/acc/mean@1": 0.5,
-        "val/b/acc/mean@1": 1.0,
-    }
-    assert evaluation_metrics([scored("a", 1, 0), scored("a", 0, 0)]) == {
-        "val/a/acc/mean@2": 0.25,
-        "val/a/acc/best@2": 0.5,
-    }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ctpo_megatron.config.checks.cluster import check_cluster
 from ctpo_megatron.config.checks.directories import check_export, check_model_directory
-from ctpo_megatron.config.checks.engine import check_engine, check_tokens
+from ctpo_megatron.config.checks.engine import check_budget, check_engine, check_tokens
 from ctpo_megatron.config.checks.groups import check_groups
 from ctpo_megatron.config.checks.objective import check_objective
 from ctpo_megatron.config.checks.parallel import check_parallel
@@ -89,6 +89,22 @@ def check(
         *check_replay(config),
     ]
     return sorted(found, key=lambda problem: problem.severity)  # errors first
+
+
+def validate_sampling(config: Config, *, cuda: bool, sources: Sources | None = None) -> list[Problem]:
+    """As `validate`, of what an evaluation without a trainer needs."""
+    found: list[Problem] = []
+    try:
+        spec = spec_for(config)
+        engine = [problem for problem in check_engine(config, spec, cuda=cuda) if problem.severity == "error"]
+        found += [*check_budget(config, spec), *engine]
+    except ConfigError as unreadable:
+        found += unreadable.problems
+    found += [*check_cluster(config), *check_protocol(config), *_evaluation(config), *_deadlines(config)]
+    placed = [place(problem, sources) for problem in found]
+    if errors := [problem for problem in placed if problem.severity == "error"]:
+        raise ConfigError(errors)
+    return placed
 
 
 def place(problem: Problem, sources: Sources | None) -> Problem:

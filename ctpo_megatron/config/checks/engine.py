@@ -36,23 +36,34 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 def check_tokens(config: Config, spec: ModelSpec | None) -> Iterator[Problem]:
     """Prompt + response <= engine <= model, and every sequence fits into a micro-batch."""
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    longest, engine = prompt + response, config.rollout.engine.max_model_len
-    budget = f"data.max_prompt_tokens ({prompt}) + rollout.max_response_tokens ({response}) = {longest}"
-    if longest > engine:
-        yield error(config, "rollout.engine.max_model_len", f"is less than {budget}", f"set at least {longest}")
-    if spec is not None and engine > spec.max_position_embeddings:
-        message = f"exceeds the model's max_position_embeddings ({spec.max_position_embeddings})"
-        yield error(
-            config, "rollout.engine.max_model_len", message, "shorten the token budgets, or scale the positions"
-        )
+    yield from check_budget(config, spec)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     cp = config.policy.context_parallel_size
     multiple = sequence_multiple(config.policy)
     padded = -(-longest // multiple) * multiple
     if config.policy.micro_batch_tokens * cp < padded:
         share = f" on {cp} context-parallel ranks" if cp > 1 else ""
-        message = f"cannot hold the longest sequence{share}, {budget}"
+        message = f"cannot hold the longest sequence{share}, {_budget(config)}"
         yield error(config, "policy.micro_batch_tokens", message, f"set at least {-(-padded // cp)}")
+
+
+def _budget(config: Config) -> str:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    return f"data.max_prompt_tokens ({prompt}) + rollout.max_response_tokens ({response}) = {prompt + response}"
+
+
+def check_budget(config: Config, spec: ModelSpec | None) -> Iterator[Problem]:
+    """Prompt + response <= engine <= model."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    longest, engine = prompt + response, config.rollout.engine.max_model_len
+    if longest > engine:
+        message = f"is less than {_budget(config)}"
+        yield error(config, "rollout.engine.max_model_len", message, f"set at least {longest}")
+    if spec is not None and engine > spec.max_position_embeddings:
+        message = f"exceeds the model's max_position_embeddings ({spec.max_position_embeddings})"
+        yield error(
+            config, "rollout.engine.max_model_len", message, "shorten the token budgets, or scale the positions"
+        )
     turn = config.rollout.max_turn_tokens
     if turn is not None and turn > response:
         message = f"never acts: rollout.max_response_tokens ({response}) is smaller"

@@ -1,0 +1,138 @@
+"""Answers prompts with engines of its own, without a trainer, and keeps every sample as soon as it is scored."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ctpo_megatron.config import Config, Extension
+from ctpo_megatron.data.records import Group, Prompt, Trajectory
+from ctpo_megatron.evaluate.samples import Sample
+from ctpo_megatron.evaluate.store import SampleStore
+from ctpo_megatron.rewards import REFERENCE, PendingScores, RewardPool
+from ctpo_megatron.rollout import RolloutFleet, Sampling
+from ctpo_megatron.sampling import open_engines
+from ctpo_megatron.tracking import Display
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_STEP = 0
+"""Part of every seed: an evaluation has the seeds of one before the first step of a run."""
+_AT_ONCE = 256
+"""Samples that are scored between two looks at the display."""
+
+
+class Answers:
+    """Takes trajectories from engines, has them scored while others are sampled, and puts the samples into a store.
+
+    decode: token ids to text without special tokens. finished: called after samples were added, with how many.
+    """
+
+    def __init__(
+        self,
+        pool: RewardPool,
+        store: SampleStore,
+        decode: Callable[[Sequence[int]], str],
+        finished: Callable[[int], None],
+    ) -> None:
+        self._pool, self._store, self._decode, self._finished = pool, store, decode, finished
+        self._scoring: deque[tuple[Group, PendingScores]] = deque()
+
+    def take(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        """Begin to score samples of a prompt."""
+        group = Group(prompt, list(trajectories))
+        self._scoring.append((group, self._pool.begin([group])))
+
+    def keep(self, *, wait: bool = False) -> None:
+        """Put what is scored into the store; with `wait` all of it. Raises what `RewardPool.score` raises."""
+        while self._scoring and (wait or self._scoring[0][1].done):
+            group, scoring = self._scoring.popleft()
+            scoring.result()
+            self._store.add(Sample.of(group.prompt, t, self._text(t)) for t in group.trajectories)
+            self._finished(len(group.trajectories))
+
+    def _text(self, trajectory: Trajectory) -> str:
+        return self._decode(trajectory.token_ids[len(trajectory) - trajectory.response_tokens :])
+
+
+def answer(
+    config: Config,
+    prompts: Sequence[Prompt],
+    store: SampleStore,
+    tokenizer: PreTrainedTokenizerBase,
+    logs: Path,
+    display: Display,
+) -> None:
+    """Play the samples that the store lacks. Raises what `RolloutFleet.generate` and `RewardPool.score` raise."""
+    samples = config.eval.samples
+    lacking = [prompt for prompt in prompts if not store.complete(prompt.id, samples)]
+    total = sum(samples - sum(index < samples for index in store.played.get(prompt.id, ())) for prompt in lacking)
+    if there := len(prompts) * samples - total:
+        display.note(f"[evaluation] {there} of {there + total} samples are there already")
+    if not lacking:
+        return
+    done = 0
+
+    def finished(count: int) -> None:
+        nonlocal done
+        done += count
+        display.progress(done, total)
+
+    display.stage("start")
+    with ExitStack() as stack:
+        fleet: RolloutFleet = stack.enter_context(open_engines(config, logs, placement=None))
+        pool = stack.enter_context(RewardPool(config.reward, config.extensions.path))
+        fleet.wait_ready()
+        display.stage("evaluation")
+        play(config, lacking, store, fleet, Answers(pool, store, _decoder(tokenizer), finished))
+        for prompt in fleet.quarantined:
+            display.note(f"[evaluation] prompt {prompt.prompt_id} was given up: {prompt.cause}")
+
+
+def play(config: Config, prompts: Sequence[Prompt], store: SampleStore, fleet: RolloutFleet, answers: Answers) -> None:
+    """Sample with engines that are up, as `eval` of the configuration says, and score and keep what they answer."""
+
+    def look() -> bool:
+        answers.keep()
+        return False
+
+    fleet.generate(
+        prompts,
+        step=_STEP,
+        samples=config.eval.samples,
+        sampling=Sampling(config.eval.temperature, config.eval.top_p, 0),
+        cancelled=look,
+        keep=answers.take,
+        played=store.played,
+    )
+    answers.keep(wait=True)
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def reference_scores(
+    config: Config, prompts: Sequence[Prompt], samples: Sequence[Sample], display: Display
+) -> dict[tuple[str, int], float]:
+    """Scores of the reference's scorer, of the whole responses, by prompt id and index."""
+    by_id, scores = {prompt.id: prompt for prompt in prompts}, dict[tuple[str, int], float]()
+    reward = config.reward.model_copy(update={"function": Extension(name=REFERENCE), "by_source": {}})
+    display.stage("reference scorer")
+    with RewardPool(reward, config.extensions.path) as pool:
+        for start in range(0, len(samples), _AT_ONCE):
+            groups = [_response(by_id[sample.prompt_id], sample) for sample in samples[start : start + _AT_ONCE]]
+            pool.score(groups)
+            scores |= {(g.prompt.id, t.sample_index): g.rewards[0] for g in groups for t in g.trajectories}
+            display.progress(len(scores), len(samples))
+    return scores
+
+
+def _response(prompt: Prompt, sample: Sample) -> Group:
+    """A sample as the reference's scorer gets it: the whole response takes the place of the final turn."""
+    return Group(replace(prompt, token_ids=()), [Trajectory(prompt.id, sample.index, 0, final_text=sample.text)])

@@ -1,0 +1,78 @@
+"""`ctpo eval`: samples what is missing, scores it, writes results and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron import __version__
+from ctpo_megatron.config import Config, Extension
+from ctpo_megatron.environments.tokenizer import training_tokenizer
+from ctpo_megatron.evaluate.answering import answer, reference_scores
+from ctpo_megatron.evaluate.page import write_evaluation_page
+from ctpo_megatron.evaluate.results import REFERENCE_SCORER, Scorer, results, write_results
+from ctpo_megatron.evaluate.store import SampleStore
+from ctpo_megatron.evaluate.target import settings_of
+from ctpo_megatron.sampling import check_tokenizer, read_prompts
+from ctpo_megatron.tracking import Display
+
+STRICT = Extension(name="math_verify")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `ctpo eval` has found. left_out: ids of prompts without all of their samples."""
+
+    results: dict[str, Any]
+    left_out: list[str]
+    page: Path
+
+
+def evaluate(config: Config, output: Path, *, reference: bool, display: Display) -> Outcome:
+    """Evaluate `config.model.path` on `config.data.eval`, going on from the samples in `output`.
+
+    reference: score with the reference's scorer, too. Raises ConfigError, DataError, and what sampling raises.
+    """
+    tokenizer = training_tokenizer(config)
+    check_tokenizer(config, len(tokenizer))
+    prompts = read_prompts(config, config.data.eval, tokenizer)[: config.eval.prompts]
+    with SampleStore(output, settings_of(config, prompts)) as store:
+        answer(config, prompts, store, tokenizer, output / "logs", display)
+        problems = {prompt.id: store.complete(prompt.id, config.eval.samples) for prompt in prompts}
+    samples = [sample for problem in problems.values() for sample in problem]
+    left_out = [prompt_id for prompt_id, problem in problems.items() if not problem]
+    if not samples:
+        raise RuntimeError(f"no prompt has all of its {config.eval.samples} samples; see {output / 'logs'}")
+    scorers = [Scorer(_first_scorer(config), {(s.prompt_id, s.index): s.score for s in samples})]
+    if reference:
+        scorers.append(Scorer(REFERENCE_SCORER, reference_scores(config, prompts, samples, display)))
+    found = _facts(config, scorers, left_out) | results(samples, scorers, config.run.seed)
+    write_results(output, found)
+    return Outcome(found, left_out, write_evaluation_page(output, found, prompts, problems, scorers[0]))
+
+
+def _first_scorer(config: Config) -> str:
+    """`strict` for our own; a user's reward function is called by its name."""
+    reward = config.reward
+    return "strict" if reward.function == STRICT and not reward.by_source else "reward"
+
+
+def _facts(config: Config, scorers: Sequence[Scorer], left_out: list[str]) -> dict[str, Any]:
+    evaluation, rollout = config.eval, config.rollout
+    return {
+        "model": config.model.path,
+        "data": list(config.data.eval),
+        "samples_per_prompt": evaluation.samples,
+        "temperature": evaluation.temperature,
+        "top_p": evaluation.top_p,
+        "seed": config.run.seed,
+        "max_turns": rollout.max_turns,
+        "max_response_tokens": rollout.max_response_tokens,
+        "tool_parser": rollout.tool_parser.name,
+        "reward": config.reward.function.name,
+        "scorers": [scorer.name for scorer in scorers],
+        "left_out": left_out,
+        "version": __version__,
+    }

@@ -1,0 +1,163 @@
+"""The page of an evaluation, in the style of a run's report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.evaluate.results import Scorer, said
+from ctpo_megatron.evaluate.samples import Sample
+from ctpo_megatron.tracking import LIGHT, drawn, write_page
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAGE_FILE = "report.html"
+_COLOURS = ("blue", "orange", "green", "purple", "cyan", "red", "grey")
+_PROBLEMS, _TEXT = 200, 4000
+"""How many problems are listed, and of how many characters their texts are."""
+_CONDUCT = {
+    "response_length_mean": ("response tokens", ",.0f"),
+    "model_tokens_mean": ("model tokens", ",.0f"),
+    "turns_mean": ("turns", ".2f"),
+    "tool_use": ("tool use", ".1%"),
+    "tool_calls": ("calls per sample", ".2f"),
+    "tool_error_rate": ("failed calls", ".1%"),
+    "truncated": ("cut off", ".1%"),
+    "max_turns": ("out of turns", ".1%"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A problem as the page lists it. answers: how often each was given, most frequent first."""
+
+    id: str
+    source: str
+    question: str
+    truth: str
+    average: float
+    answers: list[tuple[str, int]]
+    text: str
+    ended: str
+
+
+def write_evaluation_page(
+    directory: Path,
+    found: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    problems: Mapping[str, list[Sample]],
+    by: Scorer,
+) -> Path:
+    """Write `report.html`. found: content of results.json. problems: samples by prompt id. by: orders the problems."""
+    k, overall, groups = found["samples_per_prompt"], found["overall"], _groups(found)
+    rows = sorted((_row(p, problems[p.id], by) for p in prompts if problems[p.id]), key=lambda row: row.average)
+    return write_page(
+        directory / PAGE_FILE,
+        "evaluation.html.jinja",
+        title=Path(found["model"]).resolve().name,
+        headline=f"{overall['problems']} problems from {', '.join(found['sources'])}, {k} samples of each "
+        f"at temperature {found['temperature']:g}.",
+        tiles=list(_tiles(found)),
+        accuracy=[_accuracy(scorer, groups, k) for scorer in found["scorers"]],
+        figures=_figures(groups, found["scorers"], k, rows),
+        conduct_columns=[label for label, _ in _CONDUCT.values()],
+        conduct=[(source, [_cell(figures, name) for name in _CONDUCT]) for source, figures in groups.items()],
+        problems=rows[:_PROBLEMS],
+        not_shown=max(0, len(rows) - _PROBLEMS),
+        left_out=found["left_out"],
+        facts=[(name, value) for name, value in found.items() if name not in ("sources", "overall", "left_out")],
+    )
+
+
+def _groups(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures by source, and of all together where there are several."""
+    sources = dict(found["sources"])
+    return sources | ({"overall": found["overall"]} if len(sources) > 1 else {})
+
+
+def _tiles(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    k, overall = found["samples_per_prompt"], found["overall"]
+    for scorer in found["scorers"]:
+        for name in [f"avg@{k}"] + ([f"pass@{k}", f"maj@{k}"] if k > 1 else []):
+            figure = overall[scorer][name]
+            yield f"{name}, {scorer}", f"{figure['value']:.1%}", f"{figure['low']:.1%} to {figure['high']:.1%}"
+    yield "Tool use", f"{overall['tool_use']:.0%}", "samples with a successful call"
+    yield "Cut off", f"{overall['truncated']:.1%}", "ended by the token budget"
+    yield "Response", f"{overall['response_length_mean']:,.0f}", "tokens on average, tool output included"
+
+
+def _accuracy(scorer: str, groups: Mapping[str, Any], k: int) -> tuple[str, list[str], list[Any]]:
+    draws = [2**power for power in range(1, k.bit_length()) if 2**power < k]
+    columns = [f"avg@{k}"] + [f"pass@{j}" for j in draws] + ([f"pass@{k}", f"maj@{k}", f"worst@{k}"] if k > 1 else [])
+    rows = []
+    for source, figures in groups.items():
+        cells = [[f"{100 * figures[scorer][name][part]:.1f}" for part in ("value", "low", "high")] for name in columns]
+        rows.append((source, figures["problems"], cells))
+    return scorer, columns, rows
+
+
+def _cell(figures: Mapping[str, Any], name: str) -> str:
+    return format(figures[name], _CONDUCT[name][1]) if name in figures else "–"
+
+
+def _figures(
+    groups: Mapping[str, Any], scorers: Sequence[str], k: int, rows: Sequence[Row]
+) -> list[tuple[str, str, Any]]:
+    from markupsafe import Markup
+
+    shares = drawn(lambda axes: _draw_shares(axes, rows), "shares")
+    figures = [("Share of right answers by problem", "Problems in the order of their share.", Markup(shares))]
+    if k > 1:
+        caption = "Chance that the best of j samples is right, with its interval over problems."
+        for scorer in scorers:
+            source = drawn(partial(_draw_pass, groups=groups, scorer=scorer, k=k), f"pass-{scorer}")
+            figures.append((f"pass@j, {scorer}", caption, Markup(source)))
+    return figures
+
+
+def _draw_pass(axes: Axes, groups: Mapping[str, Any], scorer: str, k: int) -> None:
+    draws = range(1, k + 1)
+    for place, (source, figures) in enumerate(groups.items()):
+        colour = LIGHT["ink"] if source == "overall" else LIGHT[_COLOURS[place % len(_COLOURS)]]
+        of = {part: [figures[scorer][f"pass@{j}"][part] for j in draws] for part in ("value", "low", "high")}
+        axes.fill_between(draws, of["low"], of["high"], color=colour, alpha=0.12, linewidth=0)
+        axes.plot(draws, of["value"], color=colour, label=source)
+    axes.set_xscale("log", base=2)
+    ticks = [2**power for power in range(k.bit_length())]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("samples j")
+    axes.set_ylabel("pass@j")
+
+
+def _draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
+    axes.bar(range(len(rows)), [row.average for row in rows], 1.0, color=LIGHT["blue"], linewidth=0)
+    axes.set_ylim(0, 1)
+    axes.set_xticks([])
+    axes.set_xlabel(f"{len(rows)} problems")
+    axes.set_ylabel("share right")
+
+
+def _row(prompt: Prompt, samples: Sequence[Sample], scorer: Scorer) -> Row:
+    scores = [scorer.scores[sample.prompt_id, sample.index] for sample in samples]
+    shown = [said(sample, scorer.name) for sample in samples]
+    answers = Counter("(no answer)" if text is None else text[:200] for text in shown)
+    question = prompt.messages[-1]["content"] if prompt.messages else prompt.id
+    text = samples[0].text
+    return Row(
+        prompt.id,
+        prompt.data_source,
+        question,
+        prompt.answer,
+        sum(scores) / len(scores),
+        answers.most_common(8),
+        text if len(text) <= _TEXT else f"{text[:_TEXT]} …",
+        f"ended by {samples[0].finish_reason}",
+    )

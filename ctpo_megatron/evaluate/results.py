@@ -1,0 +1,85 @@
+"""results.json: the figures of an evaluation by data source and over all problems, with intervals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ctpo_megatron.evaluate.estimates import LEVEL, RESAMPLES, bootstrap
+from ctpo_megatron.evaluate.samples import Sample, accuracies, by_problem, by_source, conduct
+from ctpo_megatron.rewards import canonical, last_boxed, reference_answer
+
+RESULTS_FILE = "results.json"
+REFERENCE_SCORER = "reference"
+_RIGHT = "\0right"
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A column of the results. scores: of every sample, by prompt id and index."""
+
+    name: str
+    scores: Mapping[tuple[str, int], float]
+
+    def problem(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Figures of one problem; see `accuracies`."""
+        scores = [self.scores[sample.prompt_id, sample.index] for sample in samples]
+        answers = [self.answer(sample, score) for sample, score in zip(samples, scores, strict=True)]
+        return accuracies(scores, answers)
+
+    def answer(self, sample: Sample, score: float) -> str | None:
+        """What the sample votes for; None if it has no answer.
+
+        All right answers are one answer, since the scorer has found each equal to the ground truth. Others are the same
+        answer if their canonical forms are.
+        """
+        if score == 1.0:
+            return _RIGHT
+        shown = said(sample, self.name)
+        return None if shown is None else canonical(shown)
+
+
+def said(sample: Sample, scorer: str) -> str | None:
+    """The answer as the sample writes it: its last box, or else, where no box is needed, what is read instead."""
+    if scorer == REFERENCE_SCORER:
+        return reference_answer(sample.text)
+    box = last_boxed(sample.final_text)
+    return box if box is not None or scorer == "strict" else sample.final_text.strip() or None
+
+
+def results(samples: Sequence[Sample], scorers: Sequence[Scorer], seed: int) -> dict[str, Any]:
+    """`overall` and `sources`, each {problems, samples, conduct..., <scorer>: {<figure>: {value, low, high}}}."""
+    sources = {source: _figures(of_source, scorers, seed) for source, of_source in by_source(samples).items()}
+    return {
+        "overall": _figures(samples, scorers, seed),
+        "sources": sources,
+        "intervals": {"level": LEVEL, "resamples": RESAMPLES, "seed": seed},
+    }
+
+
+def _figures(samples: Sequence[Sample], scorers: Sequence[Scorer], seed: int) -> dict[str, Any]:
+    problems = by_problem(samples)
+    columns = {by.name: _with_intervals([by.problem(problem) for problem in problems], seed) for by in scorers}
+    return {"problems": len(problems), "samples": len(samples), **conduct(samples), **columns}
+
+
+def _with_intervals(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, dict[str, float]]:
+    """Mean of every figure over the problems, and the ends of its interval."""
+    names = list(problems[0])
+    values = np.array([[problem[name] for name in names] for problem in problems])
+    columns = zip(names, values.mean(axis=0), *bootstrap(values, seed), strict=True)
+    return {name: {"value": float(v), "low": float(low), "high": float(high)} for name, v, low, high in columns}
+
+
+def write_results(directory: Path, content: Mapping[str, Any]) -> Path:
+    """Write `results.json`; returns its path."""
+    path = directory / RESULTS_FILE
+    aside = path.with_name(f"{RESULTS_FILE}.tmp")
+    aside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    aside.replace(path)
+    return path

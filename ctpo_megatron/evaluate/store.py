@@ -1,0 +1,96 @@
+"""The samples of one evaluation on disk: appended as they are scored, and read again when it is begun again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.config import ConfigError, Problem
+from ctpo_megatron.evaluate.samples import Sample
+
+SETTINGS_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
+_ADVICE = "give another --output, or delete this one, to begin anew"
+
+
+class SampleStore:
+    """`samples.jsonl` of a directory, one sample a line; this process alone writes it until `close`.
+
+    settings: what decides the samples. They are kept in `evaluation.json`, as plain JSON. Raises ConfigError when the
+    directory holds samples of other settings, naming each of them, or is written by another process.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / SAMPLES_FILE).open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ConfigError(
+                [Problem("--output", "another process writes to it; wait until it has ended", _ADVICE, str(directory))]
+            ) from error
+        self._agree(directory, json.loads(json.dumps(settings)))
+        self._samples = {(sample.prompt_id, sample.index): sample for sample in self._read()}
+
+    def _agree(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        file = directory / SETTINGS_FILE
+        if not file.exists():
+            aside = file.with_name(f"{SETTINGS_FILE}.tmp")
+            aside.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+            aside.replace(file)
+            return
+        former = json.loads(file.read_text(encoding="utf-8"))
+        differing = [key for key in sorted({*former, *settings}) if former.get(key) != settings.get(key)]
+        if differing:
+            self._file.close()
+            was = [f"of {key} {former.get(key)!r}, not {settings.get(key)!r}" for key in differing]
+            message = f"its samples are {'; '.join(was)}"
+            raise ConfigError([Problem("--output", message, _ADVICE, str(directory))])
+
+    def _read(self) -> Iterable[Sample]:
+        """All whole lines. A last line that a kill has cut is removed, since the next one would be glued to it."""
+        self._file.seek(0)
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                self._file.truncate(end)
+                break
+            end += len(line)
+            record = json.loads(line)
+            yield Sample(**{**record, "calls": tuple(record["calls"])})
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Keep samples; they are in the hands of the operating system when this returns."""
+        for sample in samples:
+            self._file.write(json.dumps(asdict(sample)).encode() + b"\n")
+            self._samples[sample.prompt_id, sample.index] = sample
+        self._file.flush()
+
+    @property
+    def played(self) -> dict[str, set[int]]:
+        """Indices of the samples that are there, by prompt id."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for prompt_id, index in self._samples:
+            found[prompt_id].add(index)
+        return found
+
+    def complete(self, prompt_id: str, samples: int) -> list[Sample]:
+        """The first `samples` of a prompt, in order; none unless all of them are there."""
+        found = [self._samples.get((prompt_id, index)) for index in range(samples)]
+        there = [sample for sample in found if sample is not None]
+        return there if len(there) == samples else []
+
+    def close(self) -> None:
+        """Close the file, and give it free."""
+        self._file.close()
+
+    def __enter__(self) -> SampleStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

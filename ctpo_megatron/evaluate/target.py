@@ -1,0 +1,129 @@
+"""What is evaluated and how: the model that a path stands for, the configuration that goes with it, its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.config import (
+    ClusterConfig,
+    Config,
+    ConfigError,
+    ObjectiveConfig,
+    PlacementConfig,
+    PolicyConfig,
+    Problem,
+    Sources,
+    WeightsConfig,
+    load_config,
+    load_with_sources,
+    run_chat_template,
+)
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.ray_environment import ADDRESS
+
+_BLOCK, _BLOCKS = 1 << 16, 64
+"""A weight file is known by its size and so many blocks of so many bytes, evenly spaced."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model in Hugging Face format, and the configuration file that says how it is asked; None: there is none."""
+
+    model: Path
+    config: Path | None
+
+
+def find_target(path: Path, config: Path | None) -> Target:
+    """What `path` means: a Hugging Face directory, alone or in a run directory, or a run's newest export.
+
+    config: used in place of the run's. Raises ConfigError.
+    """
+    if (path / "config.json").is_file():
+        of_run = path.resolve().parent / "config.yaml"
+        return Target(path, config or (of_run if of_run.is_file() else None))
+    run = path / "config.yaml"
+    if not run.is_file():
+        fix = "give a model in Hugging Face format, or a run directory"
+        raise ConfigError([Problem("MODEL", "is no model and no run (no config.json, no config.yaml)", fix, str(path))])
+    exports = [path / load_config(run).export.directory, *path.glob("model-step_*")]
+    models = [model for model in exports if (model / "config.json").is_file()]
+    if not models:
+        fix = f"type `ctpo export {path}`, which writes the newest checkpoint as one"
+        raise ConfigError([Problem("MODEL", "the run has no model in Hugging Face format", fix, str(path))])
+    return Target(max(models, key=lambda model: (model / "config.json").stat().st_mtime), config or run)
+
+
+def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Config, Sources]:
+    """The configuration of an evaluation: of the run, less what only training needs, and with the overrides.
+
+    gpus: of this node; unless overridden, there are as many engines as those of all nodes hold, and without any GPU one
+    a node. A cluster is one node where RAY_ADDRESS names none.
+    """
+    base: dict[str, Any] = {"model.path": str(target.model), "eval.prompts": None, "rollout.engines": "auto"}
+    if target.config is None:
+        base |= {"run.name": "eval", "run.steps": 0, "data.train": ["none"]}
+    given = [f"{key}={json.dumps(value)}" for key, value in base.items()]
+    config, sources = load_with_sources(target.config, [*given, *overrides])
+    cluster = config.cluster if os.environ.get(ADDRESS) else ClusterConfig()
+    without_trainer: dict[str, Any] = {"replay": None, "mismatch_limit": None, "weights": WeightsConfig()}
+    if config.rollout.engines == "auto":
+        of_node = max(1, gpus // config.rollout.engine.tensor_parallel_size)
+        without_trainer["engines"] = cluster.nodes * of_node
+    rollout = config.rollout.model_copy(update=without_trainer)
+    only_here: dict[str, Any] = {
+        "prepare": None,
+        "sft": None,
+        "objective": ObjectiveConfig(),
+        "policy": PolicyConfig(),
+        "placement": PlacementConfig(),
+        "cluster": cluster,
+        "rollout": rollout,
+        "tracking": config.tracking.model_copy(update={"trackers": ()}),
+    }
+    return config.model_copy(update=only_here), sources
+
+
+def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
+    """All that the samples and their scores depend on, by name; how many there are apart."""
+    rollout, sandbox = config.rollout, config.sandbox
+    of_rollout = ("max_turns", "max_turn_tokens", "max_response_tokens", "max_observation_chars")
+    settings: dict[str, Any] = {f"rollout.{name}": getattr(rollout, name) for name in of_rollout}
+    for name in ("tools", "tool_parser", "environment"):
+        settings[f"rollout.{name}"] = rollout.model_dump(mode="json", include={name})[name]
+    return settings | {
+        "model": fingerprint(Path(config.model.path)),
+        "model.chat_template": run_chat_template(config),
+        "model.chat_template_kwargs": config.model.chat_template_kwargs,
+        "prompts": _digest(json.dumps([[p.id, p.data_source, p.token_ids, p.answer] for p in prompts]).encode()),
+        "run.seed": config.run.seed,
+        "eval.temperature": config.eval.temperature,
+        "eval.top_p": config.eval.top_p,
+        "rollout.engine.max_model_len": rollout.engine.max_model_len,
+        "rollout.engine.dtype": rollout.engine.dtype,
+        "sandbox": sandbox.model_dump(mode="json", include={"run_timeout_s", "cpu_s", "memory_mb", "output_kb"}),
+        "reward": config.reward.model_dump(mode="json", include={"function", "by_source"}),
+    }
+
+
+def fingerprint(model: Path) -> str:
+    """Of a model directory wherever it lies: its JSON files whole, and a part of every weight file."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted([*model.glob("*.json"), *model.glob("*.jinja"), *model.glob("*.safetensors")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as opened:
+            step = max(_BLOCK, size // _BLOCKS) if file.suffix == ".safetensors" else _BLOCK
+            for offset in range(0, size, step):
+                opened.seek(offset)
+                digest.update(opened.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

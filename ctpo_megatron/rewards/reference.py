@@ -1,0 +1,79 @@
+"""The verdict of the scorer that CTPO's published accuracies were measured with, in code of our own.
+
+That scorer (`verl/utils/reward_score` of github.com/horizon-llm/CTPO at acc4021) looks at the whole response, tool
+output included, and calls it right if any of three rules does. It is more lenient than `math_verify`: a number that a
+tool printed or that was said in passing counts. It is here so that numbers can be compared, not to train with.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.rewards.answers import canonical
+from ctpo_megatron.rewards.math import last_boxed
+from ctpo_megatron.rewards.protocol import Reward
+
+if TYPE_CHECKING:
+    from ctpo_megatron.data.records import Prompt, Trajectory
+
+REFERENCE = "ctpo_megatron.rewards.reference:ReferenceMath"
+"""Import path of the reward function, for `reward.function`."""
+
+_TAIL = 300
+"""Characters at the end of a response in which a line `Answer: ...` counts."""
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!.*\d)", re.DOTALL)
+
+
+def score_reference(text: str, answer: str) -> float:
+    """1.0 when the last box, the last line `Answer: ...` or math-verify's reading of `text` equals `answer`, else 0.0.
+
+    text: the whole response. As with `score_math` no time limit is set. Raises ValueError when `answer` cannot be read.
+    """
+    truth = canonical(answer)
+    box, line = last_boxed(text), _answer_line(text)
+    if (box is not None and canonical(box) == truth) or (line is not None and canonical(line) == truth):
+        return 1.0
+    return _math_verify(text, answer)
+
+
+def reference_answer(text: str) -> str | None:
+    """The answer that this scorer most likely reads in `text`: box, answer line, else the last number; None without."""
+    found = last_boxed(text) or _answer_line(text)
+    if found is None and (number := _LAST_NUMBER.search(text[-_TAIL:])):
+        found = number[0]
+    return found
+
+
+class ReferenceMath:
+    """The reward function `REFERENCE`. `final_text` of its trajectories must be the whole response."""
+
+    text_only = True
+
+    def __init__(self) -> None:
+        """Import math-verify now, so that the first answer does not pay for it."""
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # as MathVerify does, for its reason
+        _math_verify("1", "1")
+
+    def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:
+        return Reward(score_reference(trajectory.final_text, prompt.answer))
+
+
+def _answer_line(text: str) -> str | None:
+    lines = _ANSWER_LINE.findall(text[-_TAIL:])
+    return str(lines[-1]).rpartition("=")[2] if lines else None
+
+
+def _math_verify(text: str, answer: str) -> float:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    def read(expression: str, *kinds: Any) -> list[Any]:
+        found: list[Any] = parse(expression, extraction_config=kinds, parsing_timeout=None)
+        return found
+
+    gold = read(f"\\boxed{{{answer}}}", LatexExtractionConfig())
+    if not gold:
+        raise ValueError(f"math-verify cannot read the ground truth {answer!r}")
+    return float(verify(gold, read(text, ExprExtractionConfig(), LatexExtractionConfig()), timeout_seconds=None))

@@ -1,0 +1,101 @@
+"""What answers prompts as a configuration says, with a trainer or without one: the prompts, a sandbox and engines."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, spec_for
+from ctpo_megatron.data import Prompt, load_prompts
+from ctpo_megatron.environments import node_sandbox
+from ctpo_megatron.environments.factory import needs_sandbox, offered_schemas, system_prompt
+from ctpo_megatron.ray_environment import ADDRESS
+from ctpo_megatron.rollout import RolloutFleet
+from ctpo_sandbox import Limits, start_server
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+def read_prompts(config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Prompts of `data.train` or `data.eval`. Raises DataError."""
+    return load_prompts(
+        files,
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        tool_schemas=offered_schemas(config),
+        chat_template_kwargs=config.model.chat_template_kwargs,
+        system_prompt=system_prompt(config),
+    )
+
+
+def check_tokenizer(config: Config, tokens: int) -> None:
+    """Raises ConfigError for a tokenizer of more tokens than the model has."""
+    if tokens > (rows := spec_for(config).vocab_size):
+        message = f"the tokenizer has {tokens} tokens, but the model's vocabulary {rows} (vocab_size in config.json)"
+        fix = "resize the model's embeddings for the tokens that were added, or use the tokenizer it came with"
+        raise ConfigError([Problem("model.path", message, fix, config.model.path)])
+
+
+@contextmanager
+def open_engines(
+    config: Config, logs: Path, *, placement: Placement | None, finished: Callable[[], None] = lambda: None
+) -> Iterator[RolloutFleet]:
+    """Engines with the weights of `model.path`, which load in the background, and the sandbox that they need.
+
+    logs: folder for the output of both. placement: the engines' GPUs; None: Ray may have all. finished: called when a
+    group is complete. Raises ConfigError, SandboxStartError.
+    """
+    with ExitStack() as stack:
+        url = stack.enter_context(_sandbox(config, logs)) if needs_sandbox(config.rollout) else ""
+        log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
+        path, seed, cluster = config.model.path, config.run.seed, cluster_of(config)
+        fleet = RolloutFleet(
+            config,
+            path,
+            seed,
+            url,
+            log_dir=logs,
+            placement=None if cluster else placement,
+            cluster=cluster,
+            finished=finished,
+        )
+        stack.enter_context(fleet).start()
+        yield fleet
+
+
+def cluster_of(config: Config) -> ClusterConfig | None:
+    """The Ray cluster to join, if there is one. Raises ConfigError when there should be."""
+    if os.environ.get(ADDRESS):
+        return config.cluster
+    if config.cluster.nodes > 1:
+        fix = "start the run with `ctpo launch`, or Ray on every node and export RAY_ADDRESS=HOST:PORT of its head"
+        raise ConfigError([Problem("cluster.nodes", "but RAY_ADDRESS names no Ray cluster", fix, config.cluster.nodes)])
+    return None
+
+
+@contextmanager
+def _sandbox(config: Config, logs: Path) -> Iterator[str | None]:
+    """Address of the sandbox of all engines; None: every node has its own."""
+    sandbox = config.sandbox
+    if sandbox.url is not None:
+        yield sandbox.url
+        return
+    if config.cluster.nodes > 1 or node_sandbox.VARIABLE in os.environ:
+        yield None
+        return
+    server = start_server(
+        slots=sandbox.slots,
+        limits=Limits.of(sandbox),
+        start_timeout_s=sandbox.start_timeout_s,
+        require=sandbox.require,
+        log_path=logs / "sandbox.log",
+    )
+    with server:
+        yield server.url

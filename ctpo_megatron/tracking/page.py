@@ -1,0 +1,25 @@
+"""Pages in the style of the report: one file that opens offline, light or dark, and asks no server for anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Write a page from a template of `templates/` and what it shows; text in `values` is escaped. Returns `path`."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(environment.get_template(template).render(**values), encoding="utf-8")
+    aside.replace(path)
+    return path
