@@ -82,7 +82,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ctpo_megatron.evaluate": (
         "ctpo_megatron.data.records",
         "ctpo_megatron.config",
-        "ctpo_megatron.environments",
         "ctpo_megatron.ray_environment",
         "ctpo_megatron.rewards",
         "ctpo_megatron.rollout",

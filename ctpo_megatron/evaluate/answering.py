@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -30,7 +31,7 @@ _AT_ONCE = 256
 class Answers:
     """Takes trajectories from engines, has them scored while others are sampled, and puts the samples into a store.
 
-    decode: token ids to text without special tokens. finished: called after samples were added, with how many.
+    decode: token ids to text without special tokens. finished: is given the samples that were added.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Answers:
         pool: RewardPool,
         store: SampleStore,
         decode: Callable[[Sequence[int]], str],
-        finished: Callable[[int], None],
+        finished: Callable[[Sequence[Sample]], None],
     ) -> None:
         self._pool, self._store, self._decode, self._finished = pool, store, decode, finished
         self._scoring: deque[tuple[Group, PendingScores]] = deque()
@@ -53,8 +54,9 @@ class Answers:
         while self._scoring and (wait or self._scoring[0][1].done):
             group, scoring = self._scoring.popleft()
             scoring.result()
-            self._store.add(Sample.of(group.prompt, t, self._text(t)) for t in group.trajectories)
-            self._finished(len(group.trajectories))
+            samples = [Sample.of(group.prompt, t, self._text(t)) for t in group.trajectories]
+            self._store.add(samples)
+            self._finished(samples)
 
     def _text(self, trajectory: Trajectory) -> str:
         return self._decode(trajectory.token_ids[len(trajectory) - trajectory.response_tokens :])
@@ -76,12 +78,11 @@ def answer(
         display.note(f"[evaluation] {there} of {there + total} samples are there already")
     if not lacking:
         return
-    done = 0
+    scores: list[float] = []
 
-    def finished(count: int) -> None:
-        nonlocal done
-        done += count
-        display.progress(done, total)
+    def finished(added: Sequence[Sample]) -> None:
+        scores.extend(sample.score for sample in added)
+        display.progress(len(scores), total, {"score so far": statistics.fmean(scores)})
 
     display.stage("start")
     with ExitStack() as stack:

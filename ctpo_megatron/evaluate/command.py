@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron import __version__
 from ctpo_megatron.config import Config, Extension
-from ctpo_megatron.environments.tokenizer import training_tokenizer
+from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.evaluate.answering import answer, reference_scores
 from ctpo_megatron.evaluate.page import write_evaluation_page
 from ctpo_megatron.evaluate.results import REFERENCE_SCORER, Scorer, results, write_results
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.evaluate.target import settings_of
-from ctpo_megatron.sampling import check_tokenizer, read_prompts
 from ctpo_megatron.tracking import Display
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 STRICT = Extension(name="math_verify")
 
@@ -30,14 +32,20 @@ class Outcome:
     page: Path
 
 
-def evaluate(config: Config, output: Path, *, reference: bool, display: Display) -> Outcome:
-    """Evaluate `config.model.path` on `config.data.eval`, going on from the samples in `output`.
+def evaluate(
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    output: Path,
+    *,
+    reference: bool,
+    display: Display,
+) -> Outcome:
+    """Evaluate `config.model.path` on the prompts of `config.data.eval`, going on from the samples in `output`.
 
-    reference: score with the reference's scorer, too. Raises ConfigError, DataError, and what sampling raises.
+    reference: score with the reference's scorer, too. Raises ConfigError, and what sampling raises.
     """
-    tokenizer = training_tokenizer(config)
-    check_tokenizer(config, len(tokenizer))
-    prompts = read_prompts(config, config.data.eval, tokenizer)[: config.eval.prompts]
+    prompts = prompts[: config.eval.prompts]
     with SampleStore(output, settings_of(config, prompts)) as store:
         answer(config, prompts, store, tokenizer, output / "logs", display)
         problems = {prompt.id: store.complete(prompt.id, config.eval.samples) for prompt in prompts}
