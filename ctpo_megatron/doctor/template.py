@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.config import Config, check_protocol
+from ctpo_megatron.config import Config, check_protocol, tokenizer_problems
 from ctpo_megatron.doctor.findings import Finding
 from ctpo_megatron.environments.factory import make_parser, offered_schemas, system_prompt, tool_schemas
 from ctpo_megatron.environments.protocol import Message
@@ -47,6 +48,9 @@ def check_template(config: Config) -> tuple[list[Finding], tuple[tuple[str, str]
     """Findings on the chat template of a configuration, and the texts of a sample episode. Loads no torch."""
     if problems := [str(problem) for problem in check_protocol(config) if problem.severity == "error"]:
         return [Finding(_NAME, "broken", problem) for problem in problems], ()
+    if missing := tokenizer_problems(Path(config.model.path)):
+        fix = "start the run once: its stage prepare makes the model" if config.prepare else "give model.path"
+        return [Finding(_NAME, "broken", str(problem), fix) for problem in missing], ()
     activate(config.extensions.path or ())
     try:
         tokenizer = read_tokenizer(config.model.path)

@@ -71,6 +71,7 @@ def test_it_needs_a_configuration_and_no_torch(folder: Path, capsys: pytest.Capt
     assert cli.main(["doctor", "--template"]) == 2
     assert "ctpo doctor CONFIG --template" in capsys.readouterr().err
     assert result(capsys, "model.chat_template=qwen9")[1].startswith('model.chat_template = "qwen9": cannot be read')
+    assert "has no tokenizer" in result(capsys, "model.path=elsewhere")[1]
     code = (
         "import sys; from ctpo_megatron import cli\n"
         "status = cli.main(['doctor', 'first.yaml', '--template'])\n"
