@@ -97,7 +97,7 @@ def learning_checks(run: RunData) -> Iterator[Check]:
         note = "in all optimizer steps: no signal, or rollout.filters took every token out of the loss"
         yield _steps("Steps with zero gradient", norm, note)
     if boxes := _no_box(run):
-        yield _share("Answers without a box", boxes, "earned nothing; does the prompt ask for \\boxed{}?")
+        yield _share("Answers without a box", boxes, "they earn nothing: does the prompt ask for \\boxed{}?")
     if cut := run.series("rollout/truncated"):
         yield _share("Cut off", cut, "by rollout.max_response_tokens, max_turn_tokens or the context")
     if failed := run.series("rollout/tool_error_rate"):
@@ -117,7 +117,8 @@ def _steps(label: str, series: Series, note: str) -> Check:
 def _share(label: str, series: Series, note: str) -> Check:
     mean = sum(series.values) / len(series.values)
     last = series.values[-1]
-    return Check(label, f"{mean:.0%}", mean < MANY and last < MANY, f"{note}; mean of all steps, last {last:.0%}")
+    shown = f"mean of all steps, {last:.0%} in the last; {note}"
+    return Check(label, f"{mean:.0%}", mean < MANY and last < MANY, shown)
 
 
 def _no_box(run: RunData) -> Series | None:

@@ -72,7 +72,8 @@ def fused_linear_ctpo(
     skip_zero_tiles: leave out tiles of 128 rows without any gradient (outside of the loss, advantage or weight 0; for
         ratios of the whole sequence and with `cp_group` clipped ones too) in the two gradient products. Exact; one
         small read-back a call.
-    skip_clipped_tiles: leave out all clipped ones, which in one sweep shows chunk by chunk: one read-back a chunk.
+    skip_clipped_tiles: leave out all clipped ones, which in one sweep shows chunk by chunk: one read-back a chunk. On a
+        CPU, where that costs nothing, they always are.
     rows: int64 `[M]`, where response_mask is not 0, ascending, from a caller who knows.
     may_learn: bool `[M]` in host memory, which of `rows` may have a gradient (in the loss; advantage and weight not 0,
         unless there is an `entropy_coef`), from a caller who knows: tiles are then planned without a read-back.
@@ -98,14 +99,14 @@ def fused_linear_ctpo(
         "softcap": arguments.checked_softcap(softcap),
         "entropy_gradient": entropy_coef != 0,
     }
+    skip_clipped = skip_zero_tiles and (skip_clipped_tiles or hidden.device.type == "cpu")
     if dispatch.compiling(hidden):
         from ctpo_kernels import ops_loss
 
         main_grad = "adds to weight.main_grad in the forward pass"
         dispatch.refuse_compiled("accumulate_into_main_grad", accumulate_into_main_grad, main_grad)
         given = (old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-        skip = (skip_zero_tiles, skip_zero_tiles and skip_clipped_tiles)
-        options = (cp_group, sequence_parallel, *skip, entropy_coef, return_entropy)
+        options = (cp_group, sequence_parallel, skip_zero_tiles, skip_clipped, entropy_coef, return_entropy)
         counts = (batch_num_tokens, global_batch_size)
         return ops_loss.compiled_fused(hidden, weight, labels, given, counts, keywords, head, options, shape)
     plan = Plan.of(
@@ -121,7 +122,7 @@ def fused_linear_ctpo(
         rows,
         sequence_parallel=sequence_parallel,
         skip=skip_zero_tiles,
-        skip_clipped=skip_zero_tiles and skip_clipped_tiles,
+        skip_clipped=skip_clipped,
         may_learn=may_learn,
         entropy_coef=entropy_coef,
         entropy=return_entropy or entropy_coef != 0,

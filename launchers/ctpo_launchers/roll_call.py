@@ -10,10 +10,13 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 _HELLO_S = 10.0
@@ -130,6 +133,7 @@ class RollCall:
             return connection.close()
         self._connections[rank] = connection
         self._note({"rank": rank, "state": "reported"})
+        log.info("%s has reported", self._names[rank])
         await connection.send(state="welcome", **self._facts)
         while (message := await connection.receive()) is not None and _is_report(message):
             self._note({**message, "rank": rank})

@@ -29,7 +29,7 @@ def ctpo(tmp_path_factory: pytest.TempPathFactory) -> Ctpo:
 
 @pytest.fixture(scope="session")
 def recorded(ctpo: Ctpo) -> Path:
-    """The directory of a run whose trajectories others are trained on."""
-    done = ctpo.launch("run.name=recorded", *RECORDED)
+    """The directory of a run whose trajectories others are trained on, and which has exported its last weights."""
+    done = ctpo.launch("run.name=recorded", *RECORDED, "export.enabled=true")
     assert done.returncode == 0, done.stderr[-4000:]
     return ctpo.directory / "runs" / "recorded"

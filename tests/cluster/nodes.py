@@ -150,15 +150,21 @@ class TwoNodes:
         return self._start(self.cable.here, "head", [*_RAY, *options, f"--temp-dir={self.folder / 'head'}"], {})
 
     def start_worker(
-        self, cpus: int = 1, environment: Mapping[str, str] | None = None, hidden: Sequence[Path] = ()
+        self,
+        cpus: int = 1,
+        environment: Mapping[str, str] | None = None,
+        hidden: Sequence[Path] = (),
+        *,
+        here: bool = False,
     ) -> Node:
-        """A worker in the namespace at the other end of the cable."""
-        options = [f"--address={self.address}", f"--node-ip-address={self.cable.there}"]
-        options += [f"--num-cpus={cpus}", "--num-gpus=0", f"--temp-dir={self.folder / 'worker'}"]
-        own = self.folder / "worker-tmp"
+        """A worker in the namespace at the other end of the cable, or on the head's host."""
+        name, address = ("spare", self.cable.here) if here else ("worker", self.cable.there)
+        options = [f"--address={self.address}", f"--node-ip-address={address}"]
+        options += [f"--num-cpus={cpus}", "--num-gpus=0", f"--temp-dir={self.folder / name}"]
+        own = self.folder / f"{name}-tmp"
         own.mkdir(exist_ok=True)
-        command = [*self.in_namespace(hidden), *_RAY, *options]
-        return self._start(self.cable.there, "worker", command, {"TMPDIR": str(own), **(environment or {})})
+        command = [*([] if here else self.in_namespace(hidden)), *_RAY, *options]
+        return self._start(address, name, command, {"TMPDIR": str(own), **(environment or {})})
 
     def _start(self, address: str, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Node:
         log = self.folder / f"{name}-{len(self.nodes)}.log"
@@ -227,16 +233,20 @@ with start_server(slots=2, start_timeout_s=120, require="none", tiers=["stdlib"]
 
 
 @contextmanager
-def sandbox_of_worker(cluster: TwoNodes) -> Iterator[Node]:
-    """A sandbox on the worker's own loopback, with a token by file; `environment`: what Ray's processes there need."""
+def sandbox_of_worker(cluster: TwoNodes, *, here: bool = False) -> Iterator[Node]:
+    """A sandbox on the worker's own loopback, with a token by file; `environment`: what Ray's processes there need.
+
+    here: of a worker on the head's host.
+    """
     shared = {"SANDBOX_TOKEN_FILE": str(cluster.token_file)}
-    command = [*cluster.in_namespace(), sys.executable, "-c", _SANDBOX, str(cluster.folder / "sandbox.log")]
+    log = cluster.folder / f"sandbox{'-here' if here else ''}.log"
+    command = [*([] if here else cluster.in_namespace()), sys.executable, "-c", _SANDBOX, str(log)]
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **shared}, stdout=subprocess.PIPE, start_new_session=True
     )
     assert process.stdout is not None
     url = process.stdout.readline().decode().strip()
-    node = Node(cluster.cable.there, process, cluster.folder / "sandbox.log", {**shared, "CTPO_SANDBOX_URL": url})
+    node = Node(cluster.cable.there, process, log, {**shared, "CTPO_SANDBOX_URL": url})
     try:
         assert url.startswith("http://127.0.0.1:"), node.log.read_text()
         yield node

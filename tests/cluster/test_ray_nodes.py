@@ -60,9 +60,12 @@ def nodes() -> Iterator[Set]:
         driver = Driver(cluster.driver_environment, cluster.folder / "driver.log")
         try:
             everything = Set(cluster, sandbox, driver)
-            options: dict[str, Any] = {"sections": {"cluster": {"nodes": 2}}, "tools": [{"name": "python"}]}
+            options: dict[str, Any] = {
+                "sections": {"cluster": {"nodes": 2, "engine_placement": "packed"}},
+                "tools": [{"name": "python"}],
+            }
             options |= {"start_timeout_s": scaled(240), "weights": {"timeout_s": scaled(60)}}
-            with pytest.raises(Refused, match=r"no place for 9 engines of 1 CPU and 0 GPU each .*spread\)"):
+            with pytest.raises(Refused, match=r"no place for 9 engines of 1 CPU and 0 GPU each .*packed\)"):
                 driver.call("start", root=str(cluster.folder), sandbox_url=None, engines=9, **options)
             seconds = driver.call("start", root=str(cluster.folder), sandbox_url=None, **options)
             print(f"the engine serves after {seconds:.1f} s")
@@ -156,3 +159,18 @@ def test_a_worker_node_that_dies_gives_its_engine_to_its_successor(nodes: Set) -
     assert outcome["stats"]["engine_restarts"] == 1
     nodes.say("in the run directory")
     assert "in the run directory" in nodes.log
+
+
+def test_a_node_that_is_cut_off_for_good_gives_its_engine_to_another(nodes: Set) -> None:
+    """Nobody is told: no connection is broken."""
+    with sandbox_of_worker(nodes.cluster, here=True) as sandbox:
+        nodes.cluster.start_worker(environment=sandbox.environment, here=True)
+        answer = nodes.driver.begin("generate", prompts=24, step=6)
+        time.sleep(0.5)
+        nodes.cluster.cable.unplug()
+        began = time.monotonic()
+        outcome = answer()
+        print(f"Ray node cut off: all groups {time.monotonic() - began:.1f} s later, {outcome['stats']}")
+        check(outcome, 24)
+        assert outcome["stats"]["engine_restarts"] == 1
+        assert nodes.driver.call("engines") == [f"rollout engine 0 on {nodes.cluster.cable.here}"]

@@ -1,14 +1,15 @@
-"""Node programs of one job on this host, each bound to a loopback address of its own."""
+"""Node programs of one job on this host, each bound to an address of its own, of the loopback unless one is given."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,33 +18,49 @@ from ctpo_launchers.network import free_ports
 from tests.support.deadlines import scaled
 from tests.support.prefork import ROOT
 
-HEAD = "127.0.0.2"
+ADDRESSES = {0: "127.0.0.2", 1: "127.0.0.3"}
+_JOBS = itertools.count()
 
 
 class Programs:
-    """`nodes` node programs; what they print is in `directory`/out<rank>."""
+    """The node programs of `ranks`, one of `addresses` for each node of the job; they print to `directory`/out<rank>.
 
-    def __init__(self, directory: Path, ranks: Sequence[int], options: Sequence[str], arguments: Sequence[str]) -> None:
-        self.directory = directory
-        port = str(free_ports(HEAD, 21000 + os.getpid() % 5000, 1)[0])
-        paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
-        self.processes = {
-            rank: subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "ctpo_launchers.node", "--nodes", "2", "--node-rank", str(rank)),
-                    *("--head", HEAD, "--address", f"127.0.0.{2 + rank}", "--port", port),
-                    *("--directory", str(directory), "--module", "tests.launchers.payload", *options),
-                    *("--", str(ROOT / "configs" / "quickstart.yaml"), *arguments),
-                ],
-                stdout=(directory / f"out{rank}").open("wb"),
-                stderr=subprocess.STDOUT,
-                cwd=directory,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-                start_new_session=True,
-            )
-            for rank in ranks
-        }
+    before: words before a node's command.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        ranks: Sequence[int],
+        options: Sequence[str],
+        arguments: Sequence[str],
+        addresses: Mapping[int, str] = ADDRESSES,
+        before: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        self.directory, self._addresses, self._before = directory, addresses, before or {}
+        first = 21000 + (os.getpid() * 8 + next(_JOBS)) % 5000
+        port = str(free_ports(addresses[0], first, 1)[0])
+        self._common = ["--head", addresses[0], "--port", port, "--directory", str(directory)]
+        self._common += ["--module", "tests.launchers.payload", *options]
+        self._arguments = ["--", str(ROOT / "configs" / "quickstart.yaml"), *arguments]
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.family: set[psutil.Process] = set()
+        for rank in ranks:
+            self.start(rank)
+
+    def start(self, rank: int) -> None:
+        """Start the node program of a rank."""
+        paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
+        program = [*self._before.get(rank, ()), sys.executable, "-m", "ctpo_launchers.node"]
+        own = ["--nodes", str(len(self._addresses)), "--node-rank", str(rank), "--address", self._addresses[rank]]
+        self.processes[rank] = subprocess.Popen(
+            [*program, *own, *self._common, *self._arguments],
+            stdout=(self.directory / f"out{rank}").open("wb"),
+            stderr=subprocess.STDOUT,
+            cwd=self.directory,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,
+        )
 
     def output(self, rank: int) -> str:
         return (self.directory / f"out{rank}").read_text()
@@ -93,9 +110,14 @@ class Programs:
 
 @contextlib.contextmanager
 def running(
-    directory: Path, *arguments: str, ranks: Sequence[int] = (0, 1), options: Sequence[str] = ()
+    directory: Path,
+    *arguments: str,
+    ranks: Sequence[int] = (0, 1),
+    options: Sequence[str] = (),
+    addresses: Mapping[int, str] = ADDRESSES,
+    before: Mapping[int, Sequence[str]] | None = None,
 ) -> Iterator[Programs]:
-    programs = Programs(directory, ranks, options, arguments)
+    programs = Programs(directory, ranks, options, arguments, addresses, before)
     try:
         yield programs
     finally:

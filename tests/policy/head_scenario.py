@@ -1,6 +1,6 @@
 """Loss and full gradient of one mini-batch by both heads, in every rank of one job; rank 0 returns what tests compare.
 
-A scenario is {"family": ..., "preset": ..., "policy": {...}, "correction": {...}}, all optional.
+A scenario is {"family": ..., "preset": ..., "objective": {...}, "policy": {...}, "correction": {...}}, all optional.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     for micro in mini_batch.micro_batches:
         move_anchor(micro)
     preset = settings.get("preset", "ctpo")
-    loss = supervised() if preset == "supervised" else policy_gradient(PolicyObjective.preset(preset), "decoupled")
+    if preset == "supervised":
+        loss = supervised()
+    else:
+        loss = policy_gradient(PolicyObjective.preset(preset, **settings.get("objective", {})), "decoupled")
     stats, gradients = policy.gradients(mini_batch, loss)
     gradient = {name: tensor.clone() for name, tensor in gradients}
     diagnostics = policy.token_diagnostics(mini_batch, PolicyObjective.preset("ctpo"))

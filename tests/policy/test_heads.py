@@ -30,7 +30,8 @@ CORRECTION = {
     ),
     "veto": 0.961,
 }
-CORRECTED = {"correction": CORRECTION}
+TOKEN_MEAN = {"loss_agg_mode": "token-mean"}  # what is left counts in the denominator
+CORRECTED = {"correction": CORRECTION, "objective": TOKEN_MEAN}
 UNTIED = {"family": "qwen3-untied"}
 ONE = {
     "tied": {},
@@ -156,7 +157,7 @@ def test_corrected_loss_equals_python(one: Results) -> None:
         masked = {"loss": iter(kept), "weight": iter(weights)}
         lists = {name: [next(left) if m else 0 for m in columns["model"]] for name, left in masked.items()}
         sequences.append(objective_reference.Sequence(**columns, **lists))
-    want = objective_reference.reference(sequences, PolicyObjective.preset("ctpo"))
+    want = objective_reference.reference(sequences, PolicyObjective.preset("ctpo", **TOKEN_MEAN))
     assert results["metrics"]["actor/pg_loss"] == pytest.approx(want.loss, rel=1e-4)
     assert results["metrics"]["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
         expected.metrics["rollout_rs_masked_fraction"]
