@@ -60,7 +60,7 @@ def write_evaluation_page(
     return write_page(
         directory / PAGE_FILE,
         "evaluation.html.jinja",
-        title=Path(found["model"]).resolve().name,
+        title="/".join(Path(found["model"]).resolve().parts[-2:]),
         headline=f"{overall['problems']} problems from {', '.join(found['sources'])}, {k} samples of each "
         f"at temperature {found['temperature']:g}.",
         tiles=list(_tiles(found)),

@@ -27,6 +27,8 @@ from ctpo_megatron.config import (
 from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.ray_environment import ADDRESS
 
+_COPIES = "extensions"
+"""Folder of a run directory with the source files of users' parts (`run.extensions`)."""
 _BLOCK, _BLOCKS = 1 << 16, 64
 """A weight file is known by its size and so many blocks of so many bytes, evenly spaced."""
 
@@ -85,8 +87,18 @@ def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Co
         "cluster": cluster,
         "rollout": rollout,
         "tracking": config.tracking.model_copy(update={"trackers": ()}),
+        "extensions": config.extensions.model_copy(update={"path": _search_path(target, config, overrides)}),
     }
     return config.model_copy(update=only_here), sources
+
+
+def _search_path(target: Target, config: Config, overrides: Sequence[str]) -> tuple[str, ...]:
+    """Where users' parts are found: where the user says, or the run's own copies, or the folders that are here."""
+    if any(text.startswith("extensions.path=") for text in overrides):
+        return config.extensions.path or ()
+    if target.config is not None and (copies := target.config.parent / _COPIES).is_dir():
+        return (str(copies.resolve()),)
+    return tuple(folder for folder in config.extensions.path or () if Path(folder).is_dir())
 
 
 def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:

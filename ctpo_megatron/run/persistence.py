@@ -97,7 +97,7 @@ class Persistence:
                 f"{checkpoint} was written by version 0.1, whose run state this version does not read: finish the run "
                 "with that version, or give its export as model.path of a new run"
             )
-        policy.set_scheduler_step(state["step"] / self._config.run.steps)
+        policy.set_scheduler_step(state["step"] / max(1, self._config.run.steps))  # an evaluation alone has none
         if checkpoint.resolve().parent == self._directory.resolve():
             self._saved = state["step"]
         self._layout.on_rank_zero(lambda: self._rewind(checkpoint, state))

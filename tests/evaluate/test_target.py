@@ -77,6 +77,17 @@ def test_the_run_says_how_it_is_asked_and_nothing_of_its_training(run: Path, mon
     assert (joined.cluster.nodes, joined.rollout.engines) == (2, 16)
 
 
+def test_users_parts_are_the_runs_copies_or_those_that_are_here(run: Path, tmp_path: Path) -> None:
+    target = find_target(model(run / "model"), None)
+    text = (run / "config.yaml").read_text()
+    text = text.replace("extensions:\n  path: null", f"extensions:\n  path: [/gone, {run}]")
+    (run / "config.yaml").write_text(text)
+    assert read_config(target, [], 0)[0].extensions.path == (str(run),)
+    (run / "extensions").mkdir()
+    assert read_config(target, [], 0)[0].extensions.path == (str(run / "extensions"),)
+    assert read_config(target, [f"extensions.path=[{tmp_path}]"], 0)[0].extensions.path == (str(tmp_path),)
+
+
 def test_a_model_alone_takes_the_defaults(tmp_path: Path) -> None:
     config, _ = read_config(Target(model(tmp_path / "m"), None), ['data.eval=["x.parquet"]'], 0)
     assert config.data.eval == ("x.parquet",) and config.rollout.max_turns == 5
