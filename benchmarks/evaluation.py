@@ -30,9 +30,10 @@ from ctpo_megatron.evaluate import find_target, read_config
 from ctpo_megatron.evaluate.answering import Answers, play
 from ctpo_megatron.evaluate.results import Scorer, results
 from ctpo_megatron.evaluate.store import SampleStore
+from ctpo_megatron.prompts import held_out_prompts
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import Collector, RolloutFleet, Sampling
-from ctpo_megatron.sampling import open_engines, read_prompts
+from ctpo_megatron.sampling import open_engines
 from ctpo_megatron.tracking import reward_metrics
 
 GOAL = 1.1
@@ -87,7 +88,7 @@ def measure(run: Path | None, prompts: int, samples: int, rounds: int) -> dict[s
         folder = Path(name)
         config = configuration(run, folder, prompts, samples)
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        chosen = read_prompts(config, config.data.eval, tokenizer)[:prompts]
+        chosen = held_out_prompts(config, tokenizer).prompts[:prompts]
         fleet = stack.enter_context(open_engines(config, folder / "logs", placement=None))
         pool = stack.enter_context(RewardPool(config.reward))
         fleet.wait_ready()

@@ -1,38 +1,21 @@
-"""What answers prompts as a configuration says, with a trainer or without one: the prompts, a sandbox and engines."""
+"""What answers prompts as a configuration says, with a trainer or without one: a sandbox and engines."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, spec_for
-from ctpo_megatron.data import Prompt, load_prompts
 from ctpo_megatron.environments import node_sandbox
-from ctpo_megatron.environments.factory import needs_sandbox, offered_schemas, system_prompt
+from ctpo_megatron.environments.factory import needs_sandbox
 from ctpo_megatron.ray_environment import ADDRESS
 from ctpo_megatron.rollout import RolloutFleet
 from ctpo_sandbox import Limits, start_server
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 log = logging.getLogger(__name__)
-
-
-def read_prompts(config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Prompts of `data.train` or `data.eval`. Raises DataError."""
-    return load_prompts(
-        files,
-        tokenizer=tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        tool_schemas=offered_schemas(config),
-        chat_template_kwargs=config.model.chat_template_kwargs,
-        system_prompt=system_prompt(config),
-    )
 
 
 def check_tokenizer(config: Config, tokens: int) -> None:

@@ -97,6 +97,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.objective",
         "ctpo_megatron.policy",
         "ctpo_megatron.ray_environment",
+        "ctpo_megatron.prompts",
         "ctpo_megatron.rewards",
         "ctpo_megatron.rollout",
         "ctpo_megatron.sampling",

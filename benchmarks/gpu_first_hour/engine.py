@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ctpo_megatron.config import Config, load_config
-from ctpo_megatron.data import Group, load_prompts, prepare
+from ctpo_megatron.data import Group, PromptRules, load_prompts, prepare
 from ctpo_megatron.rollout import RolloutFleet, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def measure(config: Config) -> dict[str, float]:
     prepare(config.prepare)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
-    prompts = load_prompts(config.data.train, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)[:PROMPTS]
+    prompts = load_prompts(config.data.train, tokenizer, PromptRules(config.data.max_prompt_tokens))[:PROMPTS]
     figures: dict[str, float] = {}
     fleet = RolloutFleet(config, str(config.model.path), config.run.seed, "unused")  # one turn: no tool is called
     clock = time.perf_counter()

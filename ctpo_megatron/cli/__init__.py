@@ -12,6 +12,7 @@ from ctpo_megatron.cli.errors import report_error
 VERBS = {
     "train": "train from a configuration file",
     "eval": "evaluate a model on held-out prompts",
+    "data": "make prompt files from a collection of problems",
     "launch": "submit a job to a cluster",
     "report": "rebuild the report of a run",
     "doctor": "what is installed, what is missing",

@@ -85,14 +85,15 @@ def _check(config: Config, sources: Sources) -> None:
 def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome:
     from ctpo_megatron.environments.tokenizer import training_tokenizer
     from ctpo_megatron.evaluate import evaluate
-    from ctpo_megatron.sampling import check_tokenizer, read_prompts
+    from ctpo_megatron.prompts import held_out_prompts, usable
+    from ctpo_megatron.sampling import check_tokenizer
     from ctpo_megatron.tracking import Display
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO)
     tokenizer = training_tokenizer(config)
     check_tokenizer(config, len(tokenizer))
-    prompts = read_prompts(config, config.data.eval, tokenizer)
+    prompts = usable(held_out_prompts(config, tokenizer))
     try:
         with _ended_by_signals(), Display(config.tracking.live, 0, title=f"ctpo eval {config.model.path}") as display:
             display.note(f"evaluating {config.model.path}, writing to {output}")

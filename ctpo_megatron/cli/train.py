@@ -8,8 +8,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
@@ -17,6 +17,7 @@ from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import (
     GPU_GIB,
     Config,
+    ConfigError,
     GpuMemory,
     Job,
     Plan,
@@ -36,9 +37,12 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.ray_environment import ADDRESS
+from ctpo_megatron.run import DataCheck, check_data
 from ctpo_megatron.run.extensions import check_extensions
 
 _ASKED_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+_ROWS, _HEAD = 1000, 2000
+"""Rows of a data file that a dry run looks at, and characters of the prompt that it shows."""
 _OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=")
 
 
@@ -64,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --dry-run: plan with this config.json (configs/models/*.json) and without model and prompt files",
     )
+    parser.add_argument(
+        "--full", action="store_true", help=f"with --dry-run: check all rows of the data, not {_ROWS} of each file"
+    )
     parser.set_defaults(run=run)
 
 
@@ -75,17 +82,27 @@ def run(args: argparse.Namespace) -> int:
     job = Job(world_size(), node_ranks(), None if elsewhere else visible_gpus())
     gpu_gib = args.gpu_gib if args.dry_run else None
     shapes = _shapes(args)
-    warnings = validate(
-        config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib, shapes=shapes
-    )
-    check_extensions(config, sources)
-    if args.dry_run:
-        warnings += [place(problem, sources) for problem in check_prompts(config, _count_prompts(config))]
+    problems: list[Problem] = []
+    warnings: list[Problem] = []
+    with _collected(problems):
+        warnings = validate(
+            config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib, shapes=shapes
+        )
+    with _collected(problems):
+        check_extensions(config, sources)
+        if args.dry_run and is_rank_zero():
+            data = DataCheck(not_checked="--shapes") if shapes else check_data(config, None if args.full else _ROWS)
+            problems += [place(problem, sources) for problem in data.problems]
+    if problems:
+        raise ConfigError(problems)
+    if args.dry_run and is_rank_zero():
+        warnings += [place(problem, sources) for problem in check_prompts(config, data.train_rows)]
     if is_rank_zero():
         _print_warnings(warnings)
     if args.dry_run:
         if is_rank_zero():
             _print_plan(config, job, args.gpu_gib, shapes or spec_for(config))
+            _print_data(data, args.full)
         return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
@@ -100,15 +117,13 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _count_prompts(config: Config) -> int | None:
-    """Rows of data.train; None where not all files are there and can be read."""
-    files = [Path(file) for file in config.data.train]
-    if not all(file.is_file() for file in files):
-        return None
-    from ctpo_megatron.data import count_rows
-
-    counts = [count_rows(file) for file in files]
-    return sum(counts) if all(counts) else None
+@contextmanager
+def _collected(problems: list[Problem]) -> Iterator[None]:
+    """Take down what is wrong and go on: all mistakes are shown at once."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 def _resume_command(args: argparse.Namespace) -> str:
@@ -130,6 +145,16 @@ def _shapes(args: argparse.Namespace) -> ModelSpec | None:
     if not args.dry_run:
         raise UsageError("--shapes is for --dry-run: a run needs the model itself")
     return read_shapes(args.shapes)
+
+
+def _print_data(data: DataCheck, full: bool) -> None:
+    if data.not_checked:
+        print(f"\ndata and chat template: not checked ({data.not_checked})")
+        return
+    rows = "all rows" if full else f"the first {_ROWS:,} rows of each file; --full: all"
+    print_table(f"Data: {rows}", ("", "", ""), data.table)
+    head = data.first_prompt[:_HEAD]
+    print(f"\nThe first prompt, as the model sees it\n{head}{' ...' if len(data.first_prompt) > _HEAD else ''}")
 
 
 def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:

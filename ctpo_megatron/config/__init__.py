@@ -18,7 +18,7 @@ from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, head_chunk_rows,
 from ctpo_megatron.config.memory import parameters as model_parameters
 from ctpo_megatron.config.memory import peak as peak_memory
 from ctpo_megatron.config.memory import table as memory_table
-from ctpo_megatron.config.model_spec import family_for, load_family, read_shapes, read_spec, spec_for
+from ctpo_megatron.config.model_spec import family_for, load_family, read_shapes, read_spec, spec_for, will_be_prepared
 from ctpo_megatron.config.objective import PolicyObjective, advantage_from_config, objective_from_config
 from ctpo_megatron.config.objective_schema import AdvantageConfig, CorrectionConfig, ObjectiveConfig, RejectConfig
 from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_gpus
@@ -131,5 +131,6 @@ __all__ = [
     "tokenizer_problems",
     "validate",
     "validate_sampling",
+    "will_be_prepared",
     "world_size",
 ]

@@ -42,7 +42,9 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
         # Strict, and from JSON: "3", 3.0 and true are no integers, yet a list still makes a tuple.
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        problems += [_problem(d, sources) for d in error.errors() if not _explained(_dotted(d["loc"]), broken)]
+        details = [_of_key(detail) for detail in error.errors()]
+        told = {_dotted(d["loc"]): _problem(d, sources) for d in details if not _explained(_dotted(d["loc"]), broken)}
+        problems += told.values()
     if problems:
         raise ConfigError(problems)
     return config, sources
@@ -61,6 +63,14 @@ def _secrets(tree: Any, sources: Sources) -> Iterator[Problem]:
             yield Problem(
                 key, message, "give it in an environment variable", where=sources.where(tuple(key.split(".")))
             )
+
+
+def _of_key(detail: ErrorDetails) -> ErrorDetails:
+    """Without the names that pydantic puts behind the key, one for each type that it may have: the last one speaks."""
+    keys = tuple(part for part in detail["loc"] if part != "bool" and not str(part).startswith("literal["))
+    if keys == detail["loc"]:
+        return detail
+    return {**detail, "loc": keys, "ctx": {"expected": f"true, false, {detail.get('ctx', {}).get('expected', '')}"}}
 
 
 def _explained(key: str, broken: set[str]) -> bool:

@@ -65,11 +65,20 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompt files: parquet in the schema of docs/data.md (`data_source`, `prompt`, `reward_model`, ...)."""
+    """Prompt files in the schema of docs/data.md (`data_source`, `prompt`, `reward_model`, ...)."""
 
-    train: tuple[str, ...] = Field(min_length=1, description="training prompts, one or more parquet files")
+    train: tuple[str, ...] = Field(
+        min_length=1, description="training prompts: parquet or JSON lines, folders of `datasets`, or patterns"
+    )
     eval: tuple[str, ...] = Field(default=(), description="held-out prompts; empty: no evaluation")
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
+    overlong: Literal["refuse", "drop"] = Field(
+        default="refuse", description="training prompts longer than that: an error, or left out and counted"
+    )
+    unverifiable: Literal["refuse", "drop"] = Field(
+        default="refuse",
+        description="training prompts whose ground truth math_verify cannot match with any answer: the same",
+    )
     shuffle: bool = Field(default=True, description="new order of the training prompts every epoch (seeded)")
     tool_in_prompt: bool | None = Field(
         default=None,
@@ -109,9 +118,9 @@ class OptimizerConfig(Section):
 
 
 class SftConfig(Section):
-    """Stage (b): supervised stage on conversations (parquet column `messages`), through the same policy step."""
+    """Stage (b): supervised stage on conversations (column `messages`), through the same policy step."""
 
-    data: tuple[str, ...] = Field(min_length=1, description="parquet files with a column `messages`")
+    data: tuple[str, ...] = Field(min_length=1, description="files with a column `messages` (docs/data.md)")
     steps: PositiveInt = Field(description="optimizer steps")
     conversations_per_step: PositiveInt = Field(
         default=32, description="conversations per optimizer step, over all ranks"

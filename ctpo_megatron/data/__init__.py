@@ -13,48 +13,59 @@ from ctpo_megatron.data.records import Group, Prompt, RolloutBatch, ToolCall, Tr
 if TYPE_CHECKING:
     from ctpo_megatron.data.conversations import batches, load_conversations
     from ctpo_megatron.data.packing import PackedBatch, PackingRules, micro_batch_count, pack, split_evenly
-    from ctpo_megatron.data.prompts import PromptSampler, load_prompts
+    from ctpo_megatron.data.problems import DataError
+    from ctpo_megatron.data.prompt_set import Cell, PromptRules, PromptSet
+    from ctpo_megatron.data.prompts import load_prompts, read_prompts
+    from ctpo_megatron.data.sampler import PromptSampler
     from ctpo_megatron.data.sequences import TokenArrays, TokenSequence, token_sequences
-    from ctpo_megatron.data.tables import DataError, count_rows
+    from ctpo_megatron.data.tables import count_all_rows
     from ctpo_megatron.data.toolmath import prepare
 
 _MODULES = {
-    "DataError": "tables",
+    "Cell": "prompt_set",
+    "DataError": "problems",
     "PackedBatch": "packing",
     "PackingRules": "packing",
-    "PromptSampler": "prompts",
+    "PromptRules": "prompt_set",
+    "PromptSampler": "sampler",
+    "PromptSet": "prompt_set",
     "TokenArrays": "sequences",
     "TokenSequence": "sequences",
     "batches": "conversations",
-    "count_rows": "tables",
+    "count_all_rows": "tables",
     "load_conversations": "conversations",
     "load_prompts": "prompts",
     "micro_batch_count": "packing",
     "pack": "packing",
     "prepare": "toolmath",
+    "read_prompts": "prompts",
     "split_evenly": "packing",
     "token_sequences": "sequences",
 }
 
 __all__ = [
+    "Cell",
     "DataError",
     "Group",
     "PackedBatch",
     "PackingRules",
     "Prompt",
+    "PromptRules",
     "PromptSampler",
+    "PromptSet",
     "RolloutBatch",
     "TokenArrays",
     "TokenSequence",
     "ToolCall",
     "Trajectory",
     "batches",
-    "count_rows",
+    "count_all_rows",
     "load_conversations",
     "load_prompts",
     "micro_batch_count",
     "pack",
     "prepare",
+    "read_prompts",
     "split_evenly",
     "token_sequences",
 ]

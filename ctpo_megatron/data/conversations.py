@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.config import SystemPrompt
+from ctpo_megatron.data.messages import (
+    Message,
+    check_messages,
+    check_tools,
+    dropped_calls,
+    plain_messages,
+    plain_tools,
+)
+from ctpo_megatron.data.problems import DataError, Problems
 from ctpo_megatron.data.records import Trajectory
-from ctpo_megatron.data.tables import DataError, Problems, check_messages, find_files, plain_messages, read_rows
+from ctpo_megatron.data.tables import find_files, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +32,15 @@ Segment = tuple[str, bool]
 """A stretch of the rendered text, and whether the assistant says it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """One row: where it stands, what is said, and the tools that the template is offered."""
+
+    place: Place
+    messages: tuple[Message, ...]
+    tools: list[dict[str, Any]] | None
+
+
 def load_conversations(
     files: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
@@ -28,39 +48,43 @@ def load_conversations(
     tool_schemas: Sequence[Mapping[str, Any]] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
     system_prompt: SystemPrompt = SystemPrompt(),  # noqa: B008 - it is immutable
+    limit: int | None = None,
 ) -> list[Trajectory]:
-    """Read parquet files (column `messages`) and tokenize every conversation the way a rollout would produce it.
+    """Read files (column `messages`, and `tools` if any) and tokenize every conversation as a rollout would produce it.
 
     The text is cut where the assistant starts and after its end-of-turn token, and each piece is encoded alone.
     Assistant pieces have response_mask = loss_mask = 1, log-probability 0.0 and weight version 0; the rest is context.
+    tool_schemas: for rows without tools of their own. limit: read so many rows of each file.
     Raises DataError for bad rows, all at once, and for a template that does not render the start of a
-    conversation as the start of its text.
+    conversation as the start of its text, or does not show the calls in `tool_calls`.
     """
     problems = Problems()
-    places: list[Place] = []
-    conversations: list[tuple[dict[str, str], ...]] = []
+    offered = [dict(schema) for schema in tool_schemas] or None
+    conversations: list[_Conversation] = []
     for file in find_files(files, problems):
-        for row, cells in read_rows(file, ("messages",), (), problems):
-            reason = check_messages(cells["messages"])
-            if reason is None and cells["messages"][-1]["role"] != "assistant":
+        for row, cells in read_rows(file, ("messages",), ("tools",), problems, limit):
+            messages, tools = cells["messages"], cells.get("tools")
+            reason = check_messages(messages)
+            if reason is None and messages[-1]["role"] != "assistant":
                 reason = "must end with an assistant message"
-            messages: tuple[dict[str, str], ...] = ()
+            said: tuple[Message, ...] = ()
             if reason is None:
                 try:
-                    messages = system_prompt.before(plain_messages(cells["messages"]))
+                    said = system_prompt.before(plain_messages(messages))
                 except ValueError as error:
                     reason = str(error)
             if reason:
-                problems.row(file, row, "messages", cells["messages"], reason)
-                continue
-            places.append((file, row))
-            conversations.append(messages)
+                problems.row(file, row, "messages", messages, reason)
+            elif tools and (reason := check_tools(tools)):
+                problems.row(file, row, "tools", tools, reason)
+            else:
+                own = plain_tools(tools) if tools else offered
+                conversations.append(_Conversation((file, row), said, own))
     problems.raise_if_any()
     if not conversations:
         raise DataError(f"no conversations in {', '.join(files)}")
-    kwargs = {"tools": [dict(schema) for schema in tool_schemas] or None, **(chat_template_kwargs or {})}
-    cut = _segments(conversations, places, tokenizer, kwargs)
-    return _encode(cut, places, tokenizer)
+    cut = _segments(conversations, tokenizer, chat_template_kwargs or {})
+    return _encode(cut, [conversation.place for conversation in conversations], tokenizer)
 
 
 def batches(conversations: Sequence[Trajectory], per_step: int, seed: int) -> Iterator[list[Trajectory]]:
@@ -92,37 +116,57 @@ def _endless_batches(conversations: Sequence[Trajectory], per_step: int, rng: Ra
 
 
 def _segments(
-    conversations: Sequence[Sequence[dict[str, str]]],
-    places: Sequence[Place],
-    tokenizer: PreTrainedTokenizerBase,
-    kwargs: Mapping[str, Any],
+    conversations: Sequence[_Conversation], tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]
 ) -> list[list[Segment]]:
     """Each conversation's text, cut where the assistant starts and after it ends its turn."""
     turns = [
         (index, at)
-        for index, messages in enumerate(conversations)
-        for at, message in enumerate(messages)
+        for index, conversation in enumerate(conversations)
+        for at, message in enumerate(conversation.messages)
         if message["role"] == "assistant"
     ]
-    # One call for all prefixes: the template is looked up and compiled once.
-    before = [list(conversations[index][:at]) for index, at in turns]
-    after = [list(conversations[index][: at + 1]) for index, at in turns]
-    asked = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True, **kwargs)
-    said = tokenizer.apply_chat_template(after, tokenize=False, add_generation_prompt=False, **kwargs)
+    asked = _rendered(conversations, turns, tokenizer, {"add_generation_prompt": True, **kwargs})
+    after = [(index, at + 1) for index, at in turns]
+    said = _rendered(conversations, after, tokenizer, {"add_generation_prompt": False, **kwargs})
     end_of_turn = str(tokenizer.eos_token)
     cut: list[list[Segment]] = [[] for _ in conversations]
     done = [0] * len(conversations)
     text = [""] * len(conversations)
     for (index, at), prefix, whole in zip(turns, asked, said, strict=True):
+        place, message = conversations[index].place, conversations[index].messages[at]
         if not (prefix.startswith(text[index]) and whole.startswith(prefix)):
-            raise _not_a_prefix(places[index], at)
+            raise _not_a_prefix(place, at)
         end = whole.rfind(end_of_turn, len(prefix))
         if end < 0:
-            raise DataError(f"{_named(places[index])}: the chat template does not end message {at} with {end_of_turn}")
+            raise DataError(f"{_named(place)}: the chat template does not end message {at} with {end_of_turn}")
+        if names := dropped_calls([message], whole[len(prefix) :]):
+            shown = f"the calls of message {at} in `tool_calls`: {', '.join(names)}"
+            raise DataError(f"{_named(place)}: the chat template does not show {shown}")
         end += len(end_of_turn)
         cut[index] += [(prefix[done[index] :], False), (whole[len(prefix) : end], True)]
         done[index], text[index] = end, whole
     return cut
+
+
+def _rendered(
+    conversations: Sequence[_Conversation],
+    beginnings: Sequence[tuple[int, int]],
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: Mapping[str, Any],
+) -> list[str]:
+    """The text of the first `count` messages of a conversation, for each (conversation, count)."""
+    together: dict[str, list[int]] = {}
+    for place, (index, _) in enumerate(beginnings):
+        together.setdefault(json.dumps(conversations[index].tools), []).append(place)
+    texts = [""] * len(beginnings)
+    # One call for all that have the same tools: the template is looked up and compiled once.
+    for places in together.values():
+        messages = [list(conversations[index].messages[:count]) for index, count in (beginnings[p] for p in places)]
+        tools = conversations[beginnings[places[0]][0]].tools
+        rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+        for place, text in zip(places, rendered, strict=True):
+            texts[place] = text
+    return texts
 
 
 def _not_a_prefix(place: Place, message: int) -> DataError:

@@ -1,118 +1,181 @@
-"""Finds and reads parquet files, and reports everything wrong with them at once."""
+"""Finds data files and reads their rows: parquet, JSON lines, and folders of the Hugging Face library `datasets`."""
 
 from __future__ import annotations
 
 import difflib
 import glob
-from collections.abc import Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ROLES = ("system", "user", "assistant", "tool")
-_SHOWN = 20
+from ctpo_megatron.data.problems import Problems
+
+_BATCH = 1000
+_JSON = (".jsonl", ".ndjson", ".json")
+_DATA = (".parquet", *_JSON, ".arrow")
+_OTHERS = {".csv": "read_csv(FILE)", ".tsv": "read_csv(FILE, sep='\\t')", ".xlsx": "read_excel(FILE)"}
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
-class DataError(ValueError):
-    """A data file is missing or does not follow the schema of docs/data.md; the message lists every cause."""
+class _Unreadable(Exception):
+    """A file is not what its name says."""
 
 
-class Problems:
-    """Collects what is wrong, so that one run reports all of it."""
+@dataclass(frozen=True)
+class Table:
+    """An opened file: its columns, how many rows it has, and the rows with the named columns."""
 
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def row(self, file: Path, row: int, column: str, value: object, reason: str) -> None:
-        """A bad cell; rows count from 0."""
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        self._lines.append(f"{file} row {row} column {column!r}: {reason} (value: {shown})")
-
-    def general(self, line: str) -> None:
-        """A problem of a whole file."""
-        self._lines.append(line)
-
-    def raise_if_any(self) -> None:
-        """Raise DataError with the first problems and their total number."""
-        if not self._lines:
-            return
-        total = len(self._lines)
-        more = f"\n  ... and {total - _SHOWN} more" if total > _SHOWN else ""
-        lines = "".join(f"\n  {line}" for line in self._lines[:_SHOWN])
-        raise DataError(f"{total} problem{'s' * (total > 1)} in the data files:{lines}{more}")
+    columns: list[str]
+    count: int
+    rows: Callable[[Sequence[str]], Iterator[Any]]
 
 
 def find_files(patterns: Sequence[str], problems: Problems) -> list[Path]:
-    """Files for paths and glob patterns, in the order given (matches of a pattern sorted, `**` allowed)."""
+    """Files for paths, folders and glob patterns, in the order given (matches of a pattern sorted, `**` allowed)."""
     files: list[Path] = []
     for pattern in patterns:
         is_pattern = glob.has_magic(pattern) and not Path(pattern).exists()
-        found = sorted(glob.glob(pattern, recursive=True)) if is_pattern else [pattern]
-        files += [path for path in map(Path, found) if path.is_file()]
-        if not any(Path(path).is_file() for path in found):
+        found = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))] if is_pattern else [Path(pattern)]
+        if not any(path.exists() for path in found):
             what = "no file matches" if is_pattern else "no such file:"
             problems.general(f"{what} {pattern}; {_nearby(Path(pattern))}")
+        for path in found:
+            files += _files_of(path, problems) if path.is_dir() and not is_pattern else [path] if path.is_file() else []
+    for file in sorted({file for file in files if files.count(file) > 1}):
+        problems.general(f"{file}: given twice")
     return files
 
 
 def read_rows(
-    file: Path, required: Sequence[str], optional: Sequence[str], problems: Problems
+    file: Path, required: Sequence[str], optional: Sequence[str], problems: Problems, limit: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row number, cells of the named columns that exist) of every row; nothing when a required column is missing."""
+    """(row number, cells of the named columns that exist) of the first `limit` rows, or of all.
+
+    Nothing when a required column is missing. A row is a line in a file of JSON lines.
+    """
     try:
-        names = pq.read_schema(file).names
-        missing = [column for column in required if column not in names]
-        for column in missing:
-            near = difflib.get_close_matches(column, names, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            problems.general(f"{file}: no column {column!r}; the columns are {', '.join(names)}{hint}")
-        if missing:
+        table = open_table(file)
+        if not table.count or _lacks(file, table.columns, required, problems):
             return
-        table = pq.read_table(file, columns=[c for c in (*required, *optional) if c in names])
-    except (pa.ArrowException, OSError) as error:
-        problems.general(f"{file}: not a readable parquet file ({error})")
-        return
-    yield from enumerate(table.to_pylist())
+        wanted = [column for column in (*required, *optional) if column in table.columns]
+        for row, cells in enumerate(islice(table.rows(wanted), limit)):
+            if isinstance(cells, dict):
+                yield row, dict.fromkeys(required) | cells
+            elif cells is not None:
+                problems.general(f"{file} row {row}: expected a JSON object, not {type(cells).__name__}")
+    except (_Unreadable, pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        kind = "JSON" if file.suffix in _JSON else "Arrow" if file.suffix == ".arrow" else "parquet"
+        problems.general(f"{file}: not a readable {kind} file ({error})")
 
 
 def count_rows(file: Path) -> int:
     """Rows of a file; 0 for one that cannot be read, which `read_rows` reports."""
     try:
-        return int(pq.read_metadata(file).num_rows)
-    except (pa.ArrowException, OSError):
+        return open_table(file).count
+    except (_Unreadable, pa.ArrowException, OSError, UnicodeDecodeError):
         return 0
 
 
-def check_messages(value: object) -> str | None:
-    """The reason why `value` is not a list of messages with a role and a text, or None when it is one."""
-    if not isinstance(value, list) or not value:
-        return "expected a non-empty list of {role, content}"
-    for index, message in enumerate(value):
-        if not isinstance(message, dict):
-            return f"message {index} is not a {{role, content}} record"
-        if message.get("role") not in ROLES:
-            return f"message {index} has role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
-        if not isinstance(message.get("content"), str):
-            return f"message {index} has no text in 'content'"
-        extra = sorted(key for key, cell in message.items() if key not in ("role", "content") and cell is not None)
-        if extra:
-            return f"message {index} has fields that are not supported: {', '.join(extra)}"
-    return None
+def count_all_rows(patterns: Sequence[str]) -> int | None:
+    """Rows of all files that paths, folders and patterns name; None when any of them cannot be read."""
+    problems = Problems()
+    counts = [count_rows(file) for file in find_files(patterns, problems)]
+    return sum(counts) if all(counts) and not problems.lines else None
 
 
-def plain_messages(value: list[dict[str, Any]]) -> tuple[dict[str, str], ...]:
-    """Checked messages without the null fields that a parquet struct may carry."""
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+def open_table(file: Path) -> Table:
+    """The table in a file, by its suffix; any other suffix is taken for parquet. Raises what its reader raises."""
+    if file.suffix in _JSON:
+        return _open_json(file)
+    if file.suffix in _OTHERS:
+        how = f"pandas.{_OTHERS[file.suffix]}.to_json(OUT, orient='records', lines=True)"
+        raise _Unreadable(f"{file.suffix} is not read; make it JSON lines: {how}")
+    if file.suffix == ".arrow":
+        table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
+        return Table(table.column_names, table.num_rows, lambda names: _batches(table.select(names).to_batches(_BATCH)))
+    if not file.stat().st_size:
+        raise _Unreadable("it is empty: 0 bytes")
+    parquet = pq.ParquetFile(file)
+    return Table(
+        parquet.schema_arrow.names,
+        parquet.metadata.num_rows,
+        lambda names: _batches(parquet.iter_batches(_BATCH, columns=list(names))),
+    )
+
+
+def _batches(batches: Any) -> Iterator[Any]:
+    for batch in batches:
+        yield from batch.to_pylist()
+
+
+def _open_json(file: Path) -> Table:
+    """One object a line, or one list of objects; an empty line is None."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        if text.lstrip().startswith("["):
+            rows = json.loads(text)
+        else:
+            rows = [json.loads(line) if line.strip() else None for line in text.splitlines()]
+    except json.JSONDecodeError as error:
+        line = text.splitlines().index(error.doc) + 1 if error.doc != text else error.lineno
+        raise _Unreadable(f"line {line}: {error.msg} at character {error.colno}") from error
+    columns = list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))
+    count = sum(row is not None for row in rows)
+
+    def read(names: Sequence[str]) -> Iterator[Any]:
+        for row in rows:
+            yield {name: row.get(name) for name in names} if isinstance(row, dict) else row
+
+    return Table(columns, count, read)
+
+
+def _lacks(file: Path, columns: Sequence[str], required: Sequence[str], problems: Problems) -> bool:
+    missing = [column for column in required if column not in columns]
+    for column in missing:
+        near = difflib.get_close_matches(column, columns, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        if {"question", "answer"} <= set(columns) or {"problem", "answer"} <= set(columns):
+            hint = "; make the columns with `ctpo data prepare` (docs/data.md)"
+        problems.general(f"{file}: no column {column!r}; the columns are {', '.join(columns)}{hint}")
+    return bool(missing)
+
+
+def _files_of(folder: Path, problems: Problems) -> list[Path]:
+    """The data files of a folder: as `save_to_disk` wrote it, or parquet files of one split."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(str(folder / entry.name) for entry in sorted(folder.iterdir()) if entry.is_dir())
+        problems.general(f"{folder}: holds several splits; name one: {splits}")
+        return []
+    if (folder / "state.json").is_file():
+        try:
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            return [folder / each["filename"] for each in state["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            problems.general(f"{folder}: state.json does not name its data files ({type(error).__name__}: {error})")
+            return []
+    files = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*.jsonl"))
+    stems = sorted({_SHARD.sub("", file.stem) for file in files if _SHARD.search(file.stem)})
+    if len(stems) > 1:
+        names = ", ".join(str(folder / f"{stem}-*{files[0].suffix}") for stem in stems)
+        problems.general(f"{folder}: holds several splits; name one: {names}")
+        return []
+    if not files:
+        problems.general(f"{folder}: a folder without data files; {_nearby(folder / 'x')}")
+    return files
 
 
 def _nearby(path: Path) -> str:
-    """What exists close to a path that does not: the nearest folder above and the parquet files in it."""
+    """What exists close to a path that does not: the nearest folder above and the data files in it."""
     folder = path.parent
     while glob.has_magic(str(folder)) or not folder.is_dir():
         folder = folder.parent
-    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".parquet" or entry.is_dir())
+    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _DATA or entry.is_dir())
     ranked = difflib.get_close_matches(path.name, names, n=5, cutoff=0.3) or names[:5]
     return f"{folder} holds {', '.join(ranked)}" if ranked else f"{folder} holds no parquet file"

@@ -1,6 +1,7 @@
 """Rewards: trajectories are scored in their own processes, with hard deadlines and nothing swallowed."""
 
 from ctpo_megatron.rewards.answers import canonical
+from ctpo_megatron.rewards.ground_truth import ground_truth_problem, unverifiable
 from ctpo_megatron.rewards.math import last_boxed, score_math
 from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
 from ctpo_megatron.rewards.pool import PendingScores, RewardPool, ScoreReport
@@ -19,9 +20,11 @@ __all__ = [
     "RewardPool",
     "ScoreReport",
     "canonical",
+    "ground_truth_problem",
     "last_boxed",
     "reference_answer",
     "reward_problem",
     "score_math",
     "score_reference",
+    "unverifiable",
 ]

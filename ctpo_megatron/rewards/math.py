@@ -40,13 +40,14 @@ def score_math(final_text: str, answer: str) -> float:
     box = last_boxed(final_text)
     if box is None or not box.strip():
         return 0.0
-    gold = _parse(answer, raise_on_error=True)
+    gold = parse_expression(answer)
     if not gold:
         raise ValueError(f"math-verify cannot read the ground truth {answer!r}")
-    return float(verify(gold, _parse(box, raise_on_error=False), timeout_seconds=None, raise_on_error=True))
+    return float(verify(gold, parse_expression(box, raise_on_error=False), timeout_seconds=None, raise_on_error=True))
 
 
-def _parse(expression: str, *, raise_on_error: bool) -> list[object]:
+def parse_expression(expression: str, *, raise_on_error: bool = True) -> list[object]:
+    """What math-verify reads: an expression and its text, the text alone, or nothing."""
     from math_verify import LatexExtractionConfig, parse
 
     found: list[object] = parse(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import re
 import statistics
 from collections import defaultdict
@@ -12,17 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.extensions import ExtensionError
 from ctpo_megatron.rewards import worker
+from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import RESERVED, Reward
 from ctpo_megatron.rewards.worker import Failure, Outcome, Pair, Routes
-from ctpo_megatron.signals import children_spared
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
@@ -105,13 +103,7 @@ class RewardPool:
         self._config = config
         named: list[tuple[str | None, Extension]] = [(None, config.function), *config.by_source.items()]
         routes: Routes = {source: (extension.name, extension.arguments) for source, extension in named}
-        context = multiprocessing.get_context("forkserver")
-        # Imported once by the fork server, so that replacing a killed worker costs milliseconds.
-        ours = ["math_verify"] if any(name == "math_verify" for name, _ in routes.values()) else []
-        context.set_forkserver_preload(["__main__", *ours, __name__, "ctpo_megatron.data.records"])
-        with children_spared():
-            forkserver.ensure_running()
-        CONSTS.term_timeout = 0.0  # how long pebble waits for SIGTERM to act before it kills
+        context = fork_server(math=any(name == "math_verify" for name, _ in routes.values()))
         self._pool = ProcessPool(
             max_workers=config.workers,
             initializer=worker.start,

@@ -12,11 +12,12 @@ from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.policy import capabilities
+from ctpo_megatron.prompts import held_out_prompts, training_prompts, usable
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
 from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.scoring import Scoring
-from ctpo_megatron.sampling import check_tokenizer, open_engines, read_prompts
+from ctpo_megatron.sampling import check_tokenizer, open_engines
 from ctpo_megatron.tracking import read_trajectories, trajectory_files, trajectory_of
 
 
@@ -42,10 +43,11 @@ def start_services(
     """
     tokenizer = training_tokenizer(config)
     check_tokenizer(config, len(tokenizer))
-    prompts = PromptSampler(read_prompts(config, config.data.train, tokenizer), config.run.seed, config.data.shuffle)
+    train = usable(training_prompts(config, tokenizer), directory)
     # A recording has no answers of these weights to the held-out prompts.
-    evaluated = config.data.eval if config.rollout.replay is None else ()
-    held_out = read_prompts(config, evaluated, tokenizer) if evaluated else []
+    replayed = config.rollout.replay is not None
+    held_out = [] if replayed or not config.data.eval else usable(held_out_prompts(config, tokenizer))
+    prompts = PromptSampler(train, config.run.seed, config.data.shuffle)
     with ExitStack() as stack:
         engines = _engines(config, directory, stack, report.progress.advance)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))

@@ -174,7 +174,7 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["export.directory=checkpoints"], "is what the run writes something else to"),
         (["run.name=task"], "in runs/task would be replaced, but holds model.path (runs/task/model); choose"),
         (["prepare.directory=runs/first/model/x"], ", prepare.directory (runs/first/model/x)"),
-        (["data.train=[none.parquet]"], 'data.train = "none.parquet": no such file; give the path of a parquet file'),
+        (["data.train=[none.parquet]"], 'data.train = "none.parquet": no such file; give the path of a data file'),
         (["data.eval=[runs/task/x.parquet]"], "no such file; `prepare` writes train.parquet, heldout.parquet"),
     ],
 )

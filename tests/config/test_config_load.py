@@ -167,7 +167,7 @@ def test_unreadable_override_does_not_hide_the_others(refusal: Refusal) -> None:
         ("data.train=[]", "data.train = []: wrong number of items; give at least 1"),
         ("eval=null", "eval = null: a section must be a mapping"),
         ("policy=3", "policy = 3: a section must be a mapping"),
-        ("sft.steps=3", "sft.data: required, but not given; add it: parquet files with a column `messages`"),
+        ("sft.steps=3", "sft.data: required, but not given; add it: files with a column `messages`"),
         ("run.root=${run.rot}", "Interpolation key 'run.rot' not found; did you mean run.root?"),
         ("run.root=${oc.env:CTPO_NO_SUCH_VARIABLE}", "Environment variable 'CTPO_NO_SUCH_VARIABLE' not found"),
         ("run.root=${run.root}", "Recursive interpolation detected"),

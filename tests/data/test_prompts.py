@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data import DataError, PromptSampler, load_prompts
+from ctpo_megatron.data import DataError, PromptRules, PromptSampler, load_prompts
 from ctpo_megatron.data.records import Prompt
 
 
@@ -32,12 +32,12 @@ def write(path, rows: list[dict[str, Any]]) -> str:
 
 def errors(files, tokenizer, limit: int = 64) -> str:
     with pytest.raises(DataError) as caught:
-        load_prompts([str(file) for file in files], tokenizer, max_prompt_tokens=limit)
+        load_prompts([str(file) for file in files], tokenizer, PromptRules(limit))
     return str(caught.value)
 
 
 def test_prompts_are_rendered_up_to_the_answer(toolmath, tokenizer):
-    prompts = load_prompts([str(toolmath / "train.parquet")], tokenizer, max_prompt_tokens=64)
+    prompts = load_prompts([str(toolmath / "train.parquet")], tokenizer, PromptRules(64))
     assert len(prompts) == 70
     first = prompts[0]
     assert (first.id, first.data_source) == ("toolmath/train/0", "toolmath")
@@ -49,7 +49,7 @@ def test_prompts_are_rendered_up_to_the_answer(toolmath, tokenizer):
 def test_globs_fallback_ids_and_numeric_answers(tmp_path, tokenizer):
     write(tmp_path / "b.parquet", [row(), row(reward_model={"ground_truth": 7, "style": "rule"})][1:])
     write(tmp_path / "a.parquet", [row(), row("Another?")])
-    prompts = load_prompts([str(tmp_path / "*.parquet")], tokenizer, max_prompt_tokens=64)
+    prompts = load_prompts([str(tmp_path / "*.parquet")], tokenizer, PromptRules(64))
     assert [prompt.id for prompt in prompts] == ["a/0", "a/1", "b/0"]
     assert prompts[2].answer == "7"
     assert prompts[0].messages == ({"role": "user", "content": "What is 1+1?"},)
@@ -60,7 +60,7 @@ def test_tool_schema_reaches_the_template(tmp_path, tokenizer):
     schema = {"type": "function", "function": {"name": "code_interpreter"}}
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
-    (prompt,) = load_prompts([file], other, max_prompt_tokens=400, tool_schemas=[schema])
+    (prompt,) = load_prompts([file], other, PromptRules(400, tool_schemas=[schema]))
     assert "code_interpreter" in tokenizer.decode(list(prompt.token_ids))
 
 

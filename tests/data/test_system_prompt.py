@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config import Config, SystemPrompt
-from ctpo_megatron.data import DataError, load_conversations, load_prompts
+from ctpo_megatron.data import DataError, PromptRules, load_conversations, load_prompts
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.parsers.fenced import SYSTEM_PROMPT
 from tests.data.test_conversations import TALK
@@ -36,7 +36,7 @@ def test_a_chosen_prompt_and_another_of_the_data_are_ambiguous(tmp_path: Path, t
     files = [write(tmp_path / "a.parquet", [row(), row(prompt=[OWN, USER])])]
     prompt = SystemPrompt("Box it.", chosen=True)
     with pytest.raises(DataError, match=r"row 1 column 'prompt': .*data\.system_prompt is set: which") as caught:
-        load_prompts(files, tokenizer, max_prompt_tokens=99, system_prompt=prompt)
+        load_prompts(files, tokenizer, PromptRules(99, system_prompt=prompt))
     assert 'set data.system_prompt: "" to keep those of the data' in str(caught.value)
     files = [write_conversations(tmp_path / "b.parquet", [[OWN, *TALK]])]
     with pytest.raises(DataError, match=r"row 0 column 'messages': .*which of them counts"):
@@ -45,9 +45,8 @@ def test_a_chosen_prompt_and_another_of_the_data_are_ambiguous(tmp_path: Path, t
 
 def test_it_is_what_the_model_sees(tmp_path: Path, tokenizer: Any) -> None:
     prompt = SystemPrompt("Box it.", chosen=True)
-    (read,) = load_prompts(
-        [write(tmp_path / "a.parquet", [row()])], tokenizer, max_prompt_tokens=99, system_prompt=prompt
-    )
+    rules = PromptRules(99, system_prompt=prompt)
+    (read,) = load_prompts([write(tmp_path / "a.parquet", [row()])], tokenizer, rules)
     begin = "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\n"
     assert tokenizer.decode(list(read.token_ids)).startswith(begin)
     assert read.messages[0] == {"role": "system", "content": "Box it."}

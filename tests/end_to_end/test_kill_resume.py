@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config, load_config
-from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory, load_prompts, prepare
+from ctpo_megatron.data import Group, Prompt, PromptRules, PromptSampler, Trajectory, load_prompts, prepare
 from ctpo_megatron.rollout.uniform import UniformGroups
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
@@ -56,7 +56,7 @@ def record(config: Config, chance: float = 0.5) -> None:
     rng = random.Random(0)
     directory = open_run_directory(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    prompts = load_prompts(config.data.train, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+    prompts = load_prompts(config.data.train, tokenizer, PromptRules(config.data.max_prompt_tokens))
     sampler = PromptSampler(prompts, config.run.seed, config.data.shuffle)
 
     def answer(prompt: Prompt, sample: int) -> Trajectory:

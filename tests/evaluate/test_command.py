@@ -25,8 +25,8 @@ from ctpo_megatron.config import Config
 from ctpo_megatron.data import Prompt, Trajectory, prepare
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.evaluate import Outcome, answering, evaluate, find_target, read_config
+from ctpo_megatron.prompts import held_out_prompts
 from ctpo_megatron.rollout import Quarantined
-from ctpo_megatron.sampling import read_prompts
 from ctpo_megatron.tracking import Display
 from tests.data.toolmath_small import small_config
 from tests.end_to_end.small_run import ROOT, Ctpo
@@ -122,7 +122,7 @@ def run(task: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
         data = f'data.eval=["{task}/heldout.parquet"]'
         config, _ = read_config(find_target(task / "model", None), [*SETTINGS, data, *overrides], 0)
         with Display("plain", 0, Console(file=io.StringIO())) as display:
-            prompts = read_prompts(config, config.data.eval, engines.tokenizer)
+            prompts = held_out_prompts(config, engines.tokenizer).prompts
             return evaluate(config, prompts, engines.tokenizer, output, reference=reference, display=display)
 
     return evaluated

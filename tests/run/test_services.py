@@ -23,7 +23,11 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(tmp_path: Path, su
     config = Qwen3Config(vocab_size=rows, hidden_size=8, num_hidden_layers=1, **heads)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
-    ours = make_config(tmp_path, model={"path": str(tmp_path)}, data={"train": [str(tmp_path / "none.parquet")]})
+    ours = make_config(
+        tmp_path,
+        model={"path": str(tmp_path)},
+        data={"train": [str(tmp_path / "none.parquet")], "tool_in_prompt": False},
+    )
     message = f"has {rows + 1} tokens, but the model's vocabulary {rows} "
     # Without a surplus it goes on to the prompts, which are not there.
     error, message = (ConfigError, message) if surplus else (DataError, "none.parquet")

@@ -7,6 +7,7 @@ docs/parallelism.md says what each of them would do.
 
 from __future__ import annotations
 
+import glob
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -112,7 +113,8 @@ def place(problem: Problem, sources: Sources | None) -> Problem:
     if problem.where or sources is None or not problem.key:
         return problem
     keys = tuple(problem.key.split("."))
-    return replace(problem, where=sources.where(keys) if sources.has(keys) else "default")
+    whole = tuple(key for key in keys if not key.isdigit())  # a list on the command line has no places of its items
+    return replace(problem, where=sources.where(keys) if sources.has(keys) or sources.has(whole) else "default")
 
 
 def _run(config: Config) -> Iterator[Problem]:
@@ -196,11 +198,13 @@ def _files(config: Config) -> Iterator[Problem]:
         wanted.append(("sft.data", config.sft.data))
     for key, files in wanted:
         for file in files:
-            if not will_be_prepared(config, Path(file)) and not Path(file).is_file():
+            if not will_be_prepared(config, Path(file)) and not Path(file).exists() and not glob.has_magic(file):
                 yield Problem(key, "no such file", _file_hint(config, Path(file)), file)
 
 
 def _file_hint(config: Config, file: Path) -> str:
     if config.prepare and file.absolute().is_relative_to(Path(config.prepare.directory).absolute()):
         return f"`prepare` writes {', '.join(PREPARED[1:])} there"
-    return "give the path of a parquet file (docs/data.md)"
+    if str(file).count("/") == 1 and not file.parent.exists():
+        return f"a data set of the Hub first: hf download {file} --repo-type dataset --local-dir DIRECTORY"
+    return "give the path of a data file, or of a folder of them (docs/data.md)"

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ctpo_megatron.config import PrepareConfig
-from ctpo_megatron.data.tables import DataError
+from ctpo_megatron.data.problems import DataError
 from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, Message, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, Problem, draw_problem
 from ctpo_megatron.data.toolmath.model import build_model, write_model

@@ -1,0 +1,19 @@
+"""A raw collection of problems becomes prompt files: cleaned, de-duplicated and checked against evaluation files."""
+
+from ctpo_megatron.data.refine.pipeline import Refined, Settings, refine
+from ctpo_megatron.data.refine.problems import COLUMNS, RawProblem, read_held_out, read_problems, write_prompts
+from ctpo_megatron.data.refine.report import Dropped, report_json, report_rows
+
+__all__ = [
+    "COLUMNS",
+    "Dropped",
+    "RawProblem",
+    "Refined",
+    "Settings",
+    "read_held_out",
+    "read_problems",
+    "refine",
+    "report_json",
+    "report_rows",
+    "write_prompts",
+]

@@ -1,0 +1,94 @@
+"""From raw problems to those worth training on, in a fixed order; every problem that goes has one reason."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ctpo_megatron.data.refine.problems import RawProblem
+from ctpo_megatron.data.refine.report import Dropped, Reason
+from ctpo_megatron.data.refine.words import near_duplicates, overlaps, words_of
+
+Found = Mapping[int, str]
+"""Index of a problem -> what is the matter with it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """near: overlap from which on two problems are near duplicates (above 1: never).
+
+    ngram: successive words shared with an evaluation file that make a problem contaminated; common: but not if more
+    than so many problems have them. max_tokens: longest prompt; None: any.
+    """
+
+    near: float = 0.8
+    ngram: int = 13
+    common: int = 10
+    max_tokens: int | None = None
+
+
+@dataclass
+class Refined:
+    """The problems that remain, those that went, and the phrases that were too common to be a copy."""
+
+    kept: list[RawProblem]
+    dropped: list[Dropped] = field(default_factory=list)
+    common_phrases: list[str] = field(default_factory=list)
+
+    def drop(self, reason: Reason, found: Found) -> None:
+        """Take out problems by their index."""
+        for index, detail in sorted(found.items()):
+            problem = self.kept[index]
+            self.dropped.append(Dropped(problem.file, problem.row, problem.id, reason, detail))
+        self.kept = [problem for index, problem in enumerate(self.kept) if index not in found]
+
+
+def refine(
+    problems: Sequence[RawProblem],
+    settings: Settings,
+    *,
+    held_out: Mapping[str, str],
+    unverifiable: Callable[[Sequence[str]], Found],
+    tokens: Callable[[Sequence[str]], Sequence[int]] | None,
+) -> Refined:
+    """Apply all filters in turn.
+
+    held_out: name -> text of evaluation problems. unverifiable: of answers, those that no reply can match, with the
+    reason. tokens: lengths of prompts; None if `settings.max_tokens` is.
+    """
+    result = Refined(list(problems))
+    result.drop("unverifiable", unverifiable([problem.answer for problem in result.kept]))
+    conflicts, twins = _same_text(result.kept)
+    result.drop("conflict", conflicts)
+    result.drop("duplicate", _same_text(result.kept)[1] if conflicts else twins)
+    kept = result.kept
+    answers = [words_of(problem.answer) for problem in kept]
+    texts = [words_of(problem.text) for problem in kept]
+    near = near_duplicates(texts, settings.near, lambda i, j: answers[i] == answers[j])
+    result.drop("near duplicate", {index: f"of {kept[first].id}" for index, first in near.items()})
+    others = {name: words_of(text) for name, text in held_out.items()}
+    texts = [words_of(problem.text) for problem in result.kept]
+    copies, result.common_phrases = overlaps(texts, others, settings.ngram, settings.common)
+    result.drop("contaminated", {index: f"{name}: {shared}" for index, (name, shared) in copies.items()})
+    if tokens is not None and settings.max_tokens is not None:
+        lengths = tokens([problem.text for problem in result.kept])
+        result.drop("overlong", {i: f"{n} tokens" for i, n in enumerate(lengths) if n > settings.max_tokens})
+    return result
+
+
+def _same_text(problems: Sequence[RawProblem]) -> tuple[dict[int, str], dict[int, str]]:
+    """Problems of one text with different answers, and those that repeat an earlier one with its answer."""
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for index, problem in enumerate(problems):
+        alike[words_of(problem.text)].append(index)
+    conflicts: dict[int, str] = {}
+    twins: dict[int, str] = {}
+    for first, *others in alike.values():
+        answers = {words_of(problems[index].answer) for index in (first, *others)}
+        if len(answers) > 1:
+            shown = ", ".join(sorted({problems[index].answer for index in (first, *others)}))
+            conflicts |= dict.fromkeys((first, *others), f"answers {shown}")
+        else:
+            twins |= dict.fromkeys(others, f"of {problems[first].id}")
+    return conflicts, twins

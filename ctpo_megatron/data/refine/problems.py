@@ -1,0 +1,113 @@
+"""Problems as a raw collection has them, and as prompt files have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ctpo_megatron.data.problems import Problems
+from ctpo_megatron.data.refine.report import Dropped
+from ctpo_megatron.data.tables import find_files, read_rows
+
+COLUMNS = {"problem": "problem", "answer": "answer", "id": "", "data_source": "", "ability": ""}
+"""What a problem needs or may have -> the column that holds it, unless `--map` says otherwise; "": none."""
+
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("data_source", pa.string()),
+        ("prompt", _MESSAGES),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        ("extra_info", pa.struct([("file", pa.string()), ("row", pa.int64())])),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RawProblem:
+    """One problem and its final answer."""
+
+    file: str
+    row: int
+    id: str
+    text: str
+    answer: str
+    data_source: str
+    ability: str
+
+
+def read_problems(
+    files: Sequence[str], columns: Mapping[str, str], data_source: str, answer_after: str | None
+) -> tuple[list[RawProblem], list[Dropped]]:
+    """All problems of some files, and the rows that hold none.
+
+    columns: as COLUMNS. data_source: of rows without a column of it; "": the file's name. answer_after: keep what
+    follows the last such mark in the answer (GSM8K: `####`).
+    Raises DataError for files that cannot be read or lack a column.
+    """
+    found: list[RawProblem] = []
+    dropped: list[Dropped] = []
+    problems = Problems()
+    named = [column for column in columns.values() if column]
+    for file in find_files(files, problems):
+        for row, cells in read_rows(file, named, (), problems):
+            values = {name: _text(cells.get(column)) for name, column in columns.items()}
+            answer = values["answer"]
+            if answer_after and answer_after in answer:
+                answer = answer.rsplit(answer_after, 1)[1].strip()
+            name = values["id"] or f"{file.stem}/{row}"
+            if not values["problem"] or not answer:
+                lacks = "answer" if values["problem"] else "text"
+                dropped.append(Dropped(str(file), row, name, "unreadable", f"no {lacks}"))
+                continue
+            source = values["data_source"] or data_source or file.stem
+            ability = values["ability"] or "math"
+            found.append(RawProblem(str(file), row, name, values["problem"], answer, source, ability))
+    problems.raise_if_any()
+    return found, dropped
+
+
+def read_held_out(files: Sequence[str]) -> dict[str, str]:
+    """Name -> text of the problems of evaluation files: the last user message of `prompt`. Raises DataError."""
+    texts: dict[str, str] = {}
+    problems = Problems()
+    for file in find_files(files, problems):
+        for row, cells in read_rows(file, ("prompt",), ("id",), problems):
+            said = [m["content"] for m in cells["prompt"] or [] if isinstance(m, dict) and m.get("role") == "user"]
+            if not said or not isinstance(said[-1], str):
+                problems.row(file, row, "prompt", cells["prompt"], "has no message of a user")
+                continue
+            texts[f"{file.parent.name}/{file.stem}/{cells.get('id') or row}"] = said[-1]
+    problems.raise_if_any()
+    return texts
+
+
+def write_prompts(problems: Sequence[RawProblem], output: Path) -> None:
+    """Write a prompt file (docs/data.md); it appears whole or not at all."""
+    rows = [_row(problem) for problem in problems]
+    aside = output.with_name(f".{output.name}.tmp")
+    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), aside)
+    aside.replace(output)
+
+
+def _row(problem: RawProblem) -> dict[str, Any]:
+    return {
+        "id": problem.id,
+        "data_source": problem.data_source,
+        "prompt": [{"role": "user", "content": problem.text}],
+        "ability": problem.ability,
+        "reward_model": {"ground_truth": problem.answer, "style": "rule"},
+        "extra_info": {"file": problem.file, "row": problem.row},
+    }
+
+
+def _text(value: object) -> str:
+    """A cell as text; "" for one that is none: a list, a truth value, nothing."""
+    return str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""

@@ -1,0 +1,97 @@
+"""The prompts of a run: read, rendered, their ground truths checked; what was left out is logged and written down."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.config import Config
+from ctpo_megatron.data import Cell, Prompt, PromptRules, PromptSet, read_prompts
+from ctpo_megatron.environments.factory import offered_schemas, system_prompt
+from ctpo_megatron.environments.tokenizer import check_chat_template, read_tokenizer, use_chat_template
+from ctpo_megatron.rewards import unverifiable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+RECORD = "data.json"
+
+
+def chat_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """As `training_tokenizer`, read without torch. Raises TokenizerError."""
+    tokenizer = read_tokenizer(config.model.path)
+    use_chat_template(tokenizer, config)
+    check_chat_template(tokenizer, config)
+    return tokenizer
+
+
+def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> PromptSet:
+    """The prompts of `data.train`, with the rows that `data.overlong` and `data.unverifiable` leave out."""
+    data = config.data
+    found = read_prompts(data.train, tokenizer, _rules(config, overlong=data.overlong, limit=limit))
+    found.exclude(_ground_truths(found, config), "data.unverifiable", data.unverifiable)
+    if not found.prompts and not found.problems.lines:
+        found.problems.general(f"every prompt was left out; the first: {found.left_out[0].reason}")
+    return found
+
+
+def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> PromptSet:
+    """The prompts of `data.eval`, all of them: without some of its rows a benchmark would be another one.
+
+    Where `data.unverifiable` is `drop`, those that no answer can match stay, score 0, and are named in the log.
+    """
+    found = read_prompts(config.data.eval, tokenizer, _rules(config, held_out=True, limit=limit))
+    cells = _ground_truths(found, config)
+    if config.data.unverifiable == "refuse":
+        found.exclude(cells, "data.unverifiable")
+    elif cells:
+        names = ", ".join(found.prompts[index].id for index in cells)
+        log.warning("%d of %d evaluation prompts score 0 for any answer: %s", len(cells), len(found.prompts), names)
+    return found
+
+
+def usable(found: PromptSet, directory: Path | None = None) -> list[Prompt]:
+    """The prompts of a set without problems; what was left out goes to the log, and to `<directory>/data.json`.
+
+    Raises DataError with all problems.
+    """
+    total = len(found.prompts) + len(found.left_out)
+    for rule, count in Counter(each.rule for each in found.left_out).items():
+        first = next(each for each in found.left_out if each.rule == rule)
+        log.warning(
+            "%s: drop left out %d of %d prompts, first %s row %d: %s",
+            *(rule, count, total, first.file, first.row, first.reason),
+        )
+    found.problems.raise_if_any()
+    if directory is not None:
+        (directory / RECORD).write_text(json.dumps(_record(found), indent=1) + "\n", encoding="utf-8")
+    return found.prompts
+
+
+def _rules(config: Config, **rules: Any) -> PromptRules:
+    return PromptRules(
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        tool_schemas=offered_schemas(config),
+        system_prompt=system_prompt(config),
+        chat_template_kwargs=config.model.chat_template_kwargs,
+        **rules,
+    )
+
+
+def _ground_truths(found: PromptSet, config: Config) -> dict[int, Cell]:
+    return {
+        index: ("reward_model", found.prompts[index].answer, f"the ground truth {reason}")
+        for index, reason in unverifiable(found.prompts, config.reward).items()
+    }
+
+
+def _record(found: PromptSet) -> dict[str, Any]:
+    used = Counter(file for file, _ in found.places)
+    left_out = [{**asdict(each), "file": str(each.file)} for each in found.left_out]
+    return {"files": {str(f): {"rows": r, "used": used[f]} for f, r in found.rows.items()}, "left_out": left_out}

@@ -1,0 +1,179 @@
+"""The dry run of one's own data: every mistake of configuration, template and data in one list, without torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctpo_megatron import cli
+
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+
+
+def row(question: str = "1+1?", truth: str = "2", **changes: Any) -> dict[str, Any]:
+    cells = {"data_source": "u", "prompt": [{"role": "user", "content": question}]}
+    return cells | {"reward_model": {"ground_truth": truth}} | changes
+
+
+def write(path: Path, *rows: Any) -> None:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def own(toolmath: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model of its own, which shows its tools, two data files and a configuration."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ctpo_megatron.cli.train.has_cuda_device", lambda: False)
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    shutil.copytree(toolmath / "model", tmp_path / "model")
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text(TOOLS + template.read_text())
+    write(tmp_path / "train.jsonl", *(row(str(number)) for number in range(20)))
+    write(tmp_path / "eval.jsonl", row("2+2?", "4"))
+    (tmp_path / "own.yaml").write_text(
+        "run: {name: own, steps: 1}\nmodel: {path: model}\n"
+        "data: {train: [train.jsonl], eval: [eval.jsonl], max_prompt_tokens: 400}\n"
+        "policy: {micro_batch_tokens: 1024}\n"
+        "rollout:\n  prompts_per_step: 16\n  max_response_tokens: 100\n"
+        "  engine: {max_model_len: 512, kv_cache_mb: 64, dtype: float32}\n"
+    )
+    return tmp_path
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(["train", "own.yaml", "--dry-run", *arguments])
+    return (status, *capsys.readouterr())
+
+
+def test_what_it_shows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(own / "train.jsonl", *(row(str(number)) for number in range(1100)), row("7 " * 400))
+    shown = ["data.overlong=drop", "data.max_prompt_tokens=400"]
+    status, out, err = dry_run(capsys, *shown)
+    assert (status, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "data.train 1,101 rows 1 file; 1,000 prompts read" in lines
+    assert "data.eval 1 rows 1 file" in lines
+    assert any(line.startswith("tokens ") and line.endswith("data.max_prompt_tokens is 400") for line in lines)
+    head = out.split("The first prompt, as the model sees it\n")[1]
+    assert head.startswith('{"type": "function"') and head.endswith(
+        "<|im_start|>user\n0<|im_end|>\n<|im_start|>assistant\n\n"
+    )
+    status, out, _ = dry_run(capsys, *shown, "--full")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert status == 0
+    assert "left out 1 rows data.overlong: drop; the first is train.jsonl row 1100" in lines
+
+
+def test_nothing_left_is_a_mistake(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = dry_run(capsys, "data.overlong=drop", "data.max_prompt_tokens=10", "data.eval=[]")
+    assert status == 2
+    assert "data.train: every prompt was left out; the first: " in err and "tokens, limit 10: raise" in err
+
+
+def test_all_mistakes_come_in_one_list(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(own / "train.jsonl", row(data_source=""), row("x", "#### 72"), row("7 " * 400), {"data_source": "u"})
+    write(own / "eval.jsonl", row(id="a"), row(id="a"))
+    write(own / "sft.jsonl", {"messages": [{"role": "user", "content": "x"}]})
+    status, out, err = dry_run(
+        capsys, "run.steps=0", "policy.mini_batch_prompts=5", "sft={data: [sft.jsonl], steps: 1}"
+    )
+    assert (status, out) == (2, "")
+    for problem in (
+        "policy.mini_batch_prompts = 5: does not divide the batch",
+        "own.yaml:3: data.train: train.jsonl row 0 column 'data_source': expected a non-empty text",
+        "data.train: train.jsonl row 1 column 'reward_model': the ground truth holds a worked solution (GSM8K)",
+        "here '72'; or set data.unverifiable: drop",
+        "data.train: train.jsonl row 2 column 'prompt': ",
+        "data.train: train.jsonl row 3 column 'prompt': expected a non-empty list",
+        "data.eval: eval.jsonl row 1 column 'id': already used by eval.jsonl row 0",
+        "sft.data: sft.jsonl row 0 column 'messages': must end with an assistant message",
+    ):
+        assert problem in err, problem
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "the tokenizer has no chat template"),
+        ("{% for m in messages %}", "not valid Jinja: line 1: Unexpected end of template"),
+        ("{{ messages[0].content }}", "does not show the model its tools (code_interpreter)"),
+        ("{{ raise_exception('not today') }}", "cannot render one user message: not today"),
+    ],
+)
+def test_templates(own: Path, capsys: pytest.CaptureFixture[str], template: str | None, message: str) -> None:
+    file = own / "model" / "chat_template.jinja"
+    file.unlink() if template is None else file.write_text(template)
+    status, out, err = dry_run(capsys)
+    assert (status, out) == (2, "")
+    assert message in err and "Traceback" not in err
+
+
+def test_a_broken_tokenizer_is_one_line(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "model" / "tokenizer.json").write_text('{"model": ')
+    status, _, err = dry_run(capsys)
+    assert status == 2
+    assert "model.path: model: the tokenizer cannot be read" in err and len(err.splitlines()) == 2
+
+
+def test_a_file_that_is_not_there_is_named_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = dry_run(capsys, "data.train=[trian.jsonl]")
+    assert status == 2
+    assert err.count("trian.jsonl") == 1
+    _, _, err = dry_run(capsys, "data.train=[openai/gsm8k]")
+    assert "hf download openai/gsm8k --repo-type dataset" in err
+
+
+def test_patterns_and_folders_are_taken(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "folder").mkdir()
+    shutil.copy(own / "train.jsonl", own / "folder" / "a.jsonl")
+    status, out, err = dry_run(capsys, "data.train=[folder, 'tr*.jsonl']")
+    assert (status, err) == (0, "")
+    assert "40 rows" in out and "2 files" in out
+    assert dry_run(capsys, "data.train=['no*.jsonl']")[0] == 2
+
+
+def test_torch_is_not_imported(own: Path) -> None:
+    code = (
+        "import sys\nfrom ctpo_megatron.cli import main\nstatus = main(['train', 'own.yaml', '--dry-run'])\n"
+        "sys.exit(', '.join(sorted({'torch', 'ray', 'vllm', 'megatron'} & set(sys.modules))) or status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_evaluation_prompts_are_never_left_out(own: Path, capsys: pytest.CaptureFixture[str], caplog) -> None:
+    write(own / "eval.jsonl", row("2+2?", "4"), row("How many clips?", "72 clips"))
+    status, _, err = dry_run(capsys)
+    assert status == 2
+    assert (
+        "data.eval: eval.jsonl row 1 column 'reward_model': the ground truth has words or signs around a number" in err
+    )
+    status, out, _ = dry_run(capsys, "data.unverifiable=drop")
+    assert status == 0
+    assert "data.eval" in out and "2 rows" in out
+    assert "1 of 2 evaluation prompts score 0 for any answer: eval/1" in caplog.text
+
+
+def test_what_is_left_out_is_written_down(own: Path, caplog) -> None:
+    from ctpo_megatron.config import load_config
+    from ctpo_megatron.prompts import chat_tokenizer, training_prompts, usable
+
+    write(own / "train.jsonl", row("a"), row("b", "#### 72"), row("7 " * 400), row("c", id="mine"))
+    config = load_config(own / "own.yaml", ["data.overlong=drop", "data.unverifiable=drop"])
+    found = training_prompts(config, chat_tokenizer(config))
+    assert [prompt.id for prompt in usable(found, own)] == ["train/0", "mine"]
+    record = json.loads((own / "data.json").read_text())
+    assert record["files"] == {"train.jsonl": {"rows": 4, "used": 2}}
+    assert [(each["row"], each["rule"]) for each in record["left_out"]] == [
+        (2, "data.overlong"),
+        (1, "data.unverifiable"),
+    ]
+    assert "data.overlong: drop left out 1 of 4 prompts, first train.jsonl row 2: " in caplog.text
+    assert "data.unverifiable: drop left out 1 of 4 prompts, first train.jsonl row 1: the ground truth" in caplog.text

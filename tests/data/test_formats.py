@@ -1,0 +1,165 @@
+"""The same rows from every kind of file, OpenAI's conversations, ids of evaluation files, rows that are left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ctpo_megatron.data import DataError, PromptRules, load_conversations, load_prompts, read_prompts
+
+SAVED = Path(__file__).parent / "saved_dataset"
+"""Two rows, written by `save_to_disk` of the library `datasets`."""
+RULES = PromptRules(400)
+# Shows tools and calls as Qwen's templates do.
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def row(question: str = "1+1?", **changes: Any) -> dict[str, Any]:
+    cells = {"data_source": "u", "prompt": [{"role": "user", "content": question}]}
+    return cells | {"reward_model": {"ground_truth": "2", "style": "rule"}} | changes
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def openai(tokenizer):
+    """A tokenizer whose template shows tools and calls."""
+    from copy import deepcopy
+
+    other = deepcopy(tokenizer)
+    other.chat_template = TEMPLATE
+    return other
+
+
+def test_every_kind_of_file_holds_the_same(tmp_path: Path, tokenizer) -> None:
+    rows = [row("1+1?", id="a", extra_info=None), row("2+0?", id="b", extra_info={"index": 1})]
+    listed = tmp_path / "list.json"
+    listed.write_text(json.dumps(rows))
+    (tmp_path / "snapshot" / "README.md").parent.mkdir()
+    (tmp_path / "snapshot" / "README.md").write_text("# card")
+    write(tmp_path / "snapshot" / "train-00000-of-00002.parquet", rows[0])
+    write(tmp_path / "snapshot" / "train-00001-of-00002.parquet", rows[1])
+    places = [write(tmp_path / "a.jsonl", *rows), str(listed), str(tmp_path / "snapshot"), str(SAVED)]
+    expected = load_prompts([write(tmp_path / "a.parquet", *rows)], tokenizer, RULES)
+    assert [(prompt.id, prompt.answer, prompt.extra) for prompt in expected] == [
+        ("a", "2", {}),
+        ("b", "2", {"index": 1}),
+    ]
+    for place in places:
+        assert load_prompts([place], tokenizer, RULES) == expected, place
+
+
+def test_rows_are_named_by_file_and_line(tmp_path: Path, tokenizer) -> None:
+    prompts = load_prompts([write(tmp_path / "a.jsonl", row(), row("?"))], tokenizer, RULES)
+    assert [prompt.id for prompt in prompts] == ["a/0", "a/1"]
+
+
+@pytest.mark.parametrize("arguments", [{"code": "print(1+1)"}, '{"code": "print(1+1)"}'])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_openai_conversations_are_rendered_by_the_template(tmp_path: Path, openai, arguments, suffix: str) -> None:
+    schema = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": arguments}}
+    talk = [
+        {"role": "user", "content": "1+1?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": "\\boxed{2}"},
+    ]
+    shown = (
+        '{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}\n'
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+        '<tool_call>{"name": "run", "arguments": {"code": "print(1+1)"}}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    cells = {"messages": talk, "tools": json.dumps([schema])}
+    (record,) = load_conversations([write(tmp_path / f"sft.{suffix}", cells)], openai)
+    assert openai.decode(record.token_ids) == shown + "\\boxed{2}<|im_end|>"
+    said = [token for token, mask in zip(record.token_ids, record.loss_mask, strict=True) if mask]
+    assert openai.decode(said).count("<|im_end|>") == 2
+    file = write(tmp_path / f"train.{suffix}", row(prompt=talk[:3], tools=[schema]))
+    (prompt,) = load_prompts([file], openai, RULES)
+    assert openai.decode(list(prompt.token_ids)) == shown
+
+
+def test_a_template_that_drops_calls_is_refused(tmp_path: Path, openai) -> None:
+    openai.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    call = {"function": {"name": "run", "arguments": {}}}
+    talk = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    with pytest.raises(DataError, match=r"row 0 column 'prompt': .* does not show the calls in `tool_calls`: run"):
+        load_prompts([write(tmp_path / "a.jsonl", row(prompt=talk))], openai, RULES)
+    file = write(tmp_path / "b.jsonl", {"messages": [*talk, {"role": "assistant", "content": "2"}]})
+    with pytest.raises(DataError, match=r"row 0 .* does not show the calls of message 1 in `tool_calls`: run"):
+        load_conversations([file], openai)
+
+
+def test_the_tools_of_a_row_take_the_place_of_the_configured(tmp_path: Path, openai) -> None:
+    ours, theirs = ({"type": "function", "function": {"name": name}} for name in ("code_interpreter", "search"))
+    file = write(tmp_path / "a.jsonl", row(tools=[theirs]), row("x", tools=None))
+    prompts = load_prompts([file], openai, PromptRules(400, tool_schemas=[ours]))
+    texts = [openai.decode(list(prompt.token_ids)) for prompt in prompts]
+    assert [("search" in text, "code_interpreter" in text) for text in texts] == [(True, False), (False, True)]
+
+
+def test_evaluation_files_may_share_ids(tmp_path: Path, tokenizer) -> None:
+    new = write(tmp_path / "aime25.parquet", row(id=0), row("x", id=1))
+    old = write(tmp_path / "aime25_old.parquet", row(id=0))
+    held_out = PromptRules(400, held_out=True)
+    names = [prompt.id for prompt in load_prompts([new, old], tokenizer, held_out)]
+    assert names == ["aime25/0", "aime25/1", "aime25_old/0"]
+    assert [prompt.id for prompt in load_prompts([new], tokenizer, held_out)] == ["0", "1"]
+    with pytest.raises(DataError, match="already used by"):
+        load_prompts([new, old], tokenizer, RULES)
+    with pytest.raises(DataError, match="already used by"):
+        load_prompts([write(tmp_path / "b.parquet", row(id=0), row(id=0))], tokenizer, held_out)
+
+
+def test_evaluation_files_of_one_name_are_told_apart_by_their_folder(tmp_path: Path, tokenizer) -> None:
+    files = [write(tmp_path / name / "test.parquet", row(id=0)) for name in ("aime25", "aime25_old")]
+    names = [prompt.id for prompt in load_prompts(files, tokenizer, PromptRules(400, held_out=True))]
+    assert names == ["aime25/test/0", "aime25_old/test/0"]
+
+
+def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, tokenizer) -> None:
+    file = write(tmp_path / "a.parquet", row(), row("7 " * 80), row("x"))
+    found = read_prompts([file], tokenizer, PromptRules(64, overlong="drop"))
+    assert [prompt.id for prompt in found.prompts] == ["a/0", "a/2"]
+    (left,) = found.left_out
+    assert (left.file, left.row, left.id, left.rule) == (Path(file), 1, "a/1", "data.overlong")
+    assert left.reason.startswith("16") and "limit 64" in left.reason
+    assert found.rows == {Path(file): 3} and not found.problems.lines
+
+
+def test_of_many_rows_with_one_fault_some_are_shown(tmp_path: Path, tokenizer) -> None:
+    file = write(tmp_path / "a.parquet", *(row("7 " * 80) for _ in range(12)))
+    with pytest.raises(DataError) as caught:
+        load_prompts([file], tokenizer, PromptRules(64))
+    assert str(caught.value).count("limit 64") == 5
+    assert "7 more rows with such a 'prompt', 12 in all" in str(caught.value)
+
+
+def test_a_limit_reads_the_beginning_of_each_file(tmp_path: Path, tokenizer) -> None:
+    files = [write(tmp_path / name, *(row(str(i)) for i in range(5))) for name in ("a.parquet", "b.jsonl")]
+    found = read_prompts(files, tokenizer, PromptRules(64, limit=2))
+    assert [prompt.id for prompt in found.prompts] == ["a/0", "a/1", "b/0", "b/1"]
+    assert sum(found.rows.values()) == 10

@@ -1,0 +1,66 @@
+"""Which ground truths a right answer can match, and how many at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from ctpo_megatron.config import Extension, RewardConfig
+from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.rewards import ground_truth_problem, unverifiable
+
+READABLE = (
+    *("72", "-3.5", "+5", "050", "1,000", "1{,}000", "\\$72", "$72$", "50\\%", "72 %", "5%", "0.5", "10^{99}", "9!"),
+    *("\\frac{3}{4}", "-\\frac{2}{3}", "2\\sqrt{7}", "2\\pi", "\\log 5", "\\infty", "90^\\circ", "12:30", "3:2"),
+    *("(1,2)", "[0,1)", "\\{1,2,3\\}", "3 and 5", "4\\text{ and }5", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
+    *("x^2+3x-5", "x=12", "x\\le 3", "5x", "p - q", "f(x)=2x", "6+9i"),
+    *("\\text{(A)}", "A", "(A)", "\\text{Evelyn}", "Evelyn", "\\text{even}", "no solution"),
+    *("10\\text{ cm}", "10 \\mathrm{~cm}", "18 \\text{ inches}", "2 hours"),
+)
+UNREADABLE = {
+    "#### 72": "keep what follows `####`, here '72'",
+    "48/2 = <<48/2=24>>24 more.\n#### 72": "keep what follows `####`, here '72'",
+    "72 clips": "\\boxed{72} scores 0: write the answer alone",
+    "72.": "\\boxed{72} scores 0",
+    "7 p.m.": "\\boxed{7} scores 0",
+    "A) 5": "\\boxed{5} scores 0",
+    "answer: 5": "\\boxed{5} scores 0",
+    "<answer>5</answer>": "\\boxed{5} scores 0",
+    "see the textbook, page 5 %%$$": "\\boxed{5} scores 0",
+    "sqrt(7)": "\\boxed{7} scores 0",
+    "all real numbers greater than x": "a sentence",
+    "}{": "is no answer",
+    "?": "is no answer",
+    "nan": "is no answer",
+    "None": "is no answer",
+    "1/0": "cannot be compared with itself: ValueError",
+    "\\frac{1}{2": "scores 0 against itself",
+}
+
+
+@pytest.mark.parametrize("answer", READABLE)
+def test_readable(answer: str) -> None:
+    assert ground_truth_problem(answer) == ""
+
+
+@pytest.mark.parametrize("answer", UNREADABLE)
+def test_unreadable(answer: str) -> None:
+    assert UNREADABLE[answer] in ground_truth_problem(answer)
+
+
+def prompt(answer: str, source: str = "ours") -> Prompt:
+    return Prompt(answer, source, (), answer, ())
+
+
+def test_prompts_of_users_functions_are_their_own_affair() -> None:
+    config = RewardConfig(by_source={"theirs": Extension(name="a.b:C")})
+    answers = ["72", "\\frac{1}{2}", "#### 72"]
+    found = unverifiable([prompt(a, source) for source in ("theirs", "ours") for a in answers], config)
+    assert list(found) == [5] and "####" in found[5]
+    assert unverifiable([prompt("#### 72")], RewardConfig(function=Extension(name="a.b:C"))) == {}
+    assert unverifiable([prompt("72"), prompt("-0.5")], RewardConfig()) == {}
+
+
+def test_a_ground_truth_that_takes_too_long_is_listed() -> None:
+    found = unverifiable([prompt("\\frac{1}{3}"), prompt("#### 72")], RewardConfig(timeout_s=1e-4))
+    assert set(found) == {0, 1}
+    assert "takes longer than reward.timeout_s (0.0001 s)" in found[0]
