@@ -112,6 +112,7 @@ def _ended_by_signals() -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         for each in ENDING:
             signal.signal(each, signal.SIG_IGN)
+        signal.alarm(0)  # Ray's own handler, which has called this one, would abort the process in 3 s
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, end) for number in ENDING}
