@@ -33,8 +33,13 @@ from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.prompts import held_out_prompts
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import Collector, RolloutFleet, Sampling
+<<<<<<< HEAD
 from ctpo_megatron.sampling import open_engines
 from ctpo_megatron.tracking import reward_metrics
+=======
+from ctpo_megatron.run.scoring import Scoring
+from ctpo_megatron.sampling import open_engines, read_prompts
+>>>>>>> eval
 
 GOAL = 1.1
 QUICKSTART = [
@@ -61,12 +66,8 @@ def configuration(run: Path | None, folder: Path, prompts: int, samples: int) ->
 
 def train_side(config: Config, prompts: Sequence[Prompt], fleet: RolloutFleet, pool: RewardPool) -> list[Group]:
     """What a training step does to get its batch."""
-
-    def score(groups: Sequence[Group]) -> dict[str, float]:
-        return reward_metrics(groups, pool.score(groups))
-
     how: dict[str, Any] = {"step": 0, "samples": config.eval.samples, "sampling": Sampling(1.0, 1.0, 0)}
-    return Collector(fleet, score, lambda: False).collect(prompts, **how, phase=lambda _: nullcontext())[0]
+    return Collector(fleet, Scoring(pool), lambda: False).collect(prompts, **how, phase=lambda _: nullcontext())[0]
 
 
 def eval_side(
