@@ -33,13 +33,8 @@ from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.prompts import held_out_prompts
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollout import Collector, RolloutFleet, Sampling
-<<<<<<< HEAD
-from ctpo_megatron.sampling import open_engines
-from ctpo_megatron.tracking import reward_metrics
-=======
 from ctpo_megatron.run.scoring import Scoring
-from ctpo_megatron.sampling import open_engines, read_prompts
->>>>>>> eval
+from ctpo_megatron.sampling import open_engines
 
 GOAL = 1.1
 QUICKSTART = [
