@@ -48,7 +48,10 @@ def head_of(rows: int) -> Head:
 
 
 def test_a_chunk_takes_seven_launches(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three products, statistics, merge, loss, gradient by the logits. On CUDA an eighth rounds d_hidden."""
+    """Three products, statistics, merge, loss, gradient by the logits. On CUDA an eighth rounds d_hidden.
+
+    skip_zero_tiles: a CPU looks for clipped tiles after each chunk, which a GPU does only where it is asked to.
+    """
     from triton.runtime.interpreter import GridExecutor
 
     found = []
@@ -60,7 +63,8 @@ def test_a_chunk_takes_seven_launches(interpreter: None, monkeypatch: pytest.Mon
         arguments = head_of(8 * chunks).arguments()
         operands = {name: arguments.pop(name).requires_grad_() for name in ("hidden", "weight")}
         with _Launches() as launches:
-            fused_linear_ctpo(**operands, **arguments, chunk_size=8, loss_agg_mode="token-mean", batch_num_tokens=9)
+            how = {"chunk_size": 8, "skip_zero_tiles": False}
+            fused_linear_ctpo(**operands, **arguments, **how, loss_agg_mode="token-mean", batch_num_tokens=9)
         found.append((len(kernels), len(launches.names)))
     (few_kernels, few), (many_kernels, many) = found
     assert many_kernels - few_kernels == 3 * 4, "statistics, merge, loss, gradient"
