@@ -2,7 +2,8 @@
 
 import json
 
-from ctpo_sandbox.pool import LevelRefused, Pool, PoolUnavailable
+from ctpo_sandbox.pool import Pool, PoolUnavailable
+from ctpo_sandbox.processes import LevelRefused
 from ctpo_sandbox.records import LEVELS
 
 PROTECTIONS = {

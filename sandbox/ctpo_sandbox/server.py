@@ -19,8 +19,10 @@ from pathlib import Path
 import uvicorn
 
 from ctpo_sandbox.app import ServerState, create_app
+from ctpo_sandbox.channel import WorkerLost
 from ctpo_sandbox.libraries import tiers
-from ctpo_sandbox.pool import LevelRefused, Pool, PoolUnavailable, WorkerLost
+from ctpo_sandbox.pool import Pool, PoolUnavailable
+from ctpo_sandbox.processes import LevelRefused
 from ctpo_sandbox.records import LEVELS, Limits, option
 from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, explain, measure
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
