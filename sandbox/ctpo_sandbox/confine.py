@@ -68,7 +68,7 @@ class Confinement:
     def __init__(self, level: str, limits: Limits) -> None:
         self.level, self.limits = level, limits
         self.missing: dict[str, str] = {}
-        self._boxed = level.startswith("namespaces")
+        self.boxed = level.startswith("namespaces")
         self._own_users = self._may_change_user()
         self._filter = None if level == "none" else self._child_filter()
         self._files: landlock.FileRules | None = None
@@ -79,18 +79,18 @@ class Confinement:
         try:
             from ctpo_sandbox.syscalls import ChildFilter
 
-            return ChildFilter(file_attributes=self._boxed or self._own_users or self.level == "seccomp")
+            return ChildFilter(file_attributes=self.boxed or self._own_users or self.level == "seccomp")
         except (ImportError, RuntimeError, OSError) as error:  # pyseccomp raises RuntimeError without libseccomp
             raise LevelUnavailable(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
 
     def open_files(self) -> None:
         """Find the files that snippets may read. Raises LevelUnavailable where the level needs Landlock."""
-        if not self._boxed and self.level != "landlock":
+        if not self.boxed and self.level != "landlock":
             return
         try:
             self._files = landlock.FileRules()
         except OSError as error:
-            if not self._boxed:
+            if not self.boxed:
                 raise LevelUnavailable(f"Landlock: {error}") from error
             self.missing["landlock"] = str(error)  # the box hides files too
 
@@ -101,7 +101,7 @@ class Confinement:
         if os.geteuid() != 0:
             self.missing["own user"] = "the server is not root"
             return False
-        hidden = None if self._boxed else _hidden_from_others()
+        hidden = None if self.boxed else _hidden_from_others()
         if hidden is not None:
             self.missing["own user"] = f"other users may not read the interpreter ({hidden})"
         return hidden is None
@@ -110,12 +110,12 @@ class Confinement:
         """Confine the calling worker of `slot`, for good; `directory` is where its runs' directories may be made."""
         self._uid = FIRST_UID + slot if self._own_users else None
         work: WorkDirectories
-        if self._boxed:
+        if self.boxed:
             namespaces.own_mounts()
             limits = self.limits
             work = namespaces.RunMount(megabytes=limits.disk_mb, files=limits.disk_files, owner=self._uid)
-            if self._files is not None:
-                self._ruleset = self._files.ruleset(namespaces.WORK)
+            if self._files is not None:  # opened anew: this worker's /proc is another file system
+                self._ruleset = landlock.FileRules().ruleset(namespaces.WORK)
         else:
             work = _RunDirectory(directory, self._uid)
         if self._filter is not None:
@@ -143,6 +143,7 @@ class Confinement:
             os.setresgid(self._uid, self._uid, self._uid)
             os.setresuid(self._uid, self._uid, self._uid)
         libc.drop_capabilities()
+        libc.set_dumpable(False)
         libc.die_with_parent(worker, signal.SIGKILL)  # after the change of user, which would clear it
         if self._filter is not None:
             self._filter.load(os.getpid())

@@ -132,7 +132,6 @@ def _conditional() -> Iterator[tuple[int, str, list[pyseccomp.Arg]]]:
     """Rules of both layers that look at arguments; what matches none of a call's rules answers ENOSYS."""
     for option in _PRCTL_ALLOWED:
         yield _ALLOW, "prctl", [_equals(0, option)]
-    yield _EPERM, "prctl", [_equals(0, _PR_SET_DUMPABLE)]
     for kind in (_SOCK_STREAM, _SOCK_SEQPACKET):
         yield _ALLOW, "socketpair", [_equals(0, _AF_UNIX), _equals(1, kind, mask=_SOCK_TYPE_MASK)]
     for kind in (_SOCK_DGRAM, _SOCK_RAW):
@@ -164,7 +163,7 @@ def restrict_worker() -> None:
         rules.add_rule(_ALLOW, name)
     for action, name, conditions in _conditional():
         rules.add_rule(action, name, *conditions)
-    for option in (_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP):
+    for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP):
         rules.add_rule(_ALLOW, "prctl", _equals(0, option))
     for name in _known(_REFUSED):
         rules.add_rule(_EPERM, name)
@@ -190,7 +189,7 @@ class ChildFilter:
             rules.add_rule(_ENOSYS, "openat2")  # its flags are out of a filter's sight
         rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=_CLONE_THREAD))
         rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
-        for option in (_PR_SET_PDEATHSIG, _PR_SET_SECCOMP):
+        for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP):
             rules.add_rule(_EPERM, "prctl", _equals(0, option))
         for name in ("kill", "tgkill"):
             rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, _ANY_PID))
