@@ -155,10 +155,12 @@ class SandboxConfig(Section):
         default="landlock", description="least isolation of our own server; it refuses to start with less"
     )
     slots: PositiveInt = Field(default=2, description="executions at once")
-    run_timeout_s: PositiveFloat = Field(default=4.0, description="limit of one execution, counted from its start")
+    run_timeout_s: PositiveFloat = Field(
+        default=4.0, description="CPU seconds of one execution; it ends after twice as many seconds in any case"
+    )
     cpu_s: PositiveInt | None = Field(
         default=None,
-        description="CPU seconds of one execution, all threads together; null: its time limit rounded up, plus 1",
+        description="CPU seconds that the kernel ends an execution after; null: its time limit rounded up, plus 1",
     )
     memory_mb: PositiveInt = Field(default=512, description="address-space limit of one execution in MiB")
     file_mb: PositiveInt = Field(

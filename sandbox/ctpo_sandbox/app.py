@@ -60,11 +60,12 @@ def verdict(run: Run) -> Verdict:
 
 
 def _stderr(run: Run) -> str:
-    code = run.outcome.exit_code
+    code, reason = run.outcome.exit_code, run.outcome.killed_for
     if code >= 0:
         return run.stderr
     separator = "\n" if run.stderr and not run.stderr.endswith("\n") else ""
-    return f"{run.stderr}{separator}[killed by signal {-code} ({signal.Signals(-code).name})]\n"
+    how = reason or f"by signal {-code} ({signal.Signals(-code).name})"
+    return f"{run.stderr}{separator}[killed {how}]\n"
 
 
 def answer(run: Run) -> dict[str, Any]:

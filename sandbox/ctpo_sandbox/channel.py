@@ -15,7 +15,7 @@ class WorkerLost(Exception):
 
 
 @contextmanager
-def memory_files(*contents: bytes) -> Iterator[list[int]]:
+def _memory_files(*contents: bytes) -> Iterator[list[int]]:
     descriptors: list[int] = []
     try:
         for content in contents:
@@ -29,7 +29,16 @@ def memory_files(*contents: bytes) -> Iterator[list[int]]:
             os.close(descriptor)
 
 
-def append_only(descriptor: int) -> None:
+@contextmanager
+def run_files(code: bytes, stdin: bytes) -> Iterator[list[int]]:
+    """Descriptors of the four files of a run: code, stdin, and two outputs that only grow."""
+    with _memory_files(code, stdin, b"", b"") as files:
+        for output in files[2:]:
+            _append_only(output)
+        yield files
+
+
+def _append_only(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
 
 

@@ -3,8 +3,6 @@
 import os
 import resource
 import signal
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,31 +25,43 @@ class LevelUnavailable(Exception):
 class WorkDirectories(Protocol):
     """Where runs keep their files."""
 
-    def fresh(self) -> AbstractContextManager[str]:
-        """An empty directory for one run; afterwards nothing of it is left."""
+    def make(self) -> str:
+        """An empty directory for one run."""
+
+    def discard_quickly(self, directory: str) -> bool:
+        """Remove it with all that the run left in it, if that takes no time; whether it did."""
+
+    def discard(self, directory: str) -> None:
+        """Remove it, however long that takes."""
 
     def close(self) -> None:
         """Leave nothing behind."""
 
 
 class _RunDirectory:
-    """A directory of the server's file system for each run, removed afterwards."""
+    """A directory of the server's file system for each run."""
 
     def __init__(self, parent: str, owner: int | None) -> None:
         self._parent, self._owner, self._runs = parent, owner, 0
         os.makedirs(parent, mode=0o711)
 
-    @contextmanager
-    def fresh(self) -> Iterator[str]:
+    def make(self) -> str:
         self._runs += 1
         path = f"{self._parent}/run-{self._runs}"
         os.mkdir(path, 0o700)
         if self._owner is not None:
             os.chown(path, self._owner, self._owner)
+        return path
+
+    def discard_quickly(self, directory: str) -> bool:
         try:
-            yield path
-        finally:
-            remove_tree(path)
+            os.rmdir(directory)
+        except OSError:  # not empty
+            return False
+        return True
+
+    def discard(self, directory: str) -> None:
+        remove_tree(directory)
 
     def close(self) -> None:
         remove_tree(self._parent)
@@ -74,6 +84,11 @@ class Confinement:
         self._files: landlock.FileRules | None = None
         self._uid: int | None = None
         self._ruleset: int | None = None
+
+    @property
+    def may_kill_itself(self) -> bool:
+        """Whether a child can send itself SIGKILL; if not, who gets it was killed from outside."""
+        return self._filter is None
 
     def _child_filter(self) -> "ChildFilter":
         try:

@@ -3,8 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from ctpo_sandbox import libc
@@ -132,14 +131,18 @@ class RunMount:
         owned = "" if owner is None else f",uid={owner},gid={owner}"
         self._options = f"mode=0700,size={megabytes}m,nr_inodes={files}{owned}"
 
-    @contextmanager
-    def fresh(self) -> Iterator[str]:
+    def make(self) -> str:
         """The directory of one run."""
         libc.mount("tmpfs", RUN, "tmpfs", _QUIET, self._options)
-        try:
-            yield RUN
-        finally:
-            libc.unmount(RUN)
+        return RUN
+
+    def discard_quickly(self, directory: str) -> bool:
+        """Always done: memory is freed, not files one by one."""
+        libc.unmount(directory)
+        return True
+
+    def discard(self, directory: str) -> None:
+        """Nothing is left to do."""
 
     def close(self) -> None:
         """Nothing is left outside the box."""

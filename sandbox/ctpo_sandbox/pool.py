@@ -4,17 +4,22 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ctpo_sandbox.channel import WorkerLost
+from ctpo_sandbox.channel import WorkerLost, read_output, run_files
 from ctpo_sandbox.libraries import Library, choose
-from ctpo_sandbox.processes import LevelRefused, Template, Worker
+from ctpo_sandbox.processes import LevelRefused, RunFault, Template, Worker
 from ctpo_sandbox.records import Limits, Outcome
 from ctpo_sandbox.remove import remove_tree
 
 _ATTEMPTS = 2
+_PATIENCE = 5
+"""Attempts where the machine has no process left: others end, so it passes."""
+
+_PAUSE_S = 0.05
 _log = logging.getLogger("ctpo_sandbox.pool")
 
 
@@ -31,6 +36,29 @@ class Run:
     stderr: str
     truncated: bool
     queue_s: float
+
+
+@dataclass(eq=False)
+class _Job:
+    """A snippet on its way through a slot, and the future of who waits for it, cancelled when nobody does."""
+
+    code: bytes
+    stdin: bytes
+    run_timeout_s: float
+    queue_s: float
+    verdict: asyncio.Future[Run] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def abandoned(self) -> bool:
+        return self.verdict.cancelled()
+
+    def succeed(self, run: Run) -> None:
+        if not self.verdict.done():
+            self.verdict.set_result(run)
+
+    def fail(self, error: Exception) -> None:
+        if not self.verdict.done():
+            self.verdict.set_exception(error)
 
 
 class Pool:
@@ -50,6 +78,7 @@ class Pool:
             for slot in range(slots)
         ]
         self._idle: asyncio.Queue[dict[str, Worker]] = asyncio.Queue()
+        self._tasks: set[asyncio.Future[None]] = set()
         self.waiting = 0
 
     @property
@@ -95,7 +124,8 @@ class Pool:
     async def run(self, code: str, stdin: str, run_timeout_s: float) -> Run:
         """Execute one snippet; the queue has no deadline of its own, the caller's request has.
 
-        Raises PoolUnavailable when two workers in a row were lost over it. Cancelling kills the snippet.
+        Raises PoolUnavailable when two workers in a row were lost over it. Cancelling kills the snippet, and costs no
+        other one anything.
         """
         queued = time.monotonic()
         self.waiting += 1
@@ -103,35 +133,76 @@ class Pool:
             slot = await self._idle.get()
         finally:
             self.waiting -= 1
-        queue_s = time.monotonic() - queued
         worker = slot[choose(code, self._libraries)]
         source, given = (text.encode("utf-8", errors="surrogatepass") for text in (code, stdin))
+        job = _Job(source, given, run_timeout_s, time.monotonic() - queued)
+        self._in_background(self._occupy(slot, worker, job))  # so that hanging up interrupts none of its steps
         try:
-            found = await self._run_with_retry(worker, source, given, run_timeout_s)
+            return await job.verdict
         except asyncio.CancelledError:
-            worker.kill()
+            worker.stop()
             raise
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _occupy(self, slot: dict[str, Worker], worker: Worker, job: "_Job") -> None:
+        try:
+            await self._run_with_retry(worker, job)
+            await worker.finish()
+        except WorkerLost as error:
+            self._replace(worker, error)
+        except Exception as error:
+            job.fail(error)
         finally:
             self._idle.put_nowait(slot)
-        return Run(*found, queue_s)
 
-    async def _run_with_retry(
-        self, worker: Worker, code: bytes, stdin: bytes, run_timeout_s: float
-    ) -> tuple[Outcome, str, str, bool]:
-        reasons = []
-        for _ in range(_ATTEMPTS):
+    async def _run_with_retry(self, worker: Worker, job: "_Job") -> None:
+        """Set the verdict, or none where nobody waits for it any more. Raises PoolUnavailable."""
+        reasons: list[str] = []
+        while not job.abandoned:
             try:
                 await worker.ensure_started()
-                return await worker.run(code, stdin, run_timeout_s)
+                if not job.abandoned:
+                    await self._run_once(worker, job)
+                return
             except (WorkerLost, LevelRefused) as error:
-                _log.error("replacing %s: %s", worker.name, error)
-                self.lost += 1
+                self._replace(worker, error)
                 reasons.append(str(error))
-                worker.kill()
-        raise PoolUnavailable("; then ".join(reasons))
+                passes = False
+            except RunFault as error:
+                _log.error("%s", error)
+                reasons.append(str(error))
+                passes = error.passes
+                await worker.finish()
+            if len(reasons) >= (_PATIENCE if passes else _ATTEMPTS):
+                raise PoolUnavailable("; then ".join(reasons))
+            if passes:
+                await asyncio.sleep(_PAUSE_S * 2 ** len(reasons))
+
+    async def _run_once(self, worker: Worker, job: "_Job") -> None:
+        limit = self.limits.output_kb * 1000
+        with run_files(job.code, job.stdin) as files:
+            outcome = await worker.run(files, job.run_timeout_s)
+            (stdout, cut), (stderr, also_cut) = (read_output(output, limit) for output in files[2:])
+        job.succeed(Run(outcome, stdout, stderr, cut or also_cut, job.queue_s))
+
+    def _replace(self, worker: Worker, reason: Exception) -> None:
+        _log.error("replacing %s: %s", worker.name, reason)
+        self.lost += 1
+        left = worker.kill()
+        self._in_background(asyncio.to_thread(remove_tree, left))
+
+    def spare_worker(self) -> Worker:
+        """A worker outside the slots, of the first tier; the caller's to start and to kill."""
+        return Worker(self.slots, next(iter(self.templates.values())), self._root)
 
     def close(self) -> None:
         """Kill every process and remove every work directory."""
+        for task in self._tasks:
+            task.cancel()
         for part in self._parts:
             part.kill()
         remove_tree(str(self._root))

@@ -8,20 +8,29 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from ctpo_sandbox.channel import Channel, WorkerLost, append_only, memory_files, read_output
+from ctpo_sandbox.channel import Channel, WorkerLost
 from ctpo_sandbox.libraries import Library
-from ctpo_sandbox.records import FAILED, READY, Limits, Outcome
-from ctpo_sandbox.remove import remove_tree
+from ctpo_sandbox.records import FAILED, READY, STOP, WALL_FACTOR, Limits, Outcome
 from ctpo_sandbox.template import Boot
 
 TEMPLATE_START_TIMEOUT_S = 60.0
 WORKER_START_TIMEOUT_S = 15.0
 BACKSTOP_S = 10.0
+CLEANING_TIMEOUT_S = 30.0
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 # -P: the importing folder must not shadow the snippet's modules; the root is appended only for the import of ours.
 _BOOT = "import sys; sys.path.append({root!r}); from ctpo_sandbox.template import main; main({configuration!r})"
+
+
+class RunFault(Exception):
+    """A run failed by no fault of its snippet, and its worker is well. passes: for want of a process, so wait."""
+
+    def __init__(self, reason: str, *, passes: bool) -> None:
+        super().__init__(reason)
+        self.passes = passes
 
 
 class LevelRefused(Exception):
@@ -59,7 +68,10 @@ class Template:
         return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     async def spawn(self, slot: int, directory: str) -> tuple[Channel, int]:
-        """A new worker: its channel and a pidfd. Raises WorkerLost, or LevelRefused at the first start."""
+        """A new worker: its channel and a pidfd. Raises as `Worker.ensure_started`.
+
+        Not to be cancelled: the template would have to be killed, and all its workers with it.
+        """
         async with self._one_at_a_time:
             await self._ensure_started()
             assert self._channel is not None
@@ -69,11 +81,14 @@ class Template:
                 with theirs:
                     request = {"slot": slot, "directory": directory}
                     self._channel.send(json.dumps(request).encode(), [theirs.fileno()])
-                _, descriptors = await self._channel.receive_descriptor(WORKER_START_TIMEOUT_S, "to fork a worker")
+                reply, descriptors = await self._channel.receive_descriptor(WORKER_START_TIMEOUT_S, "to fork a worker")
             except BaseException:
                 channel.close()
                 self.kill()
                 raise
+        if not descriptors:
+            channel.close()
+            raise RunFault(f"{channel.name}: could not fork: {reply.removeprefix(FAILED)!r}", passes=True)
         return channel, descriptors[0]
 
     async def _ensure_started(self) -> None:
@@ -120,6 +135,7 @@ class Worker:
         self._slot, self._template, self._root = slot, template, root
         self._channel: Channel | None = None
         self._handle: int | None = None
+        self._running = self._cleaning = False
 
     @property
     def name(self) -> str:
@@ -139,34 +155,53 @@ class Worker:
         return pid if pid > 0 else None
 
     async def ensure_started(self) -> None:
-        """Fork the process unless it is there. Raises WorkerLost when it is not ready within its deadline."""
+        """Fork the process unless it is there.
+
+        Raises WorkerLost when it is not ready within its deadline, RunFault when the machine has no process left, and
+        LevelRefused when it cannot be confined.
+        """
         if self._channel is not None:
             return
-        if self.starts:  # a killed one may have left its directory
-            await asyncio.to_thread(remove_tree, self._directory)
         self.starts += 1
         self._channel, self._handle = await self._template.spawn(self._slot, self._directory)
         hello = await self._channel.receive(WORKER_START_TIMEOUT_S, "to start")
         if hello != READY:
-            raise WorkerLost(f"{self.name} could not confine itself: {hello.removeprefix(FAILED)[:500]!r}")
+            raise LevelRefused(f"{self.name} could not confine itself: {hello.removeprefix(FAILED)[:500]!r}")
 
-    async def run(self, code: bytes, stdin: bytes, run_timeout_s: float) -> tuple[Outcome, str, str, bool]:
-        """One execution: outcome, stdout, stderr, cut. Raises WorkerLost, never a verdict, when the worker fails."""
+    async def run(self, files: Sequence[int], run_timeout_s: float) -> Outcome:
+        """One execution over `run_files`.
+
+        Raises WorkerLost when the worker fails, and RunFault when it is well and the run failed by no fault of its own.
+        """
         assert self._channel is not None
-        with memory_files(code, stdin, b"", b"") as descriptors:
-            for output in descriptors[2:]:
-                append_only(output)
-            self._channel.send(json.dumps({"run_timeout_s": run_timeout_s}).encode(), descriptors)
-            reply = await self._channel.receive(run_timeout_s + BACKSTOP_S, f"to report a run of {run_timeout_s:g} s")
-            outcome = Outcome.decode(reply)
-            if outcome.setup_error is not None:
-                raise WorkerLost(f"{self.name} could not confine a child: {outcome.setup_error}")
-            limit = self._template.limits.output_kb * 1000
-            (stdout, cut), (stderr, also_cut) = (read_output(output, limit) for output in descriptors[2:])
-            return outcome, stdout, stderr, cut or also_cut
+        deadline_s = WALL_FACTOR * run_timeout_s + BACKSTOP_S
+        self._running = True
+        try:
+            self._channel.send(json.dumps({"run_timeout_s": run_timeout_s}).encode(), files)
+            reply = await self._channel.receive(deadline_s, f"to report a run of {run_timeout_s:g} s")
+        finally:
+            self._running = False
+        outcome = Outcome.decode(reply)
+        self._cleaning = outcome.cleaning
+        if outcome.fault is not None:
+            raise RunFault(f"{self.name}: {outcome.fault}", passes=outcome.exhausted)
+        return outcome
 
-    def kill(self) -> None:
-        """End the process; its child dies with it. Safe to call at any time."""
+    def stop(self) -> None:
+        """End the run that goes on, if there is one; the worker stays, and reports it as ever."""
+        if self._running and self._channel is not None:
+            with contextlib.suppress(WorkerLost):  # `run` finds out too
+                self._channel.send(STOP, [])
+
+    async def finish(self) -> None:
+        """Wait until the files of the last run are gone. Raises WorkerLost when that takes too long."""
+        if self._cleaning and self._channel is not None:
+            await self._channel.receive(CLEANING_TIMEOUT_S, "to remove the files of a run")
+            self._cleaning = False
+
+    def kill(self) -> str:
+        """End the process, its child with it, at any time; the directory in which files of it may be left."""
+        self._running = self._cleaning = False
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -175,3 +210,4 @@ class Worker:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             os.close(self._handle)
             self._handle = None
+        return self._directory

@@ -1,10 +1,16 @@
 """Runs hostile snippets through the real path at start, so that the server states what it enforces, not hopes."""
 
+import asyncio
 import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+from ctpo_sandbox.channel import run_files
 from ctpo_sandbox.pool import Pool, PoolUnavailable
 from ctpo_sandbox.processes import LevelRefused
 from ctpo_sandbox.records import LEVELS
+from ctpo_sandbox.remove import remove_tree
 
 PROTECTIONS = {
     "network": "no sockets but an unconnected UNIX stream pair",
@@ -15,10 +21,11 @@ PROTECTIONS = {
     "memory": "address space limit",
     "disk": "limit on the files of a run together",
     "process list": "no other processes to be seen",
+    "neighbours": "no memory or files of other runs to be read",
     "interfaces": "no network interface but its own loopback",
 }
 _SYSTEM_CALLS = ("network", "processes", "signals", "memory")
-_FILES = (*_SYSTEM_CALLS, "file writes", "file reads")
+_FILES = (*_SYSTEM_CALLS, "file writes", "file reads", "neighbours")
 PROMISES = {
     "namespaces-root": tuple(PROTECTIONS),
     "namespaces-user": tuple(PROTECTIONS),
@@ -36,6 +43,7 @@ NEVER_ENFORCED = (
     "kernel vulnerabilities and side channels (no virtual machine)",
 )
 _TIMEOUT_S = 10.0
+_POLL_S = 0.005
 _SNIPPET = """
 import json, os, resource, socket
 
@@ -60,11 +68,15 @@ def fill():
         with open(f"fill-{number}", "wb") as file:
             file.write(bytes(1 << 20))
 
-def alone():
+def others():
     try:
-        return [name for name in os.listdir("/proc") if name.isdigit() and int(name) > 3] == []
+        return [name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (os.getpid(), os.getppid())]
     except OSError:
-        return True
+        return []
+
+def readable(process):
+    places = [f"/proc/{process}/{name}" for name in ("mem", "environ", "maps", "cwd/secret", "fd/3")]
+    return not all(refused(open, place, "rb") for place in places)
 
 print(json.dumps({
     "network": refused(socket.socket, socket.AF_INET) and refused(socket.socket, socket.AF_UNIX),
@@ -74,9 +86,20 @@ print(json.dumps({
     "file reads": refused(os.listdir, SERVERS) and refused(open, "/etc/passwd"),
     "memory": refused(bytearray, 1 << 44),
     "disk": refused(fill),
-    "process list": alone() and refused(open, "/proc/1/environ"),
+    "process list": others() == [] and refused(open, "/proc/1/environ"),
+    "neighbours": not any(readable(process) for process in others()),
     "interfaces": refused(os.listdir, "/sys/class/net"),
 }))
+"""
+
+
+_NEIGHBOUR = """
+import time
+file = open("secret", "w")
+file.write("secret")
+file.flush()
+print("here", flush=True)
+time.sleep(3600)
 """
 
 
@@ -100,7 +123,8 @@ async def measure(pool: Pool) -> dict[str, bool]:
     Raises LevelRefused when one that the pool's level promises does not, PoolUnavailable when the test cannot be run.
     """
     given = f"SERVERS, DISK_MB = {pool.directory!r}, {pool.limits.disk_mb}"
-    run = await pool.run(f"{given}\n{_SNIPPET}", "", _TIMEOUT_S)
+    async with _neighbour(pool):
+        run = await pool.run(f"{given}\n{_SNIPPET}", "", _TIMEOUT_S)
     if run.outcome.exit_code != 0:
         raise PoolUnavailable(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
     found = {name: bool(json.loads(run.stdout)[name]) for name in PROTECTIONS}
@@ -108,6 +132,29 @@ async def measure(pool: Pool) -> dict[str, bool]:
     if broken:
         raise LevelRefused(f"the self-test got through: {', '.join(broken)}")
     return found
+
+
+@asynccontextmanager
+async def _neighbour(pool: Pool) -> AsyncIterator[None]:
+    """Another run that goes on meanwhile, on a worker of its own, with memory and a file that could be found."""
+    worker = pool.spare_worker()
+    try:
+        await worker.ensure_started()
+        with run_files(_NEIGHBOUR.encode(), b"") as files:
+            run = asyncio.ensure_future(worker.run(files, _TIMEOUT_S))
+            try:
+                while os.fstat(files[2]).st_size == 0:
+                    if run.done():
+                        raise PoolUnavailable(
+                            f"the neighbour of the self-test ended: {run.exception() or run.result()}"
+                        )
+                    await asyncio.sleep(_POLL_S)
+                yield
+            finally:
+                run.cancel()
+                await asyncio.gather(run, return_exceptions=True)
+    finally:
+        await asyncio.to_thread(remove_tree, worker.kill())
 
 
 def explain(requirement: str, refused: dict[str, str]) -> str:

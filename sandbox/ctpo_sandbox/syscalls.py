@@ -9,6 +9,7 @@ short filter that refuses what only its worker needed.
 import ctypes
 import errno
 import os
+import signal
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ _ALLOWED = {
     ),
     "signals": (
         "rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack alarm "
-        "setitimer getitimer timer_create timer_settime timer_gettime timer_getoverrun timer_delete"
+        "setitimer getitimer"
     ),
     "time": "time gettimeofday clock_gettime clock_getres times",
     "the process itself": (
@@ -79,6 +80,7 @@ _REFUSED = {
         "msgctl mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr"
     ),
     "locks on files of others": "flock",
+    "timers that can send SIGKILL": "timer_create timer_settime timer_gettime timer_getoverrun timer_delete",
     "rights": (
         "setfsuid setfsgid chroot setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr mknod mknodat"
     ),
@@ -191,8 +193,10 @@ class ChildFilter:
         rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
         for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP):
             rules.add_rule(_EPERM, "prctl", _equals(0, option))
-        for name in ("kill", "tgkill"):
+        for name, number in (("kill", 1), ("tgkill", 2)):
             rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, _ANY_PID))
+            # So that a run that was killed is known to have been killed from outside.
+            rules.add_rule(_EPERM, name, _equals(number, signal.SIGKILL))
         with tempfile.TemporaryFile() as file:
             rules.export_bpf(file)
             file.seek(0)

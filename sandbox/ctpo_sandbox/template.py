@@ -95,7 +95,12 @@ def _serve(control: socket.socket, confinement: Confinement) -> None:
         if not message:
             return
         template = 0 if confinement.boxed else os.getpid()  # as a worker with process ids of its own sees it
-        worker = namespaces.fork() if confinement.boxed else os.fork()
+        try:
+            worker = namespaces.fork() if confinement.boxed else os.fork()
+        except BlockingIOError as error:  # the machine, or the container, has no process left
+            os.close(descriptors[0])
+            control.send(FAILED + str(error).encode())
+            continue
         if worker == 0:
             control.close()
             _become_worker(descriptors[0], confinement, json.loads(message), template)
