@@ -167,13 +167,9 @@ class SandboxConfig(Section):
         default=8, description="size limit of each file of one execution in MiB, each of its outputs included"
     )
     open_files: PositiveInt = Field(default=256, description="file descriptors of one execution")
-    disk_mb: PositiveInt = Field(
-        default=64, description="size limit of all files of one execution together in MiB, where it has its own mounts"
-    )
-    disk_files: PositiveInt = Field(
-        default=4096, description="number of files of one execution, where it has its own mounts"
-    )
-    threads: PositiveInt = Field(default=128, description="threads of one execution, where each slot has its own user")
+    disk_mb: PositiveInt = Field(default=64, description="size limit of all files of one execution together in MiB")
+    disk_files: PositiveInt = Field(default=4096, description="number of files of one execution")
+    threads: PositiveInt = Field(default=128, description="threads of one execution")
     output_kb: PositiveInt = Field(
         default=1000, description="thousands of bytes of each output that a reply carries; the rest is cut"
     )

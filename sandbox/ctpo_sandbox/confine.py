@@ -4,11 +4,11 @@ import os
 import resource
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ctpo_sandbox import landlock, libc, namespaces
 from ctpo_sandbox.records import Limits
-from ctpo_sandbox.remove import remove_tree
+from ctpo_sandbox.work import RunDirectory, WorkDirectories
 
 if TYPE_CHECKING:
     from ctpo_sandbox.syscalls import ChildFilter
@@ -20,51 +20,6 @@ FIRST_UID = 60500
 
 class LevelUnavailable(Exception):
     """This machine does not offer the level of isolation; the message says what is missing."""
-
-
-class WorkDirectories(Protocol):
-    """Where runs keep their files."""
-
-    def make(self) -> str:
-        """An empty directory for one run."""
-
-    def discard_quickly(self, directory: str) -> bool:
-        """Remove it with all that the run left in it, if that takes no time; whether it did."""
-
-    def discard(self, directory: str) -> None:
-        """Remove it, however long that takes."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
-
-
-class _RunDirectory:
-    """A directory of the server's file system for each run."""
-
-    def __init__(self, parent: str, owner: int | None) -> None:
-        self._parent, self._owner, self._runs = parent, owner, 0
-        os.makedirs(parent, mode=0o711)
-
-    def make(self) -> str:
-        self._runs += 1
-        path = f"{self._parent}/run-{self._runs}"
-        os.mkdir(path, 0o700)
-        if self._owner is not None:
-            os.chown(path, self._owner, self._owner)
-        return path
-
-    def discard_quickly(self, directory: str) -> bool:
-        try:
-            os.rmdir(directory)
-        except OSError:  # not empty
-            return False
-        return True
-
-    def discard(self, directory: str) -> None:
-        remove_tree(directory)
-
-    def close(self) -> None:
-        remove_tree(self._parent)
 
 
 class Confinement:
@@ -84,6 +39,11 @@ class Confinement:
         self._files: landlock.FileRules | None = None
         self._uid: int | None = None
         self._ruleset: int | None = None
+
+    @property
+    def own_user(self) -> bool:
+        """Whether the calling worker's runs have a user of their own, so that the kernel can count their threads."""
+        return self._uid is not None
 
     @property
     def may_kill_itself(self) -> bool:
@@ -132,7 +92,7 @@ class Confinement:
             if self._files is not None:  # opened anew: this worker's /proc is another file system
                 self._ruleset = landlock.FileRules().ruleset(namespaces.WORK)
         else:
-            work = _RunDirectory(directory, self._uid)
+            work = RunDirectory(directory, self._uid, self.limits)
         if self._filter is not None:
             from ctpo_sandbox.syscalls import restrict_worker
 
@@ -158,7 +118,7 @@ class Confinement:
             os.setresgid(self._uid, self._uid, self._uid)
             os.setresuid(self._uid, self._uid, self._uid)
         libc.drop_capabilities()
-        libc.set_dumpable(False)
+        libc.set_dumpable(self.level == "landlock")  # its worker looks at its open files; Landlock keeps others out
         libc.die_with_parent(worker, signal.SIGKILL)  # after the change of user, which would clear it
         if self._filter is not None:
             self._filter.load(os.getpid())

@@ -45,9 +45,9 @@ class Limits:
     memory_mb: int = _limit(512, "address-space limit of one execution in MiB")
     file_mb: int = _limit(8, "size limit of each file of one execution in MiB, each of its outputs included")
     open_files: int = _limit(256, "file descriptors of one execution")
-    disk_mb: int = _limit(64, "size limit of all files of one execution together in MiB, where it has its own mounts")
-    disk_files: int = _limit(4096, "number of files of one execution, where it has its own mounts")
-    threads: int = _limit(128, "threads of one execution, where each slot has its own user")
+    disk_mb: int = _limit(64, "size limit of all files of one execution together in MiB")
+    disk_files: int = _limit(4096, "number of files of one execution")
+    threads: int = _limit(128, "threads of one execution")
     output_kb: int = _limit(1000, "thousands of bytes of each output that a reply carries; the rest is cut")
     request_mb: int = _limit(16, "size limit of one request in MiB")
 

@@ -25,7 +25,7 @@ PROTECTIONS = {
     "interfaces": "no network interface but its own loopback",
 }
 _SYSTEM_CALLS = ("network", "processes", "signals", "memory")
-_FILES = (*_SYSTEM_CALLS, "file writes", "file reads", "neighbours")
+_FILES = (*_SYSTEM_CALLS, "file writes", "file reads", "disk", "neighbours")
 PROMISES = {
     "namespaces-root": tuple(PROTECTIONS),
     "namespaces-user": tuple(PROTECTIONS),
@@ -63,11 +63,6 @@ def write(path):
         pass
     os.remove(path)
 
-def fill():
-    for number in range(DISK_MB + 1):
-        with open(f"fill-{number}", "wb") as file:
-            file.write(bytes(1 << 20))
-
 def others():
     try:
         return [name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (os.getpid(), os.getppid())]
@@ -85,13 +80,20 @@ print(json.dumps({
     "file writes": refused(write, "../selftest") and refused(write, SERVERS + "/selftest"),
     "file reads": refused(os.listdir, SERVERS) and refused(open, "/etc/passwd"),
     "memory": refused(bytearray, 1 << 44),
-    "disk": refused(fill),
     "process list": others() == [] and refused(open, "/proc/1/environ"),
     "neighbours": not any(readable(process) for process in others()),
     "interfaces": refused(os.listdir, "/sys/class/net"),
 }))
 """
 
+
+_FILL = """
+import time
+for number in range(DISK_MB + 1):
+    with open(f"fill-{number}", "wb") as file:
+        file.write(bytes(1 << 20))
+time.sleep(3600)  # where nothing refuses the last one, something has to end it
+"""
 
 _NEIGHBOUR = """
 import time
@@ -127,7 +129,10 @@ async def measure(pool: Pool) -> dict[str, bool]:
         run = await pool.run(f"{given}\n{_SNIPPET}", "", _TIMEOUT_S)
     if run.outcome.exit_code != 0:
         raise PoolUnavailable(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
-    found = {name: bool(json.loads(run.stdout)[name]) for name in PROTECTIONS}
+    answers = json.loads(run.stdout)
+    filled = await pool.run(f"DISK_MB = {pool.limits.disk_mb}\n{_FILL}", "", _TIMEOUT_S)
+    answers["disk"] = "No space left" in filled.stderr or filled.outcome.killed_for != ""
+    found = {name: bool(answers[name]) for name in PROTECTIONS}
     broken = [name for name in PROMISES[pool.level] if not found[name]]
     if broken:
         raise LevelRefused(f"the self-test got through: {', '.join(broken)}")

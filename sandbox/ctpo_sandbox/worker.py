@@ -9,9 +9,10 @@ import time
 from dataclasses import replace
 
 from ctpo_sandbox.child import SETUP_DONE, Files, become_snippet
-from ctpo_sandbox.confine import Confinement, WorkDirectories
+from ctpo_sandbox.confine import Confinement
 from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, READY, STOP, Outcome
-from ctpo_sandbox.watch import TIME, ServerGone, Watch
+from ctpo_sandbox.watch import TIME, ServerGone, Watch, excess_threads
+from ctpo_sandbox.work import WorkDirectories
 
 
 class ForkServer:
@@ -70,7 +71,7 @@ class ForkServer:
         os.close(setup_write)
         killed_for = ""
         try:
-            killed_for = Watch(child, self._control, run_timeout_s).wait()
+            killed_for = Watch(child, self._control, run_timeout_s, lambda: self._excess(child, directory)).wait()
         finally:
             _kill_group(child)
             _, status, usage = os.wait4(child, 0)
@@ -90,6 +91,11 @@ class ForkServer:
             killed_for="" if killed_for == TIME else killed_for,
             fault=None if killed_for or cpu_limit_fired else self._fault(setup, exit_code),
         )
+
+    def _excess(self, child: int, directory: str) -> str:
+        most = self._confinement.limits.threads
+        too_many = "" if self._confinement.own_user else excess_threads(child, most)
+        return too_many or self._work.excess(directory, child)
 
     def _fault(self, setup: bytes, exit_code: int) -> str | None:
         if setup != SETUP_DONE:
