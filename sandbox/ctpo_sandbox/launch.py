@@ -146,7 +146,7 @@ def start_server(
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "ctpo_sandbox.server", "--slots", str(slots)]
-    command += ["--require", require, "--parent-pid", str(os.getpid())]
+    command += ["--require", require, "--parent-pid", str(os.getpid()), "--start-timeout-s", str(start_timeout_s)]
     command += ["--tiers", ",".join(tiers), *([] if level is None else ["--level", level])]
     for name, value in asdict(limits).items():
         command += [] if value is None else [option(name), str(value)]

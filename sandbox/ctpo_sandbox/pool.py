@@ -64,7 +64,9 @@ class _Job:
 class Pool:
     """`slots` places behind one first-come queue; each has a worker of every library tier, forked at its first use."""
 
-    def __init__(self, *, slots: int, limits: Limits, level: str, libraries: Sequence[Library]) -> None:
+    def __init__(
+        self, *, slots: int, limits: Limits, level: str, libraries: Sequence[Library], start_timeout_s: float
+    ) -> None:
         self.level, self.limits = level, limits
         self.lost = 0
         """Attempts that ended with the loss of a template or worker."""
@@ -72,7 +74,7 @@ class Pool:
         self._libraries = tuple(libraries)
         self._root = Path(tempfile.mkdtemp(prefix="ctpo-sandbox-"))
         self._root.chmod(0o711)  # runs of other users have their directories below
-        self.templates = {tier.name: Template(tier, level, limits, self._root) for tier in libraries}
+        self.templates = {tier.name: Template(tier, level, limits, self._root, start_timeout_s) for tier in libraries}
         self._slots = [
             {name: Worker(slot, template, self._root) for name, template in self.templates.items()}
             for slot in range(slots)
@@ -169,16 +171,18 @@ class Pool:
                     await self._run_once(worker, job)
                 return
             except (WorkerLost, LevelRefused) as error:
+                last: Exception = error
                 self._replace(worker, error)
                 reasons.append(str(error))
                 passes = False
             except RunFault as error:
+                last = error
                 _log.error("%s", error)
                 reasons.append(str(error))
                 passes = error.passes
                 await worker.finish()
             if len(reasons) >= (_PATIENCE if passes else _ATTEMPTS):
-                raise PoolUnavailable("; then ".join(reasons))
+                raise PoolUnavailable("; then ".join(reasons)) from last
             if passes:
                 await asyncio.sleep(_PAUSE_S * 2 ** len(reasons))
 

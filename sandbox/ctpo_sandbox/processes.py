@@ -16,7 +16,6 @@ from ctpo_sandbox.libraries import Library
 from ctpo_sandbox.records import FAILED, READY, STOP, WALL_FACTOR, Limits, Outcome
 from ctpo_sandbox.template import Boot
 
-TEMPLATE_START_TIMEOUT_S = 60.0
 WORKER_START_TIMEOUT_S = 15.0
 BACKSTOP_S = 10.0
 CLEANING_TIMEOUT_S = 30.0
@@ -54,8 +53,8 @@ def _environment() -> dict[str, str]:
 class Template:
     """A process with one tier of libraries imported, from which workers are forked; replaced when lost."""
 
-    def __init__(self, library: Library, level: str, limits: Limits, root: Path) -> None:
-        self.library, self.level, self.limits = library, level, limits
+    def __init__(self, library: Library, level: str, limits: Limits, root: Path, start_timeout_s: float) -> None:
+        self.library, self.level, self.limits, self._start_timeout_s = library, level, limits, start_timeout_s
         self.missing: dict[str, str] = {}
         self.starts = 0
         self._root = root
@@ -110,7 +109,7 @@ class Template:
                 env=_environment(),
             )
         self._channel = Channel(f"the template of {self.library.name} (pid {self._process.pid})", ours)
-        hello = await self._channel.receive(TEMPLATE_START_TIMEOUT_S, "to start")
+        hello = await self._channel.receive(self._start_timeout_s, "to start")
         if hello.startswith(FAILED):
             self.kill()
             raise LevelRefused(hello.removeprefix(FAILED).decode(errors="replace"))
@@ -171,7 +170,8 @@ class Worker:
     async def run(self, files: Sequence[int], run_timeout_s: float) -> Outcome:
         """One execution over `run_files`.
 
-        Raises WorkerLost when the worker fails, and RunFault when it is well and the run failed by no fault of its own.
+        Raises WorkerLost when the worker fails, LevelRefused when it cannot confine a child, and RunFault when it is
+        well and the run failed by no fault of its own.
         """
         assert self._channel is not None
         deadline_s = WALL_FACTOR * run_timeout_s + BACKSTOP_S
@@ -183,6 +183,8 @@ class Worker:
             self._running = False
         outcome = Outcome.decode(reply)
         self._cleaning = outcome.cleaning
+        if outcome.refused:
+            raise LevelRefused(f"{self.name} could not confine a child: {outcome.fault}")
         if outcome.fault is not None:
             raise RunFault(f"{self.name}: {outcome.fault}", passes=outcome.exhausted)
         return outcome

@@ -74,7 +74,8 @@ class Outcome:
     `exit_code` is -N when signal N killed it. `killed_for`: the limit for which its worker killed it, if it did.
     `fault`: why this says nothing about the snippet, if it does not: the child failed before the first line, or
     something else on the machine killed it. `exhausted`: the fault is that the machine has no process left, and passes.
-    `cleaning`: the worker still removes what the run left, and says when it is done.
+    `refused`: the fault is that the child could not give up its rights. `cleaning`: the worker still removes what the
+    run left, and says when it is done.
     """
 
     timed_out: bool
@@ -85,6 +86,7 @@ class Outcome:
     killed_for: str = ""
     fault: str | None = None
     exhausted: bool = False
+    refused: bool = False
     cleaning: bool = False
 
     def encode(self) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ctpo_sandbox.channel import run_files
-from ctpo_sandbox.pool import Pool, PoolUnavailable
+from ctpo_sandbox.pool import Pool, PoolUnavailable, Run
 from ctpo_sandbox.processes import LevelRefused
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.remove import remove_tree
@@ -126,17 +126,26 @@ async def measure(pool: Pool) -> dict[str, bool]:
     """
     given = f"SERVERS, DISK_MB = {pool.directory!r}, {pool.limits.disk_mb}"
     async with _neighbour(pool):
-        run = await pool.run(f"{given}\n{_SNIPPET}", "", _TIMEOUT_S)
+        run = await _run(pool, f"{given}\n{_SNIPPET}")
     if run.outcome.exit_code != 0:
         raise PoolUnavailable(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
     answers = json.loads(run.stdout)
-    filled = await pool.run(f"DISK_MB = {pool.limits.disk_mb}\n{_FILL}", "", _TIMEOUT_S)
+    filled = await _run(pool, f"DISK_MB = {pool.limits.disk_mb}\n{_FILL}")
     answers["disk"] = "No space left" in filled.stderr or filled.outcome.killed_for != ""
     found = {name: bool(answers[name]) for name in PROTECTIONS}
     broken = [name for name in PROMISES[pool.level] if not found[name]]
     if broken:
         raise LevelRefused(f"the self-test got through: {', '.join(broken)}")
     return found
+
+
+async def _run(pool: Pool, code: str) -> Run:
+    try:
+        return await pool.run(code, "", _TIMEOUT_S)
+    except PoolUnavailable as error:
+        if isinstance(error.__cause__, LevelRefused):  # no worker could be confined
+            raise error.__cause__ from None
+        raise
 
 
 @asynccontextmanager

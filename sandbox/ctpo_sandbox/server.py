@@ -30,7 +30,15 @@ from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 _VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
 _SHUTDOWN_TIMEOUT_S = 2
 _BACKLOG = 2048
+_ON_FAILURE = (
+    "On a slow machine or file system raise --start-timeout-s (sandbox.start_timeout_s), or import less: --tiers. No "
+    "weaker isolation was tried"
+)
 _log = logging.getLogger("ctpo_sandbox.server")
+
+
+class StartFailed(Exception):
+    """The server's processes did not come up; the message says what to do."""
 
 
 def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -61,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require", choices=list(REQUIREMENTS), default="landlock", help="refuse to start with less isolation"
     )
+    parser.add_argument(
+        "--start-timeout-s",
+        type=_positive(float),
+        default=60.0,
+        metavar="N",
+        help="deadline for a tier of libraries to be imported (default: 60)",
+    )
     parser.add_argument("--level", choices=list(LEVELS), help="use this level of isolation, not the strongest there is")
     parser.add_argument("--tiers", default="", metavar="A,B", help="tiers to have, e.g. stdlib,numpy; default: all")
     parser.add_argument("--warm", default="", metavar="A,B", help="further modules to import ahead, e.g. scipy,pandas")
@@ -87,18 +102,28 @@ def _announce(path: Path, url: str) -> None:
 async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool], dict[str, str]]:
     """A started pool at the strongest level there is, what it enforces, and why stronger levels were refused.
 
-    Raises NotEnforceable when no level satisfies `--require`.
+    Raises NotEnforceable when no level satisfies `--require`, and StartFailed when something else went wrong: that says
+    nothing about the isolation that the machine offers, so no weaker one is tried.
     """
     libraries = tiers(*(filter(None, names.split(",")) for names in (args.warm, args.tiers)))
     refused: dict[str, str] = {}
     for level in candidates(args.require, args.level):
-        pool = Pool(slots=args.slots, limits=Limits.of(args), level=level, libraries=libraries)
+        pool = Pool(
+            slots=args.slots,
+            limits=Limits.of(args),
+            level=level,
+            libraries=libraries,
+            start_timeout_s=args.start_timeout_s,
+        )
         try:
             await pool.start()
             return pool, await measure(pool), refused
-        except (LevelRefused, WorkerLost, PoolUnavailable) as error:
+        except LevelRefused as error:
             pool.close()
             refused[level] = str(error)
+        except (WorkerLost, PoolUnavailable) as error:
+            pool.close()
+            raise StartFailed(f"{error}. {_ON_FAILURE}") from error
         except BaseException:
             pool.close()
             raise
@@ -177,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
             # asyncio asks for it only on sockets made with an explicit protocol; without it every reply waits 40 ms.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asyncio.run(_serve(args, listener))
-    except (NotEnforceable, OSError, ValueError) as error:
+    except (NotEnforceable, StartFailed, OSError, ValueError) as error:
         print(f"ctpo sandbox did not start: {error}", file=sys.stderr)
         return 1
     return 0

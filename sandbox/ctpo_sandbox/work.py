@@ -71,7 +71,7 @@ class RunDirectory:
 
     def _nameless(self, directory: str, child: int) -> Iterator[os.stat_result]:
         device = os.stat(directory).st_dev  # that of the outputs, which are memory files, is another one
-        with self._as_owner():
+        with self._as_owner(), suppress(PermissionError):  # a run that gives up its rights, or has just ended
             for descriptor in os.listdir(f"/proc/{child}/fd"):
                 with suppress(FileNotFoundError):
                     found = os.stat(f"/proc/{child}/fd/{descriptor}")
@@ -112,18 +112,17 @@ def _files_below(directory: str) -> Iterator[os.stat_result]:
     pending = [directory]
     while pending:
         current = pending.pop()
-        with _listed(current) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    if stat.S_ISDIR(found.st_mode):
-                        pending.append(entry.path)
-                    yield found
+        for entry in _listed(current):
+            with suppress(FileNotFoundError):
+                found = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(found.st_mode):
+                    pending.append(entry.path)
+                yield found
 
 
-def _listed(directory: str) -> "os.ScandirIterator[str]":
+def _listed(directory: str) -> list[os.DirEntry[str]]:
     try:
-        return os.scandir(directory)
+        return list(os.scandir(directory))
     except PermissionError:
         os.chmod(directory, 0o700)
-        return os.scandir(directory)
+        return list(os.scandir(directory))

@@ -89,6 +89,7 @@ class ForkServer:
             cpu_s=cpu_s,
             maxrss_mb=usage.ru_maxrss / 1024,
             killed_for="" if killed_for == TIME else killed_for,
+            refused=setup not in (SETUP_DONE, b""),
             fault=None if killed_for or cpu_limit_fired else self._fault(setup, exit_code),
         )
 

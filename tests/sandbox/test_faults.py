@@ -51,6 +51,7 @@ def test_a_run_that_was_killed_from_outside_is_repeated(sandbox_server: SandboxS
     request = _Request(sandbox_server, BUSY.format(seconds=0.3), scaled(8))
     _snippet(sandbox_server).kill()
     reply = request.finish().json()
+    assert "run_result" in reply, reply
     assert (reply["status"], reply["run_result"]["stdout"]) == ("success", "done\n")
     assert health(sandbox_server.url)["restarts"] == before  # its worker is well
 

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from ctpo_sandbox import ClientStats, SandboxClient, SandboxStartError, SandboxUnavailable, start_server
+from ctpo_sandbox import SandboxClient, SandboxStartError, SandboxUnavailable, start_server
 from ctpo_sandbox.client import authorization
 from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.support.deadlines import scaled
@@ -271,30 +271,6 @@ def test_a_killed_server_takes_everything_along_and_is_started_again(tmp_path: P
     assert list(tmp_path.iterdir()) == [log]
 
 
-def test_several_servers_share_the_work_and_stand_in_for_each_other(tmp_path: Path):
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with (
-        start_server(**options, log_path=tmp_path / "one") as one,
-        start_server(**options, log_path=tmp_path / "two") as two,
-    ):
-
-        async def many() -> ClientStats:
-            client = SandboxClient([dead, one.url, two.url], max_concurrency=8, request_timeout_s=scaled(30))
-            results = await asyncio.gather(
-                *(client.run(f"import time; time.sleep(0.05); print({i})", run_timeout_s=4) for i in range(40))
-            )
-            assert [result.stdout for result in results] == [f"{i}\n" for i in range(40)]
-            await client.aclose()
-            return client.stats
-
-        stats = asyncio.run(many())
-        executions = [health(server.url)["executions"] for server in (one, two)]
-    assert sum(executions) == 40 and min(executions) >= 10
-    assert stats.retries > 0 and stats.unavailable == 0
-
-
 def test_off_loopback_needs_a_token(tmp_path: Path):
     command = [sys.executable, "-m", "ctpo_sandbox.server", "--host", "0.0.0.0", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox")}
@@ -439,6 +415,14 @@ def test_a_level_below_what_is_required_is_refused():
     done = _ctpo("serve", "--port", "0", "--level", "seccomp", "--require", "namespaces")
     assert done.returncode == 1
     assert "--level seccomp does not satisfy --require namespaces" in done.stderr
+
+
+def test_a_slow_start_is_an_error_and_no_reason_for_less_isolation():
+    done = _ctpo("serve", "--port", "0", "--require", "none", "--start-timeout-s", "0.01")
+    assert done.returncode == 1
+    assert done.stderr.count("waited 0.01 s for the template of") == 1
+    assert "raise --start-timeout-s (sandbox.start_timeout_s)" in done.stderr
+    assert "No weaker isolation was tried" in done.stderr and "no isolation that satisfies" not in done.stderr
 
 
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
