@@ -114,7 +114,7 @@ class SandboxServer:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        process.terminate()
+        process.send_signal(signal.SIGINT)  # nobody waits for its answers any more
         with contextlib.suppress(subprocess.TimeoutExpired):  # the group kill below is the answer to it
             process.wait(_STOP_TIMEOUT_S)
     # Templates and workers share the server's group; a snippet has its own but dies with its worker. They end by

@@ -20,7 +20,12 @@ _PATIENCE = 5
 """Attempts where the machine has no process left: others end, so it passes."""
 
 _PAUSE_S = 0.05
+_MAX_WAITING_CHARS = 256 << 20
 _log = logging.getLogger("ctpo_sandbox.pool")
+
+
+class PoolFull(Exception):
+    """As many requests wait as may."""
 
 
 class PoolUnavailable(Exception):
@@ -65,8 +70,16 @@ class Pool:
     """`slots` places behind one first-come queue; each has a worker of every library tier, forked at its first use."""
 
     def __init__(
-        self, *, slots: int, limits: Limits, level: str, libraries: Sequence[Library], start_timeout_s: float
+        self,
+        *,
+        slots: int,
+        limits: Limits,
+        level: str,
+        libraries: Sequence[Library],
+        start_timeout_s: float,
+        max_waiting: int,
     ) -> None:
+        self.max_waiting = max_waiting
         self.level, self.limits = level, limits
         self.lost = 0
         """Attempts that ended with the loss of a template or worker."""
@@ -81,7 +94,7 @@ class Pool:
         ]
         self._idle: asyncio.Queue[dict[str, Worker]] = asyncio.Queue()
         self._tasks: set[asyncio.Future[None]] = set()
-        self.waiting = 0
+        self.waiting = self._waiting_chars = 0
 
     @property
     def directory(self) -> str:
@@ -110,6 +123,13 @@ class Pool:
         return self._idle.qsize()
 
     @property
+    def full(self) -> bool:
+        """Whether the queue takes no more requests."""
+        if self.idle:
+            return False
+        return self.waiting >= self.max_waiting or self._waiting_chars > _MAX_WAITING_CHARS
+
+    @property
     def missing(self) -> dict[str, str]:
         """Protections that this machine does not offer at this level, with the reason."""
         return next(iter(self.templates.values())).missing
@@ -126,15 +146,21 @@ class Pool:
     async def run(self, code: str, stdin: str, run_timeout_s: float) -> Run:
         """Execute one snippet; the queue has no deadline of its own, the caller's request has.
 
-        Raises PoolUnavailable when two workers in a row were lost over it. Cancelling kills the snippet, and costs no
-        other one anything.
+        Raises PoolFull at once when the queue is full, and PoolUnavailable when two workers in a row were lost over it.
+        Cancelling kills the snippet, and costs no other one anything.
         """
-        queued = time.monotonic()
+        if self.full:
+            raise PoolFull(
+                f"{self.waiting} requests wait for a slot already (--max-waiting, and 256 MB of code and input)"
+            )
+        queued, size = time.monotonic(), len(code) + len(stdin)
         self.waiting += 1
+        self._waiting_chars += size
         try:
             slot = await self._idle.get()
         finally:
             self.waiting -= 1
+            self._waiting_chars -= size
         worker = slot[choose(code, self._libraries)]
         source, given = (text.encode("utf-8", errors="surrogatepass") for text in (code, stdin))
         job = _Job(source, given, run_timeout_s, time.monotonic() - queued)

@@ -1,5 +1,6 @@
 """Removal of directories that a snippet filled."""
 
+import errno
 import itertools
 import logging
 import os
@@ -32,7 +33,8 @@ def _enter(name: str, parent: int | None = None) -> int:
     """A descriptor of a directory, which is readable and writable for its owner afterwards."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
-        os.chmod(f"/proc/self/fd/{handle}", 0o700)
+        if os.fstat(handle).st_mode & 0o700 != 0o700:
+            os.chmod(f"/proc/self/fd/{handle}", 0o700)
         return os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_DIRECTORY)
     finally:
         os.close(handle)
@@ -53,13 +55,23 @@ def _empty(top: int) -> None:
 
 
 def _remove_files(directory: int) -> list[str]:
-    """Remove all but the directories, whose names it returns."""
+    """Remove all but the directories that are not empty, whose names it returns."""
     with os.scandir(directory) as entries:
         listed = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in listed:
         if not is_directory:
             os.unlink(name, dir_fd=directory)
-    return [name for name, is_directory in listed if is_directory]
+    return [name for name, is_directory in listed if is_directory and not _remove_empty(name, directory)]
+
+
+def _remove_empty(name: str, parent: int) -> bool:
+    try:
+        os.rmdir(name, dir_fd=parent)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        return False
+    return True
 
 
 def _lift(name: str, source: int, top: int, numbers: "itertools.count[int]") -> str:

@@ -10,16 +10,19 @@ import logging
 import math
 import os
 import platform
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
 from ctpo_sandbox.app import ServerState, create_app
 from ctpo_sandbox.channel import WorkerLost
+from ctpo_sandbox.front import Protocol
 from ctpo_sandbox.libraries import tiers
 from ctpo_sandbox.pool import Pool, PoolUnavailable
 from ctpo_sandbox.processes import LevelRefused
@@ -28,7 +31,9 @@ from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, expl
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
 _VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
-_SHUTDOWN_TIMEOUT_S = 2
+_HURRIED_SHUTDOWN_S = 2
+_KEEP_ALIVE_S = 30  # longer than clients keep an idle connection: they must be the ones to close it
+_OPEN_FILES = 65536
 _BACKLOG = 2048
 _ON_FAILURE = (
     "On a slow machine or file system raise --start-timeout-s (sandbox.start_timeout_s), or import less: --tiers. No "
@@ -59,6 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument(
         "--slots", type=_positive(int), default=cores + 1, help="executions at once (default: cores + 1)"
+    )
+    parser.add_argument(
+        "--max-waiting",
+        type=_positive(int),
+        default=1024,
+        metavar="N",
+        help="requests that may wait for a slot; more are answered 503 with Retry-After (default: 1024)",
+    )
+    parser.add_argument(
+        "--drain-s",
+        type=_positive(float),
+        default=25.0,
+        metavar="N",
+        help="on SIGTERM, time to finish what was taken on (default: 25); SIGINT gives 2 seconds",
     )
     for limit in dataclasses.fields(Limits):
         kind = _positive(float if limit.type is float else int)
@@ -114,6 +133,7 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
             level=level,
             libraries=libraries,
             start_timeout_s=args.start_timeout_s,
+            max_waiting=args.max_waiting,
         )
         try:
             await pool.start()
@@ -130,6 +150,22 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
     raise NotEnforceable(explain(args.require, refused))
 
 
+class _Server(uvicorn.Server):
+    """SIGTERM stops accepting and finishes what was taken on; SIGINT hurries."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGINT:
+            self.config.timeout_graceful_shutdown = _HURRIED_SHUTDOWN_S
+        super().handle_exit(sig, frame)
+
+
+def _raise_open_files() -> None:
+    """A connection is an open file, and the usual limit of 1024 was made for programs that use select(2)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
     for name in _VERSIONED:
@@ -144,12 +180,15 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
         state = ServerState(enforced, shared_token(), refused, _versions())
         config = uvicorn.Config(
             create_app(pool, state),
+            http=Protocol,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
+            timeout_graceful_shutdown=math.ceil(args.drain_s),
         )
-        server = uvicorn.Server(config)
+        server = _Server(config)
+        state.ends = lambda: server.should_exit
         if args.parent_pid is not None:
             _watch_parent(args.parent_pid, server)
         host, port = listener.getsockname()[:2]
@@ -197,6 +236,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check_platform()
         _check_address(args.host)
+        _raise_open_files()
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         with socket.create_server((args.host, args.port), family=family, backlog=_BACKLOG) as listener:
             # asyncio asks for it only on sockets made with an explicit protocol; without it every reply waits 40 ms.

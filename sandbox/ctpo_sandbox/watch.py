@@ -14,7 +14,7 @@ TIME = "time"
 STOPPED = "nobody waits for it any more"
 _SHORTEST_WAIT_S = 0.01
 _LOOK_S = 0.02
-_REST = 10
+_REST = 4
 _THREADS_FIELD = 17  # of /proc/<pid>/stat, counted from the state
 _PROCESS_CPU_CLOCK = 2  # CPUCLOCK_SCHED of a process, the low bits of its clock's number
 

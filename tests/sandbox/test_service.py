@@ -46,7 +46,8 @@ def _endless_run(url: str) -> Iterator[psutil.Process]:
     """The process of a snippet that runs until its request's connection is closed."""
     address = httpx.URL(url)
     body = json.dumps({"code": "while True: pass", "run_timeout": 9})
-    head = f"POST {_PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((address.host, address.port), timeout=10) as connection:
         connection.sendall((head + body).encode())
         yield _running_snippet(url)
@@ -324,6 +325,8 @@ def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-of-the-test"}):
             response = HTTP.post(server.url + _PATH, json={"code": "1"}, headers=headers)
             assert response.status_code == 401
+            assert [HTTP.get(f"{server.url}/{path}").status_code for path in ("live", "ready")] == [200, 200]
+            assert HTTP.get(f"{server.url}/health").status_code == 401
         client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=10)
         assert asyncio.run(client.run("print(1)", run_timeout_s=1)).stdout == "1\n"
         monkeypatch.delenv("SANDBOX_TOKEN")
