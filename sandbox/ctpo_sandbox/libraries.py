@@ -93,6 +93,7 @@ def load(tier: Library) -> None:
 
 def reseed() -> None:
     """Give a forked child randomness of its own where libraries hold a generator that forking copied."""
-    legacy = sys.modules.get("numpy.random")
-    if legacy is not None:
-        legacy.seed()
+    for name in ("numpy.random", "sympy.core.random"):
+        module = sys.modules.get(name)
+        if module is not None:
+            module.seed()
