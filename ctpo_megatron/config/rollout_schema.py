@@ -155,6 +155,9 @@ class SandboxConfig(Section):
         default="landlock", description="least isolation of our own server; it refuses to start with less"
     )
     slots: PositiveInt = Field(default=2, description="executions at once")
+    warm: str = Field(
+        default="", description="modules that our own server imports ahead beside numpy and sympy, separated by commas"
+    )
     run_timeout_s: PositiveFloat = Field(
         default=4.0, description="CPU seconds of one execution; it ends after twice as many seconds in any case"
     )

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, InstanceOf
 
 from ctpo_sandbox.front import Gate
+from ctpo_sandbox.libraries import absent
 from ctpo_sandbox.metrics import Metrics
 from ctpo_sandbox.pool import Pool, PoolFull, PoolUnavailable, Run
 from ctpo_sandbox.records import LEVELS
@@ -195,6 +196,7 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
             "workers": [worker.pid for worker in pool.workers],
             "templates": {name: template.pid for name, template in pool.templates.items()},
             "libraries": {name: list(template.library.modules) for name, template in pool.templates.items()},
+            "not_installed": absent(),
             "limits": asdict(pool.limits),
             "max_waiting": pool.max_waiting,
             "enforced": [PROTECTIONS[name] for name, holds in state.enforced.items() if holds],

@@ -69,6 +69,12 @@ def tiers(extra: Iterable[str] = (), wanted: Iterable[str] = ()) -> tuple[Librar
     return tuple(found)
 
 
+def absent() -> list[str]:
+    """Packages of the tiers that are not installed here."""
+    packages = {name.partition(".")[0] for tier in BUILT_IN for name in tier.modules}
+    return sorted(name for name in packages if not _installed(name))
+
+
 def _installed(name: str) -> bool:
     with contextlib.suppress(ModuleNotFoundError):  # a missing parent package
         return importlib.util.find_spec(name) is not None

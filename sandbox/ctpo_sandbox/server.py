@@ -23,7 +23,7 @@ import uvicorn
 from ctpo_sandbox.app import ServerState, create_app
 from ctpo_sandbox.channel import WorkerLost
 from ctpo_sandbox.front import Protocol
-from ctpo_sandbox.libraries import tiers
+from ctpo_sandbox.libraries import absent, tiers
 from ctpo_sandbox.pool import Pool, PoolUnavailable
 from ctpo_sandbox.processes import LevelRefused
 from ctpo_sandbox.records import LEVELS, Limits, option
@@ -174,6 +174,18 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _say_what_is_missing(url: str, pool: Pool, state: ServerState) -> None:
+    _log.warning(
+        "sandbox at %s: %d slots, %d MB each, isolation %s (%s). NOT ENFORCED: %s.",
+        url, pool.slots, pool.limits.memory_mb, pool.level, LEVELS[pool.level], "; ".join(state.not_enforced),
+    )  # fmt: skip
+    if lacking := absent():
+        _log.warning(
+            "NOT INSTALLED: %s. Programs that import them fail: pip install 'ctpo-megatron[sandbox-math]' into %s",
+            ", ".join(lacking), sys.prefix,
+        )  # fmt: skip
+
+
 async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
     pool, enforced, refused = await _isolated_pool(args)
     try:
@@ -193,10 +205,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
             _watch_parent(args.parent_pid, server)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        _log.warning(
-            "sandbox at %s: %d slots, %d MB each, isolation %s (%s). NOT ENFORCED: %s.",
-            url, args.slots, pool.limits.memory_mb, pool.level, LEVELS[pool.level], "; ".join(state.not_enforced),
-        )  # fmt: skip
+        _say_what_is_missing(url, pool, state)
         if args.announce is not None:
             _announce(args.announce, url)
         await server.serve(sockets=[listener])

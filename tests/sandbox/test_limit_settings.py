@@ -45,7 +45,7 @@ PROBES: dict[str, tuple[dict[str, str], str]] = {
 }
 """Limit -> (a request that the defaults allow, what the reply says under `LOWERED`)."""
 
-OF_THE_SERVER = {"url", "require", "slots", "request_timeout_s", "max_concurrency", "start_timeout_s"}
+OF_THE_SERVER = {"url", "require", "slots", "warm", "request_timeout_s", "max_concurrency", "start_timeout_s"}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from ctpo_sandbox import SandboxClient, SandboxStartError, SandboxUnavailable, start_server
+from ctpo_sandbox import SandboxClient, SandboxServer, SandboxStartError, SandboxUnavailable, start_server
 from ctpo_sandbox.client import authorization
 from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.support.deadlines import scaled
@@ -445,6 +445,29 @@ def test_unknown_modules_to_warm_are_named():
     done = _ctpo("serve", "--port", "0", "--warm", "json,no_such_module")
     assert done.returncode == 1
     assert "--warm: cannot find no_such_module" in done.stderr
+
+
+def test_what_programs_will_miss_is_said_at_the_start(tmp_path: Path):
+    """With numpy and sympy hidden, as in an environment that has the service alone."""
+    code = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in ("numpy", "sympy") else found(name, package)
+from ctpo_sandbox.server import main
+sys.exit(main())
+"""
+    command = [sys.executable, "-c", code, "--slots", "1", "--require", "none"]
+    with SandboxServer(command, tmp_path / "log", scaled(60)) as server:
+        assert server.health["not_installed"] == ["numpy", "sympy"]
+        assert list(server.health["templates"]) == ["stdlib"]
+    log = (tmp_path / "log").read_text()
+    assert "NOT INSTALLED: numpy, sympy." in log and "ctpo-megatron[sandbox-math]" in log
+
+
+def test_a_run_can_have_modules_imported_ahead(tmp_path: Path):
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "warm": ["xml.dom", "wave"]}
+    with start_server(**options, log_path=tmp_path / "log") as server:
+        assert server.health["libraries"]["extra"][-2:] == ["xml.dom", "wave"]
 
 
 def test_a_warm_tier_of_ones_own(tmp_path: Path):
