@@ -45,9 +45,9 @@ class ServerState:
 
     enforced: dict[str, bool]
     token: str | None = None
-    ends: Callable[[], bool] = lambda: False
     refused_levels: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    ends: Callable[[], bool] = lambda: False
 
     @property
     def not_enforced(self) -> list[str]:

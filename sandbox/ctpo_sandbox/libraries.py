@@ -23,8 +23,8 @@ class Library:
 
 
 _STANDARD = (
-    "bisect cmath collections copy datetime decimal fractions functools heapq inspect io itertools json math numbers "
-    "operator random re statistics string textwrap time typing"
+    "_multiprocessing bisect cmath collections copy datetime decimal fractions functools heapq inspect io itertools "
+    "json math numbers operator random re statistics string textwrap time typing"
 )
 # One call of each kind that answers often use: sympy imports and builds much of itself at the first of a kind.
 _SYMPY = """

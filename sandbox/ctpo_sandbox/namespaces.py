@@ -107,6 +107,8 @@ def _build(root: str) -> None:
         with open(root + path, "w"):
             pass
         _bind(path, root + path)
+    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(f"/proc/self/{target}", f"{root}/dev/{name}")
     os.makedirs(root + RUN)
     if not os.path.exists(root + "/tmp"):  # it does where the interpreter lives below it
         os.symlink(RUN, root + "/tmp")
