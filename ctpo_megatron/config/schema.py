@@ -187,6 +187,12 @@ class PolicyConfig(Section):
     micro_batch_tokens: PositiveInt = Field(
         default=8192, description="most tokens packed into one forward pass, on one context-parallel rank"
     )
+    skip_zero_advantage: bool = Field(
+        default=True,
+        description="trajectories whose advantage is 0 stay out of the passes, not out of the denominators; without "
+        "effect where that would change the gradient (objective.function; objective.correction that rejects or "
+        "normalizes)",
+    )
     max_bad_steps: PositiveInt = Field(
         default=3,
         description="optimizer steps in a row without a finite loss and gradient norm that end the run; fewer are "
@@ -332,3 +338,13 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def leaves_out_zero_advantage(self) -> bool:
+        """Whether trajectories of advantage 0 stay out of the passes: `policy.skip_zero_advantage`, if exact.
+
+        A user's objective may learn from them, and a correction counts what is left of them, or their weights.
+        """
+        correction = self.objective.correction
+        needs_all = self.objective.function is not None or correction.rejects or correction.normalize
+        return self.policy.skip_zero_advantage and not needs_all

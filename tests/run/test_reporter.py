@@ -96,7 +96,7 @@ def test_what_is_discarded_is_set_aside(report: RankZeroReporter, tmp_path: Path
 
 def test_supervised_steps_are_written_apart(report: RankZeroReporter, tmp_path: Path) -> None:
     metrics = {"supervised/loss": 2.0, "actor/grad_norm": 1.0, "actor/lr": 1e-3, "memory/trainer_peak_mib": 100.0}
-    metrics |= {"tokens/total": 10.0, "tokens/forward_tflop": 0.5}
+    metrics |= {"tokens/trained": 10.0, "tokens/trained_forward_tflop": 0.5}
     for done, steps, loss in ((-1, (1, 2, 3), 2.0), (1, (2,), 1.0)):
         report.begin_sft(done)
         for step in steps:
