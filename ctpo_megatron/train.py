@@ -121,7 +121,7 @@ def reinforce(
             with report.phase("update"):
                 metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step, start=start)
             with report.phase("token_diagnostics"):
-                dumped, anchor = config.tracking.trajectories, config.objective.anchor
+                dumped, anchor = config.tracking.trajectories != "none", config.objective.anchor
                 diagnostics = policy.token_diagnostics(mini_batches[-1], objective, anchor) if dumped else {}
             version = run.advance()
             if not run.notice():

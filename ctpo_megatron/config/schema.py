@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.rollout_schema import ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.task_schema import PrepareConfig, Section
+
+log = logging.getLogger(__name__)
 
 
 class RunConfig(Section):
@@ -310,12 +313,27 @@ class TrackingConfig(Section):
     timeout_s: PositiveFloat = Field(
         default=60.0, description="deadline of one call to a tracker; one that exceeds it is switched off"
     )
-    trajectories: bool = Field(default=True, description="write every trajectory of every step")
+    trajectories: Literal["all", "sample", "none"] = Field(
+        default="all", description="which trajectories of a step are written; sample: those of 8 prompts"
+    )
+    trajectory_format: Literal["jsonl", "parquet"] = Field(
+        default="jsonl",
+        description="of these files: text, or compressed, for a third of the CPU time and a seventh of the space",
+    )
     report: bool = Field(default=True, description="write report.html and figures at the end")
     peak_flops: PositiveFloat | None = Field(
         default=None,
         description="peak FLOP/s of one device that MFU refers to; null: by the GPU's name, no MFU if unknown",
     )
+
+    @field_validator("trajectories", mode="before")
+    @classmethod
+    def _was_a_switch(cls, value: Any) -> Any:
+        if not isinstance(value, bool):
+            return value
+        now = "all" if value else "none"
+        log.warning("tracking.trajectories: %s is now written %s", str(value).lower(), now)
+        return now
 
 
 class Config(Section):

@@ -62,10 +62,10 @@ def diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Ancho
         raise ValueError("token diagnostics are those of an update, which comes first")
     curves = token_diagnostics(micro.log_probs, reference, micro.response_mask, objective, cu_seqlens=micro.cu_seqlens)
     names = ("log_ratio", "clip_low", "clip_high")
-    columns = torch.stack([curves.log_ratio, curves.low, curves.high]).cpu()
+    columns = torch.stack([curves.log_ratio, curves.low, curves.high]).cpu().numpy()
     return {
         key: {"advantage": float(micro.on_host.advantages[place.start])}
-        | {name: [round(x, 6) for x in column[place].tolist()] for name, column in zip(names, columns, strict=True)}
+        | {name: column[place] for name, column in zip(names, columns, strict=True)}
         for key, place in micro.places()
     }
 
