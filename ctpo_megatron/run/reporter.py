@@ -169,14 +169,16 @@ class RankZeroReporter(Reporter):
         metrics: Mapping[str, float],
         diagnostics: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        if self._config.trajectories != "none":
-            most = _SAMPLE if self._config.trajectories == "sample" else None
-            self._dump(step, *_dumped(batch, diagnostics, most))
+        with self.phase("dump"):
+            self._dumps.wait()
         behind = {"time/dump_behind": self._dumps.take_cpu_s()}
         record = self._with_speed({**batch.metrics, **metrics, **behind}, {"time/step": 0.0})
         self._metrics.log(step, record)
         self.progress.step = step
         self._display.step(step, record)
+        if self._config.trajectories != "none":  # last: the thread that writes it would slow down what is above
+            most = _SAMPLE if self._config.trajectories == "sample" else None
+            self._dump(step, *_dumped(batch, diagnostics, most))
         if self._is_first_batch:
             self._is_first_batch = False
             self._warn(step, record)

@@ -32,10 +32,14 @@ class DumpWriter:
         self._pending: deque[tuple[str, Future[Path]]] = deque()
         self._lock, self._cpu_s = threading.Lock(), 0.0
 
-    def put(self, name: str, write: Callable[[], Path]) -> None:
-        """Have `write` called; waits while `WAITING` earlier ones are not done. name: for messages."""
+    def wait(self) -> None:
+        """Return when fewer than `WAITING` are not done."""
         while self._pending and (len(self._pending) >= WAITING or self._pending[0][1].done()):
             self._take()
+
+    def put(self, name: str, write: Callable[[], Path]) -> None:
+        """Have `write` called, after a `wait`. name: for messages."""
+        self.wait()
         self._pending.append((name, self._thread.submit(self._measured, write)))
 
     def flush(self) -> None:
