@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("start")
-    models.build("qwen3-tied", directory)
+    models.build("qwen3-tied", directory, layers=2)
     return directory
 
 
@@ -99,11 +99,12 @@ def comparable(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
 
 
-@pytest.mark.parametrize("head", ["streaming", "logits"])
-@pytest.mark.parametrize(("name", "saved"), [("ctpo", 3), ("cispo", 3), ("behaviour", 3), ("weighted", 0)])
-def test_one_update_needs_no_second_pass(model: Path, layout: Layout, name: str, saved: int, head: str) -> None:
-    before, after = compare(model, layout, name, 16, head=head)
-    assert (before, after) == (6, 6 - saved)
+@pytest.mark.parametrize(
+    ("name", "head"), [("ctpo", "streaming"), ("ctpo", "logits"), ("cispo", "streaming"), ("behaviour", "streaming")]
+)
+def test_one_update_needs_no_second_pass(model: Path, layout: Layout, name: str, head: str) -> None:
+    """Three micro-batches."""
+    assert compare(model, layout, name, 16, head=head) == (6, 3)
 
 
 @pytest.mark.parametrize(("name", "saved"), [("ctpo", 2), ("behaviour", 4), ("weighted", 0)])
