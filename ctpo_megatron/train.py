@@ -6,6 +6,7 @@ import logging
 import runpy
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from ctpo_megatron.config import Config, advantage_from_config, family_for, run_chat_template, shares_gpus
@@ -13,9 +14,9 @@ from ctpo_megatron.data import prepare
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import batch_advantages, objective_from_config
 from ctpo_megatron.policy import (
+    BatchStart,
     Layout,
     Policy,
-    apply_correction,
     capabilities,
     configured_loss,
     destroy_distributed,
@@ -100,7 +101,8 @@ def reinforce(
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
     objective, advantage = objective_from_config(config.objective), advantage_from_config(config.objective)
-    loss = configured_loss(config.objective)
+    loss, check = configured_loss(config.objective), partial(check_mismatch, config.rollout)
+    skip = {"skip_zero_advantage": config.leaves_out_zero_advantage}
     rollouts.publish(policy, run.version)
     if not run.resumed or (run.evaluates and rollouts.lacks_evaluation()):
         report.log(run.done, rollouts.evaluate(run.done, policy) if run.evaluates else {})
@@ -113,15 +115,14 @@ def reinforce(
                 return run.stop()
             with report.phase("old_log_probs"):
                 advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
-                mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
-                metrics = policy.compute_old_log_probs(mini_batches)
-                metrics |= apply_correction(mini_batches, config.objective, policy.layout, batch.is_of(run.version))
-            check_mismatch(config.rollout, metrics)
+                mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size, **skip)
+                start = BatchStart(config.objective, policy.layout, batch.is_of(run.version), check)
+                metrics = policy.begin(mini_batches, start)
             with report.phase("update"):
-                metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step)
+                metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step, start=start)
             with report.phase("token_diagnostics"):
-                dumped = config.tracking.trajectories
-                diagnostics = policy.token_diagnostics(mini_batches[-1], objective) if dumped else {}
+                dumped, anchor = config.tracking.trajectories != "none", config.objective.anchor
+                diagnostics = policy.token_diagnostics(mini_batches[-1], objective, anchor) if dumped else {}
             version = run.advance()
             if not run.notice():
                 rollouts.publish(policy, version)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.rollout_schema import ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.task_schema import PrepareConfig, Section
+
+log = logging.getLogger(__name__)
 
 
 class RunConfig(Section):
@@ -187,6 +190,12 @@ class PolicyConfig(Section):
     micro_batch_tokens: PositiveInt = Field(
         default=8192, description="most tokens packed into one forward pass, on one context-parallel rank"
     )
+    skip_zero_advantage: bool = Field(
+        default=True,
+        description="trajectories whose advantage is 0 stay out of the passes, not out of the denominators; without "
+        "effect where that would change the gradient (objective.function; objective.correction that rejects or "
+        "normalizes)",
+    )
     max_bad_steps: PositiveInt = Field(
         default=3,
         description="optimizer steps in a row without a finite loss and gradient norm that end the run; fewer are "
@@ -304,12 +313,27 @@ class TrackingConfig(Section):
     timeout_s: PositiveFloat = Field(
         default=60.0, description="deadline of one call to a tracker; one that exceeds it is switched off"
     )
-    trajectories: bool = Field(default=True, description="write every trajectory of every step")
+    trajectories: Literal["all", "sample", "none"] = Field(
+        default="all", description="which trajectories of a step are written; sample: those of 8 prompts"
+    )
+    trajectory_format: Literal["jsonl", "parquet"] = Field(
+        default="jsonl",
+        description="of these files: text, or compressed, for a third of the CPU time and a seventh of the space",
+    )
     report: bool = Field(default=True, description="write report.html and figures at the end")
     peak_flops: PositiveFloat | None = Field(
         default=None,
         description="peak FLOP/s of one device that MFU refers to; null: by the GPU's name, no MFU if unknown",
     )
+
+    @field_validator("trajectories", mode="before")
+    @classmethod
+    def _was_a_switch(cls, value: Any) -> Any:
+        if not isinstance(value, bool):
+            return value
+        now = "all" if value else "none"
+        log.warning("tracking.trajectories: %s is now written %s", str(value).lower(), now)
+        return now
 
 
 class Config(Section):
@@ -332,3 +356,13 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def leaves_out_zero_advantage(self) -> bool:
+        """Whether trajectories of advantage 0 stay out of the passes: `policy.skip_zero_advantage`, if exact.
+
+        A user's objective may learn from them, and a correction counts what is left of them, or their weights.
+        """
+        correction = self.objective.correction
+        needs_all = self.objective.function is not None or correction.rejects or correction.normalize
+        return self.policy.skip_zero_advantage and not needs_all

@@ -18,11 +18,14 @@ class PackedBatch:
 
     token_ids, position_ids: [N] int64; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
     response_mask, loss_mask: [N] bool, aligned with the token that is predicted (the first token of a sequence is 0).
-    rollout_log_probs, advantages, old_log_probs: [N] fp32 (nats; old_log_probs is filled by the policy's anchor pass).
+    rollout_log_probs, advantages, log_probs, old_log_probs: [N] fp32 (nats). log_probs: of the latest pass over it;
+    old_log_probs: of the weights that the batch began with; both are filled by the policy, as is entropy_sum (nats,
+    fp64 scalar, with old_log_probs).
     correction_weights: [N] fp32, detached factors of the token losses; None: 1 (filled by the policy's correction).
     sequences, lengths: place in the step and tokens of each sequence. Alignment may put masked tokens behind them,
     inside its boundaries, and one masked sequence, not listed, at the end of the micro-batch.
-    packed: the same in host memory, as `pack` made it; None where this is it.
+    on_policy: the weights are still those that the batch began with, so that the old log-probs are those of the
+    training pass itself. packed: the same in host memory, as `pack` made it; None where this is it.
     """
 
     token_ids: torch.Tensor
@@ -34,8 +37,11 @@ class PackedBatch:
     advantages: torch.Tensor
     sequences: tuple[int, ...]
     lengths: tuple[int, ...]
+    log_probs: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
+    entropy_sum: torch.Tensor | None = None
     correction_weights: torch.Tensor | None = None
+    on_policy: bool = False
     packed: PackedBatch | None = None
 
     @property

@@ -27,9 +27,10 @@ class Prompt:
 
 @dataclass(slots=True)
 class ToolCall:
-    """One tool call of an episode. `output` is the observation text as the model saw it; `wall_s` in seconds.
+    """One tool call of an episode. `output` is the observation text as the model saw it.
 
-    name, arguments: empty when the call could not be read (status "parse_error").
+    name, arguments: empty when the call could not be read (status "parse_error"). wall_s: seconds from the call to its
+    answer. exec_s: those of them in which it ran, as its service says; None where it does not.
     """
 
     turn: int
@@ -38,6 +39,12 @@ class ToolCall:
     status: ToolStatus
     output: str
     wall_s: float
+    exec_s: float | None = None
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds that it waited for a place to run and travelled; None where `exec_s` is not known."""
+        return None if self.exec_s is None else max(0.0, self.wall_s - self.exec_s)
 
 
 @dataclass(slots=True)

@@ -33,10 +33,14 @@ class ToolCallRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answers: the text that the model is shown (cut to `rollout.max_observation_chars`)."""
+    """What a tool answers: the text that the model is shown (cut to `rollout.max_observation_chars`).
+
+    exec_s: seconds that it ran, queueing excluded; None where the tool does not know.
+    """
 
     text: str
     status: Literal["success", "timeout", "runtime_error"] = "success"
+    exec_s: float | None = None
 
 
 class ParseError(ValueError):

@@ -109,6 +109,7 @@ class Toolbox:
         call = ToolCall(turn, request.name, request.arguments, "infrastructure_error", "", time.monotonic() - started)
         if not failure:
             call.status, call.output = result.status, cut_middle(result.text, self._max_chars)
+            call.exec_s = result.exec_s
         return call, failure
 
 

@@ -18,11 +18,13 @@ from ctpo_megatron.objective.stats import LossStats
 
 @dataclass(frozen=True)
 class LinearPolicyLoss:
-    """loss: scalar, differentiable in hidden and weight. log_probs: `[N]` nats, 0 where masked; detached, as stats."""
+    """loss: scalar, differentiable in hidden and weight; the others are detached. log_probs: `[N]` nats, 0 where masked
+    out; entropy: likewise, None where nobody asked for it."""
 
     loss: Tensor
     stats: LossStats
     log_probs: Tensor
+    entropy: Tensor | None
 
 
 def fused_policy_loss(
@@ -66,7 +68,7 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    old_log_probs: Tensor,
+    old_log_probs: Tensor | None,
     advantages: Tensor,
     response_mask: Tensor,
     objective: PolicyObjective,
@@ -84,12 +86,13 @@ def linear_policy_loss(
     rows: Tensor | None = None,
     may_learn: Tensor | None = None,
     accumulate_into_main_grad: bool = False,
+    entropy: bool = False,
 ) -> LinearPolicyLoss:
     """`policy_loss` of the log-probs of softmax(hidden weight^T / temperature), logits never held for all tokens.
 
     hidden: `[N, H]` (`[N / tp, H]` under `sequence_parallel`); row i predicts labels[i], and all other `[N]` tensors
-    are aligned with the labels. weight: `[V / tp, H]`. The rest as for `policy_loss` and
-    `ctpo_kernels.fused_linear_ctpo`.
+    are aligned with the labels. weight: `[V / tp, H]`. old_log_probs: None is those of this call. entropy: return it
+    too. The rest as for `policy_loss` and `ctpo_kernels.fused_linear_ctpo`.
     """
     layout = SequenceBounds.of(labels, cu_seqlens)
     found = ctpo_kernels.fused_linear_ctpo(
@@ -111,10 +114,13 @@ def linear_policy_loss(
         rows=rows,
         may_learn=may_learn,
         accumulate_into_main_grad=accumulate_into_main_grad,
+        return_entropy=entropy,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
-    loss, stats, log_probs = cast(tuple[Tensor, CTPOStats, Tensor], found)  # no entropy was asked for
-    return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), log_probs)
+    loss, stats, log_probs, entropies = cast(
+        tuple[Tensor, CTPOStats, Tensor, Tensor | None], found if entropy else (*found, None)
+    )
+    return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), log_probs, entropies)
 
 
 def _row_or_column(values: Tensor, layout: SequenceBounds) -> Tensor:

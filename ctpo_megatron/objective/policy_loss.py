@@ -21,11 +21,14 @@ from ctpo_megatron.objective.stats import LossStats, stats_of
 class PolicyLossOutput:
     """loss: scalar, differentiable. per_token: l_t w_t in the shape of log_probs, before aggregation, 0 where the
     loss mask is 0; on the graph on the CPU (detach it before keeping it), detached where the kernels compute it, None
-    where none are kept (`linear_policy_loss`). stats: detached."""
+    where none are kept (`linear_policy_loss`). stats: detached. log_probs, entropy: nats, detached, in the shape of the
+    labels; None where nobody asked a policy's predictions for them."""
 
     loss: Tensor
     per_token: Tensor | None
     stats: LossStats
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 def policy_loss(

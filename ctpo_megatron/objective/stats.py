@@ -106,7 +106,7 @@ def summarize(stats: LossStats) -> dict[str, float]:
     maximum = dict(zip(MAXIMA, values[len(SUMS) :], strict=True))
     if stats.kind == "supervised":
         return {"supervised/loss": total["loss"]}
-    metrics = {"actor/pg_loss": total["loss"]}
+    metrics = {"actor/pg_loss": total["loss"], "pg_update/loss_tokens": total["loss_tokens"]}
     if total["model_tokens"]:
         metrics["actor/ppo_kl"] = total["minus_d"] / total["model_tokens"]
         metrics["pg_update/log_ratio_abs_max"] = maximum["abs_log_ratio"]

@@ -31,8 +31,10 @@ from ctpo_megatron.policy.parallel import Layout, destroy_distributed, gather_ob
 from ctpo_megatron.policy.policy import Policy
 from ctpo_megatron.policy.rank_zero import RankLost, RankZero, RankZeroError
 from ctpo_megatron.policy.reports import Diagnostics, Update, summarize_updates
+from ctpo_megatron.policy.start import BatchStart
 
 __all__ = [
+    "BatchStart",
     "CheckpointError",
     "Diagnostics",
     "Layout",

@@ -82,7 +82,7 @@ class Targets:
 
     labels: int64; response_mask, loss_mask: bool; rollout_log_probs, advantages, old_log_probs (None before they
     are computed), weights (of the correction, None without): float32; all `[n]`, n = N / context-parallel size.
-    cu_seqlens: `[B + 1]`, boundaries among them.
+    cu_seqlens: `[B + 1]`, boundaries among them. on_policy: as `PackedBatch` has it.
     rows: int64 `[M]`, where response_mask is set, ascending; searched for on the host. may_learn: bool `[M]` in host
     memory, which of them are in the loss with an advantage that is not 0.
     """
@@ -97,6 +97,7 @@ class Targets:
     split: ContextSplit
     rows: Tensor
     may_learn: Tensor
+    on_policy: bool
 
     @classmethod
     def of(cls, batch: PackedBatch, split: ContextSplit) -> Targets:
@@ -120,6 +121,7 @@ class Targets:
             split=split,
             rows=predicting.to(batch.response_mask.device, non_blocking=True),
             may_learn=learning[predicting],
+            on_policy=batch.on_policy,
         )
 
     @property

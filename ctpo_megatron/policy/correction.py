@@ -39,8 +39,9 @@ def apply_correction(
         for micro in micro_batches:
             assert micro.correction_weights is not None  # the level asks for them
             micro.correction_weights = micro.correction_weights / mean
-    for mini, counts in zip(mini_batches, left, strict=True):
-        mini.denominators = Denominators.of_counts(counts)
+    if correction.rejects:
+        for mini, counts in zip(mini_batches, left, strict=True):
+            mini.denominators = Denominators.of_counts(counts)
     metrics = correction_metrics(rows, correction) if layout.is_rank_zero else {}
     if equal_weights and layout.is_rank_zero:
         metrics |= noise_metrics(rows, objective_from_config(config))

@@ -65,6 +65,8 @@ def _send(
     sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rank: int, layout: Layout
 ) -> Iterator[dist.Work]:
     arrays = [sequences[index].tokens for index in shares[layout.dp_ranks[rank]]]
+    if not arrays:
+        return
     for column in _columns([tokens for tokens in arrays if tokens is not None]):
         work = dist.isend(column, dst=rank)
         assert work is not None  # only on ranks outside of the group
@@ -72,6 +74,8 @@ def _send(
 
 
 def _receive(own: Sequence[TokenSequence]) -> Share:
+    if not own:
+        return []
     total = sum(len(sequence) for sequence in own)
     columns = [torch.zeros(total, dtype=dtype) for dtype in (torch.int32, torch.uint8, torch.float32)]
     for column in columns:

@@ -21,7 +21,7 @@ from ctpo_megatron.objective import (
     supervised_loss,
 )
 from ctpo_megatron.policy.context import Targets
-from ctpo_megatron.policy.predictions import Predictions
+from ctpo_megatron.policy.predictions import Predictions, with_rows
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,10 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
 
 
 def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
-    """The RL loss. proximal: ratios against the trainer's anchor pass; behaviour: against what the sampler reported.
+    """The RL loss. proximal: ratios against the trainer's old log-probs; behaviour: against what the sampler reported.
 
     decoupled: as proximal; the weights that `apply_correction` gave the micro-batches say what is between the two.
+    Old log-probs are those of the pass itself where the micro-batch is `on_policy`.
     """
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
@@ -64,10 +65,11 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
     """The RL loss by a user's function; `objective` says how its token losses are aggregated."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
-        targets = predictions.targets
+        targets, log_probs = predictions.targets, predictions.log_probs()
+        old_log_probs = _anchor(targets, anchor)
         inputs = ObjectiveInputs(
-            log_probs=predictions.log_probs(),
-            old_log_probs=_anchor(targets, anchor),
+            log_probs=log_probs,
+            old_log_probs=log_probs.detach() if old_log_probs is None else old_log_probs,
             rollout_log_probs=targets.rollout_log_probs,
             advantages=targets.advantages,
             response_mask=targets.response_mask,
@@ -76,14 +78,15 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
             cu_seqlens=targets.cu_seqlens,
             denominators=denominators,
         )
-        return function_loss(function, inputs, objective)
+        return with_rows(predictions, function_loss(function, inputs, objective), log_probs)
 
     return loss
 
 
-def _anchor(targets: Targets, anchor: Anchor) -> Tensor:
+def _anchor(targets: Targets, anchor: Anchor) -> Tensor | None:
+    """What ratios are taken against; None: the log-probs of the pass itself."""
     found = targets.rollout_log_probs if anchor == "behaviour" else targets.old_log_probs
-    if found is None:
+    if found is None and not targets.on_policy:
         raise ValueError(f"the {anchor} anchor needs Policy.compute_old_log_probs() before Policy.update()")
     return found
 
@@ -92,6 +95,9 @@ def supervised() -> LossFunction:
     """Negative log-likelihood of SFT's assistant tokens."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
-        return supervised_loss(predictions.log_probs(), predictions.targets.loss_mask, denominators)
+        log_probs = predictions.log_probs()
+        return with_rows(
+            predictions, supervised_loss(log_probs, predictions.targets.loss_mask, denominators), log_probs
+        )
 
     return loss

@@ -74,16 +74,19 @@ def make_mini_batches(
     spec: ModelSpec,
     padded_attention: bool,
     from_rank_zero: bool = False,
+    skip_zero_advantage: bool = False,
 ) -> list[MiniBatch]:
     """Consecutive runs of `size` sequences, one per optimizer step, each shared out over data-parallel ranks.
 
     Every rank passes the same sequences and keeps its share; shares are balanced by model FLOPs. from_rank_zero: the
     tokens are on rank zero only and are sent to the ranks that train on them; collective then. advantages: one per
-    sequence; None: zeros (supervised). padded_attention: attention pads within length classes (the local layer
-    spec), which counts as computed tokens. Raises ValueError when a mini-batch would leave a data-parallel rank without
-    work.
+    sequence; None: zeros (supervised). skip_zero_advantage: sequences whose advantage is 0 are in the denominators and
+    in no micro-batch; a rank that is left without any runs one masked sequence. padded_attention: attention pads within
+    length classes (the local layer spec), which counts as computed tokens. Raises ValueError when an optimizer step has
+    fewer sequences than there are data-parallel ranks.
     """
     rules = packing_rules(config)
+    values = [0.0] * len(sequences) if advantages is None else advantages
     result = []
     for start in range(0, len(sequences), size):
         began = time.perf_counter()
@@ -91,22 +94,23 @@ def make_mini_batches(
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} trajectories cannot feed {layout.dp_size} replicas")
         flops = sequence_flops(spec, chunk)
-        shares = split_evenly(chunk, layout.dp_size, flops)
+        # Not "is above 0": a NaN has to reach the loss.
+        trained = [i for i in range(len(chunk)) if not (skip_zero_advantage and values[start + i] == 0)]
+        parts = split_evenly([chunk[i] for i in trained], layout.dp_size, [flops[i] for i in trained])
+        shares = [[trained[i] for i in part] for part in parts]
         indices = shares[layout.dp_rank]
         own = share_tokens(chunk, shares, layout) if from_rank_zero else [chunk[i] for i in indices]
-        packed = pack(
-            own,
-            None if advantages is None else [advantages[start + i] for i in indices],
-            rules,
-            at_least=_equal_count(chunk, shares, rules) if layout.ep_size > 1 else 0,
-        )
+        at_least = _equal_count(chunk, shares, rules) if layout.ep_size > 1 else 1
+        packed = pack(own, [values[start + i] for i in indices], rules, at_least=at_least)
         denominators = Denominators.of_counts(sequence.loss_tokens for sequence in chunk)
         micro_batches = [micro.to(layout.device) for micro in packed]
-        largest = max(sum(flops[i] for i in share) for share in shares)
+        loads = [sum(flops[i] for i in share) for share in shares]
         work = Workload(
             tokens=sum(map(len, chunk)),
             flops=sum(flops),
-            imbalance=largest * layout.dp_size / sum(flops),
+            trained_tokens=sum(len(chunk[i]) for i in trained),
+            trained_flops=sum(loads),
+            imbalance=max(loads) * layout.dp_size / sum(loads) if trained else 1.0,
             computed_tokens=sum(padded_tokens(m.cu_seqlens) if padded_attention else m.num_tokens for m in packed),
             packing_s=time.perf_counter() - began,
         )
@@ -128,4 +132,4 @@ def packing_rules(config: PolicyConfig) -> PackingRules:
 
 def _equal_count(chunk: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rules: PackingRules) -> int:
     """Micro-batches of the replica that needs most: experts are reached by all replicas in the same pass."""
-    return max(micro_batch_count([chunk[i] for i in share], rules) for share in shares)
+    return max(1, *(micro_batch_count([chunk[i] for i in share], rules) for share in shares))

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
 from ctpo_megatron.config.schema import CheckpointConfig
-from ctpo_megatron.data import PackedBatch, TokenSequence, Trajectory
+from ctpo_megatron.data import TokenSequence, Trajectory
 from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.exchange import share_sizes
 from ctpo_megatron.policy.hf_directory import write_directory
-from ctpo_megatron.policy.losses import LossFunction
+from ctpo_megatron.policy.losses import Anchor, LossFunction
 from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, make_mini_batches
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards, resolve_layer_spec
 from ctpo_megatron.policy.offload import Offload
@@ -32,9 +33,9 @@ from ctpo_megatron.policy.reports import (
     Diagnostics,
     Update,
     diagnostics_of,
-    old_log_prob_totals,
     summarize_updates,
 )
+from ctpo_megatron.policy.start import BatchStart, collect, keep_log_probs, start_metrics
 from ctpo_megatron.policy.step import Collected, run_schedule
 from ctpo_megatron.policy.workload import Cost, RankReport
 
@@ -95,100 +96,140 @@ class Policy:
             self._total_steps, self._decayed = total_steps, config.weight_decay_of
 
     def mini_batches(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float] | None, size: int
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: Sequence[float] | None,
+        size: int,
+        *,
+        skip_zero_advantage: bool = False,
     ) -> list[MiniBatch]:
         """Optimizer steps of `size` trajectories each, in order, of trajectories that every rank has.
 
         See `checked_sequences` and `make_mini_batches`.
         """
         sequences = checked_sequences(trajectories, advantages, self.spec.vocab_size)
-        return self._mini_batches(sequences, advantages, size)
+        return self._mini_batches(sequences, advantages, size, skip_zero_advantage=skip_zero_advantage)
 
-    def share_out(self, trajectories: Sequence[Trajectory], advantages: Sequence[float], size: int) -> list[MiniBatch]:
+    def share_out(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: Sequence[float],
+        size: int,
+        *,
+        skip_zero_advantage: bool = False,
+    ) -> list[MiniBatch]:
         """`mini_batches` of trajectories that only rank zero has; the others pass none and get what they train on."""
         checked = self.layout.keep_on_rank_zero(
             lambda: checked_sequences(trajectories, advantages, self.spec.vocab_size)
         )
         sequences, advantages = share_sizes(checked or [], advantages, self.layout)
-        return self._mini_batches(sequences, advantages, size, from_rank_zero=True)
+        skip = {"skip_zero_advantage": skip_zero_advantage}
+        return self._mini_batches(sequences, advantages, size, from_rank_zero=True, **skip)
 
     def _mini_batches(
         self,
         sequences: Sequence[TokenSequence],
         advantages: Sequence[float] | None,
         size: int,
-        *,
-        from_rank_zero: bool = False,
+        **options: bool,
     ) -> list[MiniBatch]:
         return make_mini_batches(
             sequences,
             advantages,
             size=size,
-            from_rank_zero=from_rank_zero,
+            **options,
             config=self.config,
             layout=self.layout,
             spec=self.spec,
             padded_attention=resolve_layer_spec(self.config) == "local",
         )
 
+    def begin(self, mini_batches: Sequence[MiniBatch], start: BatchStart) -> dict[str, float]:
+        """The old log-probs that need a pass of their own; the others are left to the first update.
+
+        Returns what `start` tells if it has all of them by now, and how much was computed.
+        """
+        ahead = start.ahead(mini_batches)
+        if ahead:
+            self._fill_old_log_probs(ahead)
+        found = {
+            "tokens/old_log_probs": float(sum(mini.work.trained_tokens for mini in ahead)),
+            "tokens/old_log_probs_tflop": sum(mini.work.trained_flops for mini in ahead) / 1e12,
+        }
+        if len(ahead) == len(mini_batches):
+            return found | start.metrics(mini_batches)
+        for micro in mini_batches[0].micro_batches:
+            micro.on_policy = True
+        return found
+
     def compute_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Fill `old_log_probs` with the log-probs of the current weights, in the layout that training will use.
 
-        Returns `mismatch/*` (|sampler - trainer| in nats over model tokens) and `actor/entropy` (nats).
+        Returns `start_metrics`.
         """
-        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
-        kept = self._forward(micro_batches)
-        for micro, found in zip(micro_batches, kept, strict=False):  # nothing is kept before the last stage
-            micro.old_log_probs = found["log_probs"]
-        mine = old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
-        parts = [totals for totals in gather_objects(mine) if totals is not None]
-        tokens = max(1.0, sum(totals["tokens"] for totals in parts))
-        return {
-            "mismatch/log_prob_abs_max": max(totals["max"] for totals in parts),
-            "mismatch/log_prob_abs_mean": sum(totals["sum"] for totals in parts) / tokens,
-            "actor/entropy": sum(totals["entropy"] for totals in parts) / tokens,
-        }
+        self._fill_old_log_probs(mini_batches)
+        return start_metrics(mini_batches, self.layout)
 
-    def _forward(self, micro_batches: Sequence[PackedBatch]) -> list[Collected]:
-        """`log_probs` `[N]` and the sum of the entropy of each micro-batch (on the last pipeline stage)."""
+    def _fill_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
+        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
         zero = torch.zeros((), device=self.layout.device)
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
-            log_probs, entropy = (predictions.targets.per_token(rows) for rows in predictions.log_probs_and_entropy())
-            return zero, {"log_probs": log_probs, "entropy_sum": entropy.sum(dtype=torch.float64)}
+            return zero, collect(predictions.targets, *predictions.log_probs_and_entropy())
 
         with self._at_work(), torch.no_grad():
-            return run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)
+            kept = run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)
+        for micro in micro_batches:
+            micro.on_policy = True
+        keep_log_probs(micro_batches, kept)
 
-    def token_diagnostics(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Diagnostics:
-        """How far the weights have moved on each trajectory of a mini-batch since `compute_old_log_probs`.
+    def token_diagnostics(
+        self, mini_batch: MiniBatch, objective: PolicyObjective, anchor: Anchor = "proximal"
+    ) -> Diagnostics:
+        """How far each trajectory of a mini-batch was from the anchor in the latest pass over it: that of its update.
 
-        Place in the step -> `advantage`, and `log_ratio`, `clip_low`, `clip_high` (nats) per token; on rank zero only.
+        Place in the step -> `advantage`, and `log_ratio`, `clip_low`, `clip_high`, arrays `[T]` in nats; on rank zero.
         """
-        kept = self._forward(mini_batch.micro_batches)
         mine: Diagnostics = {}
-        for micro, found in zip(mini_batch.micro_batches if self.layout.reports else [], kept, strict=False):
-            mine |= diagnostics_of(micro, found["log_probs"], objective)
+        for micro in mini_batch.micro_batches if self.layout.reports else []:
+            mine |= diagnostics_of(micro, objective, anchor)
         parts = gather_on_rank_zero(mine) or []
         return {place: fields for part in parts for place, fields in part.items()}
 
     def update_all(
-        self, mini_batches: Sequence[MiniBatch], loss_function: LossFunction, *, planned: int
+        self,
+        mini_batches: Sequence[MiniBatch],
+        loss_function: LossFunction,
+        *,
+        planned: int,
+        start: BatchStart | None = None,
     ) -> dict[str, float]:
         """One optimizer step for each mini-batch; returns the metrics of all.
 
         planned: steps of a whole batch. The schedule of the learning rate goes on over those that this one lacks.
+        start: as `begin` got it; what that left open follows before the first optimizer step, and may stop it.
         """
-        updates = [self.update(mini_batch, loss_function) for mini_batch in mini_batches]
+        ahead = mini_batches if start is None else start.ahead(mini_batches)
+        first, *rest = mini_batches
+        look = partial(start.metrics, [first, *ahead]) if start and len(ahead) < len(mini_batches) else None
+        updates = [self.update(first, loss_function, look=look), *(self.update(mini, loss_function) for mini in rest)]
         if missing := planned - len(updates):
             self._scheduler.step(increment=missing)
         return summarize_updates(updates)
 
-    def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
+    def update(
+        self,
+        mini_batch: MiniBatch,
+        loss_function: LossFunction,
+        *,
+        temperature: float | None = None,
+        look: Callable[[], dict[str, float]] | None = None,
+    ) -> Update:
         """One optimizer step; `temperature` replaces the rollouts' (a supervised loss wants 1).
 
         A step whose loss or gradient norm is not finite on any rank changes neither weights nor optimizer state; the
         schedule goes on. Raises FloatingPointError at the last of `policy.max_bad_steps` such steps in a row.
+        look: called when the gradient is there and nothing has changed; gives metrics, and may raise on every rank.
         """
         if (optimizer := self._optimizer) is None:
             raise RuntimeError("use_optimizer comes before update")
@@ -198,6 +239,7 @@ class Policy:
             with clock.busy():
                 kept = self._accumulate(mini_batch, loss_function, temperature or self.temperature)
                 grad_norm = gradient_norm(optimizer)
+            seen = look() if look else {}
             stats, ranks, norms = self._over_ranks(kept, mini_batch, grad_norm)
             rate = learning_rate(optimizer)
             losses = {name: value for name, value in summarize(stats).items() if name.endswith("loss")}
@@ -209,7 +251,7 @@ class Policy:
                     apply_gradients(optimizer, grad_norm)
             self._scheduler.step(increment=1)
         cost = Cost(mini_batch.work, *clock.read(), ranks)
-        return Update(stats, grad_norm, rate, cost, bad)
+        return Update(stats, grad_norm, rate, cost, bad, seen)
 
     def _skip(self, optimizer: ChainedOptimizer, found: str) -> None:
         optimizer.zero_grad()
@@ -241,11 +283,14 @@ class Policy:
 
         def loss(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
             output = loss_function(predictions, mini_batch.denominators)
-            return output.loss, {"stats": output.stats}
+            kept = collect(predictions.targets, output.log_probs, output.entropy)
+            return output.loss, {"stats": output.stats} | kept
 
         self._model.zero_gradients()
         micro_batches = mini_batch.micro_batches
-        return run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
+        kept = run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
+        keep_log_probs(micro_batches, kept)
+        return kept
 
     def _over_ranks(
         self, kept: list[Collected], mini_batch: MiniBatch, grad_norm: float = 0.0

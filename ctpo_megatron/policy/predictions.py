@@ -5,7 +5,7 @@ Rows that predict no model token are not evaluated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +33,12 @@ class Predictions(Protocol):
         """`[n]` each, without gradients; entropy in nats. The same bits as the log-probs that a loss is taken of."""
 
     def policy_loss(
-        self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
+        self, old_log_probs: torch.Tensor | None, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
-        """`objective.policy_loss` of the rows, differentiable in the model's output and in the output layer."""
+        """`objective.policy_loss` of the rows, differentiable in the model's output and in the output layer.
+
+        With the rows' log-probs, and the entropies where `targets.on_policy`. old_log_probs: None for the same values.
+        """
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class LogitsPredictions:
         return self._at(rows, values), self._at(rows, entropy)
 
     def policy_loss(
-        self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
+        self, old_log_probs: torch.Tensor | None, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
         return _loss_of(self, old_log_probs, objective, denominators)
 
@@ -103,7 +106,7 @@ class StreamingPredictions:
         return log_probs, entropy
 
     def policy_loss(
-        self, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
+        self, old_log_probs: torch.Tensor | None, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
         if not objective.on_kernels:
             return _loss_of(self, old_log_probs, objective, denominators)
@@ -129,8 +132,9 @@ class StreamingPredictions:
             rows=targets.rows,
             may_learn=targets.may_learn,
             accumulate_into_main_grad=torch.is_grad_enabled(),
+            entropy=targets.on_policy,
         )
-        return PolicyLossOutput(found.loss, None, found.stats)
+        return PolicyLossOutput(found.loss, None, found.stats, found.log_probs, found.entropy)
 
     def _linear_log_probs(self, **options: bool) -> Any:
         return linear_log_probs(
@@ -148,14 +152,19 @@ class StreamingPredictions:
         )
 
 
+def with_rows(predictions: Predictions, output: PolicyLossOutput, log_probs: torch.Tensor) -> PolicyLossOutput:
+    """The loss of `log_probs` that were computed first, with these and, where they are wanted, the entropies."""
+    entropy = predictions.log_probs_and_entropy()[1] if predictions.targets.on_policy else None
+    return replace(output, log_probs=log_probs.detach(), entropy=entropy)
+
+
 def _loss_of(
-    predictions: Predictions, old_log_probs: torch.Tensor, objective: PolicyObjective, denominators: Denominators
+    predictions: Predictions, old_log_probs: torch.Tensor | None, objective: PolicyObjective, denominators: Denominators
 ) -> PolicyLossOutput:
-    """The loss of log-probs that are computed first."""
-    targets = predictions.targets
-    return policy_loss(
-        predictions.log_probs(),
-        old_log_probs,
+    targets, log_probs = predictions.targets, predictions.log_probs()
+    output = policy_loss(
+        log_probs,
+        log_probs.detach() if old_log_probs is None else old_log_probs,
         targets.advantages,
         targets.response_mask,
         objective,
@@ -165,3 +174,4 @@ def _loss_of(
         denominators=denominators,
         cp_group=targets.split.group,
     )
+    return with_rows(predictions, output, log_probs)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ import torch
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.step import Collected
+from ctpo_megatron.policy.losses import Anchor
+from ctpo_megatron.policy.start import old_log_probs_of
 from ctpo_megatron.policy.workload import Cost, cost_metrics
 
 Diagnostics = dict[int, dict[str, Any]]
@@ -23,7 +24,7 @@ Diagnostics = dict[int, dict[str, Any]]
 class Update:
     """What one optimizer step reports: loss statistics over all ranks, gradient norm before clipping, rate, cost.
 
-    bad: loss or gradient norm was not finite, and nothing was updated.
+    bad: loss or gradient norm was not finite, and nothing was updated. seen: metrics of `look`.
     """
 
     stats: LossStats
@@ -31,6 +32,7 @@ class Update:
     learning_rate: float
     cost: Cost
     bad: bool = False
+    seen: Mapping[str, float] = field(default_factory=dict)
 
 
 class Clock:
@@ -53,37 +55,17 @@ class Clock:
         return seconds, seconds - self._busy
 
 
-def _old_log_probs(micro: PackedBatch) -> torch.Tensor:
-    if micro.old_log_probs is None:
-        raise ValueError("compute_old_log_probs comes before what compares with old log-probs")
-    return micro.old_log_probs
-
-
-def old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    """Sums over the model's tokens of these micro-batches, largest |sampler - trainer| (nats); one read-back."""
-    places = [m.on_host.response_mask.nonzero().squeeze(1) for m in micro_batches]
-    difference = torch.cat(
-        [
-            (_old_log_probs(m) - m.rollout_log_probs)[at.to(m.token_ids.device, non_blocking=True)].abs()
-            for m, at in zip(micro_batches, places, strict=True)
-        ]
-    )
-    largest = difference.max() if difference.numel() else difference.sum()  # no answer has a token of the model
-    found = [largest.double(), difference.sum().double(), *(micro["entropy_sum"] for micro in kept)]
-    most, total, *entropies = torch.stack(found).tolist()
-    return {"max": most, "sum": total, "tokens": float(difference.numel()), "entropy": sum(entropies)}
-
-
-def diagnostics_of(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyObjective) -> Diagnostics:
-    """`Policy.token_diagnostics` of one micro-batch, given the log-probs `[N]` of the current weights."""
-    curves = token_diagnostics(
-        log_probs, _old_log_probs(micro), micro.response_mask, objective, cu_seqlens=micro.cu_seqlens
-    )
+def diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Anchor) -> Diagnostics:
+    """`Policy.token_diagnostics` of one micro-batch."""
+    reference = micro.rollout_log_probs if anchor == "behaviour" else old_log_probs_of(micro)
+    if micro.log_probs is None:
+        raise ValueError("token diagnostics are those of an update, which comes first")
+    curves = token_diagnostics(micro.log_probs, reference, micro.response_mask, objective, cu_seqlens=micro.cu_seqlens)
     names = ("log_ratio", "clip_low", "clip_high")
-    columns = torch.stack([curves.log_ratio, curves.low, curves.high]).cpu()
+    columns = torch.stack([curves.log_ratio, curves.low, curves.high]).cpu().numpy()
     return {
         key: {"advantage": float(micro.on_host.advantages[place.start])}
-        | {name: [round(x, 6) for x in column[place].tolist()] for name, column in zip(names, columns, strict=True)}
+        | {name: column[place] for name, column in zip(names, columns, strict=True)}
         for key, place in micro.places()
     }
 
@@ -97,7 +79,8 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     """
     applied = [update for update in updates if not update.bad] or updates
     metrics = summarize(merge([update.stats for update in applied]))
-    first, last = summarize(applied[0].stats), summarize(applied[-1].stats)
+    each = [summarize(update.stats) for update in applied]
+    first, last = each[0], next((found for found in reversed(each) if "pg_update/is_ratio/mean" in found), {})
     metrics |= {name: value for name, value in last.items() if name.startswith("pg_update/is_ratio/")}
     if "pg_update/log_ratio_abs_max" in first:
         metrics["pg_update/first_log_ratio_abs_max"] = first["pg_update/log_ratio_abs_max"]
@@ -107,4 +90,5 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     norms = [update.grad_norm for update in applied]
     metrics |= {"actor/grad_norm": sum(norms) / len(norms), "actor/grad_norm_max": max(norms)}
     metrics["actor/bad_steps"] = float(sum(update.bad for update in updates))
+    metrics |= updates[0].seen
     return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates])

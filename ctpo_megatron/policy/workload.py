@@ -15,13 +15,16 @@ SHORTEST_OF_CLASS = 0.95
 class Workload:
     """What one optimizer step has to do.
 
-    tokens: of its trajectories, over all ranks. flops: model FLOPs of one forward pass over them. imbalance: largest
-    over mean model FLOPs of the data-parallel ranks' shares. computed_tokens: rows that attention runs over in this
-    rank's replica, alignment and padding included. packing_s: seconds that this rank spent on packing.
+    tokens: of its trajectories, over all ranks. flops: model FLOPs of one forward pass over them. trained_tokens,
+    trained_flops: the same of those that the passes run over. imbalance: largest over mean model FLOPs of the
+    data-parallel ranks' shares. computed_tokens: rows that attention runs over in this rank's replica, alignment and
+    padding included. packing_s: seconds that this rank spent on packing.
     """
 
     tokens: int
     flops: float
+    trained_tokens: int
+    trained_flops: float
     imbalance: float
     computed_tokens: int
     packing_s: float
@@ -82,16 +85,18 @@ def padded_tokens(cu_seqlens: torch.Tensor) -> int:
 
 def cost_metrics(costs: Sequence[Cost]) -> dict[str, float]:
     """Metrics of all optimizer steps of one batch; see docs/metrics.md."""
-    tokens, flops = sum(cost.work.tokens for cost in costs), sum(cost.work.flops for cost in costs)
+    trained, flops = sum(c.work.trained_tokens for c in costs), sum(c.work.trained_flops for c in costs)
     replicas = [report for cost in costs for report in cost.replicas]
     peaks = [report.peak_mib for report in costs[-1].ranks]
     return {
-        "tokens/total": float(tokens),
-        "tokens/forward_tflop": flops / 1e12,
-        "packing/useful_token_fraction": tokens / sum(report.computed_tokens for report in replicas),
+        "tokens/total": float(sum(cost.work.tokens for cost in costs)),
+        "tokens/trained": float(trained),
+        "tokens/forward_tflop": sum(cost.work.flops for cost in costs) / 1e12,
+        "tokens/trained_forward_tflop": flops / 1e12,
+        "packing/useful_token_fraction": trained / sum(report.computed_tokens for report in replicas),
         "packing/micro_batches": float(sum(report.micro_batches for report in replicas)),
         # Ranks wait for the slowest once an optimizer step: its largest share counts, weighted by its work.
-        "packing/imbalance": sum(cost.work.imbalance * cost.work.flops for cost in costs) / flops,
+        "packing/imbalance": sum(c.work.imbalance * c.work.trained_flops for c in costs) / flops if flops else 1.0,
         "time/update_overhead_fraction": sum(c.overhead_s for c in costs) / sum(c.seconds for c in costs),
         "memory/trainer_peak_mib": max(peaks),
     } | {f"memory/rank_{rank}_peak_mib": peak for rank, peak in enumerate(peaks)}

@@ -19,8 +19,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     (tokens after the prompt, observations included) and model_tokens_mean are means per trajectory; tool_error_rate is
     the share of calls that did not succeed. tokens/* and the sandbox/* statuses are counts; sandbox/calls counts every
     call of every tool, malformed ones included; sandbox/wall_mean_s is the mean seconds of the calls that were
-    executed. Both rates are left out when there was no call to take them over. tool/<name>/calls and
-    tool/<name>/success count the calls of one tool that were executed.
+    executed, sandbox/queue_s and sandbox/exec_s its parts, of the calls whose tool says how long they ran. Means and
+    rates are left out when there was no call to take them over. tool/<name>/calls and tool/<name>/success count the
+    calls of one tool that were executed.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -54,6 +55,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     executed = [call.wall_s for call in calls if call.status != "parse_error"]
     if executed:
         metrics["sandbox/wall_mean_s"] = sum(executed) / len(executed)
+    parts = [(call.queue_s, call.exec_s) for call in calls if call.queue_s is not None and call.exec_s is not None]
+    if parts:
+        queued, ran = (sum(seconds) / len(parts) for seconds in zip(*parts, strict=True))
+        metrics |= {"sandbox/queue_s": queued, "sandbox/exec_s": ran}
     return metrics
 
 

@@ -189,7 +189,7 @@ def check_mismatch(config: RolloutConfig, metrics: Mapping[str, float]) -> None:
 
     Warns once when their noise alone crosses the clip window within `rollout.max_response_tokens` (`mismatch/t_star`).
     """
-    limit, difference = config.mismatch_limit, metrics["mismatch/log_prob_abs_max"]
+    limit, difference = config.mismatch_limit, metrics.get("mismatch/log_prob_abs_max", 0.0)  # of no token: none
     if limit is not None and not difference <= limit:  # a NaN is beyond every limit
         raise RuntimeError(
             f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="

@@ -52,7 +52,7 @@ class Bridge:
     def publish(self, policy: Policy, version: int) -> None:
         """Send the current weights to every engine as `version`, then free the trainer's device memory for them."""
         transport = self._transport or self._start()
-        with self._report.phase("sync"):
+        with self._report.phase("publish"):
             transport.send(policy, version)
             self._wake(policy)
         policy.release()

@@ -108,6 +108,7 @@ class Persistence:
         """Checkpoint the policy and the state of the run after the steps done."""
         with self._report.phase("checkpoint"):
             settings, state = self._config.checkpoint, self._state(run)
+            self._layout.on_rank_zero(self._report.flush)
             policy.save(self._directory, run.done, state, settings, self._score(run.done))
             policy.release()
             self._layout.on_rank_zero(self._drop_sft)

@@ -6,7 +6,8 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import (
     SFT_FILE,
     Display,
+    DumpWriter,
     MetricsWriter,
     PhaseTimer,
     TrainLog,
@@ -38,6 +40,8 @@ from ctpo_megatron.tracking import (
 log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
+_SAMPLE = 8
+"""Prompts of a step whose trajectories `tracking.trajectories: sample` writes."""
 _SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")
 
 
@@ -95,6 +99,9 @@ class Reporter:
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
         """Keep the answers to held-out prompts."""
 
+    def flush(self) -> None:
+        """Return when all dumps are on disk. Raises DumpError when one could not be written."""
+
     def discard(self, after: int, record: Mapping[str, Any] | None) -> None:
         """Set aside dumps and metrics beyond step `after`; see `MetricsWriter.truncate_after`."""
 
@@ -119,6 +126,7 @@ class RankZeroReporter(Reporter):
         train_log = self._exit.enter_context(TrainLog(directory))
         display = Display(config.tracking.live, config.run.steps, title=title, record=train_log.shown)
         self._display = self._exit.enter_context(display)
+        self._dumps = self._exit.enter_context(closing(DumpWriter()))
         self._sft: MetricsWriter | None = None
         self._tools, self._is_first_batch = bool(config.rollout.tools), True
         self.note(f"writing to {directory}")
@@ -136,11 +144,13 @@ class RankZeroReporter(Reporter):
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self._display.stage(name)
+        self.timer.lap()
         with super().stage(name):
             yield
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._metrics.log(step, self._with_speed(metrics))
+        former = self._metrics.latest if self._metrics.latest["step"] == step else {}
+        self._metrics.log(step, self._with_speed(metrics, former))
         self.progress.step = step
         self._display.evaluation(step, metrics, self._first_evaluation)
 
@@ -159,26 +169,42 @@ class RankZeroReporter(Reporter):
         metrics: Mapping[str, float],
         diagnostics: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        record = self._with_speed({**batch.metrics, **metrics})
+        with self.phase("dump"):
+            self._dumps.wait()
+        behind = {"time/dump_behind": self._dumps.take_cpu_s()}
+        record = self._with_speed({**batch.metrics, **metrics, **behind}, {"time/step": 0.0})
         self._metrics.log(step, record)
         self.progress.step = step
         self._display.step(step, record)
-        if self._config.trajectories:
-            extra = _by_place_of_sampling(batch, diagnostics)
-            write_trajectories(self._directory, step, batch.sampled, self._decode, extra=extra)
+        if self._config.trajectories != "none":  # last: the thread that writes it would slow down what is above
+            most = _SAMPLE if self._config.trajectories == "sample" else None
+            self._dump(step, *_dumped(batch, diagnostics, most))
         if self._is_first_batch:
             self._is_first_batch = False
             self._warn(step, record)
 
     def _warn(self, step: int, record: Mapping[str, float]) -> None:
         """Say what keeps this batch from teaching anything."""
-        dump = str(self._directory / "trajectories" / f"step_{step:06d}.jsonl")
-        where = dump if self._config.trajectories else "the trajectories, which tracking.trajectories: true writes"
+        dump = str(self._directory / "trajectories" / f"step_{step:06d}.{self._config.trajectory_format}")
+        written = self._config.trajectories != "none"
+        where = dump if written else "the trajectories, which tracking.trajectories: all writes"
         for text in first_batch_warnings(record, where, tools=self._tools):
             log.warning("warning: step %d: %s", step, text)
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
-        write_trajectories(self._directory, step, groups, self._decode, folder="evaluation")
+        self._dump(step, groups, {}, "evaluation")
+
+    def _dump(
+        self, step: int, groups: Sequence[Group], extra: Mapping[int, Mapping[str, Any]], folder: str = "trajectories"
+    ) -> None:
+        form = self._config.trajectory_format
+        write = partial(write_trajectories, self._directory, step, groups, self._decode, folder, extra, form)
+        with self.phase("dump"):
+            self._dumps.put(f"the dump of step {step} in {folder}", write)
+
+    def flush(self) -> None:
+        with self.phase("dump"):
+            self._dumps.flush()
 
     def begin_sft(self, done: int) -> None:
         self._sft = self._exit.enter_context(MetricsWriter(self._directory, self._trackers, SFT_FILE))
@@ -193,36 +219,50 @@ class RankZeroReporter(Reporter):
         self._display.progress(step, total, {name: record[name] for name in _SFT_SHOWN})
 
     def discard(self, after: int, record: Mapping[str, Any] | None) -> None:
+        self.flush()
         discard_dumps(self._directory, after)
         self._metrics.truncate_after(after, record)
         self.progress.step = max(after, 0)
 
     def finish(self) -> None:
+        self.flush()
         with self.stage("report"):
             if self._config.report:
                 write_report(self._directory)
         self._display.stop()
         print_summary(self._directory)
 
-    def _with_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics, the time since the last call, and the rates that follow."""
-        metrics = {**metrics, **self.timer.metrics()}
-        if "time/step" in metrics and "tokens/total" in metrics:
-            metrics["tokens/per_second"] = metrics["tokens/total"] / metrics["time/step"]
-        return metrics | throughput_metrics(metrics, self._peaks)
+    def _with_speed(self, metrics: Mapping[str, float], former: Mapping[str, Any]) -> dict[str, float]:
+        """The metrics, the time since the last call, and the rates that follow.
+
+        former: what the line of the step has by now; its times go on, so that `time/step` reaches from line to line.
+        """
+        times, whole = self.timer.metrics(), self.timer.lap()
+        times |= {"time/step": whole.wall, "time/step_cpu": whole.cpu}
+        if "time/step" not in former:  # before the first step
+            del times["time/step"], times["time/step_cpu"]
+        found = {**metrics, **{name: seconds + (former.get(name) or 0.0) for name, seconds in times.items()}}
+        tokens = ({**former} | found).get("tokens/total")
+        if "time/step" in found and tokens:
+            found["tokens/per_second"] = tokens / found["time/step"]
+        return found | throughput_metrics(found, self._peaks)
 
 
-def _by_place_of_sampling(
-    batch: RolloutBatch, diagnostics: Mapping[int, Mapping[str, Any]]
-) -> dict[int, Mapping[str, Any]]:
-    """The diagnostics of trained trajectories by their place among all that were sampled; the others are `dropped`."""
+def _dumped(
+    batch: RolloutBatch, diagnostics: Mapping[int, Mapping[str, Any]], most: int | None
+) -> tuple[list[Group], dict[int, Mapping[str, Any]]]:
+    """Sampled groups, and what is known of their trajectories by place among them; of dropped ones `dropped`.
+
+    most: groups; the last ones, which the diagnostics are of.
+    """
     trained = itertools.count()
-    extra = [
-        {"dropped": True} if number in batch.dropped else diagnostics.get(next(trained), {})
-        for number, group in enumerate(batch.sampled)
-        for _ in group.trajectories
-    ]
-    return dict(enumerate(extra))
+
+    def known(number: int) -> Mapping[str, Any]:
+        return {"dropped": True} if number in batch.dropped else diagnostics.get(next(trained), {})
+
+    extra = [[known(number) for _ in group.trajectories] for number, group in enumerate(batch.sampled)]
+    start = 0 if most is None else max(0, len(extra) - most)
+    return batch.sampled[start:], dict(enumerate(itertools.chain.from_iterable(extra[start:])))
 
 
 @contextmanager
@@ -238,10 +278,18 @@ def _reporter(config: Config, layout: Layout, directory: Path) -> Reporter:
     if not layout.is_rank_zero:
         return Reporter()
     peak = peak_flops(config.policy)
-    return RankZeroReporter(config, directory, _decoder(config.model.path), trainers=layout.world_size, peak=peak)
+    return RankZeroReporter(config, directory, decoder(config.model.path), trainers=layout.world_size, peak=peak)
 
 
-def _decoder(model_path: str) -> Decode:
-    """The tokenizer is read when it is first needed: `prepare` may still have to write it."""
-    read = functools.cache(lambda: AutoTokenizer.from_pretrained(model_path))
-    return lambda token_ids: str(read().decode(token_ids))
+def decoder(model_path: str) -> Decode:
+    """Token ids to text by the tokenizer of a model, which is read when it is first needed: `prepare` may write it."""
+
+    @functools.cache
+    def read() -> Decode:
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        if fast is None or tokenizer.clean_up_tokenization_spaces:
+            return tokenizer.decode  # type: ignore[no-any-return]
+        return partial(fast.decode, skip_special_tokens=False)  # the same without a look at every id
+
+    return lambda token_ids: read()(token_ids)

@@ -4,13 +4,14 @@
     writer = MetricsWriter(directory, trackers)             metrics.jsonl, and the same to the trackers
     timer = PhaseTimer(directory)                           time/<phase>, and totals per stage
     with Display(config.tracking.live, config.run.steps) as display: ...
-    write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.jsonl
+    write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.jsonl; `DumpWriter`: in a thread
     write_report(directory); print_summary(directory)       both need the run directory only
 
 Training code calls these and ignores what they return. Every metric is defined in docs/metrics.md.
 """
 
 from ctpo_megatron.tracking.display import Display
+from ctpo_megatron.tracking.dumps import DumpError, DumpWriter
 from ctpo_megatron.tracking.figures import drawn
 from ctpo_megatron.tracking.groups import reward_metrics
 from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
@@ -37,6 +38,8 @@ __all__ = [
     "PROMETHEUS_ADDRESS",
     "SFT_FILE",
     "Display",
+    "DumpError",
+    "DumpWriter",
     "Heartbeat",
     "MetricsWriter",
     "PhaseTimer",

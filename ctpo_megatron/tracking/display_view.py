@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-PHASES = ("rollout", "reward", "old_log_probs", "update", "sync", "eval", "checkpoint")
+PHASES = ("rollout", "reward", "old_log_probs", "update", "publish", "eval", "checkpoint")
 _PHASE_COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "bright_black", "bright_black")
 _BARS = "▁▂▃▄▅▆▇█"
 _ROWS = 6

@@ -17,6 +17,7 @@ _OLD_PREFIXES: Mapping[str, str] = {
     "throughput/anchor_": "throughput/old_log_probs_",
     "throughput/warmup_": "throughput/sft_",
     "time/anchor": "time/old_log_probs",
+    "time/sync": "time/publish",
     "time/trace": "time/token_diagnostics",
     "time/warmup": "time/sft",
     "observe/": "tracking/",

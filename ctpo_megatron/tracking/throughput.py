@@ -6,6 +6,12 @@ from collections.abc import Mapping
 
 PASSES = {"rollout": 1, "old_log_probs": 1, "update": 3, "sft": 3}
 """Forward passes' worth of model FLOPs in a phase: a backward pass counts as two."""
+_TRAINED = ("tokens/trained", "tokens/trained_forward_tflop")
+_WORK = {
+    "rollout": ("tokens/model", "tokens/forward_tflop"),
+    "old_log_probs": ("tokens/old_log_probs", "tokens/old_log_probs_tflop"),
+}
+"""Tokens that a phase is timed for, and the model FLOPs of a forward pass over them; `_TRAINED` where not named."""
 
 
 def throughput_metrics(metrics: Mapping[str, float], peaks: Mapping[str, float | None]) -> dict[str, float]:
@@ -16,10 +22,10 @@ def throughput_metrics(metrics: Mapping[str, float], peaks: Mapping[str, float |
     """
     found: dict[str, float] = {}
     for phase, peak in peaks.items():
-        seconds, tflop = metrics.get(f"time/{phase}"), metrics.get("tokens/forward_tflop")
-        if not seconds or tflop is None:
+        names = (f"time/{phase}", *_WORK.get(phase, _TRAINED))
+        seconds, tokens, tflop = (metrics.get(name) for name in names)
+        if not seconds or not tokens or tflop is None:
             continue
-        tokens = metrics["tokens/model" if phase == "rollout" else "tokens/total"]
         rate = PASSES[phase] * tflop / seconds
         found |= {f"throughput/{phase}_tokens_per_s": tokens / seconds, f"throughput/{phase}_model_tflops_per_s": rate}
         if peak is not None:

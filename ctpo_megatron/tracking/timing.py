@@ -39,6 +39,14 @@ class PhaseTimer:
         self.phases: dict[str, Seconds] = {}
         self.stages: dict[str, Seconds] = read_stages(run_dir) if run_dir else {}
         self._lock = threading.Lock()
+        self._lap = (time.perf_counter(), time.process_time())
+
+    def lap(self) -> Seconds:
+        """Time since the last call, or since the timer was made."""
+        now = (time.perf_counter(), time.process_time())
+        spent = Seconds(now[0] - self._lap[0], now[1] - self._lap[1])
+        self._lap = now
+        return spent
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.records import Group, Trajectory
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens kept (`lambda ids: tokenizer.decode(ids, skip_special_tokens=False)`)."""
 
+Form = Literal["jsonl", "parquet"]
+Record = dict[str, Any]
+
 TRAJECTORIES, EVALUATION = "trajectories", "evaluation"
+TOLD_APART = 20_000
+"""Tokens of a parquet dump that have `token_chars`, more than a report shows: decoding one by one costs most of all."""
 
 
 def write_trajectories(
@@ -26,37 +31,41 @@ def write_trajectories(
     decode: Decode,
     folder: str = TRAJECTORIES,
     extra: Mapping[int, Mapping[str, Any]] | None = None,
+    form: Form = "jsonl",
 ) -> Path:
-    """Write `<folder>/step_%06d.jsonl`, one trajectory a line, and return its path.
+    """Write `<folder>/step_%06d.<form>`, one trajectory a line or row, and return its path.
 
-    A line is `Trajectory.to_json()` plus `answer`, `data_source` and `segments`, a list of
+    A record is `Trajectory.to_json()` plus `answer`, `data_source` and `segments`, a list of
     {turn, kind: prompt|model|observation, text}; a model segment also has `token_chars`, the characters each of its
-    tokens contributes to the text (absent if the tokens cannot be told apart in it).
-    `extra` adds fields by the trajectory's place among all: `dropped` where it was not trained on. The report draws
-    `advantage` and the per-token lists `log_ratio`, `clip_low` and `clip_high`, all of the length of `token_ids`.
+    tokens contributes to the text (absent if the tokens cannot be told apart in it, and in a parquet dump after the
+    first `TOLD_APART` tokens). `extra` adds fields by the trajectory's place among all: `dropped` where it was not
+    trained on. The report draws `advantage` and the per-token `log_ratio`, `clip_low` and `clip_high`, lists or arrays
+    of the length of `token_ids`.
     """
-    path = Path(run_dir) / folder / f"step_{step:06d}.jsonl"
+    path = Path(run_dir) / folder / f"step_{step:06d}.{form}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    decode_one = functools.cache(lambda token: decode([token]))
     aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        pairs = ((group.prompt, trajectory) for group in groups for trajectory in group.trajectories)
-        for place, (prompt, trajectory) in enumerate(pairs):
-            record = trajectory.to_json() | {
-                "answer": prompt.answer,
-                "data_source": prompt.data_source,
-                "segments": _segments(trajectory, decode, decode_one),
-            }
-            file.write(json.dumps(record | dict((extra or {}).get(place, {}))) + "\n")
+    records = _records(groups, decode, extra or {}, TOLD_APART if form == "parquet" else None)
+    if form == "parquet":
+        from ctpo_megatron.tracking.parquet_dump import write_table
+
+        write_table(aside, records)
+    else:
+        with aside.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, default=_rounded) + "\n" for record in records)
     aside.replace(path)
     return path
 
 
-def read_trajectories(path: Path) -> list[dict[str, Any]]:
+def read_trajectories(path: Path) -> list[Record]:
     """The records of one dump; `trajectory_of` turns one into a Trajectory."""
     # Imported here: the report reads dumps on machines that have no training stack.
     from ctpo_megatron.data.records import with_current_names
 
+    if path.suffix == ".parquet":
+        from ctpo_megatron.tracking.parquet_dump import read_table
+
+        return read_table(path)
     with Path(path).open(encoding="utf-8") as file:
         return [with_current_names(json.loads(line)) for line in file]
 
@@ -71,12 +80,12 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
 
 def trajectory_files(run_dir: Path, folder: str = TRAJECTORIES) -> dict[int, Path]:
     """Dumps of a run by step, in step order."""
-    paths = sorted((Path(run_dir) / folder).glob("step_*.jsonl"))
+    paths = sorted(path for path in (Path(run_dir) / folder).glob("step_*") if path.suffix in (".jsonl", ".parquet"))
     return {int(path.stem.removeprefix("step_")): path for path in paths}
 
 
 def discard_dumps(run_dir: Path, after: int) -> None:
-    """Rename the dumps of steps beyond `after` to `discarded_step_%06d.jsonl`, over those of an earlier time.
+    """Rename the dumps of steps beyond `after` to `discarded_step_%06d.*`, over those of an earlier time.
 
     Neither the report nor a replay sees them: a resumed run is going to write those steps again.
     """
@@ -86,16 +95,39 @@ def discard_dumps(run_dir: Path, after: int) -> None:
                 path.replace(path.with_name(f"discarded_{path.name}"))
 
 
-def _segments(trajectory: Trajectory, decode: Decode, decode_one: Callable[[int], str]) -> list[dict[str, Any]]:
+def _records(
+    groups: Iterable[Group], decode: Decode, extra: Mapping[int, Mapping[str, Any]], told_apart: int | None
+) -> Iterator[Record]:
+    """told_apart: tokens that get `token_chars`; None: all."""
+    decode_one = functools.cache(lambda token: decode([token]))
+    pairs = ((group.prompt, trajectory) for group in groups for trajectory in group.trajectories)
+    for place, (prompt, trajectory) in enumerate(pairs):
+        one_by_one = told_apart is None or told_apart > 0
+        if told_apart is not None:
+            told_apart -= len(trajectory)
+        yield trajectory.to_json() | {
+            "answer": prompt.answer,
+            "data_source": prompt.data_source,
+            "segments": _segments(trajectory, decode, decode_one if one_by_one else None),
+            **extra.get(place, {}),
+        }
+
+
+def _rounded(values: Any) -> list[float]:
+    """An array of nats for people to read."""
+    return [round(value, 6) for value in values.tolist()]
+
+
+def _segments(trajectory: Trajectory, decode: Decode, decode_one: Callable[[int], str] | None) -> list[Record]:
     segments = []
     keys = zip(trajectory.turn, trajectory.response_mask, strict=True)
     start = 0
     for (turn, by_model), run in itertools.groupby(keys):
-        end = start + sum(1 for _ in run)
+        end = start + len(list(run))
         ids = trajectory.token_ids[start:end]
         kind = "prompt" if turn == 0 else "model" if by_model else "observation"
-        segment: dict[str, Any] = {"turn": turn, "kind": kind, "text": decode(ids)}
-        if by_model and (chars := _token_chars(ids, segment["text"], decode, decode_one)) is not None:
+        segment: Record = {"turn": turn, "kind": kind, "text": decode(ids)}
+        if by_model and decode_one and (chars := _token_chars(ids, segment["text"], decode, decode_one)) is not None:
             segment["token_chars"] = chars
         segments.append(segment)
         start = end

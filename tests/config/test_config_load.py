@@ -301,3 +301,11 @@ def test_room_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("switch", "now"), [("true", "all"), ("false", "none")])
+def test_the_switch_of_the_dumps_that_was(
+    config_with: Callable[..., Config], switch: str, now: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert config_with(f"tracking.trajectories={switch}").tracking.trajectories == now
+    assert f"tracking.trajectories: {switch} is now written {now}" in caplog.text

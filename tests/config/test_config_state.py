@@ -46,6 +46,16 @@ def test_every_misfit_of_a_recording_is_named(recording: Path, config_with: Make
     assert texts[2].startswith("error: rollout.samples_per_prompt = 4: but rollout.replay was recorded with 8")
 
 
+def test_a_recording_may_be_parquet_and_must_not_be_a_sample(recording: Path, config_with: Make) -> None:
+    for path in (recording / "trajectories").glob("*.jsonl"):
+        path.rename(path.with_suffix(".parquet"))
+    replay = ("rollout.replay=runs/recorded", "run.steps=4")
+    assert found(config_with(*replay)) == []
+    (recording / "config.yaml").write_text("tracking: {trajectories: sample}")
+    (text,) = found(config_with(*replay))
+    assert "has a sample of its trajectories only (tracking.trajectories); record with" in text
+
+
 def test_a_replay_of_itself_or_of_nothing_is_refused(recording: Path, config_with: Make) -> None:
     (text,) = found(config_with("rollout.replay=runs/recorded", "run.name=recorded"))
     assert "is this run's own directory; choose another run.name" in text

@@ -33,6 +33,7 @@ def test_summary_equals_python(name):
         "actor/pg_clipfrac": (expected.high + expected.low) / n,
         "actor/pg_clipfrac_lower": expected.dual / n,
         "actor/ppo_kl": statistics.fmean(d),
+        "pg_update/loss_tokens": n,
         "pg_update/is_ratio/mean": statistics.fmean(expected.ratio),
         "pg_update/is_ratio/min": min(expected.ratio),
         "pg_update/is_ratio/max": max(expected.ratio),

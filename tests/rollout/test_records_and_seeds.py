@@ -78,8 +78,16 @@ def test_metrics() -> None:
     assert rollout_metrics([]) == {}
 
 
+def test_waiting_and_running_of_tool_calls_are_told_apart_where_the_tool_knows() -> None:
+    calls = [ToolCall(1, "a", {}, "success", "", wall, ran) for wall, ran in ((0.5, 0.2), (1.5, 1.4), (9.0, None))]
+    metrics = rollout_metrics([Group(Prompt("p", "d", (), "", (1,)), [trajectory(0, 1, 0, "answer", calls)])])
+    assert metrics["sandbox/wall_mean_s"] == pytest.approx(11 / 3)
+    assert metrics["sandbox/queue_s"] == pytest.approx(0.2)
+    assert metrics["sandbox/exec_s"] == pytest.approx(0.8)
+
+
 def test_a_record_restores_exactly() -> None:
-    made = trajectory(0, 3, 2, "answer", [ToolCall(1, "add", {"a": 1, "b": [2.5]}, "success", "3", 0.25)])
+    made = trajectory(0, 3, 2, "answer", [ToolCall(1, "add", {"a": 1, "b": [2.5]}, "success", "3", 0.25, 0.125)])
     assert Trajectory.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
@@ -99,6 +107,7 @@ def test_records_of_earlier_versions_are_read() -> None:
     for call in old["tool_calls"]:
         call.pop("name")
         call["code"] = call.pop("arguments").get("code", "")
+        call.pop("exec_s")
     assert Trajectory.from_json(json.loads(json.dumps(old))) == made
 
 

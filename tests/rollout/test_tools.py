@@ -139,7 +139,19 @@ def observation_text(execution: Any, max_chars: int) -> str:
 
 
 def result(status: str = "success", stdout: str = "", stderr: str = "") -> SimpleNamespace:
-    return SimpleNamespace(status=status, stdout=stdout, stderr=stderr, wall_s=0.1)
+    return SimpleNamespace(status=status, stdout=stdout, stderr=stderr, wall_s=0.01)
+
+
+def test_the_record_of_a_call_has_how_long_it_waited_and_ran() -> None:
+    class Queued(Interpreter):
+        async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
+            await asyncio.sleep(0.05)
+            return shown(result("runtime_error"))
+
+    ([record], _), ([unknown], _) = run(call(good()), Queued()), run(call(good()))
+    assert record.exec_s == shown(result()).exec_s == 0.01
+    assert record.queue_s == record.wall_s - 0.01 >= 0.04
+    assert unknown.exec_s is None and unknown.queue_s is None
 
 
 def test_success_shows_stdout_only() -> None:

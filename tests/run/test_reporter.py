@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from ctpo_megatron.data import Group, Prompt, RolloutBatch, Trajectory
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import RankZeroReporter, Reporter, open_reporter
-from ctpo_megatron.tracking import read_heartbeat
+from ctpo_megatron.tracking import DumpError, read_heartbeat, read_trajectories
 from tests.tracking.synthetic_run import make_config
 
 
@@ -45,9 +46,53 @@ def test_a_step_has_its_metrics_time_and_trajectories(report: RankZeroReporter, 
     assert line["reward/mean"] == 1.0 and line["actor/pg_loss"] == 0.25 and line["val/test/acc/mean@1"] == 0.5
     assert line["time/step"] >= 0 and line["tokens/per_second"] == line["tokens/total"] / line["time/step"]
     assert report.latest == line
+    report.flush()
     (dumped,) = (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()
     record = json.loads(dumped)
     assert record["token_ids"] == [1, 2, 3, 4] and record["advantage"] == 1.5 and record["answer"] == "4"
+
+
+def test_the_time_of_a_step_reaches_from_line_to_line(report: RankZeroReporter, tmp_path: Path) -> None:
+    with report.stage("rl"):
+        report.log(0, {"val/test/acc/mean@1": 0.5})
+        began = time.perf_counter()
+        for step in (1, 2):
+            with report.phase("step"), report.phase("update"):
+                time.sleep(0.02)
+            report.log_step(step, batch(), {}, {})
+            with report.phase("eval"):
+                time.sleep(0.03)
+            report.log(step, {"val/test/acc/mean@1": 0.5})
+            with report.phase("checkpoint"):
+                report.flush()
+            report.log(step, {})
+        seconds = time.perf_counter() - began
+    first, *steps = lines(tmp_path)
+    assert "time/step" not in first
+    assert sum(line["time/step"] for line in steps) == pytest.approx(seconds, abs=0.01)
+    for line in steps:
+        assert line["time/update"] >= 0.02 and line["time/eval"] >= 0.03 and "time/dump" in line
+        parts = [line[f"time/{name}"] for name in ("update", "eval", "checkpoint")]
+        assert line["time/step"] >= sum(parts)
+        assert line["tokens/per_second"] == line["tokens/total"] / line["time/step"]
+
+
+def test_a_sample_is_of_the_last_prompts(tmp_path: Path) -> None:
+    config = make_config(tmp_path, tracking={"live": "off", "trackers": [], "trajectories": "sample"})
+    groups = [batch(number / 16).groups[0] for number in range(12)]
+    diagnostics = {number: {"advantage": float(number)} for number in range(12)}
+    with RankZeroReporter(config, tmp_path, str, trainers=1, peak=None) as reporter:
+        reporter.log_step(1, RolloutBatch(groups), {}, diagnostics)
+    dumped = read_trajectories(tmp_path / "trajectories" / "step_000001.jsonl")
+    assert [(record["reward"], record["advantage"]) for record in dumped] == [(n / 16, n) for n in range(4, 12)]
+
+
+def test_a_dump_that_fails_ends_the_run(report: RankZeroReporter, tmp_path: Path) -> None:
+    (tmp_path / "trajectories").write_text("a file where the folder should be")
+    report.log_step(1, batch(), {}, {})
+    with pytest.raises(DumpError, match=r"the dump of step 1 in trajectories could not be written: .*File exists"):
+        report.flush()
+    report.flush()  # said once
 
 
 def test_an_evaluation_is_compared_with_the_first_of_the_run_also_after_a_resume(tmp_path: Path, capfd: Any) -> None:
@@ -63,6 +108,7 @@ def test_dropped_groups_are_dumped_where_they_were_sampled(report: RankZeroRepor
     sampled = [batch(reward).groups[0] for reward in (0.0, 0.25, 0.5, 0.75)]
     trained = RolloutBatch([sampled[1], sampled[3]], dropped={0: sampled[0], 2: sampled[2]})
     report.log_step(1, trained, {}, {1: {"advantage": 1.5}})
+    report.flush()
     dumped = [json.loads(line) for line in (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     assert [record["reward"] for record in dumped] == [0.0, 0.25, 0.5, 0.75]
     assert [record.get("dropped", False) for record in dumped] == [True, False, True, False]
@@ -96,7 +142,7 @@ def test_what_is_discarded_is_set_aside(report: RankZeroReporter, tmp_path: Path
 
 def test_supervised_steps_are_written_apart(report: RankZeroReporter, tmp_path: Path) -> None:
     metrics = {"supervised/loss": 2.0, "actor/grad_norm": 1.0, "actor/lr": 1e-3, "memory/trainer_peak_mib": 100.0}
-    metrics |= {"tokens/total": 10.0, "tokens/forward_tflop": 0.5}
+    metrics |= {"tokens/trained": 10.0, "tokens/trained_forward_tflop": 0.5}
     for done, steps, loss in ((-1, (1, 2, 3), 2.0), (1, (2,), 1.0)):
         report.begin_sft(done)
         for step in steps:

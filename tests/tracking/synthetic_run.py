@@ -97,7 +97,7 @@ def ratio_fields(rng: random.Random, groups: list[Group]) -> dict[int, dict[str,
 def step_metrics(rng: random.Random, step: int, steps: int) -> dict[str, float]:
     """Metrics of one RL step of a run that learns."""
     way = 1 - math.exp(-3 * step / steps)
-    phases = {"rollout": 4.1, "reward": 0.4, "old_log_probs": 0.9, "update": 3.4, "sync": 0.3}
+    phases = {"rollout": 4.1, "reward": 0.4, "old_log_probs": 0.9, "update": 3.4, "publish": 0.3}
     phases = {name: value * rng.uniform(0.85, 1.2) for name, value in phases.items()}
     metrics = {f"time/{name}": value for name, value in phases.items()}
     metrics |= {f"time/{name}_cpu": value * 0.4 for name, value in phases.items()}

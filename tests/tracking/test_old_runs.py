@@ -51,7 +51,7 @@ def test_numbers_of_the_report_are_the_same(run):
     assert learning == [["0 of 4", True], ["0 of 4", True], ["10%", True], ["2%", True], ["2%", True]]
     stages = {RENAMED_PANELS.get(name, name): wall for name, wall in EXPECTED["stages"].items()}
     assert {name: spent.wall for name, spent in summary.stages.items()} == stages
-    assert set(summary.phases) >= {"rollout", "old_log_probs", "update", "sync"}
+    assert set(summary.phases) >= {"rollout", "old_log_probs", "update", "publish"}
 
 
 def test_the_page_has_all_figures_and_the_trajectories(tmp_path):

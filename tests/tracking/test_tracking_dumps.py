@@ -6,12 +6,18 @@ import itertools
 import random
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.tracking import (
+    DumpWriter,
     PhaseTimer,
     discard_dumps,
     read_trajectories,
@@ -19,7 +25,9 @@ from ctpo_megatron.tracking import (
     trajectory_of,
     write_trajectories,
 )
+from ctpo_megatron.tracking.dumps import WAITING
 from ctpo_megatron.tracking.timing import read_stages
+from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import decode, encode, make_groups
 
 
@@ -39,6 +47,56 @@ def test_dump_restores_trajectories_and_adds_readable_text(tmp_path):
     assert [(s["turn"], s["kind"]) for s in with_call["segments"]] == [
         (0, "prompt"), (1, "model"), (1, "observation"), (2, "model"),
     ]  # fmt: skip
+
+
+def test_a_parquet_dump_holds_the_same(tmp_path: Path) -> None:
+    """Numbers of the rollout exactly, ratios as float32 where JSON lines have six decimals."""
+    groups = make_groups(random.Random(0), prompts=3, samples=2, share_right=0.5)
+    groups[1].trajectories[0].reward = None
+    count = len(groups[0].trajectories[1])
+    ratios = {name: np.linspace(-0.5, 0.5, count, dtype=np.float32) for name in ("log_ratio", "clip_low", "clip_high")}
+    extra = {1: {"advantage": -0.5, **ratios}, 2: {"dropped": True}}
+    lines, rows = (
+        read_trajectories(write_trajectories(tmp_path / form, 7, groups, decode, extra=extra, form=form))
+        for form in ("jsonl", "parquet")
+    )
+    assert [trajectory_of(row) for row in rows] == [t for group in groups for t in group.trajectories]
+    assert trajectory_files(tmp_path / "parquet") == {7: tmp_path / "parquet/trajectories/step_000007.parquet"}
+    for name in ratios:
+        assert rows[1][name] == pytest.approx(lines[1].pop(name), abs=1e-6)
+        assert rows[1].pop(name) == ratios[name].tolist()
+    assert rows == lines
+
+
+def test_a_large_parquet_dump_tells_few_tokens_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctpo_megatron.tracking.trajectories.TOLD_APART", 1)
+    monkeypatch.setattr("ctpo_megatron.tracking.parquet_dump._GROUP_TOKENS", 1)  # a row group each
+    groups = make_groups(random.Random(0), prompts=2, samples=1, share_right=0.5)
+    rows = read_trajectories(write_trajectories(tmp_path, 1, groups, decode, form="parquet"))
+    told = [any("token_chars" in segment for segment in row["segments"]) for row in rows]
+    assert told == [True, False]
+    assert [trajectory_of(row) for row in rows] == [group.trajectories[0] for group in groups]
+
+
+def test_dumps_are_written_in_order_behind_the_caller_and_no_more_wait_than_fit(tmp_path: Path) -> None:
+    written, go = list[int](), threading.Event()
+
+    def write(number: int) -> Path:
+        assert go.wait(scaled(30))
+        written.append(number)
+        return tmp_path
+
+    with closing(DumpWriter()) as writer:
+        for number in range(WAITING):
+            writer.put(f"dump {number}", partial(write, number))
+        assert written == []
+        release = threading.Timer(0.05, go.set)
+        release.start()
+        writer.put("one more", partial(write, WAITING))  # waits for the first
+        assert written[0] == 0
+        writer.flush()
+        assert written == [0, 1, 2]
+        assert 0 < writer.take_cpu_s() < scaled(1) and writer.take_cpu_s() == 0
 
 
 def test_a_prompt_that_was_drawn_twice_keeps_what_each_trajectory_adds(tmp_path):

@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from ctpo_megatron.run.directory import open_run_directory
-from ctpo_megatron.tracking import MetricsWriter, print_summary, summarize, write_report
+from ctpo_megatron.tracking import MetricsWriter, print_summary, summarize, write_report, write_trajectories
 from ctpo_megatron.tracking.panels import panels
 from ctpo_megatron.tracking.report import checks, rank_memory, tiles
 from ctpo_megatron.tracking.run_data import RunData
 from ctpo_megatron.tracking.trajectory_view import sample_views
-from tests.tracking.synthetic_run import HOSTILE, make_config, step_metrics, write_run
+from tests.tracking.synthetic_run import HOSTILE, decode, make_config, make_groups, step_metrics, write_run
 
 FIGURES = (
     "reward", "accuracy", "tool", "clip", "is_ratio", "mismatch", "grad_norm", "length", "time", "throughput", "flops",
@@ -94,6 +94,14 @@ def test_views_are_best_and_worst_of_groups(demo_run):
         rewards.setdefault(view.record["prompt_id"], []).append(view.record["reward"])
     assert any(pair == [1.0, 0.0] for pair in rewards.values())
     assert all(len(pair) <= 2 for pair in rewards.values())
+
+
+def test_views_of_both_formats_of_a_dump_are_the_same(tmp_path):
+    groups = make_groups(random.Random(0), 4, 2, 0.5)
+    for form in ("jsonl", "parquet"):
+        write_trajectories(tmp_path / form, 1, groups, decode, form=form)
+    lines, rows = (sample_views(tmp_path / form) for form in ("jsonl", "parquet"))
+    assert lines == rows and len(lines) > 1
 
 
 def test_missing_metrics_leave_a_section_out_and_say_so(tmp_path):

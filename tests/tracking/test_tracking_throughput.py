@@ -11,8 +11,12 @@ STEP = {
     "time/old_log_probs": 0.5,
     "time/update": 2.0,
     "tokens/model": 1000.0,
-    "tokens/total": 3000.0,
+    "tokens/total": 4000.0,
     "tokens/forward_tflop": 8.0,
+    "tokens/trained": 3000.0,
+    "tokens/trained_forward_tflop": 6.0,
+    "tokens/old_log_probs": 2000.0,
+    "tokens/old_log_probs_tflop": 4.0,
 }
 
 
@@ -20,25 +24,31 @@ def test_every_phase_has_its_tokens_and_passes() -> None:
     assert throughput_metrics(STEP, phase_peaks(None, trainers=4, engines=2)) == {
         "throughput/rollout_tokens_per_s": 250.0,
         "throughput/rollout_model_tflops_per_s": 2.0,
-        "throughput/old_log_probs_tokens_per_s": 6000.0,
-        "throughput/old_log_probs_model_tflops_per_s": 16.0,
+        "throughput/old_log_probs_tokens_per_s": 4000.0,
+        "throughput/old_log_probs_model_tflops_per_s": 8.0,
         "throughput/update_tokens_per_s": 1500.0,
-        "throughput/update_model_tflops_per_s": 12.0,
+        "throughput/update_model_tflops_per_s": 9.0,
     }
 
 
 def test_utilization_refers_to_the_devices_of_the_phase() -> None:
     found = throughput_metrics(STEP, phase_peaks(10e12, trainers=4, engines=2))
     assert found["throughput/rollout_mfu"] == pytest.approx(2.0 / 20)
-    assert found["throughput/old_log_probs_mfu"] == pytest.approx(16.0 / 40)
-    assert found["throughput/update_mfu"] == pytest.approx(12.0 / 40)
+    assert found["throughput/old_log_probs_mfu"] == pytest.approx(8.0 / 40)
+    assert found["throughput/update_mfu"] == pytest.approx(9.0 / 40)
 
 
 @pytest.mark.parametrize("per_device", [None, 10e12])
 def test_without_engines_nothing_is_said_of_the_rollout(per_device: float | None) -> None:
     found = throughput_metrics(STEP, phase_peaks(per_device, trainers=4, engines=0))
-    assert found["throughput/update_model_tflops_per_s"] == 12.0
+    assert found["throughput/update_model_tflops_per_s"] == 9.0
     assert not any("rollout" in name for name in found)
+
+
+def test_a_pass_that_was_not_made_has_no_speed() -> None:
+    """Its phase has the time of packing."""
+    found = throughput_metrics(STEP | {"tokens/old_log_probs": 0.0}, phase_peaks(None, trainers=4, engines=2))
+    assert not any("old_log_probs" in name for name in found)
 
 
 def test_lines_without_training_have_none() -> None:
@@ -50,8 +60,8 @@ def test_lines_without_training_have_none() -> None:
 def test_a_supervised_step_has_its_own_names() -> None:
     metrics = {
         "time/sft": 0.5,
-        "tokens/total": 1000.0,
-        "tokens/forward_tflop": 0.25,
+        "tokens/trained": 1000.0,
+        "tokens/trained_forward_tflop": 0.25,
         "supervised/loss": 1.5,
         "actor/grad_norm": 2.0,
         "actor/bad_steps": 0.0,

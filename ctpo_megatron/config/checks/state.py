@@ -68,12 +68,16 @@ def check_replay(config: Config) -> Iterator[Problem]:
         yield error(config, "rollout.replay", "is no run directory (no config.yaml in it)", "give one, e.g. runs/first")
         return
     names = [f"step_{step:06d}.jsonl" for step in range(1, config.run.steps + 1)]
-    missing = [name for name in names if not (recording / "trajectories" / name).is_file()]
+    dumps = {path.with_suffix(".jsonl").name for path in (recording / "trajectories").glob("step_*.[jp]*")}
+    missing = [name for name in names if name not in dumps]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         message = f"lacks {len(missing)} of {len(names)} steps: trajectories/{{{shown}}}"
-        yield error(config, "rollout.replay", message, "lower run.steps, or record with tracking.trajectories: true")
+        yield error(config, "rollout.replay", message, "lower run.steps, or record with tracking.trajectories: all")
     recorded = yaml.safe_load((recording / "config.yaml").read_text(encoding="utf-8"))
+    if _at(recorded, "tracking.trajectories") == "sample":
+        message = "has a sample of its trajectories only (tracking.trajectories)"
+        yield error(config, "rollout.replay", message, "record with tracking.trajectories: all")
     for key in _DRAW:
         found = _at(recorded, key)
         if found is not None and found != value_at(config, key):

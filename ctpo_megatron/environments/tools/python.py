@@ -21,6 +21,8 @@ class Execution(Protocol):
     def stdout(self) -> str: ...
     @property
     def stderr(self) -> str: ...
+    @property
+    def wall_s(self) -> float: ...
 
 
 class PythonTool:
@@ -75,9 +77,9 @@ def shown(execution: Execution) -> ToolResult:
     status = cast(Any, execution.status)
     stdout = execution.stdout.rstrip("\n")
     if status == "success":
-        return ToolResult(stdout)
+        return ToolResult(stdout, exec_s=execution.wall_s)
     stderr = execution.stderr.strip("\n")
     if len(stderr) > _STDERR_CHARS:
         stderr = f"[... {len(stderr) - _STDERR_CHARS} characters cut ...]\n{stderr[-_STDERR_CHARS:]}"
     parts = [f"[{status}]", stderr, f"[stdout before the error]\n{stdout}" if stdout else ""]
-    return ToolResult("\n".join(part for part in parts if part), status)
+    return ToolResult("\n".join(part for part in parts if part), status, execution.wall_s)

@@ -1,0 +1,160 @@
+"""Trajectories without an advantage stay out of the passes, and nothing that is learned changes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from megatron.core import parallel_state as mpu
+
+from ctpo_megatron.config import PRESETS, Config, OptimizerConfig, PolicyConfig
+from ctpo_megatron.data import Trajectory
+from ctpo_megatron.objective import PolicyObjective
+from ctpo_megatron.policy import (
+    MiniBatch,
+    Policy,
+    destroy_distributed,
+    init_distributed,
+    policy_gradient,
+)
+from tests.policy import models
+from tests.support import ranks
+
+AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
+
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("qwen3-tied", {"use_distributed_optimizer": True}),
+    "pp2-vpp2": (
+        "qwen3-tied",
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "layer_spec": "local"},
+    ),
+    "tp2-sp": ("qwen3-tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "cp2": ("qwen3-tied", {"context_parallel_size": 2}),
+    "ep2": ("qwen3-moe-decided", {"expert_model_parallel_size": 2}),
+}
+CTPO = PolicyObjective.preset("ctpo")
+ONE_LEARNS = [1.3 * (index == 5) for index in range(16)]
+
+
+def trajectories(count: int = 16) -> list[Trajectory]:
+    """Each longer than half a micro-batch of 60 tokens, so that each is alone in one."""
+    rng = random.Random(0)
+    result = []
+    for index in range(count):
+        found = Trajectory(f"p{index // 4}", index % 4, seed=index)
+        found.append_context([rng.randrange(models.VOCAB) for _ in range(rng.randint(3, 20))], turn=0)
+        ids = [rng.randrange(models.VOCAB) for _ in range(rng.randint(31, 40))]
+        found.append_model(ids, [-6.0] * len(ids), [0] * len(ids), 1)
+        result.append(found)
+    return result
+
+
+def filled(policy: Policy, advantages: Sequence[float], *, skip: bool) -> MiniBatch:
+    """One optimizer step whose ratios leave 1, by as much as each token's log-prob says."""
+    (mini,) = policy.mini_batches(trajectories(), advantages, 16, skip_zero_advantage=skip)
+    policy.compute_old_log_probs([mini])
+    for micro in mini.micro_batches:
+        if micro.old_log_probs is not None:  # of the last pipeline stage
+            micro.old_log_probs = micro.old_log_probs + 0.05 * torch.sin(100 * micro.old_log_probs)
+    return mini
+
+
+def gradient(policy: Policy, mini: MiniBatch, objective: PolicyObjective) -> torch.Tensor:
+    """float32, all parameters in one."""
+    _, named = policy.gradients(mini, policy_gradient(objective, "proximal"))
+    return torch.cat([value.flatten() for _, value in named])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("zero")
+    for family in ("qwen3-tied", "qwen3-moe-decided"):
+        models.build(family, directory / family)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Iterator[Policy]:
+    config = PolicyConfig(micro_batch_tokens=60)
+    yield Policy(config, init_distributed(config, seed=0), folder / "qwen3-tied", temperature=1.0)
+    destroy_distributed()
+
+
+def test_the_gradient_is_that_of_the_whole_step(policy: Policy) -> None:
+    """To the bit, where packing is the same: other packing rounds otherwise, with or without them."""
+    whole, rest = (filled(policy, models.advantages(), skip=skip) for skip in (False, True))
+    assert (len(whole.micro_batches), len(rest.micro_batches)) == (16, 12)
+    assert rest.work.trained_tokens < rest.work.tokens == whole.work.trained_tokens
+    assert rest.denominators == whole.denominators
+    for preset in PRESETS:
+        for aggregation in AGGREGATIONS if preset in ("ctpo", "gspo", "cispo") else AGGREGATIONS[:1]:
+            objective = PolicyObjective.preset(preset, loss_agg_mode=aggregation)
+            found, expected = (gradient(policy, mini, objective) for mini in (rest, whole))
+            assert expected.norm() > 0
+            assert torch.equal(found, expected), (preset, aggregation)
+
+
+def test_a_step_without_any_advantage_is_still_an_optimizer_step(policy: Policy) -> None:
+    policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", weight_decay=0.0), total_steps=2)
+    mini_batches = policy.mini_batches(trajectories(), [0.0] * 8 + [1.0] * 8, 8, skip_zero_advantage=True)
+    policy.compute_old_log_probs(mini_batches)
+    metrics = policy.update_all(mini_batches, policy_gradient(CTPO, "proximal"), planned=2)
+    assert metrics["actor/lr"] == pytest.approx(5e-4)
+    assert metrics["tokens/trained"] == mini_batches[1].work.trained_tokens < metrics["tokens/total"]
+    assert metrics["pg_update/loss_tokens"] == sum(sum(t.loss_mask) for t in trajectories()[8:])
+
+
+def test_a_batch_without_any_advantage_reports_no_mean_over_nothing(policy: Policy) -> None:
+    policy.use_optimizer(OptimizerConfig(), total_steps=1)
+    mini_batches = policy.mini_batches(trajectories(), [0.0] * 16, 16, skip_zero_advantage=True)
+    assert policy.compute_old_log_probs(mini_batches) == {"mismatch/tokens": 0.0}
+    metrics = policy.update_all(mini_batches, policy_gradient(CTPO, "proximal"), planned=1)
+    assert (metrics["actor/grad_norm"], metrics["actor/pg_loss"], metrics["tokens/trained"]) == (0, 0, 0)
+    assert all(map(math.isfinite, metrics.values())) and "actor/pg_clipfrac" not in metrics
+
+
+def on_every_rank(folder: Path) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Gradients of a step in which one trajectory learns, whole and without the rest; then nothing learns."""
+    found = {}
+    for name, (family, options) in LAYOUTS.items():
+        config = PolicyConfig(micro_batch_tokens=128, timeout_minutes=2.0, **options)
+        policy = Policy(config, init_distributed(config, seed=0), folder / family, temperature=1.0)
+        policy.use_optimizer(OptimizerConfig(), total_steps=1)
+        gradients = [gradient(policy, filled(policy, ONE_LEARNS, skip=skip), CTPO) for skip in (False, True)]
+        update = policy.update(filled(policy, [0.0] * 16, skip=True), policy_gradient(CTPO, "proximal"))
+        found[name] = (*gradients, torch.tensor(update.grad_norm))
+        mpu.destroy_model_parallel()
+    destroy_distributed()
+    return found
+
+
+def test_a_rank_that_is_left_without_work_keeps_step_with_the_others(folder: Path) -> None:
+    for name, (expected, found, norm) in ranks.run(on_every_rank, folder, ranks=2)[0].items():
+        assert float((found - expected).norm() / expected.norm()) < 1e-6, name
+        assert float(expected.norm()) > 0 == float(norm), name
+
+
+@pytest.mark.parametrize(
+    ("override", "skips"),
+    [
+        ("objective.preset=cispo", True),
+        ("policy.skip_zero_advantage=false", False),
+        ("objective.function=mine:loss", False),
+        ("objective.correction={level: token, normalize: true}", False),
+        ("objective.correction={veto: 0.1}", False),
+        ("objective.correction={level: sequence}", True),
+    ],
+)
+def test_they_stay_where_something_needs_them(override: str, skips: bool) -> None:
+    sections = yaml.safe_load("{run: {name: x, steps: 1}, model: {path: m}, data: {train: [x]}}")
+    key, _, value = override.partition("=")
+    section, _, name = key.partition(".")
+    sections[section] = {name: yaml.safe_load(value)}
+    assert Config(**sections).leaves_out_zero_advantage is skips
