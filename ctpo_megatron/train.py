@@ -113,7 +113,7 @@ def reinforce(
                 return run.stop()
             with report.phase("old_log_probs"):
                 advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
-                mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size)
+                mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size, run.version)
                 metrics = policy.compute_old_log_probs(mini_batches)
                 metrics |= apply_correction(mini_batches, config.objective, policy.layout, batch.is_of(run.version))
             check_mismatch(config.rollout, metrics)

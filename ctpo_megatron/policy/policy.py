@@ -104,10 +104,15 @@ class Policy:
         sequences = checked_sequences(trajectories, advantages, self.spec.vocab_size)
         return self._mini_batches(sequences, advantages, size)
 
-    def share_out(self, trajectories: Sequence[Trajectory], advantages: Sequence[float], size: int) -> list[MiniBatch]:
-        """`mini_batches` of trajectories that only rank zero has; the others pass none and get what they train on."""
+    def share_out(
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], size: int, version: int | None = None
+    ) -> list[MiniBatch]:
+        """`mini_batches` of trajectories that only rank zero has; the others pass none and get what they train on.
+
+        version: of the current weights, with which tokens of other versions are not compared.
+        """
         checked = self.layout.keep_on_rank_zero(
-            lambda: checked_sequences(trajectories, advantages, self.spec.vocab_size)
+            lambda: checked_sequences(trajectories, advantages, self.spec.vocab_size, version)
         )
         sequences, advantages = share_sizes(checked or [], advantages, self.layout)
         return self._mini_batches(sequences, advantages, size, from_rank_zero=True)
@@ -142,12 +147,12 @@ class Policy:
             micro.old_log_probs = found["log_probs"]
         mine = old_log_prob_totals(micro_batches, kept) if self.layout.reports else None
         parts = [totals for totals in gather_objects(mine) if totals is not None]
-        tokens = max(1.0, sum(totals["tokens"] for totals in parts))
-        return {
-            "mismatch/log_prob_abs_max": max(totals["max"] for totals in parts),
-            "mismatch/log_prob_abs_mean": sum(totals["sum"] for totals in parts) / tokens,
-            "actor/entropy": sum(totals["entropy"] for totals in parts) / tokens,
-        }
+        tokens, compared = (sum(totals[name] for totals in parts) for name in ("tokens", "compared"))
+        found = {"actor/entropy": sum(totals["entropy"] for totals in parts) / max(1.0, tokens)}
+        if compared:
+            found["mismatch/log_prob_abs_max"] = max(totals["max"] for totals in parts)
+            found["mismatch/log_prob_abs_mean"] = sum(totals["sum"] for totals in parts) / compared
+        return found
 
     def _forward(self, micro_batches: Sequence[PackedBatch]) -> list[Collected]:
         """`log_probs` `[N]` and the sum of the entropy of each micro-batch (on the last pipeline stage)."""

@@ -60,8 +60,11 @@ def _old_log_probs(micro: PackedBatch) -> torch.Tensor:
 
 
 def old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected]) -> dict[str, float]:
-    """Sums over the model's tokens of these micro-batches, largest |sampler - trainer| (nats); one read-back."""
-    places = [m.on_host.response_mask.nonzero().squeeze(1) for m in micro_batches]
+    """Sums over the tokens of these micro-batches; one read-back.
+
+    sum, max: of |sampler - trainer| (nats) over the `compared` tokens, which the weights at hand have sampled.
+    """
+    places = [m.on_host.current.nonzero().squeeze(1) for m in micro_batches]
     difference = torch.cat(
         [
             (_old_log_probs(m) - m.rollout_log_probs)[at.to(m.token_ids.device, non_blocking=True)].abs()
@@ -71,7 +74,9 @@ def old_log_prob_totals(micro_batches: list[PackedBatch], kept: list[Collected])
     largest = difference.max() if difference.numel() else difference.sum()  # no answer has a token of the model
     found = [largest.double(), difference.sum().double(), *(micro["entropy_sum"] for micro in kept)]
     most, total, *entropies = torch.stack(found).tolist()
-    return {"max": most, "sum": total, "tokens": float(difference.numel()), "entropy": sum(entropies)}
+    tokens = sum(int(m.on_host.response_mask.sum()) for m in micro_batches)
+    compared = float(difference.numel())
+    return {"max": most, "sum": total, "compared": compared, "tokens": float(tokens), "entropy": sum(entropies)}
 
 
 def diagnostics_of(micro: PackedBatch, log_probs: torch.Tensor, objective: PolicyObjective) -> Diagnostics:
