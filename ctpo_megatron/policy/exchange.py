@@ -82,8 +82,8 @@ def _receive(own: Sequence[TokenSequence]) -> Share:
     for sequence, end in zip(own, ends, strict=True):
         part = slice(end - len(sequence), end)
         bits = masks[part]
-        flags = ((bits & bit) != 0 for bit in (_RESPONSE, _LOSS, _CURRENT))
-        tokens = TokenArrays(ids[part], *flags, log_probs[part])
+        response, loss, current = ((bits & bit) != 0 for bit in (_RESPONSE, _LOSS, _CURRENT))
+        tokens = TokenArrays(ids[part], response, loss, current, log_probs[part])
         result.append(
             TokenSequence(
                 sequence.place, sequence.name, sequence.length, sequence.sampled_tokens, sequence.loss_tokens, tokens
