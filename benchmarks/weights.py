@@ -143,8 +143,9 @@ def text(result: dict[str, Any]) -> str:
         [
             "# Weights to another Ray node: TCP against the object store",
             f"{result['mib']} MiB in tensors of {_TENSOR_MIB} MiB, float32, from a driver to an actor on a second Ray "
-            f"node of the same machine (loopback); buckets of {result['bucket_mib']} MiB; {result['rounds']} rounds in "
-            "alternating order after one that is not counted; medians, and medians and ranges of a round's ratios.",
+            f"node of the same machine (loopback); buckets of {result['bucket_mib']} MiB. {result['rounds']} rounds in "
+            "alternating order, after one that is not counted. Medians of the seconds; medians and ranges of a round's "
+            "ratios.",
             report.markdown(["side", "seconds", "GiB/s", "times as fast as Ray (range)"], rows),
             f"Goal: tcp at least {GOAL:g} times as fast as ray.put and ray.get: {met} ({ratios['tcp']:.2f}).",
             f"{report.describe(result['environment'])} Ray {result['ray']}. Load average of a minute before it "

@@ -57,7 +57,7 @@ class Bridge:
 
     def publish(self, policy: Policy, version: int) -> None:
         """Send the current weights to every engine as `version`, then free the trainer's device memory for them."""
-        transport = self._transport = self._transport or self._start()
+        transport = self._transport or self._start()
         with self._report.phase("sync"), self._updating(version):
             transport.send(policy, version)
             self._wake(policy)
@@ -75,7 +75,8 @@ class Bridge:
         """Wait until the engines are up, and open the way for their weights."""
         with self._report.phase("engine_start"):
             self._report.note("waiting for the engines to load")
-            transport = make_transport(self._layout, self._services, self._config)
+            # Kept before `init`, which may fail: what it opened until then is closed at the end.
+            transport = self._transport = make_transport(self._layout, self._services, self._config)
             transport.init()
         return transport
 

@@ -34,10 +34,12 @@ def submit(
     return slurm.submit(SCRIPT, f"--chdir={ctpo.directory}", f"--output={output}"), output
 
 
-def wait_for_lines(slurm: Slurm, job: str, file: Path, count: int, output: Path, seconds: float = 200) -> None:
-    """Wait until a file of a job that runs has so many lines."""
+def wait_for_lines(
+    slurm: Slurm, job: str, file: Path, count: int, output: Path, seconds: float = 200, *, holding: str = ""
+) -> None:
+    """Wait until a file of a job that runs has so many lines that hold a text."""
     deadline = time.monotonic() + scaled(seconds)
-    while not file.exists() or len(file.read_text().splitlines()) < count:
+    while not file.exists() or sum(holding in line for line in file.read_text().splitlines()) < count:
         state = slurm.shown(job, "JobState")
         wrong = time.monotonic() > deadline or state not in ("PENDING", "CONFIGURING", "RUNNING")
         assert not wrong, f"{state}: {output.read_text()[-8000:] if output.exists() else 'no output'}"
@@ -48,7 +50,7 @@ def test_a_signal_ends_both_nodes_and_the_requeued_job_ends_well(slurm: Slurm, c
     """With a payload in place of the trainer: what the scheduler does, in seconds."""
     replay = "rollout.replay=runs/none"
     job, output = submit(slurm, ctpo, "wait", replay, options="--module tests.launchers.payload")
-    wait_for_lines(slurm, job, output, 2, output, 100)
+    wait_for_lines(slurm, job, output, 2, output, 100, holding="WORLD_SIZE=")  # what each payload says once it runs
     slurm.requeue(job)
     slurm.until(job, "RUNNING", seconds=150)
     text = output.read_text()

@@ -149,3 +149,22 @@ def test_who_sleeps_already_is_left_alone(shared: bool) -> None:
     for _ in range(2):
         bridge.give_way()
     assert recorder.calls == ["engines sleep 2"] * shared
+
+
+def test_a_transport_that_fails_to_begin_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        closed = False
+
+        def init(self) -> None:
+            raise OSError("the port is taken")
+
+        def close(self) -> None:
+            self.closed = True
+
+    transport = Failing()
+    monkeypatch.setattr("ctpo_megatron.run.bridge.make_transport", lambda *_: transport)
+    bridge, recorder = a_bridge(shared=False)
+    policy: Any = recorder
+    with pytest.raises(OSError, match="the port is taken"), bridge:
+        bridge.publish(policy, 1)
+    assert transport.closed
