@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -296,12 +297,13 @@ class Policy:
         run_state: dict[str, Any],
         config: CheckpointConfig | None = None,
         score: float | None = None,
+        attached: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Path:
         """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `checkpoint.Writer`."""
         with self._at_work():
             self._model.finish_param_gather()
             settings = config or CheckpointConfig()
-            return self._writer.save(directory, step, self._train_state(), run_state, settings, score)
+            return self._writer.save(directory, step, self._train_state(), run_state, settings, score, attached)
 
     def finish_save(self, *, wait: bool = True) -> None:
         """Complete an asynchronous save; without `wait`, only if it is done. See `checkpoint.Writer.finish`."""
