@@ -136,17 +136,13 @@ class RolloutEngine:
         """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
 
         Requests in flight are frozen meanwhile and go on with the new weights, what they know of their tokens computed
-        anew. They go on after a failure, too, with the old weights if nothing was loaded; whoever sees a failure takes
-        nothing more of this engine and replaces it. An engine that sleeps has no requests.
+        anew. They go on after a failure, too: vLLM's engine dies of layers without weights then, and they with it, so
+        that nobody waits for them. An engine that sleeps has no requests.
         """
-        former = await self.ping()
         try:
             await self.start_weight_update()
             await self.receive_weights(offer)
             return await self.finish_weight_update(version)
-        except Exception:
-            await self._llm.finish_weight_update(weight_version=former)  # until then no layer can compute
-            raise
         finally:
             await self._go_on()
 
