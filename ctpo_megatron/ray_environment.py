@@ -11,8 +11,10 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
 }
-"""Nothing is reported to anyone, and an engine without a GPU of its own keeps CUDA_VISIBLE_DEVICES."""
+"""Nothing is reported to anyone, an engine without a GPU of its own keeps CUDA_VISIBLE_DEVICES, and engines have the
+priority of the trainer: by Ray's default of 15 every program that a tool runs would come before the engine."""
 
 
 def ray_with_token(file: Path) -> dict[str, str]:

@@ -63,6 +63,7 @@ class RolloutEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from ctpo_megatron.rollout.in_process import in_process_engine
         from ctpo_megatron.weights import vllm_worker
 
         activate(self._config.extensions.path or ())
@@ -70,9 +71,12 @@ class RolloutEngine:
         self._environment = make_environment(self._config.rollout)
         backend = {"file": vllm_worker.FILE, "tcp": vllm_worker.TCP}.get(self._spec.transport, self._spec.transport)
         arguments = engine_arguments(self._config, self._spec.model_path, self._spec.device)
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=backend), **arguments)
-        )
+        engine = self._config.rollout.engine
+        settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=backend), **arguments)
+        if self._spec.device == "cpu" and engine.tensor_parallel_size == 1:
+            self._llm = in_process_engine(settings, engine.threads)
+        else:
+            self._llm = AsyncLLM.from_engine_args(settings)
         await self._llm.update_weight_version(str(INITIAL_VERSION))
         self._codec = self._make_codec(self._llm.get_tokenizer())
         rollout = self._config.rollout

@@ -43,8 +43,8 @@ class Set:
         path = self.run / "logs" / "rollout_engine_0.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def engine(self, name: str = "ray::RolloutEngine") -> psutil.Process:
-        [process] = self.worker.processes(name)
+    def engine(self) -> psutil.Process:
+        [process] = self.worker.processes("ray::RolloutEngine")
         return process
 
     def say(self, text: str) -> None:
@@ -103,7 +103,7 @@ def test_an_engine_on_another_node_samples_and_is_updated(nodes: Set) -> None:
 
 
 def test_an_engine_killed_in_the_middle_of_an_update_is_replaced(nodes: Set) -> None:
-    nodes.engine("VLLM::EngineCore").suspend()
+    nodes.engine().suspend()
     answer = nodes.driver.begin("sync", scale=0.02)
     time.sleep(2)
     nodes.say("last words")

@@ -119,13 +119,13 @@ def test_an_engine_that_fails_in_an_update_is_replaced(
     stage = Stage(tmp_path, weights={"transport": "tcp", "timeout_s": limit})
     try:
         stage.sync(0.01)
-        [core] = engine_processes(stage, "VLLM::EngineCore")
+        [engine] = engine_processes(stage, "ray::RolloutEngine")
 
         def meet(mute: socket.socket) -> None:
             peer, _ = mute.accept()
             with peer:
-                core.send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-                core.wait(scaled(100))
+                engine.send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+                engine.wait(scaled(100))
 
         with socket.create_server(("127.0.0.1", 0)) as mute:
             thread = threading.Thread(target=meet, args=(mute,))

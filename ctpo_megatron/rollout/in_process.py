@@ -1,0 +1,132 @@
+"""vLLM's engine core inside the actor that uses it: no second process, no sockets, one import of everything.
+
+vLLM gives `AsyncLLM` a core in a process of its own. On a GPU that is right: Python works while kernels run. On a CPU
+the two processes compete for the same cores, and serialize every token to each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.engine import async_llm
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.exceptions import EngineDeadError
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+
+log = logging.getLogger(__name__)
+
+_NOTHING_TO_DO_S = 0.001
+"""Until it is asked again for work, where requests exist and none could be scheduled."""
+
+
+def in_process_engine(arguments: AsyncEngineArgs, threads: int) -> async_llm.AsyncLLM:
+    """An AsyncLLM whose core runs in this process, between the other tasks of the event loop that it is used in.
+
+    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened.
+    """
+    torch.set_num_threads(threads)
+    with _cores_made_here():
+        return async_llm.AsyncLLM.from_engine_args(arguments)
+
+
+@contextmanager
+def _cores_made_here() -> Iterator[None]:
+    # AsyncLLM takes no client, and vLLM's own for one process cannot be used with asyncio.
+    factory: Any = async_llm.EngineCoreClient
+    of_vllm = factory.make_async_mp_client
+    factory.make_async_mp_client = InProcessCore.make
+    try:
+        yield
+    finally:
+        factory.make_async_mp_client = staticmethod(of_vllm)
+
+
+def _call(name: str) -> Callable[..., Awaitable[Any]]:
+    async def call(self: InProcessCore, *arguments: Any) -> Any:
+        self.check_alive()
+        return getattr(self.core, name)(*arguments)
+
+    return call
+
+
+class InProcessCore:
+    """What `AsyncLLM` asks of its core's client (`vllm.v1.engine.core_client.AsyncMPClient`), without a process.
+
+    AsyncLLM has one task that takes the outputs of a step when it has passed on those before. That task makes the
+    steps. What else waits in the event loop has its turn between two of them.
+    """
+
+    engine_ranks_managed = (0,)
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._work = asyncio.Event()
+
+    @classmethod
+    def make(cls, vllm_config: Any, executor_class: Any, log_stats: bool, **_of_processes: Any) -> InProcessCore:
+        """As `EngineCoreClient.make_async_mp_client` is called."""
+        return cls(EngineCore(vllm_config, executor_class, log_stats))
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Step until there are outputs. Raises EngineDeadError when a step fails, and so does all that comes later."""
+        while True:
+            await self._work.wait()
+            await asyncio.sleep(0)  # requests that come at the same moment are of the same step
+            try:
+                outputs, executed = self.core.step_fn()
+                self.core.post_step(executed)
+            except Exception:
+                log.exception("vLLM's engine core failed")
+                self.resources.engine_dead = True
+                raise EngineDeadError from None
+            if not self.core.scheduler.has_requests():
+                self._work.clear()
+            if outputs:
+                return outputs[0]
+            await asyncio.sleep(_NOTHING_TO_DO_S)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Queue a request."""
+        self.check_alive()
+        self.core.add_request(*self.core.preprocess_add_request(request))
+        if not self.core.is_scheduler_paused():
+            self._work.set()
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError after a step that failed."""
+        if self.resources.engine_dead:
+            raise EngineDeadError
+
+    async def pause_scheduler_async(self, mode: Any, clear_cache: bool) -> None:
+        """No steps from now on; see `AsyncLLM.pause_generation`."""
+        self.check_alive()
+        self.core.pause_scheduler(mode, clear_cache)
+        self._work.clear()
+
+    async def resume_scheduler_async(self) -> None:
+        """Steps again."""
+        self.check_alive()
+        self.core.resume_scheduler()
+        if self.core.scheduler.has_requests():
+            self._work.set()
+
+    abort_requests_async = _call("abort_requests")
+    collective_rpc_async = _call("collective_rpc")
+    get_supported_tasks_async = _call("get_supported_tasks")
+    get_weight_version_async = _call("get_weight_version")
+    is_scheduler_paused_async = _call("is_scheduler_paused")
+    set_weight_version_async = _call("set_weight_version")
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Release the model."""
+        self.core.shutdown()

@@ -1,0 +1,76 @@
+"""The engine core inside the process that uses it: requests wait while it is paused, and all fail once a step has."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ctpo_megatron.config import EngineConfig
+from ctpo_megatron.rollout.tasks import engine_arguments, engine_environment
+from tests.rollout.fleet_helpers import make_config
+from tests.rollout.tiny_model import build_tiny_model
+from tests.support.ranks import prefork
+
+pytestmark = pytest.mark.slow  # vLLM takes eight seconds to import
+
+
+def test_requests_of_an_engine_in_this_process(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path / "model", favour={})
+    done = prefork().run(play, tmp_path, deadline_s=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "RuntimeError: the step failed" in done.stdout + done.stderr
+
+
+def play(root: Path) -> int:
+    torch.set_num_threads(2)
+    os.environ.update(engine_environment("cpu", EngineConfig()))
+    asyncio.run(_play(root))
+    return 0
+
+
+async def _play(root: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from ctpo_megatron.rollout.in_process import InProcessCore, in_process_engine
+
+    path = root / "model"
+    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+    assert torch.get_num_threads() == 1
+    core: Any = llm.engine_core
+    assert isinstance(core, InProcessCore)
+
+    async def generate(number: int) -> list[int]:
+        params = SamplingParams(max_tokens=20, seed=number, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+        outputs = [output async for output in llm.generate(tokens_input([9, 8, 7]), params, f"{number}")]
+        return list(outputs[-1].outputs[0].token_ids)
+
+    alone = [await generate(number) for number in (1, 2)]
+    together = await asyncio.gather(*map(generate, (3, 1, 2)))
+    assert together[1:] == alone and len(together[0]) == 20
+
+    await llm.pause_generation(mode="keep", clear_cache=True)
+    waiting = asyncio.create_task(generate(1))
+    await asyncio.sleep(0.2)
+    assert not waiting.done() and await llm.is_paused()
+    await llm.resume_generation()
+    assert await waiting == alone[0] and not await llm.is_paused()
+
+    def fail() -> None:
+        raise RuntimeError("the step failed")
+
+    core.core.step_fn = fail
+    for number in (4, 5):  # the one that is played, and one that comes later
+        with pytest.raises(EngineDeadError):
+            await generate(number)
+    with pytest.raises(EngineDeadError):
+        await llm.get_weight_version()
+    assert llm.errored
+    llm.shutdown()
