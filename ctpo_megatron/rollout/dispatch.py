@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class Dispatcher:
         self._lock, self._load, self._patient = lock, load, patient
         self._restart, self._readmit, self._finished = restart, readmit, finished
         self.on_hold = False
-        self._waiting: deque[_Job] = deque()
+        self._waiting: list[_Job] = []
         self._in_flight: dict[Any, _InFlight] = {}
         self._played: dict[str, set[int]] = {}
         self._looked = 0.0
@@ -145,13 +145,14 @@ class Dispatcher:
             self._waiting.clear()
 
     def dispatch(self) -> None:
-        """Hand out jobs to the least busy live engines, each kept just busy enough to fill its batch."""
+        """Hand out jobs, those of early steps first, to the least busy live engines, as many as fill their batches."""
         if self.on_hold:
             return
+        jobs = sorted(self._waiting, key=lambda job: job.request.step)
+        self._waiting.clear()
         now = time.monotonic()
         taken = self._load if self._patient else Counter(entry.engine.index for entry in self._in_flight.values())
-        for _ in range(len(self._waiting)):
-            job = self._waiting.popleft()
+        for job in jobs:
             request = job.request
             capacity = -(-self._rollout.engine.max_num_seqs // request.samples) + 1
             free = [engine for engine in self._engines if engine.live and taken[engine.index] < capacity]

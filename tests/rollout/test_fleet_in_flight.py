@@ -86,6 +86,16 @@ def test_groups_that_somebody_waits_for_are_played_among_others(stage: Stage) ->
     assert not +stage.fleet._load
 
 
+def test_groups_of_an_earlier_step_go_first(stage: Stage) -> None:
+    """A retried or refilled one would hold the trainer up, behind a whole batch that it does not need yet."""
+    turns, [first, *_] = admitted(stage, 30, step=27), stage.prompts(1)
+    turns.admit("early", first, Request(26, 4, Sampling(), None))
+    turns.turn(lambda place, group: None, 0.0)
+    assert "early" in {entry.job.place for entry in turns._in_flight.values()} and turns.in_flight == 17
+    turns.cancel()
+    assert not turns.playing and not +stage.fleet._load
+
+
 @pytest.mark.slow
 def test_nobody_waits_for_requests_of_an_engine_whose_update_failed(stage: Stage) -> None:
     """They go on with it, which kills vLLM's engine: its layers have lost their weights."""
