@@ -120,14 +120,14 @@ class Dispatcher:
         """Groups that engines are playing."""
         return len(self._in_flight)
 
-    def turn(self, deliver: Deliver, longest_s: float = _TURN_S) -> None:
-        """Hand out what is lined up, wait for something to happen, at most `longest_s`, and see to it.
+    def turn(self, deliver: Deliver, longest_s: float | None = None) -> None:
+        """Hand out what is lined up, wait for something to happen, at most `longest_s` (None: 1), and see to it.
 
         deliver: is given complete groups, while the lock is held. Raises FleetError, TooManyQuarantined.
         """
         with self._lock:
             self.dispatch()
-            watched, timeout = self._watched(), self._patience(longest_s)
+            watched, timeout = self._watched(), self._patience(_TURN_S if longest_s is None else longest_s)
         ready = _wait(watched, timeout)
         with self._lock:
             for reference in ready:
