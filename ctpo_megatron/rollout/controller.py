@@ -202,7 +202,7 @@ class AsyncRollouts:
                 self._changed.notify_all()
         finally:
             turns.on_hold = False
-        if not self._thread.is_alive():
+        if self._thread.ident is None:
             self._thread.start()
 
     def _finish_in_flight(self, turns: Turns) -> None:
