@@ -115,7 +115,7 @@ def reinforce(
                 return run.stop()
             with report.phase("old_log_probs"):
                 advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
-                mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size, **skip)
+                mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size, run.version, **skip)
                 start = BatchStart(config.objective, policy.layout, batch.is_of(run.version), check)
                 metrics = policy.begin(mini_batches, start)
             with report.phase("update"):

@@ -86,7 +86,16 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
         except OmegaConfBaseException as error:
             keys = max(layer.places, key=len, default=())
             problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
-    return cast(DictConfig, OmegaConf.merge(defaults(Config, plain(given)), given))
+    values = cast(DictConfig, OmegaConf.merge(defaults(Config, plain(given)), given))
+    if OmegaConf.select(given, "objective.anchor") is None and _is_stale(values):
+        values.objective.anchor = "behaviour"
+    return values
+
+
+def _is_stale(values: DictConfig) -> bool:
+    """Whether tokens are trained that earlier weights sampled: only their own log-probs give them an exact weight."""
+    stale = OmegaConf.select(values, "rollout.max_staleness", throw_on_resolution_failure=False) not in (0, None)
+    return stale and OmegaConf.is_dict(values.get("objective"))
 
 
 def _resolve(node: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:

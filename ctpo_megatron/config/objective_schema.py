@@ -72,7 +72,8 @@ class ObjectiveConfig(Section):
     anchor: Literal["proximal", "behaviour", "decoupled"] = Field(
         default="proximal",
         description="ratio against log-probs recomputed by the trainer, or as the sampler reported them; decoupled: "
-        "the former, times the weight of `correction`",
+        "the former, times the weight of `correction`; left out with rollout.max_staleness > 0 it is behaviour, "
+        "which is exact for tokens that earlier weights sampled",
     )
     advantage: AdvantageConfig = AdvantageConfig()
     correction: CorrectionConfig = CorrectionConfig()

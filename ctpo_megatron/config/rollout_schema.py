@@ -94,6 +94,16 @@ class RolloutConfig(Section):
         description="what leaves the loss, though ratio and position count it: `void_turn`, `void_trajectory`, "
         "`truncated`, `failed_tool`, or `package.module:Name`",
     )
+    max_staleness: NonNegativeInt = Field(
+        default=0,
+        description="versions of the weights that sampling may be behind the trainer; 0: a batch is sampled with the "
+        "weights that it trains, so the two take turns; k: they overlap, at most k updates apart",
+    )
+    partial: Literal["continue", "finish"] = Field(
+        default="continue",
+        description="what new weights find in flight (max_staleness > 0) goes on with them, each token with its own "
+        "version; or it ends on the old ones first, and the update waits for it",
+    )
     engines: PositiveInt | Literal["auto"] = Field(
         default=1, description="vLLM engines of all nodes; auto: what `placement.engine_gpus` hold (CPU: one a node)"
     )

@@ -17,7 +17,8 @@ class PackedBatch:
     """One micro-batch: sequences laid end to end.
 
     token_ids, position_ids: [N] int64; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
-    response_mask, loss_mask: [N] bool, aligned with the token that is predicted (the first token of a sequence is 0).
+    response_mask, loss_mask, current: [N] bool, aligned with the token that is predicted (the first token of a sequence
+    is 0); current: see `TokenArrays`.
     rollout_log_probs, advantages, log_probs, old_log_probs: [N] fp32 (nats). log_probs: of the latest pass over it;
     old_log_probs: of the weights that the batch began with; both are filled by the policy, as is entropy_sum (nats,
     fp64 scalar, with old_log_probs).
@@ -33,6 +34,7 @@ class PackedBatch:
     cu_seqlens: torch.Tensor
     response_mask: torch.Tensor
     loss_mask: torch.Tensor
+    current: torch.Tensor
     rollout_log_probs: torch.Tensor
     advantages: torch.Tensor
     sequences: tuple[int, ...]
@@ -205,6 +207,7 @@ def _concatenate(chosen: list[TokenSequence], advantages: list[float], rules: Pa
         cu_seqlens=cu_seqlens,
         response_mask=flat("response_mask", torch.bool),
         loss_mask=flat("loss_mask", torch.bool),
+        current=flat("current", torch.bool),
         rollout_log_probs=flat("rollout_log_probs", torch.float32),
         advantages=torch.tensor([*advantages, *[0.0] * bool(filler)]).repeat_interleave(in_order),
         sequences=tuple(sequence.place for sequence in chosen),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -44,6 +44,18 @@ class PromptSampler:
             taken += [self._prompts[index] for index in indices]
             self._cursor += len(indices)
         return taken
+
+    @property
+    def taken(self) -> int:
+        """Prompts taken since the beginning of the run."""
+        return self._epoch * len(self._prompts) + self._cursor
+
+    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
+        """The prompts with these ids. Raises ValueError for one that there is not."""
+        found = {prompt.id: prompt for prompt in self._prompts if prompt.id in ids}
+        if unknown := sorted(set(ids) - set(found)):
+            raise ValueError(f"{len(unknown)} prompts are not in the data, e.g. {unknown[0]!r}")
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the stream: {epoch, cursor, seed}, and what it is a position in.

@@ -131,6 +131,7 @@ def _divergences(rows: MismatchRows) -> dict[str, Tensor | float]:
         "k3_kl": rows.token_mean("ratio") - 1 - rows.token_mean("d"),
         "chi2_token": rows.token_mean("ratio_squared") - 1,
         "chi2_seq": (2 * total).exp().mean() - 1,
+        "eff_sample_size": total.exp().mean().square() / (2 * total).exp().mean(),
     }
 
 

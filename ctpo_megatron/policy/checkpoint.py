@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -80,18 +81,23 @@ class Writer:
         run_state: dict[str, Any],
         config: CheckpointConfig,
         score: float | None,
+        attached: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Path:
         """Write `<directory>/step_%06d`; it exists under that name only when complete.
 
-        run_state: JSON-serializable state of the driver; rank 0's is kept, as is its `score` (see
-        `checkpoint.keep_best`). With `config.asynchronous` a copy of this process writes while training goes on:
-        the checkpoint becomes complete, and older ones are deleted, in a later call of `finish` or `save`. Raises
-        CheckpointError when a file could not be written, now or by an earlier save in the background.
+        run_state: JSON-serializable state of the driver; rank 0's is kept, as are its `score` (see
+        `checkpoint.keep_best`) and `attached`, further files by name. With `config.asynchronous` a copy of this process
+        writes while training goes on: the checkpoint becomes complete, and older ones are deleted, in a later call of
+        `finish` or `save`. Raises CheckpointError when a file could not be written, now or by an earlier save in the
+        background.
         """
         self.finish()
         _start_results_queue()
         aside: Path = self._layout.on_rank_zero(lambda: files.begin(directory, step))
         self._aside = aside
+        with _named_failure(aside):
+            for name, content in attached.items():
+                (aside / name).write_bytes(content)
         # What is neither model nor optimizer is written at once, by torch's own archive writer.
         with _named_failure(aside, RuntimeError):
             request = dist_checkpointing.save(

@@ -13,8 +13,8 @@ from ctpo_megatron.data import TokenArrays, TokenSequence
 from ctpo_megatron.policy.parallel import Layout
 
 Share = list[TokenSequence]
-_LOSS, _RESPONSE = 1, 2
-"""Bits of a token in the byte that carries both masks."""
+_LOSS, _RESPONSE, _CURRENT = 1, 2, 4
+"""Bits of a token in the byte that carries the masks."""
 
 
 def share_sizes(
@@ -86,7 +86,8 @@ def _receive(own: Sequence[TokenSequence]) -> Share:
     for sequence, end in zip(own, ends, strict=True):
         part = slice(end - len(sequence), end)
         bits = masks[part]
-        tokens = TokenArrays(ids[part], (bits & _RESPONSE) != 0, (bits & _LOSS) != 0, log_probs[part])
+        response, loss, current = ((bits & bit) != 0 for bit in (_RESPONSE, _LOSS, _CURRENT))
+        tokens = TokenArrays(ids[part], response, loss, current, log_probs[part])
         result.append(
             TokenSequence(
                 sequence.place, sequence.name, sequence.length, sequence.sampled_tokens, sequence.loss_tokens, tokens
@@ -98,6 +99,8 @@ def _receive(own: Sequence[TokenSequence]) -> Share:
 def _columns(arrays: Sequence[TokenArrays]) -> tuple[Tensor, Tensor, Tensor]:
     """int32 ids, uint8 masks, float32 log-probs, each `[N]`, of sequences laid end to end."""
     ids = np.concatenate([tokens.token_ids for tokens in arrays])
-    masks = np.concatenate([_LOSS * tokens.loss_mask + _RESPONSE * tokens.response_mask for tokens in arrays])
+    masks = np.concatenate(
+        [_LOSS * each.loss_mask + _RESPONSE * each.response_mask + _CURRENT * each.current for each in arrays]
+    )
     log_probs = np.concatenate([tokens.rollout_log_probs for tokens in arrays])
     return torch.from_numpy(ids), torch.from_numpy(masks.astype(np.uint8)), torch.from_numpy(log_probs)

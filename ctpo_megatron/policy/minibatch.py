@@ -41,7 +41,10 @@ class MiniBatch:
 
 
 def checked_sequences(
-    trajectories: Sequence[Trajectory], advantages: Sequence[float] | None, vocab_size: int
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float] | None,
+    vocab_size: int,
+    version: int | None = None,
 ) -> list[TokenSequence]:
     """Every trajectory with its tokens.
 
@@ -50,7 +53,7 @@ def checked_sequences(
     """
     if advantages is not None and len(advantages) != len(trajectories):
         raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
-    sequences = token_sequences(trajectories)
+    sequences = token_sequences(trajectories, version)
     for sequence in sequences:
         assert sequence.tokens is not None
         ids = sequence.tokens.token_ids

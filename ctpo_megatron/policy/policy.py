@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -115,12 +116,16 @@ class Policy:
         trajectories: Sequence[Trajectory],
         advantages: Sequence[float],
         size: int,
+        version: int | None = None,
         *,
         skip_zero_advantage: bool = False,
     ) -> list[MiniBatch]:
-        """`mini_batches` of trajectories that only rank zero has; the others pass none and get what they train on."""
+        """`mini_batches` of trajectories that only rank zero has; the others pass none and get what they train on.
+
+        version: of the current weights, with which tokens of other versions are not compared.
+        """
         checked = self.layout.keep_on_rank_zero(
-            lambda: checked_sequences(trajectories, advantages, self.spec.vocab_size)
+            lambda: checked_sequences(trajectories, advantages, self.spec.vocab_size, version)
         )
         sequences, advantages = share_sizes(checked or [], advantages, self.layout)
         skip = {"skip_zero_advantage": skip_zero_advantage}
@@ -336,12 +341,13 @@ class Policy:
         run_state: dict[str, Any],
         config: CheckpointConfig | None = None,
         score: float | None = None,
+        attached: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Path:
         """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `checkpoint.Writer`."""
         with self._at_work():
             self._model.finish_param_gather()
             settings = config or CheckpointConfig()
-            return self._writer.save(directory, step, self._train_state(), run_state, settings, score)
+            return self._writer.save(directory, step, self._train_state(), run_state, settings, score, attached)
 
     def finish_save(self, *, wait: bool = True) -> None:
         """Complete an asynchronous save; without `wait`, only if it is done. See `checkpoint.Writer.finish`."""

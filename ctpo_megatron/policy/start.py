@@ -48,22 +48,22 @@ class BatchStart:
 
 
 def start_metrics(mini_batches: Sequence[MiniBatch], layout: Layout) -> dict[str, float]:
-    """`mismatch/*` (|sampler - trainer| in nats over model tokens) and `actor/entropy` (nats) of the old log-probs.
+    """`mismatch/*` (|sampler - trainer| in nats) and `actor/entropy` (nats over model tokens) of the old log-probs.
 
-    The same on every rank; collective. Of no token, `mismatch/tokens` is all.
+    Compared are the `mismatch/tokens` that the weights at hand have sampled. The same on every rank; collective. What
+    there is no token for is left out.
     """
     micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
     mine = _totals(micro_batches) if layout.reports else None
     parts = [totals for totals in gather_objects(mine) if totals is not None]
-    tokens = sum(totals["tokens"] for totals in parts)
-    if not tokens:
-        return {"mismatch/tokens": 0.0}
-    return {
-        "mismatch/tokens": tokens,
-        "mismatch/log_prob_abs_max": max(totals["max"] for totals in parts),
-        "mismatch/log_prob_abs_mean": sum(totals["sum"] for totals in parts) / tokens,
-        "actor/entropy": sum(totals["entropy"] for totals in parts) / tokens,
-    }
+    tokens, compared = (sum(totals[name] for totals in parts) for name in ("tokens", "compared"))
+    found = {"mismatch/tokens": compared}
+    if tokens:
+        found["actor/entropy"] = sum(totals["entropy"] for totals in parts) / tokens
+    if compared:
+        found["mismatch/log_prob_abs_max"] = max(totals["max"] for totals in parts)
+        found["mismatch/log_prob_abs_mean"] = sum(totals["sum"] for totals in parts) / compared
+    return found
 
 
 def collect(targets: Targets, log_probs: torch.Tensor | None, entropy: torch.Tensor | None) -> Collected:
@@ -97,16 +97,21 @@ def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:
 
 
 def _totals(micro_batches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Sums over the model's tokens of these micro-batches, largest |sampler - trainer| (nats); one read-back."""
-    places = [m.on_host.response_mask.nonzero().squeeze(1) for m in micro_batches]
+    """Sums over the tokens of these micro-batches; one read-back.
+
+    sum, max: of |sampler - trainer| (nats) over the `compared` tokens, which the weights at hand have sampled.
+    """
+    places = [m.on_host.current.nonzero().squeeze(1) for m in micro_batches]
     difference = torch.cat(
         [
             (old_log_probs_of(m) - m.rollout_log_probs)[at.to(m.token_ids.device, non_blocking=True)].abs()
             for m, at in zip(micro_batches, places, strict=True)
         ]
     )
-    largest = difference.max() if difference.numel() else difference.sum()  # no answer has a token of the model
+    largest = difference.max() if difference.numel() else difference.sum()  # nothing is compared
     entropies = [micro.entropy_sum for micro in micro_batches if micro.entropy_sum is not None]
     found = [largest.double(), difference.sum().double(), *entropies]
     most, total, *sums = torch.stack(found).tolist()
-    return {"max": most, "sum": total, "tokens": float(difference.numel()), "entropy": sum(sums)}
+    tokens = sum(int(m.on_host.response_mask.sum()) for m in micro_batches)
+    compared = float(difference.numel())
+    return {"max": most, "sum": total, "compared": compared, "tokens": float(tokens), "entropy": sum(sums)}

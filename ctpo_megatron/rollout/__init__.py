@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.rollout.controller import AsyncRollouts
 from ctpo_megatron.rollout.filters import Filters, filter_problem
 from ctpo_megatron.rollout.metrics import rollout_metrics
 from ctpo_megatron.rollout.quarantine import Quarantined, TooManyQuarantined
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.rollout.weight_client import WeightClient
 
 __all__ = [
+    "AsyncRollouts",
     "Cancelled",
     "Collector",
     "Engines",

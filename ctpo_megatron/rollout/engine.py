@@ -139,11 +139,16 @@ class RolloutEngine:
     async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
         """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
 
-        Requests in flight are frozen meanwhile and go on with the new weights. An engine that sleeps has none.
+        Requests in flight are frozen meanwhile and go on with the new weights, what they know of their tokens computed
+        anew. They go on after a failure, too: vLLM's engine dies of layers without weights then, and they with it, so
+        that nobody waits for them. An engine that sleeps has no requests.
         """
-        await self.start_weight_update()
-        await self.receive_weights(offer)
-        return await self.finish_weight_update(version)
+        try:
+            await self.start_weight_update()
+            await self.receive_weights(offer)
+            return await self.finish_weight_update(version)
+        finally:
+            await self._go_on()
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         """Meet the trainer's side of one of vLLM's own transports."""
@@ -165,11 +170,17 @@ class RolloutEngine:
 
     async def finish_weight_update(self, version: int) -> UpdateReport:
         """Compute with the new weights, sum them up, and go on with the requests."""
-        await self._llm.finish_weight_update(weight_version=str(version))
-        answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
-        if not self._asleep:
-            await self._llm.resume_generation()
+        try:
+            await self._llm.finish_weight_update(weight_version=str(version))
+            answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
+        finally:
+            await self._go_on()
         return UpdateReport(await self.ping(), [tuple(part) for of_worker in answers for part in of_worker])
+
+    async def _go_on(self) -> None:
+        """With the requests that an update froze, if it did."""
+        if not self._asleep and await self._llm.is_paused():
+            await self._llm.resume_generation()
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back; 1: the weights stay in host memory, 2: they are gone. Requests are aborted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ import ray
 
 from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
 from ctpo_megatron.data.records import Group, Prompt
-from ctpo_megatron.rollout.dispatch import Dispatcher, Keep, Request, check_prompt
+from ctpo_megatron.rollout.dispatch import Dispatcher, check_prompt
 from ctpo_megatron.rollout.engine_group import EngineGroup
 from ctpo_megatron.rollout.handle import EngineHandle
 from ctpo_megatron.rollout.metrics import UPDATES_BY, fleet_stats
@@ -27,6 +28,8 @@ from ctpo_megatron.rollout.tasks import (
     Device,
     EngineSpec,
     FleetError,
+    Keep,
+    Request,
     Sampling,
     Transport,
     WeightSyncError,
@@ -44,7 +47,9 @@ _MARGIN_S = 5.0  # the runtime has the same deadline, and knows better what it w
 
 
 class RolloutFleet:
-    """All engines of a run. Not thread-safe: one thread starts it, uses it, and outlives it.
+    """All engines of a run. One thread starts it, uses it, outlives it; another may take the turns of a `dispatcher`.
+
+    lock: whoever holds it finds the engines as they are: nobody else submits, replaces or admits one.
 
     config: the whole run configuration (rollout, sandbox, model and run sections are used).
     model_path: Hugging Face directory the engines start from; its weights carry version 0.
@@ -85,6 +90,8 @@ class RolloutFleet:
         self._parks = False
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
+        self._load: Counter[int] = Counter()
+        self.lock = threading.RLock()
 
     def __enter__(self) -> RolloutFleet:
         return self
@@ -119,8 +126,8 @@ class RolloutFleet:
             self._runtime.wait(max(0.0, self._started_at + limit + _MARGIN_S - time.monotonic()))
         except Exception as error:
             raise FleetError(f"the rollout side did not start: {error}") from error
-        for engine in self._engines:
-            if not engine.live and not engine.parked:
+        with self.lock:
+            for engine in self._engines:
                 self._await_start(engine)
 
     def generate(
@@ -151,18 +158,29 @@ class RolloutFleet:
             check_prompt(prompt, self._rollout)
         self.wait_ready()
         started = time.monotonic()
-        dispatcher = Dispatcher(
+        request = Request(step, samples, sampling, replacement, keep, played)
+        groups = self._dispatcher(self._counts, patient=False).run(prompts, request, cancelled)
+        self._add_seconds("generate_s", started)
+        return groups
+
+    def dispatcher(self) -> Dispatcher:
+        """Plays groups while the trainer works, behind those that are waited for; waits until the engines are up."""
+        self.wait_ready()
+        return self._dispatcher(Counter(), patient=True)
+
+    def _dispatcher(self, counts: Counter[str], *, patient: bool) -> Dispatcher:
+        return Dispatcher(
             self._rollout,
             self._engines,
             self._quarantine,
-            self._counts,
+            counts,
+            lock=self.lock,
+            load=self._load,
+            patient=patient,
             restart=self._restart,
             readmit=self._readmit,
             finished=self._finished,
         )
-        groups = dispatcher.run(prompts, Request(step, samples, sampling, cancelled, replacement, keep, played))
-        self._add_seconds("generate_s", started)
-        return groups
 
     @property
     def quarantined(self) -> list[Quarantined]:

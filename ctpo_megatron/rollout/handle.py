@@ -33,12 +33,14 @@ def engine_died(error: BaseException) -> bool:
 class EngineHandle:
     """Owner of engine number `index`. `launch` returns at once; `ready_ref` resolves when the engine can serve.
 
-    group: its place on a cluster; None where Ray is private.
+    group: its place on a cluster; None where Ray is private. launches: processes so far; what an earlier one was asked
+    for is void.
     """
 
     def __init__(self, index: int, spec: EngineSpec, group: EngineGroup | None = None) -> None:
         self.index, self.log_path = index, spec.log_path(index)
         self.live = self.parked = False
+        self.launches = 0
         self._spec, self._group, self._start_timeout_s = spec, group, spec.config.rollout.start_timeout_s
         self._update_timeout_s = spec.config.rollout.weights.timeout_s
         self.launch()
@@ -63,6 +65,7 @@ class EngineHandle:
 
     def _launch(self) -> None:
         self.live = self.parked = False
+        self.launches += 1
         resources = self._spec.resources
         remote: Any = ray.remote(RolloutEngine)
         self._actor = remote.options(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from ctpo_megatron.data.records import Group
 
 UPDATES_BY = "sync_by_"
@@ -60,6 +62,24 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         queued, ran = (sum(seconds) / len(parts) for seconds in zip(*parts, strict=True))
         metrics |= {"sandbox/queue_s": queued, "sandbox/exec_s": ran}
     return metrics
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How far the model tokens of `groups` are behind the weights `version` that they train.
+
+    rollout/staleness_mean and staleness_max in versions; tokens/stale counts those of an earlier version;
+    rollout/continued_tokens is the share of those that were sampled after an update met their trajectory.
+    """
+    sampled = [np.array(t.weight_version) for group in groups for t in group.trajectories]
+    sampled = [versions[versions >= 0] for versions in sampled]
+    lags = version - np.concatenate(sampled)
+    continued = sum(int((versions > versions[:1]).sum()) for versions in sampled)
+    return {
+        "rollout/staleness_mean": float(lags.mean()),
+        "rollout/staleness_max": float(lags.max()),
+        "rollout/continued_tokens": continued / len(lags),
+        "tokens/stale": float((lags > 0).sum()),
+    }
 
 
 def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +35,9 @@ class RolloutSource(Protocol):
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Sample with these weights (Hugging Face names, full shapes) from now on, and say so: they are `version`."""
+
+    def updating(self, version: int) -> AbstractContextManager[None]:
+        """Within, the engines are given weights `version`, by `publish` or otherwise; later samples are of them."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run gets the batches that this one would have got."""
@@ -161,17 +165,17 @@ class SampledRollouts:
         except Cancelled:
             self._prompts.load_state_dict(before)
             return None
-        dropped = uniform.dropped(sampled)
-        groups = [group for place, group in enumerate(sampled) if place not in dropped]
-        repeated = len(sampled) - len({group.prompt.id for group in sampled})
-        metrics |= {"rollout/prompts_repeated": float(repeated)}
-        metrics |= uniform.metrics(sampled, len(dropped)) | self._filters.apply(groups)
-        versions = {v for group in groups for t in group.trajectories for v in t.weight_version if v >= 0}
-        return RolloutBatch(groups, metrics, tuple(sorted(versions)), self._prompts.state_dict(), dropped)
+        batch = assemble(sampled, metrics, uniform, self._filters)
+        batch.sampler = self._prompts.state_dict()
+        return batch
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutSource`."""
         self._engines.sync(named_tensors, version)
+
+    def updating(self, version: int) -> AbstractContextManager[None]:
+        """See `RolloutSource`; nothing is in flight then."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the prompt stream, and the prompts that were quarantined."""
@@ -180,16 +184,35 @@ class SampledRollouts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `RolloutSource`."""
+        if batches := state.get("ahead", {}).get("batches"):
+            raise ValueError(
+                f"it holds what was sampled ahead for {len(batches)} batches, and this run samples none "
+                "(rollout.max_staleness: 0): go on with the rollout.max_staleness that it was begun with"
+            )
         self._prompts.load_state_dict(state["prompts"])
         self._engines.quarantined[:] = [Quarantined(**record) for record in state["quarantined"]]
+
+
+def assemble(
+    sampled: Sequence[Group], metrics: Mapping[str, float], uniform: UniformGroups, filters: Filters
+) -> RolloutBatch:
+    """The batch of scored groups, given the metrics of sampling and scoring. Some are dropped, loss masks written."""
+    dropped = uniform.dropped(sampled)
+    groups = [group for place, group in enumerate(sampled) if place not in dropped]
+    repeated = len(sampled) - len({group.prompt.id for group in sampled})
+    found = {**metrics, "rollout/prompts_repeated": float(repeated)}
+    found |= uniform.metrics(sampled, len(dropped)) | filters.apply(groups)
+    versions = {v for group in groups for t in group.trajectories for v in t.weight_version if v >= 0}
+    return RolloutBatch(groups, found, tuple(sorted(versions)), dropped=dropped)
 
 
 def check_mismatch(config: RolloutConfig, metrics: Mapping[str, float]) -> None:
     """Raises RuntimeError when sampler and trainer log-probs differ by more than `rollout.mismatch_limit` (nats).
 
+    A batch without any token of the weights that it trains has nothing to compare.
     Warns once when their noise alone crosses the clip window within `rollout.max_response_tokens` (`mismatch/t_star`).
     """
-    limit, difference = config.mismatch_limit, metrics.get("mismatch/log_prob_abs_max", 0.0)  # of no token: none
+    limit, difference = config.mismatch_limit, metrics.get("mismatch/log_prob_abs_max", 0.0)
     if limit is not None and not difference <= limit:  # a NaN is beyond every limit
         raise RuntimeError(
             f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="

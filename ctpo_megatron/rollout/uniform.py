@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from ctpo_megatron.config import RolloutConfig
@@ -15,6 +15,13 @@ class PromptStream(Protocol):
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
+
+    @property
+    def taken(self) -> int:
+        """Prompts taken since the beginning of the run."""
+
+    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
+        """The prompts with these ids. Raises ValueError for one that there is not."""
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the stream."""
@@ -31,21 +38,22 @@ def is_uniform(group: Group) -> bool:
 class UniformGroups:
     """The choice of one step. Every prompt that is drawn is trained on, dropped, or quarantined by the engines.
 
-    prompts: the stream that refills are drawn from. mini_batch_prompts: groups of one optimizer step.
+    prompts: the stream that refills are drawn from. mini_batch_prompts: groups of one optimizer step. refills: rounds
+    that were drawn.
     """
 
-    def __init__(self, config: RolloutConfig, prompts: PromptStream, mini_batch_prompts: int) -> None:
+    def __init__(self, config: RolloutConfig, prompts: PromptStream, mini_batch_prompts: int, refills: int = 0) -> None:
         self._config, self._prompts, self._size = config, prompts, mini_batch_prompts
-        self._refills = 0
+        self.refills = refills
 
     def further(self, groups: Sequence[Group]) -> list[Prompt]:
         """As many prompts as groups are missing to a full batch, given all scored groups so far; none: go on."""
-        if self._config.uniform_groups != "refill" or self._refills == self._config.max_refills:
+        if self._config.uniform_groups != "refill" or self.refills == self._config.max_refills:
             return []
         missing = self._config.prompts_per_step - sum(not is_uniform(group) for group in groups)
         if missing == 0:
             return []
-        self._refills += 1
+        self.refills += 1
         return self._prompts.take(missing)
 
     def dropped(self, groups: Sequence[Group]) -> dict[int, Group]:
@@ -67,5 +75,5 @@ class UniformGroups:
         if self._config.uniform_groups == "keep":
             return {}
         share = sum(map(is_uniform, groups)) / len(groups)
-        refills = {"rollout/refills": float(self._refills)} if self._config.uniform_groups == "refill" else {}
+        refills = {"rollout/refills": float(self.refills)} if self._config.uniform_groups == "refill" else {}
         return {"rollout/groups_uniform": share, "rollout/groups_dropped": float(dropped), **refills}

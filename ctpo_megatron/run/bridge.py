@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import RolloutBatch
 from ctpo_megatron.policy import Layout, Policy
@@ -32,6 +35,7 @@ class Bridge:
         self._layout, self._services, self._report, self._config = layout, services, report, config
         self._transport: WeightTransport | None = None
         self._shared, self._awake = shared, True
+        self._ahead = config.rollout.max_staleness > 0
         self.give_way(level=2)
 
     def next_batch(self, step: int, policy: Policy) -> RolloutBatch | None:
@@ -44,7 +48,9 @@ class Bridge:
             return None if batch is None else RolloutBatch([], weight_versions=batch.weight_versions)
 
         self._wake(policy)
-        outline = self._layout.on_rank_zero(sample)
+        # A source that samples only now times what it does.
+        with self._report.phase("wait_rollout") if self._ahead else nullcontext():
+            outline = self._layout.on_rank_zero(sample)
         if outline is not None:
             self.give_way(level=2)  # these weights are used up: the next ones come before the next sampling
         return batch if self._layout.is_rank_zero else outline
@@ -52,10 +58,18 @@ class Bridge:
     def publish(self, policy: Policy, version: int) -> None:
         """Send the current weights to every engine as `version`, then free the trainer's device memory for them."""
         transport = self._transport or self._start()
-        with self._report.phase("publish"):
+        with self._report.phase("publish"), self._updating(version):
             transport.send(policy, version)
             self._wake(policy)
         policy.release()
+
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[None]:
+        """On rank zero `RolloutSource.updating`, which the others wait for."""
+        with ExitStack() as stack:
+            if self._ahead:
+                self._layout.on_rank_zero(lambda: stack.enter_context(self._rank_zero.rollouts.updating(version)))
+            yield
 
     def _start(self) -> WeightTransport:
         """Wait until the engines are up, and open the way for their weights."""

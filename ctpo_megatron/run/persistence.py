@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -16,6 +18,8 @@ from ctpo_megatron.run.state import RunState
 
 log = logging.getLogger(__name__)
 
+_AHEAD = "ahead.json.gz"
+"""File of a checkpoint: what the rollouts keep under `ahead`, which may be millions of tokens."""
 _SFT = "sft"
 """Folder, within that of the RL steps, of the checkpoints of SFT; they go when RL has one."""
 
@@ -108,8 +112,9 @@ class Persistence:
         """Checkpoint the policy and the state of the run after the steps done."""
         with self._report.phase("checkpoint"):
             settings, state = self._config.checkpoint, self._state(run)
+            attached = _sampled_ahead(state)
             self._layout.on_rank_zero(self._report.flush)
-            policy.save(self._directory, run.done, state, settings, self._score(run.done))
+            policy.save(self._directory, run.done, state, settings, self._score(run.done), attached)
             policy.release()
             self._layout.on_rank_zero(self._drop_sft)
         self._saved = run.done
@@ -160,7 +165,7 @@ class Persistence:
     def _rewind(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         try:
             assert self._services is not None  # an action of rank zero
-            self._services.rollouts.load_state_dict(state["rollouts"])
+            self._services.rollouts.load_state_dict(state["rollouts"] | _read_sampled_ahead(checkpoint))
         except ValueError as error:
             raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
         self._discard(state["step"], state["metrics"])
@@ -177,3 +182,15 @@ class Persistence:
                 ", ".join(path.name for path in reversed(renamed)),
             )
         self._report.discard(after, record)
+
+
+def _sampled_ahead(state: Mapping[str, Any]) -> dict[str, bytes]:
+    """Take what is sampled ahead out of the state of rank zero, for a file of its own."""
+    if "ahead" not in state.get("rollouts", {}):
+        return {}
+    return {_AHEAD: gzip.compress(json.dumps(state["rollouts"].pop("ahead")).encode(), compresslevel=1)}
+
+
+def _read_sampled_ahead(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / _AHEAD
+    return {"ahead": json.loads(gzip.decompress(path.read_bytes()))} if path.exists() else {}

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
+from typing import Any
 
 from ctpo_megatron.data import Group
-from ctpo_megatron.rewards import OVERLONG, OverlongPenalty, RewardPool, ScoreReport
+from ctpo_megatron.rewards import OVERLONG, OverlongPenalty, PendingScores, RewardPool, ScoreReport
 from ctpo_megatron.tracking import reward_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class PendingScoring:
+    """Rewards and their shaping, on their way."""
+
+    groups: Sequence[Group]
+    scores: PendingScores
+    penalty: OverlongPenalty | None
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` has nothing to wait for."""
+        return self.scores.done
+
+    def result(self) -> ScoreReport:
+        """See `Scoring.score`."""
+        report = self.scores.result()
+        if self.penalty is not None:
+            self.penalty.apply(self.groups)
+        return report
 
 
 class Scoring:
@@ -24,6 +47,18 @@ class Scoring:
         if self._penalty is not None:
             self._penalty.apply(groups)
         return report
+
+    def begin(self, groups: Sequence[Group]) -> PendingScoring:
+        """Begin what `score` does, and return at once."""
+        return PendingScoring(groups, self._pool.begin(groups), self._penalty)
+
+    def report_record(self, report: ScoreReport) -> dict[str, Any]:
+        """A report as JSON has it."""
+        return asdict(report)
+
+    def report_of(self, record: Mapping[str, Any]) -> ScoreReport:
+        """The report of a `report_record`."""
+        return ScoreReport(**record)
 
     def metrics(self, groups: Sequence[Group], reports: Sequence[ScoreReport]) -> dict[str, float]:
         """`reward/*` of scored groups, given the reports of all calls that scored them."""

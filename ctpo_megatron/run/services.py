@@ -14,7 +14,7 @@ from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.prompts import held_out_prompts, training_prompts, usable
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollout import Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
+from ctpo_megatron.rollout import AsyncRollouts, Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.scoring import Scoring
 from ctpo_megatron.sampling import check_tokenizer, open_engines
@@ -52,14 +52,20 @@ def start_services(
         engines = _engines(config, directory, stack, report.progress.advance)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
 
-        rollouts = SampledRollouts(
-            config.rollout,
-            Collector(engines, Scoring(scorers, _overlong_penalty(config)), cancelled),
-            engines,
-            prompts,
-            report.phase,
-            mini_batch_prompts=config.policy.mini_batch_prompts,
-        )
+        scoring = Scoring(scorers, _overlong_penalty(config))
+        mini = config.policy.mini_batch_prompts
+        rollouts: RolloutSource
+        if config.rollout.max_staleness and not isinstance(engines, Replay):
+            steps = config.run.steps
+            ahead = AsyncRollouts(
+                config.rollout, engines, scoring, prompts, cancelled, steps=steps, mini_batch_prompts=mini
+            )
+            rollouts = stack.enter_context(ahead)
+        else:
+            training = Collector(engines, scoring, cancelled)
+            rollouts = SampledRollouts(
+                config.rollout, training, engines, prompts, report.phase, mini_batch_prompts=mini
+            )
         collector = Collector(engines, Scoring(scorers), cancelled)
         reporting = (report.dump_evaluation, report.phase, report.note)
         evaluation = Evaluation(config.eval, collector, held_out, *reporting)

@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-PHASES = ("rollout", "reward", "old_log_probs", "update", "publish", "eval", "checkpoint")
-_PHASE_COLOURS = ("blue", "magenta", "cyan", "green", "yellow", "bright_black", "bright_black")
+PHASES = ("wait_rollout", "rollout", "reward", "old_log_probs", "update", "publish", "eval", "checkpoint")
+_PHASE_COLOURS = ("blue", "blue", "magenta", "cyan", "green", "yellow", "bright_black", "bright_black")
 _BARS = "▁▂▃▄▅▆▇█"
 _ROWS = 6
 _ACCURACY = re.compile(r"val/(?P<source>.+)/acc/(?P<of>[a-z]+@\d+)")

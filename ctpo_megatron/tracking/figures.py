@@ -255,7 +255,9 @@ def _draw_phases(axes: Axes, run: RunData) -> None:
     totals = [by_step[step].get("time/step") or 0.0 for step in steps]
     stacked["other"] = [max(0.0, total - sum(parts)) for total, *parts in zip(totals, *stacked.values(), strict=True)]
     shown = {name: values for name, values in stacked.items() if sum(values) > 0.005 * (sum(totals) or 1)}
-    colours = dict(zip(stacked, ("blue", "purple", "cyan", "green", "orange", "ink", "grey", "axis"), strict=True))
+    colours = dict(
+        zip(stacked, ("blue", "blue", "purple", "cyan", "green", "orange", "ink", "grey", "axis"), strict=True)
+    )
     if len(steps) <= _FEW:
         base = [0.0] * len(steps)
         for name, values in shown.items():

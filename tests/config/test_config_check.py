@@ -161,6 +161,12 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
             ["objective.preset=cispo", "objective.loss_agg_mode=seq-mean-token-mean", "policy.context_parallel_size=3"],
             'objective.loss_agg_mode = "seq-mean-token-mean": with clip_mode: detached_ratio needs whole sequences',
         ),
+        (
+            ["rollout.max_staleness=1", "placement.mode=colocated"],
+            "rollout.max_staleness = 1: needs engines that sample",
+        ),
+        (["rollout.max_staleness=1", "rollout.replay=runs/x"], "is for engines; what rollout.replay has recorded has"),
+        (["rollout.max_staleness=1", "rollout.top_p=0.9"], "rollout.top_p = 0.9: the sampler's log-probs are of the"),
         (["policy.optimizer.min_lr=1"], "policy.optimizer.min_lr = 1.0: is above lr (1e-06)"),
         (["policy.optimizer.betas=[0.9,1.0]"], "item 1 must be in [0, 1)"),
         (["eval.every=2"], "eval.every = 2: there is nothing to evaluate on; give data.eval, or set it to 0"),
@@ -201,6 +207,11 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
         (["rollout.max_turn_tokens=500"], "never acts: rollout.max_response_tokens (176) is smaller"),
         (["rollout.group_timeout_s=60"], "one slow tool call (60 s allowed) would replace a whole group"),
         (["run.resume=true"], "this run writes no checkpoint to resume from"),
+        (["rollout.partial=finish"], 'rollout.partial = "finish": has no effect: with rollout.max_staleness: 0'),
+        (
+            ["rollout.max_staleness=2", "objective.anchor=proximal"],
+            'objective.anchor = "proximal": is biased for stale data (rollout.max_staleness)',
+        ),
     ],
 )
 def test_warnings(config_with: Make, overrides: list[str], expected: str) -> None:
@@ -220,6 +231,16 @@ def test_no_false_alarms(config_with: Make) -> None:
     assert found(config_with("objective.preset=cispo", "policy.context_parallel_size=2"), world_size=2) == []
     bounds = "objective.correction.reject=[{stat: k1, over: token, low: -1, high: 1}, {stat: k2, over: token, high: 1}]"
     assert found(config_with(bounds)) == []
+    assert found(config_with("rollout.max_staleness=1", "rollout.partial=finish")) == []
+
+
+def test_the_anchor_follows_the_staleness_unless_it_is_given(config_with: Make) -> None:
+    assert config_with().objective.anchor == config_with("rollout.max_staleness=0").objective.anchor == "proximal"
+    stale = config_with("rollout.max_staleness=2")
+    assert stale.objective.anchor == "behaviour" and stale.objective.preset == config_with().objective.preset
+    assert config_with("rollout.max_staleness=2", "objective.anchor=proximal").objective.anchor == "proximal"
+    interpolated = config_with("rollout.max_staleness=${run.steps}")
+    assert interpolated.rollout.max_staleness == 4 and interpolated.objective.anchor == "behaviour"
 
 
 def test_cache_must_hold_one_sequence(config_with: Make) -> None:

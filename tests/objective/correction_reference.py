@@ -118,6 +118,8 @@ def _divergences(batch: list[Trajectory]) -> dict[str, float]:
         "k3_kl": mean(math.exp(x) - 1 - x for x in d),
         "chi2_token": mean(math.exp(2 * x) for x in d) - 1,
         "chi2_seq": mean(math.exp(2 * max(-20.0, min(20.0, math.fsum(t.d)))) for t in batch) - 1,
+        "eff_sample_size": mean(math.exp(max(-20.0, min(20.0, math.fsum(t.d)))) for t in batch) ** 2
+        / mean(math.exp(2 * max(-20.0, min(20.0, math.fsum(t.d)))) for t in batch),
     }
 
 

@@ -18,14 +18,15 @@ SHARES = [[0, 3, 5, 7, 11], [1, 2, 4, 6, 8, 9, 10, 12, 13, 14, 15]]
 def trajectories() -> list[Trajectory]:
     """Of 16, one with a response token that is not in the loss."""
     result: list[Trajectory] = models.trajectories()
-    result[4].loss_mask[result[4].loss_mask.index(1)] = 0
+    first = result[4].response_mask.index(1)
+    result[4].loss_mask[first], result[5].weight_version[result[5].response_mask.index(1)] = 0, 1
     return result
 
 
 def exchange(tensor_parallel: int) -> dict[str, Any]:
     """What this rank has after the exchange; rank zero alone has the trajectories before."""
     layout = init_distributed(PolicyConfig(tensor_model_parallel_size=tensor_parallel), seed=0)
-    own = token_sequences(trajectories()) if layout.is_rank_zero else []
+    own = token_sequences(trajectories(), version=0) if layout.is_rank_zero else []
     sequences, advantages = share_sizes(own, ADVANTAGES if layout.is_rank_zero else [], layout)
     shares = SHARES if layout.dp_size == 2 else [SHARES[0] + SHARES[1]]
     share = share_tokens(sequences, shares, layout)
@@ -37,12 +38,12 @@ def exchange(tensor_parallel: int) -> dict[str, Any]:
 
 
 def expected(places: list[int]) -> dict[int, Any]:
-    chosen = [s for s in token_sequences(trajectories()) if s.place in places]
+    chosen = [s for s in token_sequences(trajectories(), version=0) if s.place in places]
     return {s.place: [(c.dtype.name, c.tolist()) for c in s.tokens or ()] for s in chosen}
 
 
 def check(answers: list[dict[str, Any]], shares: list[list[int]]) -> None:
-    whole = token_sequences(trajectories())
+    whole = token_sequences(trajectories(), version=0)
     for rank, answer in enumerate(answers):
         assert answer["counts"] == [(s.place, s.length, s.sampled_tokens, s.loss_tokens) for s in whole]
         assert answer["advantages"] == ADVANTAGES  # float64: the same bits

@@ -85,6 +85,25 @@ def test_a_batch_without_a_token_of_the_model_has_old_log_probs(policy: Policy) 
     assert found == {"mismatch/tokens": 0}
 
 
+def test_sampler_and_trainer_are_compared_at_tokens_of_the_same_weights_only(policy: Policy) -> None:
+    trajectories = models.trajectories(2)
+    for trajectory in trajectories:  # the last sampled token alone is of version 7
+        last = len(trajectory) - 1 - trajectory.response_mask[::-1].index(1)
+        trajectory.weight_version = [7 if at == last else 6 * mask for at, mask in enumerate(trajectory.response_mask)]
+    whole = policy.compute_old_log_probs(policy.share_out(trajectories, [1.0, -1.0], 2))
+    (mini_batch,) = policy.share_out(trajectories, [1.0, -1.0], 2, version=7)
+    [micro] = mini_batch.micro_batches
+    found = policy.compute_old_log_probs([mini_batch])
+    assert micro.old_log_probs is not None and int(micro.current.sum()) == 2 < int(micro.response_mask.sum())
+    differences = (micro.old_log_probs - micro.rollout_log_probs)[micro.current].abs()
+    assert found["mismatch/tokens"] == 2
+    assert found["mismatch/log_prob_abs_max"] == pytest.approx(float(differences.max()))
+    assert found["mismatch/log_prob_abs_mean"] == pytest.approx(float(differences.mean()))
+    assert found["actor/entropy"] == whole["actor/entropy"]
+    none = policy.compute_old_log_probs(policy.share_out(trajectories, [1.0, -1.0], 2, 8))
+    assert none == {"mismatch/tokens": 0, "actor/entropy": whole["actor/entropy"]}
+
+
 def test_the_same_sample_twice_has_two_diagnostics(policy: Policy) -> None:
     twice = [models.trajectories(1)[0] for _ in range(2)]
     (mini_batch,) = policy.mini_batches(twice, [1.0, -1.0], size=2)

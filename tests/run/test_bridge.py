@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from ctpo_megatron.config import Config
+from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data import RolloutBatch
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import Bridge
@@ -26,6 +26,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.phases: list[str] = []
         self.batch: RolloutBatch | None = RolloutBatch([])
         self.before_work: Any = lambda: None
 
@@ -51,6 +52,12 @@ class Recorder:
     def publish(self, named_tensors: Any, version: int) -> None:
         self.calls.append(f"engines take weights {version}: {[name for name, _ in named_tensors]}")
 
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        self.calls.append(f"nothing else is asked of them before {version}")
+        yield
+        self.calls.append(f"they sample with {version}")
+
     def next_batch(self, step: int) -> RolloutBatch | None:
         self.calls.append(f"sample {step}")
         return self.batch
@@ -60,16 +67,18 @@ class Recorder:
         return {}
 
     def phase(self, name: str) -> Any:
+        self.phases.append(name)
         return nullcontext()
 
     def note(self, text: str) -> None:
         """Nothing is shown."""
 
 
-def a_bridge(*, shared: bool) -> tuple[Bridge, Recorder]:
+def a_bridge(*, shared: bool, ahead: int = 0) -> tuple[Bridge, Recorder]:
     recorder = Recorder()
     parts: Any = recorder
-    bridge = Bridge(ONE_RANK, Services(parts, parts, parts), parts, CONFIG, shared=shared)
+    config = CONFIG.model_copy(update={"rollout": RolloutConfig(max_staleness=ahead)})
+    bridge = Bridge(ONE_RANK, Services(parts, parts, parts), parts, config, shared=shared)
     recorder.before_work = bridge.give_way
     return bridge, recorder
 
@@ -121,6 +130,17 @@ def test_engines_with_gpus_of_their_own_never_sleep() -> None:
     calls = a_run(*a_bridge(shared=False))
     assert [call for call in calls if "sleep" in call or "wake" in call] == []
     assert calls.count("trainer leaves") == 3
+
+
+def test_sampling_ahead_stops_for_an_update_alone() -> None:
+    bridge, recorder = a_bridge(shared=False, ahead=1)
+    calls = a_run(bridge, recorder)
+    update = ["nothing else is asked of them before 1", "engines take weights 1: ['weight']", "they sample with 1"]
+    start = calls.index(update[0])
+    assert calls[start : start + 3] == update and recorder.phases.count("wait_rollout") == 2
+    bridge, recorder = a_bridge(shared=False)
+    assert not any("nothing else" in call for call in a_run(bridge, recorder))
+    assert "wait_rollout" not in recorder.phases
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -24,6 +24,7 @@ from ctpo_megatron.tracking.run_data import RunData
 
 RECORDED = Path(__file__).parent / "version_0_1_run"
 EXPECTED = json.loads((RECORDED / "as_version_0_1_read_it.json").read_text())
+ADDED = ("time/wait_rollout",)
 RENAMED_PANELS = {"warmup": "sft", "warmup_throughput": "sft_throughput"}
 
 
@@ -35,7 +36,8 @@ def run() -> RunData:
 def test_every_curve_has_the_same_points(run):
     drawn = {panel.name: panel for panel in panels(run)}
     for name, curves in EXPECTED["curves"].items():
-        found = [line.series(run) for line in drawn[RENAMED_PANELS.get(name, name)].lines]
+        lines = drawn[RENAMED_PANELS.get(name, name)].lines
+        found = [line.series(run) for line in lines if line.metric not in ADDED]
         assert [series and [series.steps, series.values] for series in found] == curves, name
 
 

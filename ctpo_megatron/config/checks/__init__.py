@@ -21,6 +21,7 @@ from ctpo_megatron.config.checks.objective import check_objective
 from ctpo_megatron.config.checks.parallel import check_parallel
 from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
 from ctpo_megatron.config.checks.protocol import check_protocol
+from ctpo_megatron.config.checks.staleness import check_staleness
 from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_spec import PREPARED, spec_for, will_be_prepared
 from ctpo_megatron.config.placement import Job
@@ -80,6 +81,7 @@ def check(
         *check_protocol(config),
         *check_objective(config),
         *check_groups(config),
+        *check_staleness(config),
         *_schedules(config),
         *_evaluation(config),
         *_deadlines(config),
