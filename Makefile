@@ -31,10 +31,12 @@ quickstart: $(INSTALLED)
 	set -x; $(BIN)/ctpo train configs/quickstart.yaml $(if $(DECIDED),,run.name=$$name) $(ARGS)
 
 # Three processes on two cores for tests that start others, as they often wait; those that share ranks, engines or a
-# sandbox stay together (tests/conftest.py). A fourth for the folders that start none. On a slow machine
-# CTPO_TEST_SLOWNESS=4 makes every deadline four times as long. Coverage is of the fourth: it nearly doubles the CPU time
-# (22 -> 39 s of three folders), and would not see forked ranks and engines anyway.
-PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu and not cluster"
+# sandbox stay together (tests/conftest.py). One server, which imports torch and megatron, forks them and their ranks. A
+# fourth for the folders that start none. On a slow machine CTPO_TEST_SLOWNESS=4 makes every deadline four times as long.
+# Coverage is of the fourth: it nearly doubles the CPU time (22 -> 39 s of three folders), and would not see forked ranks
+# and engines anyway.
+# Bytecode is kept, whatever a container says: compiling our sources again costs each of the many processes 3 CPU-s.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not slow and not gpu and not cluster"
 LIGHT := tests/config tests/data tests/doctor tests/objective $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.doctor ctpo_megatron.objective ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)

@@ -10,8 +10,9 @@ With a GPU at hand nothing is prepared: kernels that the GPU runs need the libra
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import os
+import sys
 
 import pytest
 
@@ -34,10 +35,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     ranks.Default.pretend_cuda = config.getoption("--pretend-cuda")
+    if workers := getattr(config.option, "tx", None):  # only in the process that starts the others
+        config.add_cleanup(ranks.share().close)
+        config.option.tx = [f"popen//python={sys.executable} -m tests.support.worker"] * len(workers)
     if ranks.Default.pretend_cuda and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         config.args = ["tests/rehearsal"]
+
+
+def _import_with_one_thread() -> None:
+    """numpy and torch: several test processes share the cores, and threads that wait for each other spin."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            patch.setenv(name, "1")
+        with contextlib.suppress(ImportError):
+            import numpy  # noqa: F401
+            import torch  # noqa: F401
 
 
 def _import_interpretable_triton() -> None:
@@ -47,17 +62,12 @@ def _import_interpretable_triton() -> None:
 
     if torch.cuda.is_available():
         return
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
         import triton.language  # noqa: F401
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
 
 
+_import_with_one_thread()
 _import_interpretable_triton()
 
 

@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import logging
 import multiprocessing
+import pickle
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -149,12 +150,27 @@ class Writer:
         )
 
 
+class _PickledQueue:
+    """Megatron's queue of results, whose process is handed bytes: what it had to unpickle, it imports torch for."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def put(self, results: Any) -> None:
+        self._queue.put(pickle.dumps(results))
+
+    def get_nowait(self) -> Any:
+        return pickle.loads(self._queue.get_nowait())
+
+
 def _start_results_queue() -> None:
     """Have megatron's queue of results, a process that serves all saves, live through a signal to the whole job."""
     others = multiprocessing.active_children()
     try:
         with children_spared():
-            filesystem_async._get_write_results_queue()
+            queue = filesystem_async._get_write_results_queue()
+        if not isinstance(queue, _PickledQueue):
+            filesystem_async._results_queue = _PickledQueue(queue)
     finally:
         for child in multiprocessing.active_children():
             if child not in others:

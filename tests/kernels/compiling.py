@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 from ctpo_kernels import aot
 from tests.support import children
+from tests.support.prefork import Prefork
 
 PACKAGES = Path(aot.__file__).parents[1]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
     "PYTHONPATH": str(PACKAGES),
     "PYTHONWARNINGS": "ignore",
 }
+
+
+@cache
+def _server() -> Prefork:
+    """Of processes that have imported Triton as it compiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        server = Prefork(("ctpo_kernels.aot",))
+    atexit.register(server.close)
+    return server
+
+
+def code(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -c text arguments` in a new process, after `import ctpo_kernels.aot`."""
+    return _server().run(exec, text, {}, argv=["-c", *arguments], environment=ENVIRONMENT, deadline_s=280)
+
+
+def quick_gate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`gate --quick` likewise, compiling in one process."""
+    given = ["--quick", "--processes", "1", *arguments]
+    return _server().run(aot.main, given, environment=ENVIRONMENT | environment, deadline_s=280)
 
 
 def python(*arguments: str, deadline_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:

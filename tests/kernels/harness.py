@@ -147,6 +147,8 @@ def observed(seed: int = 0) -> Iterator[None]:
     from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, interpreter_builder
 
+    from tests.kernels import quick
+
     observer = Observer(interpreter_builder, np.random.default_rng(seed))
     run, prepare = GridExecutor.__call__, interpreter._patch_lang
     prepared: set[int] = set()
@@ -173,6 +175,7 @@ def observed(seed: int = 0) -> Iterator[None]:
         for name in ("create_atomic_rmw", "create_atomic_cas"):
             patch.setattr(interpreter_builder, name, _no_atomics)
         patch.setattr(GridExecutor, "__call__", call)
+        quick.install(patch)
         yield
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ctpo_kernels import aot
-from tests.kernels.compiling import ENVIRONMENT, gate, python
+from tests.kernels.compiling import ENVIRONMENT, code, gate, quick_gate
 from tests.support import children
 from tests.support.deadlines import scaled
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the gate wrote of one compilation of the default configurations, which it let pass."""
     folder = tmp_path_factory.mktemp("aot")
-    done = gate("--quick", "--arch", "90", "--json", str(folder / "aot.json"), TRITON_CACHE_DIR=str(folder / "cache"))
+    done = quick_gate("--arch", "90", "--json", str(folder / "aot.json"), TRITON_CACHE_DIR=str(folder / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "aot.json"
 
@@ -69,7 +69,7 @@ sys.exit(aot.main(["--quick", "--arch", "90", *sys.argv[2:]]))
 
 
 def test_every_limit_that_is_exceeded_is_named_and_fails_the_gate(compiled: Path) -> None:
-    done = python("-c", JUDGE, str(compiled), "--limit", "merge_kernel=1", "--limit", "reduce_kernel=1")
+    done = code(JUDGE, str(compiled), "--limit", "merge_kernel=1", "--limit", "reduce_kernel=1")
     assert done.returncode == 1, done.stdout + done.stderr
     failures = done.stderr.splitlines()
     assert {line.split()[0] for line in failures} == {"merge_kernel", "reduce_kernel"}
@@ -78,12 +78,12 @@ def test_every_limit_that_is_exceeded_is_named_and_fails_the_gate(compiled: Path
 
 def test_workers_end_with_their_parent() -> None:
     """Killed outright, the parent cannot tell them."""
-    code = (
+    program = (
         "import os, time\nfrom ctpo_kernels import aot\n"
         "print(aot.workers(1).submit(os.getpid).result(), flush=True)\ntime.sleep(600)"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         assert parent.stdout is not None
@@ -99,7 +99,7 @@ def test_a_kernel_outside_the_table_is_refused() -> None:
     added = (
         "from ctpo_kernels import aot, loss_kernels as k; k.other_kernel = k.reduce_kernel; aot.launches(quick=True)"
     )
-    done = python("-c", added)
+    done = code(added)
     assert done.returncode == 1
     assert "LookupError" in done.stderr and "other_kernel" in done.stderr
 
@@ -127,7 +127,7 @@ def test_spills_and_compiler_errors_are_failures() -> None:
 
 
 def test_the_interpreter_is_refused() -> None:
-    done = gate("--quick", TRITON_INTERPRET="1")
+    done = quick_gate(TRITON_INTERPRET="1")
     assert done.returncode == 2
     assert "TRITON_INTERPRET" in done.stderr and "unset" in done.stderr
 

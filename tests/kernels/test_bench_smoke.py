@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.kernels import __main__ as bench
 from benchmarks.kernels import goals, measure, roofline, suite_loss
-from tests.support import children
+from tests.support import children, ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,8 @@ def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("suites", ["D", pytest.param("A B C D", marks=pytest.mark.slow)], ids=["exactness", "all"])
 def test_suites_run_and_measure_what_a_cpu_can(suites: str, tmp_path: Path) -> None:
     chosen = suites.split()
-    done = run("benchmarks.kernels", "--device", "cpu", "--quick", "--suite", *chosen, "--out", str(tmp_path))
+    arguments = ["--device", "cpu", "--quick", "--suite", *chosen, "--out", str(tmp_path)]
+    done = ranks.prefork().run(bench.main, arguments, deadline_s=120)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "kernels-cpu-quick.json").read_text())
     assert {record["suite"] for record in content["records"]} == {"ceilings", *chosen}

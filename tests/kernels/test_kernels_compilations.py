@@ -10,7 +10,7 @@ import importlib.util
 import pytest
 
 from ctpo_kernels import aot
-from tests.kernels.compiling import python
+from tests.kernels.compiling import code
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -46,6 +46,6 @@ print({name: len(keys) for name, keys in sorted(found.items())}, fused)
 
 def test_other_numbers_of_tokens_segments_and_rows_compile_nothing_anew() -> None:
     """Every launch asks for fused multiply-add: the default of Triton changes, and with it the bits."""
-    done = python("-c", RECORD)
+    done = code(RECORD)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{dict.fromkeys(sorted([*aot.REGISTERS, 'window']), 1)} {{True}}"

@@ -1,6 +1,7 @@
 """Loss and full gradient of one mini-batch by both heads, in every rank of one job; rank 0 returns what tests compare.
 
-A scenario is {"family": ..., "preset": ..., "objective": {...}, "policy": {...}, "correction": {...}}, all optional.
+A scenario is {"family": ..., "preset": ..., "objective": {...}, "policy": {...}, "correction": {...}, "traced": true},
+all of it optional; `traced` asks for token diagnostics.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
         loss = policy_gradient(PolicyObjective.preset(preset, **settings.get("objective", {})), "decoupled")
     stats, gradients = policy.gradients(mini_batch, loss)
     gradient = {name: tensor.clone() for name, tensor in gradients}
-    diagnostics = policy.token_diagnostics(mini_batch, PolicyObjective.preset("ctpo"))
+    traced = policy.token_diagnostics(mini_batch, PolicyObjective.preset("ctpo")) if settings.get("traced") else {}
     return {
         "metrics": summarize(stats) | anchor,
         "log_probs": log_probs,
         "gradient": gradient,
-        "diagnostics": diagnostics,
+        "diagnostics": traced,
         "mini_batch": mini_batch,
     }
 

@@ -24,8 +24,8 @@ DISTOPT = {"use_distributed_optimizer": True}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("reshard")
-    for family in ("qwen3-tied", "qwen3-moe"):
-        models.build(family, root / family)
+    models.build("qwen3-tied", root / "qwen3-tied", layers=4)  # two parts of each of two ranks
+    models.build("qwen3-moe", root / "qwen3-moe", layers=2)
     return root
 
 

@@ -19,7 +19,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 
 
 def build(directory: Path, vocabulary: int) -> None:
-    shape = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=vocabulary, head_dim=24, intermediate_size=192, **shape)
     Qwen3ForCausalLM(config).save_pretrained(directory)

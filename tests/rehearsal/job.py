@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file
 
 from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, OptimizerConfig, PolicyConfig, RejectConfig
@@ -58,7 +56,6 @@ def config_of(case: Case) -> PolicyConfig:
 def rehearse(case: Case, model: Path, folder: Path) -> Report:
     """One case on this rank. Raises whatever CUDA's rules refuse, and AssertionError for what came out wrong."""
     fused_adam.install(case.adam)
-    _fork_results_queue()
     layout = init_distributed(config_of(case), seed=0)
     try:
         assert device.CUDA and layout.device == torch.device("cuda", layout.rank)
@@ -76,11 +73,6 @@ def rehearse(case: Case, model: Path, folder: Path) -> Report:
     finally:
         destroy_distributed()
     return Report(counts, passes)
-
-
-def _fork_results_queue() -> None:
-    """Megatron's queue of what was written, in a process that has torch: one that is spawned imports it again."""
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def _new_policy(case: Case, layout: Any, model: Path) -> Policy:

@@ -21,21 +21,28 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED = "CTPO_TEST_PREFORK"
+"""Environment variable: the address of a server that several processes share."""
 OUTPUT_CHARACTERS = 8000
+_START_S = 120.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a child begins. `argv`: what it sees as its command line; `call`: a pickled (function, arguments)."""
+    """How a child begins. `argv`: what it sees as its command line; `call`: a pickled (function, arguments).
+
+    path: where it looks for modules before it does where the server does.
+    """
 
     call: bytes
     argv: list[str]
@@ -43,6 +50,8 @@ class Start:
     directory: str
     stdout: str
     stderr: str
+    stdin: str = os.devnull
+    path: list[str] = field(default_factory=lambda: list(sys.path))
 
 
 class Child:
@@ -50,8 +59,7 @@ class Child:
 
     def __init__(self, address: str, start: Start) -> None:
         self.stdout, self.stderr = Path(start.stdout), Path(start.stderr)
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(address)
+        self._connection = _connected(address)
         self._connection.sendall(pickle.dumps(start))
         self._answers = self._connection.makefile("r")
         self.pid = int(self._answers.readline())
@@ -61,7 +69,7 @@ class Child:
         """For `select`: readable when the process has ended."""
         return self._connection.fileno()
 
-    def wait(self, timeout_s: float) -> int | None:
+    def wait(self, timeout_s: float | None) -> int | None:
         """The exit status, negative for a signal; None when it has not ended in time."""
         if self._status is None and select.select([self], [], [], timeout_s)[0]:
             self._status = int(self._answers.readline())
@@ -73,23 +81,11 @@ class Child:
         self._connection.close()
 
 
-class Prefork:
-    """The server, for as long as this object is open."""
+class Client:
+    """Starts processes of a server that somebody else keeps running. address: of its socket."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="prefork-")
-        self._address = f"{self._folder.name}/socket"
-        paths = os.pathsep.join(dict.fromkeys(filter(None, [str(ROOT), *sys.path])))
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.prefork", self._address, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-            cwd=ROOT,
-            start_new_session=True,
-        )
-        assert self._server.stdout is not None
-        assert self._server.stdout.readline() == b"ready\n", "the server of test processes did not start; see above"
+    def __init__(self, address: str) -> None:
+        self.address = address
 
     def start(
         self,
@@ -103,11 +99,11 @@ class Prefork:
         """Call a function of a module in a new process; its output goes to `output`.out and `output`.err.
 
         What it returns is the exit status. `environment` replaces that of this process; what is read at import only
-        (OMP_NUM_THREADS, PYTHONPATH) is the server's.
+        (OMP_NUM_THREADS) is the server's.
         """
         call = pickle.dumps((function, arguments))
         where = [f"{output}.out", f"{output}.err"]
-        return Child(self._address, Start(call, [*argv], dict(environment or os.environ), str(directory), *where))
+        return Child(self.address, Start(call, [*argv], dict(environment or os.environ), str(directory), *where))
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, deadline_s: float, **how: Any
@@ -127,16 +123,45 @@ class Prefork:
             )
         return subprocess.CompletedProcess([function.__qualname__, *map(str, arguments)], status, out, err)
 
+
+class Prefork(Client):
+    """The server, for as long as this object is open. Its first child waits until everything is imported."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="prefork-")
+        super().__init__(f"{self._folder.name}/socket")
+        paths = os.pathsep.join(dict.fromkeys(filter(None, [str(ROOT), *sys.path])))
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.prefork", self.address, *modules],
+            stdin=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
     def close(self) -> None:
-        assert self._server.stdin is not None and self._server.stdout is not None
+        assert self._server.stdin is not None
         self._server.stdin.close()
         try:
             self._server.wait(scaled(10))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.stdout.close()
             self._folder.cleanup()
+
+
+def _connected(address: str) -> socket.socket:
+    """A connection to a server, which may still be importing. Raises AssertionError when it does not start."""
+    end = time.monotonic() + scaled(_START_S)
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address)
+            return connection
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            assert time.monotonic() < end, f"no server of test processes after {scaled(_START_S):g} s; see above"
+            time.sleep(0.1)
 
 
 def _serve(address: str, modules: Sequence[str]) -> None:
@@ -147,10 +172,10 @@ def _serve(address: str, modules: Sequence[str]) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
-    os.write(1, b"ready\n")
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if listener not in ready:  # the other end of stdin is closed
+            _await_children()
             os._exit(0)
         connection, _ = listener.accept()
         if os.fork() == 0:
@@ -161,6 +186,14 @@ def _serve(address: str, modules: Sequence[str]) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+
+
+def _await_children() -> None:
+    """For a while, so that whoever measures this server's CPU time sees theirs."""
+    signal.alarm(5)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
 
 
 def _keep(connection: socket.socket) -> None:
@@ -184,7 +217,7 @@ def _keep(connection: socket.socket) -> None:
 def _become(start: Start) -> int | None:
     os.setpgid(0, 0)
     for number, (path, flags) in enumerate(
-        ((os.devnull, os.O_RDONLY), *((path, os.O_WRONLY | os.O_CREAT) for path in (start.stdout, start.stderr)))
+        ((start.stdin, os.O_RDONLY), *((path, os.O_WRONLY | os.O_CREAT) for path in (start.stdout, start.stderr)))
     ):
         file = os.open(path, flags, 0o600)
         os.dup2(file, number)
@@ -193,6 +226,7 @@ def _become(start: Start) -> int | None:
     os.environ.clear()
     os.environ.update(start.environment)
     sys.argv = start.argv
+    sys.path[:] = dict.fromkeys([*start.path, *sys.path])
     function, arguments = pickle.loads(start.call)
     try:
         return function(*arguments)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.deadlines import scaled
-from tests.support.prefork import Child, Prefork
+from tests.support.prefork import SHARED, Child, Client, Prefork
 
 PRELOADED = ("pytest", "tests.conftest", "tests.support.preload")
 """In this order: tests.conftest imports Triton so that it can be interpreted."""
@@ -36,13 +36,22 @@ class Default:
     pretend_cuda = False
 
 
-def prefork() -> Prefork:
-    """This process's server of processes that have imported what training needs."""
+def prefork() -> Client:
+    """The server of processes that have imported what training needs."""
     return _server(False)
 
 
+def share() -> Prefork:
+    """A server for this process and all that it starts, which find it in their environment."""
+    server = Prefork(PRELOADED)
+    os.environ[SHARED] = server.address
+    return server
+
+
 @cache
-def _server(pretend_cuda: bool) -> Prefork:
+def _server(pretend_cuda: bool) -> Client:
+    if not pretend_cuda and SHARED in os.environ:
+        return Client(os.environ[SHARED])
     server = Prefork(PRETENDING if pretend_cuda else PRELOADED)
     atexit.register(server.close)
     return server
@@ -53,7 +62,7 @@ def run(
     *arguments: Any,
     ranks: int = 1,
     deadline_s: float = 280.0,
-    server: Prefork | None = None,
+    server: Client | None = None,
     pretend_cuda: bool | None = None,
 ) -> list[Any]:
     """Call a function of a module on every rank of a new job; what each returned, in rank order.

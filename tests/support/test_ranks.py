@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -117,3 +119,11 @@ def test_a_job_that_takes_too_long_ends_with_all_it_started() -> None:
     with pytest.raises(ranks.RanksFailed, match="had not ended") as caught:
         ranks.run(hang_with_another, deadline_s=2.0)
     assert has_ended(int(str(caught.value).splitlines()[-1]))
+
+
+def test_ranks_find_what_the_tests_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may have started before pytest put the folder of a test there."""
+    ranks.prefork()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "found_later.py").write_text("def answer():\n    return 42\n")
+    assert ranks.run(importlib.import_module("found_later").answer) == [42]
