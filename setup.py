@@ -38,6 +38,8 @@ setup(
             "pyseccomp>=0.1.2",
             "prometheus-client>=0.20",
         ],
+        # What mathematical programs import; the service starts without, and says what is missing.
+        "sandbox-math": ["numpy>=2", "sympy>=1.13", "mpmath>=1.3", "scipy>=1.13", "networkx>=3.2", "pandas>=2.2"],
         "train": [
             "torch==2.13.0",
             "megatron-core==0.16.1",

@@ -78,6 +78,7 @@ def _sandbox(config: Config, logs: Path) -> Iterator[str | None]:
         limits=Limits.of(sandbox),
         start_timeout_s=sandbox.start_timeout_s,
         require=sandbox.require,
+        warm=sandbox.warm.split(","),
         log_path=logs / "sandbox.log",
     )
     with server:

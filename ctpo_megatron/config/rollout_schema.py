@@ -165,23 +165,24 @@ class SandboxConfig(Section):
         default="landlock", description="least isolation of our own server; it refuses to start with less"
     )
     slots: PositiveInt = Field(default=2, description="executions at once")
-    run_timeout_s: PositiveFloat = Field(default=4.0, description="limit of one execution, counted from its start")
+    warm: str = Field(
+        default="", description="modules that our own server imports ahead beside numpy and sympy, separated by commas"
+    )
+    run_timeout_s: PositiveFloat = Field(
+        default=4.0, description="CPU seconds of one execution; it ends after twice as many seconds in any case"
+    )
     cpu_s: PositiveInt | None = Field(
         default=None,
-        description="CPU seconds of one execution, all threads together; null: its time limit rounded up, plus 1",
+        description="CPU seconds that the kernel ends an execution after; null: its time limit rounded up, plus 1",
     )
     memory_mb: PositiveInt = Field(default=512, description="address-space limit of one execution in MiB")
     file_mb: PositiveInt = Field(
         default=8, description="size limit of each file of one execution in MiB, each of its outputs included"
     )
     open_files: PositiveInt = Field(default=256, description="file descriptors of one execution")
-    disk_mb: PositiveInt = Field(
-        default=64, description="size limit of all files of one execution together in MiB, where it has its own mounts"
-    )
-    disk_files: PositiveInt = Field(
-        default=4096, description="number of files of one execution, where it has its own mounts"
-    )
-    threads: PositiveInt = Field(default=128, description="threads of one execution, where each slot has its own user")
+    disk_mb: PositiveInt = Field(default=64, description="size limit of all files of one execution together in MiB")
+    disk_files: PositiveInt = Field(default=4096, description="number of files of one execution")
+    threads: PositiveInt = Field(default=128, description="threads of one execution")
     output_kb: PositiveInt = Field(
         default=1000, description="thousands of bytes of each output that a reply carries; the rest is cut"
     )

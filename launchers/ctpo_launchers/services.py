@@ -58,6 +58,7 @@ async def sandbox(config: Config, log_path: Path) -> AsyncIterator[str]:
             limits=Limits.of(config.sandbox),
             start_timeout_s=config.sandbox.start_timeout_s,
             require=config.sandbox.require,
+            warm=config.sandbox.warm.split(","),
             log_path=log_path,
         )
     except SandboxStartError as error:

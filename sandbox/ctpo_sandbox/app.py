@@ -1,7 +1,6 @@
 """The HTTP contract: requests checked, pool outcomes turned into verdicts, infrastructure faults into 503."""
 
 import asyncio
-import hmac
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -12,10 +11,11 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, InstanceOf
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ctpo_sandbox.front import Gate
+from ctpo_sandbox.libraries import absent
 from ctpo_sandbox.metrics import Metrics
-from ctpo_sandbox.pool import Pool, PoolUnavailable, Run
+from ctpo_sandbox.pool import Pool, PoolFull, PoolUnavailable, Run
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import NEVER_ENFORCED, PROTECTIONS
 
@@ -23,6 +23,7 @@ Verdict = Literal["success", "timeout", "runtime_error"]
 EXECUTE_PATH = "/faas/sandbox/"
 FUSION_PATH = "/run_code"
 _CLIENT_CLOSED_REQUEST = 499
+_RETRY_AFTER_S = 1
 
 
 class Execution(BaseModel):
@@ -40,12 +41,13 @@ class Execution(BaseModel):
 
 @dataclass
 class ServerState:
-    """What `/health` reports besides the pool."""
+    """What `/health` reports besides the pool. ends: whether the server takes no more requests."""
 
     enforced: dict[str, bool]
     token: str | None = None
     refused_levels: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    ends: Callable[[], bool] = lambda: False
 
     @property
     def not_enforced(self) -> list[str]:
@@ -60,11 +62,12 @@ def verdict(run: Run) -> Verdict:
 
 
 def _stderr(run: Run) -> str:
-    code = run.outcome.exit_code
+    code, reason = run.outcome.exit_code, run.outcome.killed_for
     if code >= 0:
         return run.stderr
     separator = "\n" if run.stderr and not run.stderr.endswith("\n") else ""
-    return f"{run.stderr}{separator}[killed by signal {-code} ({signal.Signals(-code).name})]\n"
+    how = reason or f"by signal {-code} ({signal.Signals(-code).name})"
+    return f"{run.stderr}{separator}[killed {how}]\n"
 
 
 def answer(run: Run) -> dict[str, Any]:
@@ -124,40 +127,12 @@ async def _run_while_connected(request: Request, pool: Pool, execution: Executio
         await asyncio.gather(work, gone, return_exceptions=True)
 
 
-class _Gate:
-    """Refuses requests without the token (401) and bodies beyond the limit (413), before they are all in memory."""
-
-    def __init__(self, app: ASGIApp, token: str | None, max_bytes: int, rejected: Callable[[int], None]) -> None:
-        self._app, self._max_bytes, self._rejected = app, max_bytes, rejected
-        self._expected = None if token is None else f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if self._expected is not None and not hmac.compare_digest(given, self._expected):
-            self._rejected(401)
-            refusal = JSONResponse({"detail": "a bearer token is needed (SANDBOX_TOKEN)"}, status_code=401)
-            return await refusal(scope, receive, send)
-        size = 0
-
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._max_bytes:
-                raise HTTPException(413, f"the request body exceeds {self._max_bytes} bytes")
-            return message
-
-        return await self._app(scope, counted, send)
-
-
 def create_app(pool: Pool, state: ServerState) -> FastAPI:
     """The application over a started pool."""
     app = FastAPI(title="ctpo sandbox", openapi_url=None)
     metrics = Metrics(pool)
     max_bytes = pool.limits.request_mb << 20
-    app.add_middleware(_Gate, token=state.token, max_bytes=max_bytes, rejected=metrics.rejected)
+    app.add_middleware(Gate, token=state.token, max_bytes=max_bytes, rejected=metrics.rejected)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -169,7 +144,7 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
         metrics.rejected(error.status_code)
-        return JSONResponse({"detail": error.detail}, status_code=error.status_code)
+        return JSONResponse({"detail": error.detail}, status_code=error.status_code, headers=error.headers)
 
     async def run(execution: Execution, request: Request) -> Run:
         if execution.language != "python":
@@ -177,6 +152,8 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
         timeout_s = min(execution.run_timeout, pool.limits.run_timeout_s)
         try:
             finished = await _run_while_connected(request, pool, execution, timeout_s)
+        except PoolFull as error:
+            raise HTTPException(503, str(error), headers={"retry-after": str(_RETRY_AFTER_S)}) from error
         except PoolUnavailable as error:
             raise HTTPException(503, f"the sandbox lost its worker twice: {error}") from error
         if finished is None:
@@ -191,6 +168,15 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
     @app.post(FUSION_PATH)
     async def run_code(execution: Execution, request: Request) -> JSONResponse:
         return JSONResponse(fusion_answer(await run(execution, request)))
+
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        return {"status": "live"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        is_ready = not (pool.full or state.ends())
+        return JSONResponse({"status": "ready" if is_ready else "busy"}, status_code=200 if is_ready else 503)
 
     @app.get("/metrics")
     async def expose() -> Response:
@@ -210,7 +196,9 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
             "workers": [worker.pid for worker in pool.workers],
             "templates": {name: template.pid for name, template in pool.templates.items()},
             "libraries": {name: list(template.library.modules) for name, template in pool.templates.items()},
+            "not_installed": absent(),
             "limits": asdict(pool.limits),
+            "max_waiting": pool.max_waiting,
             "enforced": [PROTECTIONS[name] for name, holds in state.enforced.items() if holds],
             "not_enforced": state.not_enforced,
             "missing": pool.missing,

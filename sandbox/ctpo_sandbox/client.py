@@ -11,14 +11,16 @@ from typing import Any, Literal
 
 import httpx
 
+from ctpo_sandbox.records import WALL_FACTOR
+from ctpo_sandbox.servers import Server, Servers, execution_url, roots
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
-_PATH = "/faas/sandbox"
 _STATUSES = ("success", "timeout", "runtime_error")
 _RETRIED_CODES = (429, 500, 502, 503, 504)
 _REFUSED_CODES = (400, 413, 422)
-_FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 2.0
+_CONNECT_TIMEOUT_S = 2.0
+_QUEUE_ALLOWANCE_S = 30.0
+"""How long one attempt may wait in a server's queue, beside the time of its run."""
 
 
 class SandboxUnavailable(Exception):
@@ -46,7 +48,11 @@ class ClientStats:
 
 
 class _Retry(Exception):
-    """An attempt failed in a way that another may not."""
+    """An attempt failed in a way that another may not. pause_s: how long the server wants to be left alone."""
+
+    def __init__(self, reason: str, pause_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.pause_s = pause_s
 
 
 def authorization(token: str | None = None) -> dict[str, str]:
@@ -55,22 +61,13 @@ def authorization(token: str | None = None) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
-@dataclass
-class _Server:
-    """One address: requests in flight, and until when (monotonic seconds) it is left alone after a failure."""
-
-    url: str
-    in_flight: int = 0
-    failures: int = 0
-    resting_until: float = 0.0
-
-
 class SandboxClient:
     """Runs snippets on one server or several (their roots, or their whole execution addresses).
 
     At most `max_concurrency` requests are in flight over all servers; each goes to the one with the fewest, and after a
-    failure to another where there is one. `request_timeout_s` bounds one `run` as its caller sees it: waiting, retries
-    and backoff included. token: sent as a bearer token (default: what the environment variable SANDBOX_TOKEN holds, or
+    failure to another where there is one. A server that stops answering gets none until it answers again, and those
+    that wait for it go to others. `request_timeout_s` bounds one `run` as its caller sees it: waiting, retries and
+    backoff included. token: sent as a bearer token (default: what the environment variable SANDBOX_TOKEN holds, or
     the file that SANDBOX_TOKEN_FILE names). Connections belong to the running event loop and are opened by the first
     `run` in it, so the object can be made anywhere.
     """
@@ -80,22 +77,20 @@ class SandboxClient:
     ) -> None:
         if max_concurrency < 1 or not (request_timeout_s > 0 and math.isfinite(request_timeout_s)):
             raise ValueError("max_concurrency and request_timeout_s must be positive and finite")
-        given = [url] if isinstance(url, str) else list(url)
-        if not given:
-            raise ValueError("url: at least one server is needed")
-        self._servers = [_Server(f"{address.rstrip('/').removesuffix(_PATH)}{_PATH}/") for address in given]
+        self._roots = roots([url] if isinstance(url, str) else url)
         self.stats = ClientStats()
         self._headers = {"content-type": "application/json", **authorization(token)}
         self._max_concurrency = max_concurrency
         self._request_timeout_s = request_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: httpx.AsyncClient
+        self._servers: Servers
         self._free: asyncio.Semaphore
 
     @property
     def url(self) -> str:
         """Execution addresses, separated by commas."""
-        return ",".join(server.url for server in self._servers)
+        return ",".join(execution_url(root) for root in self._roots)
 
     async def run(self, code: str, *, stdin: str = "", run_timeout_s: float) -> ExecutionResult:
         """Run `code` for at most `run_timeout_s` seconds; infrastructure faults are retried until the deadline.
@@ -111,7 +106,8 @@ class SandboxClient:
         state = {"doing": f"waiting for one of {self._max_concurrency} places (max_concurrency)"}
         try:
             async with asyncio.timeout(self._request_timeout_s), self._free:
-                result = await self._run_with_retries(body, state)
+                attempt_timeout_s = WALL_FACTOR * run_timeout_s + _QUEUE_ALLOWANCE_S
+                result = await self._run_with_retries(body, attempt_timeout_s, state)
         except TimeoutError:
             raise self._unavailable(f"no verdict within {self._request_timeout_s:g} s; was {state['doing']}") from None
         self.stats.results[result.status] += 1
@@ -121,6 +117,7 @@ class SandboxClient:
         """Close the connections of the running loop; the client may be used again."""
         if self._loop is asyncio.get_running_loop():
             self._loop = None
+            await self._servers.aclose()
             await self._http.aclose()
 
     def _bind_to_running_loop(self) -> None:
@@ -128,10 +125,13 @@ class SandboxClient:
         if self._loop is loop:
             return
         self._loop = loop
+        self._servers = Servers(self._roots)
         self._free = asyncio.Semaphore(self._max_concurrency)
         # trust_env: a proxy meant for the internet must not see requests to the sandbox.
         self._http = httpx.AsyncClient(
-            timeout=None, trust_env=False, limits=httpx.Limits(max_connections=self._max_concurrency)
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            trust_env=False,
+            limits=httpx.Limits(max_connections=self._max_concurrency),
         )
 
     def _unavailable(self, reason: str) -> SandboxUnavailable:
@@ -142,40 +142,44 @@ class SandboxClient:
             "sandbox.max_concurrency."
         )
 
-    def _least_loaded(self) -> _Server:
-        """Servers that failed lately come last; the one whose rest ends first if all of them did."""
-        now = time.monotonic()
-        return min(self._servers, key=lambda server: (max(0.0, server.resting_until - now), server.in_flight))
-
-    async def _run_with_retries(self, body: bytes, state: dict[str, str]) -> ExecutionResult:
+    async def _run_with_retries(self, body: bytes, attempt_timeout_s: float, state: dict[str, str]) -> ExecutionResult:
         attempt = 0
         while True:
             attempt += 1
-            server = self._least_loaded()
-            await asyncio.sleep(max(0.0, server.resting_until - time.monotonic()))
-            state["doing"] = f"waiting for the answer of {server.url} (attempt {attempt})"
-            server.in_flight += 1
+            server = self._servers.take()
             try:
-                result = await self._attempt(server.url, body)
-                server.failures = 0
+                await asyncio.sleep(max(0.0, server.resting_until - time.monotonic()))
+                state["doing"] = f"waiting for the answer of {server.url} (attempt {attempt})"
+                result = await self._attempt(server, body, attempt_timeout_s)
+                server.succeeded()
                 return result
             except _Retry as error:
                 self.stats.retries += 1
-                server.failures += 1
-                backoff_s = min(_FIRST_BACKOFF_S * 2 ** (server.failures - 1), _MAX_BACKOFF_S)
-                server.resting_until = time.monotonic() + backoff_s
+                server.failed(error.pause_s)
                 state["doing"] = f"backing off after attempt {attempt}: {error}"
             finally:
-                server.in_flight -= 1
+                self._servers.give_back(server)
 
-    async def _attempt(self, url: str, body: bytes) -> ExecutionResult:
+    async def _attempt(self, server: Server, body: bytes, timeout_s: float) -> ExecutionResult:
         started = time.monotonic()
+        post = asyncio.ensure_future(self._http.post(server.url, content=body, headers=self._headers))
+        gone = asyncio.ensure_future(server.gone.wait())
         try:
-            response = await self._http.post(url, content=body, headers=self._headers)
+            await asyncio.wait({post, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not post.done():
+                raise _Retry(f"{server.url} does not answer" + ("" if gone.done() else f" within {timeout_s:g} s"))
+            response = await post
         except httpx.TransportError as error:
+            server.ready = False
             raise _Retry(f"{type(error).__name__}: {error}") from error
+        finally:
+            for task in (post, gone):
+                task.cancel()
+        return self._result(server.url, response, time.monotonic() - started)
+
+    def _result(self, url: str, response: httpx.Response, elapsed_s: float) -> ExecutionResult:
         if response.status_code in _RETRIED_CODES:
-            raise _Retry(f"HTTP {response.status_code}: {response.text[:500]}")
+            raise _Retry(f"HTTP {response.status_code}: {response.text[:500]}", _retry_after_s(response))
         if response.status_code in _REFUSED_CODES:
             raise ValueError(f"sandbox {url} refused: HTTP {response.status_code}: {response.text[:500]}")
         if response.status_code == httpx.codes.UNAUTHORIZED:
@@ -183,9 +187,15 @@ class SandboxClient:
         if response.status_code != httpx.codes.OK:
             raise self._unavailable(f"HTTP {response.status_code}, is this a sandbox? {response.text[:200]}")
         try:
-            return _parse(response.json(), elapsed_s=time.monotonic() - started)
+            return _parse(response.json(), elapsed_s)
         except (KeyError, TypeError, ValueError) as error:
             raise _Retry(f"not an answer of a sandbox ({error!r}): {response.text[:200]}") from error
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """The header's seconds; a date, or nothing, is None."""
+    text = response.headers.get("retry-after", "")
+    return float(text) if text.isdigit() else None
 
 
 def _parse(answer: dict[str, Any], elapsed_s: float) -> ExecutionResult:

@@ -3,14 +3,12 @@
 import os
 import resource
 import signal
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ctpo_sandbox import landlock, libc, namespaces
 from ctpo_sandbox.records import Limits
-from ctpo_sandbox.remove import remove_tree
+from ctpo_sandbox.work import RunDirectory, WorkDirectories
 
 if TYPE_CHECKING:
     from ctpo_sandbox.syscalls import ChildFilter
@@ -24,39 +22,6 @@ class LevelUnavailable(Exception):
     """This machine does not offer the level of isolation; the message says what is missing."""
 
 
-class WorkDirectories(Protocol):
-    """Where runs keep their files."""
-
-    def fresh(self) -> AbstractContextManager[str]:
-        """An empty directory for one run; afterwards nothing of it is left."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
-
-
-class _RunDirectory:
-    """A directory of the server's file system for each run, removed afterwards."""
-
-    def __init__(self, parent: str, owner: int | None) -> None:
-        self._parent, self._owner, self._runs = parent, owner, 0
-        os.makedirs(parent, mode=0o711)
-
-    @contextmanager
-    def fresh(self) -> Iterator[str]:
-        self._runs += 1
-        path = f"{self._parent}/run-{self._runs}"
-        os.mkdir(path, 0o700)
-        if self._owner is not None:
-            os.chown(path, self._owner, self._owner)
-        try:
-            yield path
-        finally:
-            remove_tree(path)
-
-    def close(self) -> None:
-        remove_tree(self._parent)
-
-
 class Confinement:
     """What a worker takes away from itself and from its children, at one level of isolation.
 
@@ -68,29 +33,39 @@ class Confinement:
     def __init__(self, level: str, limits: Limits) -> None:
         self.level, self.limits = level, limits
         self.missing: dict[str, str] = {}
-        self._boxed = level.startswith("namespaces")
+        self.boxed = level.startswith("namespaces")
         self._own_users = self._may_change_user()
         self._filter = None if level == "none" else self._child_filter()
         self._files: landlock.FileRules | None = None
         self._uid: int | None = None
         self._ruleset: int | None = None
 
+    @property
+    def own_user(self) -> bool:
+        """Whether the calling worker's runs have a user of their own, so that the kernel can count their threads."""
+        return self._uid is not None
+
+    @property
+    def may_kill_itself(self) -> bool:
+        """Whether a child can send itself SIGKILL; if not, who gets it was killed from outside."""
+        return self._filter is None
+
     def _child_filter(self) -> "ChildFilter":
         try:
             from ctpo_sandbox.syscalls import ChildFilter
 
-            return ChildFilter(file_attributes=self._boxed or self._own_users or self.level == "seccomp")
+            return ChildFilter(file_attributes=self.boxed or self._own_users or self.level == "seccomp")
         except (ImportError, RuntimeError, OSError) as error:  # pyseccomp raises RuntimeError without libseccomp
             raise LevelUnavailable(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
 
     def open_files(self) -> None:
         """Find the files that snippets may read. Raises LevelUnavailable where the level needs Landlock."""
-        if not self._boxed and self.level != "landlock":
+        if not self.boxed and self.level != "landlock":
             return
         try:
             self._files = landlock.FileRules()
         except OSError as error:
-            if not self._boxed:
+            if not self.boxed:
                 raise LevelUnavailable(f"Landlock: {error}") from error
             self.missing["landlock"] = str(error)  # the box hides files too
 
@@ -101,7 +76,7 @@ class Confinement:
         if os.geteuid() != 0:
             self.missing["own user"] = "the server is not root"
             return False
-        hidden = None if self._boxed else _hidden_from_others()
+        hidden = None if self.boxed else _hidden_from_others()
         if hidden is not None:
             self.missing["own user"] = f"other users may not read the interpreter ({hidden})"
         return hidden is None
@@ -110,14 +85,14 @@ class Confinement:
         """Confine the calling worker of `slot`, for good; `directory` is where its runs' directories may be made."""
         self._uid = FIRST_UID + slot if self._own_users else None
         work: WorkDirectories
-        if self._boxed:
+        if self.boxed:
             namespaces.own_mounts()
             limits = self.limits
             work = namespaces.RunMount(megabytes=limits.disk_mb, files=limits.disk_files, owner=self._uid)
-            if self._files is not None:
-                self._ruleset = self._files.ruleset(namespaces.WORK)
+            if self._files is not None:  # opened anew: this worker's /proc is another file system
+                self._ruleset = landlock.FileRules().ruleset(namespaces.WORK)
         else:
-            work = _RunDirectory(directory, self._uid)
+            work = RunDirectory(directory, self._uid, self.limits)
         if self._filter is not None:
             from ctpo_sandbox.syscalls import restrict_worker
 
@@ -143,6 +118,7 @@ class Confinement:
             os.setresgid(self._uid, self._uid, self._uid)
             os.setresuid(self._uid, self._uid, self._uid)
         libc.drop_capabilities()
+        libc.set_dumpable(self.level == "landlock")  # its worker looks at its open files; Landlock keeps others out
         libc.die_with_parent(worker, signal.SIGKILL)  # after the change of user, which would clear it
         if self._filter is not None:
             self._filter.load(os.getpid())

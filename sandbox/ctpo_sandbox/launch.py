@@ -114,7 +114,7 @@ class SandboxServer:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        process.terminate()
+        process.send_signal(signal.SIGINT)  # nobody waits for its answers any more
         with contextlib.suppress(subprocess.TimeoutExpired):  # the group kill below is the answer to it
             process.wait(_STOP_TIMEOUT_S)
     # Templates and workers share the server's group; a snippet has its own but dies with its worker. They end by
@@ -137,17 +137,18 @@ def start_server(
     level: str | None = None,
     limits: Limits = _DEFAULT_LIMITS,
     tiers: Sequence[str] = (),
+    warm: Sequence[str] = (),
 ) -> SandboxServer:
     """Start a server on a free loopback port and wait until it answers; it ends with the calling process.
 
     `limits` bound each execution, `slots` how many run at once. `require`, `level`: least isolation, and a forced one;
-    `tiers`: libraries imported ahead, default all (docs/sandbox.md). Its log is appended to `log_path`. Raises
-    SandboxStartError when it ends or is not healthy within `start_timeout_s` seconds.
+    `tiers`: libraries imported ahead, default all; `warm`: further modules (docs/sandbox.md). Its log is appended to
+    `log_path`. Raises SandboxStartError when it ends or is not healthy within `start_timeout_s` seconds.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "ctpo_sandbox.server", "--slots", str(slots)]
-    command += ["--require", require, "--parent-pid", str(os.getpid())]
-    command += ["--tiers", ",".join(tiers), *([] if level is None else ["--level", level])]
+    command += ["--require", require, "--parent-pid", str(os.getpid()), "--start-timeout-s", str(start_timeout_s)]
+    command += ["--tiers", ",".join(tiers), "--warm", ",".join(warm), *([] if level is None else ["--level", level])]
     for name, value in asdict(limits).items():
         command += [] if value is None else [option(name), str(value)]
     return SandboxServer(command, log_path, start_timeout_s)

@@ -16,6 +16,7 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 163
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_SETATTR = 442  # the same number on every architecture
@@ -35,6 +36,11 @@ def check(result: int, what: str) -> int:
 def unshare(flags: int) -> None:
     """Leave the namespaces named by `flags` (CLONE_NEW*); with CLONE_NEWPID the next child is in a new one."""
     check(_libc.unshare(flags), "unshare")
+
+
+def enter_namespace(descriptor: int, kind: int) -> None:
+    """Join the namespace of `kind` (CLONE_NEW*) that `descriptor`, a file of /proc/<pid>/ns, stands for."""
+    check(_libc.setns(descriptor, kind), "setns")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
@@ -73,6 +79,11 @@ def drop_capabilities() -> None:
     """Give up every capability."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     check(_libc.capset(header, bytes(24)), "capset")
+
+
+def set_dumpable(dumpable: bool) -> None:
+    """Whether processes of the same user may read the caller's memory and files through /proc; forks inherit it."""
+    check(_libc.prctl(PR_SET_DUMPABLE, int(dumpable), 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
 def die_with_parent(parent: int, signal_number: int) -> None:

@@ -23,8 +23,8 @@ class Library:
 
 
 _STANDARD = (
-    "bisect cmath collections copy datetime decimal fractions functools heapq inspect io itertools json math numbers "
-    "operator random re statistics string textwrap time typing"
+    "_multiprocessing bisect cmath collections copy datetime decimal fractions functools heapq inspect io itertools "
+    "json math numbers operator random re statistics string textwrap time typing"
 )
 # One call of each kind that answers often use: sympy imports and builds much of itself at the first of a kind.
 _SYMPY = """
@@ -69,6 +69,12 @@ def tiers(extra: Iterable[str] = (), wanted: Iterable[str] = ()) -> tuple[Librar
     return tuple(found)
 
 
+def absent() -> list[str]:
+    """Packages of the tiers that are not installed here."""
+    packages = {name.partition(".")[0] for tier in BUILT_IN for name in tier.modules}
+    return sorted(name for name in packages if not _installed(name))
+
+
 def _installed(name: str) -> bool:
     with contextlib.suppress(ModuleNotFoundError):  # a missing parent package
         return importlib.util.find_spec(name) is not None
@@ -93,6 +99,7 @@ def load(tier: Library) -> None:
 
 def reseed() -> None:
     """Give a forked child randomness of its own where libraries hold a generator that forking copied."""
-    legacy = sys.modules.get("numpy.random")
-    if legacy is not None:
-        legacy.seed()
+    for name in ("numpy.random", "sympy.core.random"):
+        module = sys.modules.get(name)
+        if module is not None:
+            module.seed()

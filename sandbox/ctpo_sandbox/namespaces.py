@@ -3,8 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from ctpo_sandbox import libc
@@ -52,10 +51,25 @@ def enter(root: str, *, user: bool, leave: Callable[[], None]) -> None:
     libc.restrict_mount("/", libc.MOUNT_ATTR_RDONLY, recursive=False)
 
 
+def fork() -> int:
+    """os.fork, the child being process 1 of process ids of its own: it sees no other worker, and none sees its runs."""
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    child = -1
+    libc.unshare(libc.CLONE_NEWPID)
+    try:
+        child = os.fork()
+    finally:
+        if child != 0:  # unshare refuses to do it again from anywhere but the process's own namespace
+            libc.enter_namespace(own, libc.CLONE_NEWPID)
+        os.close(own)
+    return child
+
+
 def own_mounts() -> None:
-    """Give the calling worker mounts of its own, so that its runs' directories are invisible to other workers."""
+    """Give the calling worker mounts of its own: its runs' directories, and a /proc of its own process ids."""
     libc.unshare(libc.CLONE_NEWNS)
     libc.mount("none", "/", None, libc.MS_REC | libc.MS_PRIVATE)
+    _mount_proc("/proc")
 
 
 def _map_identity(uid: int, gid: int) -> None:
@@ -93,12 +107,18 @@ def _build(root: str) -> None:
         with open(root + path, "w"):
             pass
         _bind(path, root + path)
+    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(f"/proc/self/{target}", f"{root}/dev/{name}")
     os.makedirs(root + RUN)
     if not os.path.exists(root + "/tmp"):  # it does where the interpreter lives below it
         os.symlink(RUN, root + "/tmp")
     os.makedirs(root + "/proc")
-    libc.mount("proc", root + "/proc", "proc", _QUIET | libc.MS_NOEXEC)
-    libc.restrict_mount(root + "/proc", libc.MOUNT_ATTR_RDONLY, recursive=False)
+    _mount_proc(root + "/proc")
+
+
+def _mount_proc(target: str) -> None:
+    libc.mount("proc", target, "proc", _QUIET | libc.MS_NOEXEC)
+    libc.restrict_mount(target, libc.MOUNT_ATTR_RDONLY, recursive=False)
 
 
 def _bind(source: str, target: str) -> None:
@@ -113,14 +133,22 @@ class RunMount:
         owned = "" if owner is None else f",uid={owner},gid={owner}"
         self._options = f"mode=0700,size={megabytes}m,nr_inodes={files}{owned}"
 
-    @contextmanager
-    def fresh(self) -> Iterator[str]:
+    def make(self) -> str:
         """The directory of one run."""
         libc.mount("tmpfs", RUN, "tmpfs", _QUIET, self._options)
-        try:
-            yield RUN
-        finally:
-            libc.unmount(RUN)
+        return RUN
+
+    def excess(self, directory: str, child: int) -> str:
+        """The kernel sees to it."""
+        return ""
+
+    def discard_quickly(self, directory: str) -> bool:
+        """Always done: memory is freed, not files one by one."""
+        libc.unmount(directory)
+        return True
+
+    def discard(self, directory: str) -> None:
+        """Nothing is left to do."""
 
     def close(self) -> None:
         """Nothing is left outside the box."""

@@ -1,43 +1,31 @@
-"""The slots of a server: templates, the workers they fork, the queue in front, and the replacement of what is lost."""
+"""The slots of a server, the queue in front of them, and the replacement of what is lost."""
 
 import asyncio
-import contextlib
-import fcntl
-import json
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from ctpo_sandbox.channel import WorkerLost, read_output, run_files
 from ctpo_sandbox.libraries import Library, choose
-from ctpo_sandbox.records import FAILED, MAX_MESSAGE_BYTES, READY, Limits, Outcome
+from ctpo_sandbox.processes import LevelRefused, RunFault, Template, Worker
+from ctpo_sandbox.records import Limits, Outcome
 from ctpo_sandbox.remove import remove_tree
-from ctpo_sandbox.template import Boot
 
-TEMPLATE_START_TIMEOUT_S = 60.0
-WORKER_START_TIMEOUT_S = 15.0
-BACKSTOP_S = 10.0
 _ATTEMPTS = 2
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
-# -P: the importing folder must not shadow the snippet's modules; the root is appended only for the import of ours.
-_BOOT = "import sys; sys.path.append({root!r}); from ctpo_sandbox.template import main; main({configuration!r})"
+_PATIENCE = 5
+"""Attempts where the machine has no process left: others end, so it passes."""
+
+_PAUSE_S = 0.05
+_MAX_WAITING_CHARS = 256 << 20
 _log = logging.getLogger("ctpo_sandbox.pool")
 
 
-class WorkerLost(Exception):
-    """A template or worker died, hung, or could not confine its child: no statement about the snippet."""
-
-
-class LevelRefused(Exception):
-    """A template could not be confined at the level asked for."""
+class PoolFull(Exception):
+    """As many requests wait as may."""
 
 
 class PoolUnavailable(Exception):
@@ -55,229 +43,43 @@ class Run:
     queue_s: float
 
 
-def _environment() -> dict[str, str]:
-    """The environment every snippet sees: nothing of the trainer's, one thread per numerical library."""
-    one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    return {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "MALLOC_ARENA_MAX": "1",
-        "MPLBACKEND": "Agg",
-        **dict.fromkeys(one_thread, "1"),
-    }
+@dataclass(eq=False)
+class _Job:
+    """A snippet on its way through a slot, and the future of who waits for it, cancelled when nobody does."""
 
-
-@contextmanager
-def _memory_files(*contents: bytes) -> Iterator[list[int]]:
-    descriptors: list[int] = []
-    try:
-        for content in contents:
-            descriptors.append(os.memfd_create("ctpo-sandbox", os.MFD_CLOEXEC))
-            view = memoryview(content)
-            while view:
-                view = view[os.pwrite(descriptors[-1], view, len(content) - len(view)) :]
-        yield descriptors
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _append_only(descriptor: int) -> None:
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
-
-
-def _read_output(descriptor: int, limit: int) -> tuple[str, bool]:
-    """The text, and whether it was cut."""
-    size = os.fstat(descriptor).st_size
-    text = os.pread(descriptor, limit, 0).decode("utf-8", errors="replace")
-    if size <= limit:
-        return text, False
-    return f"{text}\n[output cut: the first {limit} of {size} bytes]\n", True
-
-
-class _Channel:
-    """Our end of a socket to a process, read with deadlines."""
-
-    def __init__(self, name: str, control: socket.socket) -> None:
-        self.name = name
-        self._control = control
-        control.setblocking(False)
-
-    def send(self, message: bytes, descriptors: Sequence[int]) -> None:
-        """Raises WorkerLost."""
-        try:
-            socket.send_fds(self._control, [message], descriptors)
-        except OSError as error:
-            raise WorkerLost(f"{self.name} did not take a request: {error}") from error
-
-    async def receive(self, timeout_s: float, purpose: str) -> bytes:
-        """The next message. Raises WorkerLost when none comes in time, or ever."""
-        return (await self.receive_descriptor(timeout_s, purpose))[0]
-
-    async def receive_descriptor(self, timeout_s: float, purpose: str) -> tuple[bytes, list[int]]:
-        """The next message and the descriptors that came with it."""
-        loop = asyncio.get_running_loop()
-        readable = loop.create_future()
-        descriptor = self._control.fileno()  # kept, because the socket may be closed meanwhile
-        loop.add_reader(descriptor, lambda: None if readable.done() else readable.set_result(None))
-        try:
-            await asyncio.wait_for(readable, timeout_s)
-            message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
-        except TimeoutError:
-            raise WorkerLost(f"waited {timeout_s:g} s for {self.name} {purpose}") from None
-        except OSError as error:
-            raise WorkerLost(f"the connection to {self.name} broke: {error}") from error
-        finally:
-            loop.remove_reader(descriptor)
-        if not message:
-            raise WorkerLost(f"{self.name} died instead of being there {purpose}")
-        return message, descriptors
-
-    def close(self) -> None:
-        self._control.close()
-
-
-class Template:
-    """A process with one tier of libraries imported, from which workers are forked; replaced when lost."""
-
-    def __init__(self, library: Library, level: str, limits: Limits, root: Path) -> None:
-        self.library, self.level, self.limits = library, level, limits
-        self.missing: dict[str, str] = {}
-        self.starts = 0
-        self._root = root
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: _Channel | None = None
-        self._one_at_a_time = asyncio.Lock()
+    code: bytes
+    stdin: bytes
+    run_timeout_s: float
+    queue_s: float
+    verdict: asyncio.Future[Run] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
-    def pid(self) -> int | None:
-        return None if self._process is None or self._process.poll() is not None else self._process.pid
+    def abandoned(self) -> bool:
+        return self.verdict.cancelled()
 
-    async def spawn(self, slot: int, directory: str) -> "tuple[_Channel, int]":
-        """A new worker: its channel and a pidfd. Raises WorkerLost, or LevelRefused at the first start."""
-        async with self._one_at_a_time:
-            await self._ensure_started()
-            assert self._channel is not None
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            channel = _Channel(f"worker {slot} ({self.library.name})", ours)
-            try:
-                with theirs:
-                    request = {"slot": slot, "directory": directory}
-                    self._channel.send(json.dumps(request).encode(), [theirs.fileno()])
-                _, descriptors = await self._channel.receive_descriptor(WORKER_START_TIMEOUT_S, "to fork a worker")
-            except BaseException:
-                channel.close()
-                self.kill()
-                raise
-        return channel, descriptors[0]
+    def succeed(self, run: Run) -> None:
+        if not self.verdict.done():
+            self.verdict.set_result(run)
 
-    async def _ensure_started(self) -> None:
-        if self.pid is not None:
-            return
-        self.kill()
-        self.starts += 1
-        directory = self._root / f"box-{self.library.name}-{self.starts}"
-        directory.mkdir()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        boot = Boot(self.level, self.limits, self.library, str(directory), theirs.fileno(), _PACKAGE_ROOT)
-        program = _BOOT.format(root=_PACKAGE_ROOT, configuration=boot.encode())
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-X", "utf8", "-c", program],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-            )
-        self._channel = _Channel(f"the template of {self.library.name} (pid {self._process.pid})", ours)
-        hello = await self._channel.receive(TEMPLATE_START_TIMEOUT_S, "to start")
-        if hello.startswith(FAILED):
-            self.kill()
-            raise LevelRefused(hello.removeprefix(FAILED).decode(errors="replace"))
-        self.missing = json.loads(hello.removeprefix(READY))
-
-    def kill(self) -> None:
-        """End the process, and with it its workers and their runs. Safe to call at any time."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(timeout=BACKSTOP_S)
-            self._process = None
-
-
-class Worker:
-    """One slot's process for one tier, forked when needed and replaced when lost."""
-
-    def __init__(self, slot: int, template: Template, root: Path) -> None:
-        self.starts = 0
-        self._slot, self._template, self._root = slot, template, root
-        self._channel: _Channel | None = None
-        self._handle: int | None = None
-
-    @property
-    def name(self) -> str:
-        return f"worker {self._slot} ({self._template.library.name})"
-
-    @property
-    def _directory(self) -> str:
-        return str(self._root / f"slot-{self._slot}-{self._template.library.name}-{self.starts}")
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id, None while there is no process."""
-        if self._handle is None:
-            return None
-        lines = Path(f"/proc/self/fdinfo/{self._handle}").read_text().splitlines()
-        pid = int(next(line.split()[1] for line in lines if line.startswith("Pid:")))
-        return pid if pid > 0 else None
-
-    async def ensure_started(self) -> None:
-        """Fork the process unless it is there. Raises WorkerLost when it is not ready within its deadline."""
-        if self._channel is not None:
-            return
-        if self.starts:  # a killed one may have left its directory
-            await asyncio.to_thread(remove_tree, self._directory)
-        self.starts += 1
-        self._channel, self._handle = await self._template.spawn(self._slot, self._directory)
-        hello = await self._channel.receive(WORKER_START_TIMEOUT_S, "to start")
-        if hello != READY:
-            raise WorkerLost(f"{self.name} could not confine itself: {hello.removeprefix(FAILED)[:500]!r}")
-
-    async def run(self, code: bytes, stdin: bytes, run_timeout_s: float) -> tuple[Outcome, str, str, bool]:
-        """One execution: outcome, stdout, stderr, cut. Raises WorkerLost, never a verdict, when the worker fails."""
-        assert self._channel is not None
-        with _memory_files(code, stdin, b"", b"") as descriptors:
-            for output in descriptors[2:]:
-                _append_only(output)
-            self._channel.send(json.dumps({"run_timeout_s": run_timeout_s}).encode(), descriptors)
-            reply = await self._channel.receive(run_timeout_s + BACKSTOP_S, f"to report a run of {run_timeout_s:g} s")
-            outcome = Outcome.decode(reply)
-            if outcome.setup_error is not None:
-                raise WorkerLost(f"{self.name} could not confine a child: {outcome.setup_error}")
-            limit = self._template.limits.output_kb * 1000
-            (stdout, cut), (stderr, also_cut) = (_read_output(output, limit) for output in descriptors[2:])
-            return outcome, stdout, stderr, cut or also_cut
-
-    def kill(self) -> None:
-        """End the process; its child dies with it. Safe to call at any time."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._handle is not None:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-            os.close(self._handle)
-            self._handle = None
+    def fail(self, error: Exception) -> None:
+        if not self.verdict.done():
+            self.verdict.set_exception(error)
 
 
 class Pool:
     """`slots` places behind one first-come queue; each has a worker of every library tier, forked at its first use."""
 
-    def __init__(self, *, slots: int, limits: Limits, level: str, libraries: Sequence[Library]) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int,
+        limits: Limits,
+        level: str,
+        libraries: Sequence[Library],
+        start_timeout_s: float,
+        max_waiting: int,
+    ) -> None:
+        self.max_waiting = max_waiting
         self.level, self.limits = level, limits
         self.lost = 0
         """Attempts that ended with the loss of a template or worker."""
@@ -285,13 +87,14 @@ class Pool:
         self._libraries = tuple(libraries)
         self._root = Path(tempfile.mkdtemp(prefix="ctpo-sandbox-"))
         self._root.chmod(0o711)  # runs of other users have their directories below
-        self.templates = {tier.name: Template(tier, level, limits, self._root) for tier in libraries}
+        self.templates = {tier.name: Template(tier, level, limits, self._root, start_timeout_s) for tier in libraries}
         self._slots = [
             {name: Worker(slot, template, self._root) for name, template in self.templates.items()}
             for slot in range(slots)
         ]
         self._idle: asyncio.Queue[dict[str, Worker]] = asyncio.Queue()
-        self.waiting = 0
+        self._tasks: set[asyncio.Future[None]] = set()
+        self.waiting = self._waiting_chars = 0
 
     @property
     def directory(self) -> str:
@@ -320,6 +123,13 @@ class Pool:
         return self._idle.qsize()
 
     @property
+    def full(self) -> bool:
+        """Whether the queue takes no more requests."""
+        if self.idle:
+            return False
+        return self.waiting >= self.max_waiting or self._waiting_chars > _MAX_WAITING_CHARS
+
+    @property
     def missing(self) -> dict[str, str]:
         """Protections that this machine does not offer at this level, with the reason."""
         return next(iter(self.templates.values())).missing
@@ -336,43 +146,93 @@ class Pool:
     async def run(self, code: str, stdin: str, run_timeout_s: float) -> Run:
         """Execute one snippet; the queue has no deadline of its own, the caller's request has.
 
-        Raises PoolUnavailable when two workers in a row were lost over it. Cancelling kills the snippet.
+        Raises PoolFull at once when the queue is full, and PoolUnavailable when two workers in a row were lost over it.
+        Cancelling kills the snippet, and costs no other one anything.
         """
-        queued = time.monotonic()
+        if self.full:
+            raise PoolFull(
+                f"{self.waiting} requests wait for a slot already (--max-waiting, and 256 MB of code and input)"
+            )
+        queued, size = time.monotonic(), len(code) + len(stdin)
         self.waiting += 1
+        self._waiting_chars += size
         try:
             slot = await self._idle.get()
         finally:
             self.waiting -= 1
-        queue_s = time.monotonic() - queued
+            self._waiting_chars -= size
         worker = slot[choose(code, self._libraries)]
         source, given = (text.encode("utf-8", errors="surrogatepass") for text in (code, stdin))
+        job = _Job(source, given, run_timeout_s, time.monotonic() - queued)
+        self._in_background(self._occupy(slot, worker, job))  # so that hanging up interrupts none of its steps
         try:
-            found = await self._run_with_retry(worker, source, given, run_timeout_s)
+            return await job.verdict
         except asyncio.CancelledError:
-            worker.kill()
+            worker.stop()
             raise
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _occupy(self, slot: dict[str, Worker], worker: Worker, job: "_Job") -> None:
+        try:
+            await self._run_with_retry(worker, job)
+            await worker.finish()
+        except WorkerLost as error:
+            self._replace(worker, error)
+        except Exception as error:
+            job.fail(error)
         finally:
             self._idle.put_nowait(slot)
-        return Run(*found, queue_s)
 
-    async def _run_with_retry(
-        self, worker: Worker, code: bytes, stdin: bytes, run_timeout_s: float
-    ) -> tuple[Outcome, str, str, bool]:
-        reasons = []
-        for _ in range(_ATTEMPTS):
+    async def _run_with_retry(self, worker: Worker, job: "_Job") -> None:
+        """Set the verdict, or none where nobody waits for it any more. Raises PoolUnavailable."""
+        reasons: list[str] = []
+        while not job.abandoned:
             try:
                 await worker.ensure_started()
-                return await worker.run(code, stdin, run_timeout_s)
+                if not job.abandoned:
+                    await self._run_once(worker, job)
+                return
             except (WorkerLost, LevelRefused) as error:
-                _log.error("replacing %s: %s", worker.name, error)
-                self.lost += 1
+                last: Exception = error
+                self._replace(worker, error)
                 reasons.append(str(error))
-                worker.kill()
-        raise PoolUnavailable("; then ".join(reasons))
+                passes = False
+            except RunFault as error:
+                last = error
+                _log.error("%s", error)
+                reasons.append(str(error))
+                passes = error.passes
+                await worker.finish()
+            if len(reasons) >= (_PATIENCE if passes else _ATTEMPTS):
+                raise PoolUnavailable("; then ".join(reasons)) from last
+            if passes:
+                await asyncio.sleep(_PAUSE_S * 2 ** len(reasons))
+
+    async def _run_once(self, worker: Worker, job: "_Job") -> None:
+        limit = self.limits.output_kb * 1000
+        with run_files(job.code, job.stdin) as files:
+            outcome = await worker.run(files, job.run_timeout_s)
+            (stdout, cut), (stderr, also_cut) = (read_output(output, limit) for output in files[2:])
+        job.succeed(Run(outcome, stdout, stderr, cut or also_cut, job.queue_s))
+
+    def _replace(self, worker: Worker, reason: Exception) -> None:
+        _log.error("replacing %s: %s", worker.name, reason)
+        self.lost += 1
+        left = worker.kill()
+        self._in_background(asyncio.to_thread(remove_tree, left))
+
+    def spare_worker(self) -> Worker:
+        """A worker outside the slots, of the first tier; the caller's to start and to kill."""
+        return Worker(self.slots, next(iter(self.templates.values())), self._root)
 
     def close(self) -> None:
         """Kill every process and remove every work directory."""
+        for task in self._tasks:
+            task.cancel()
         for part in self._parts:
             part.kill()
         remove_tree(str(self._root))

@@ -7,6 +7,12 @@ from typing import Any, Self
 
 READY = b"ready"
 FAILED = b"failed"
+STOP = b"stop"
+"""To a worker: end the run that goes on."""
+CLEANED = b"cleaned"
+"""From a worker: the files of the run that it reported last are gone."""
+WALL_FACTOR = 2
+"""Wall time that a run may take, in units of its time limit, which is CPU time: a busy machine is not its fault."""
 _CPU_SLACK_S = 1
 MAX_MESSAGE_BYTES = 16 * 1024
 
@@ -32,16 +38,16 @@ class Limits:
     follow from it. Raises ValueError for a limit that is not a positive number.
     """
 
-    run_timeout_s: float = _limit(60.0, "limit of one execution, counted from its start")
+    run_timeout_s: float = _limit(60.0, "CPU seconds of one execution; it ends after twice as many seconds in any case")
     cpu_s: int | None = _limit(
-        None, "CPU seconds of one execution, all threads together; null: its time limit rounded up, plus 1"
+        None, "CPU seconds that the kernel ends an execution after; null: its time limit rounded up, plus 1"
     )
     memory_mb: int = _limit(512, "address-space limit of one execution in MiB")
     file_mb: int = _limit(8, "size limit of each file of one execution in MiB, each of its outputs included")
     open_files: int = _limit(256, "file descriptors of one execution")
-    disk_mb: int = _limit(64, "size limit of all files of one execution together in MiB, where it has its own mounts")
-    disk_files: int = _limit(4096, "number of files of one execution, where it has its own mounts")
-    threads: int = _limit(128, "threads of one execution, where each slot has its own user")
+    disk_mb: int = _limit(64, "size limit of all files of one execution together in MiB")
+    disk_files: int = _limit(4096, "number of files of one execution")
+    threads: int = _limit(128, "threads of one execution")
     output_kb: int = _limit(1000, "thousands of bytes of each output that a reply carries; the rest is cut")
     request_mb: int = _limit(16, "size limit of one request in MiB")
 
@@ -65,8 +71,11 @@ class Limits:
 class Outcome:
     """How one child ended.
 
-    `exit_code` is -N when signal N killed it. `setup_error` is set when the child failed before the first line of the
-    snippet; nothing else in the record means anything then.
+    `exit_code` is -N when signal N killed it. `killed_for`: the limit for which its worker killed it, if it did.
+    `fault`: why this says nothing about the snippet, if it does not: the child failed before the first line, or
+    something else on the machine killed it. `exhausted`: the fault is that the machine has no process left, and passes.
+    `refused`: the fault is that the child could not give up its rights. `cleaning`: the worker still removes what the
+    run left, and says when it is done.
     """
 
     timed_out: bool
@@ -74,7 +83,11 @@ class Outcome:
     wall_s: float
     cpu_s: float
     maxrss_mb: float
-    setup_error: str | None = None
+    killed_for: str = ""
+    fault: str | None = None
+    exhausted: bool = False
+    refused: bool = False
+    cleaning: bool = False
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -1,9 +1,16 @@
 """Runs hostile snippets through the real path at start, so that the server states what it enforces, not hopes."""
 
+import asyncio
 import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from ctpo_sandbox.pool import LevelRefused, Pool, PoolUnavailable
+from ctpo_sandbox.channel import run_files
+from ctpo_sandbox.pool import Pool, PoolUnavailable, Run
+from ctpo_sandbox.processes import LevelRefused
 from ctpo_sandbox.records import LEVELS
+from ctpo_sandbox.remove import remove_tree
 
 PROTECTIONS = {
     "network": "no sockets but an unconnected UNIX stream pair",
@@ -14,10 +21,11 @@ PROTECTIONS = {
     "memory": "address space limit",
     "disk": "limit on the files of a run together",
     "process list": "no other processes to be seen",
+    "neighbours": "no memory or files of other runs to be read",
     "interfaces": "no network interface but its own loopback",
 }
 _SYSTEM_CALLS = ("network", "processes", "signals", "memory")
-_FILES = (*_SYSTEM_CALLS, "file writes", "file reads")
+_FILES = (*_SYSTEM_CALLS, "file writes", "file reads", "disk", "neighbours")
 PROMISES = {
     "namespaces-root": tuple(PROTECTIONS),
     "namespaces-user": tuple(PROTECTIONS),
@@ -35,6 +43,7 @@ NEVER_ENFORCED = (
     "kernel vulnerabilities and side channels (no virtual machine)",
 )
 _TIMEOUT_S = 10.0
+_POLL_S = 0.005
 _SNIPPET = """
 import json, os, resource, socket
 
@@ -54,16 +63,15 @@ def write(path):
         pass
     os.remove(path)
 
-def fill():
-    for number in range(DISK_MB + 1):
-        with open(f"fill-{number}", "wb") as file:
-            file.write(bytes(1 << 20))
-
-def alone():
+def others():
     try:
-        return [name for name in os.listdir("/proc") if name.isdigit() and int(name) > 3] == []
+        return [name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (os.getpid(), os.getppid())]
     except OSError:
-        return True
+        return []
+
+def readable(process):
+    places = [f"/proc/{process}/{name}" for name in ("mem", "environ", "maps", "cwd/secret", "fd/3")]
+    return not all(refused(open, place, "rb") for place in places)
 
 print(json.dumps({
     "network": refused(socket.socket, socket.AF_INET) and refused(socket.socket, socket.AF_UNIX),
@@ -72,10 +80,28 @@ print(json.dumps({
     "file writes": refused(write, "../selftest") and refused(write, SERVERS + "/selftest"),
     "file reads": refused(os.listdir, SERVERS) and refused(open, "/etc/passwd"),
     "memory": refused(bytearray, 1 << 44),
-    "disk": refused(fill),
-    "process list": alone() and refused(open, "/proc/1/environ"),
+    "process list": others() == [] and refused(open, "/proc/1/environ"),
+    "neighbours": not any(readable(process) for process in others()),
     "interfaces": refused(os.listdir, "/sys/class/net"),
 }))
+"""
+
+
+_FILL = """
+import time
+for number in range(DISK_MB + 1):
+    with open(f"fill-{number}", "wb") as file:
+        file.write(bytes(1 << 20))
+time.sleep(3600)  # where nothing refuses the last one, something has to end it
+"""
+
+_NEIGHBOUR = """
+import time
+file = open("secret", "w")
+file.write("secret")
+file.flush()
+print("here", flush=True)
+time.sleep(3600)
 """
 
 
@@ -99,14 +125,50 @@ async def measure(pool: Pool) -> dict[str, bool]:
     Raises LevelRefused when one that the pool's level promises does not, PoolUnavailable when the test cannot be run.
     """
     given = f"SERVERS, DISK_MB = {pool.directory!r}, {pool.limits.disk_mb}"
-    run = await pool.run(f"{given}\n{_SNIPPET}", "", _TIMEOUT_S)
+    async with _neighbour(pool):
+        run = await _run(pool, f"{given}\n{_SNIPPET}")
     if run.outcome.exit_code != 0:
         raise PoolUnavailable(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
-    found = {name: bool(json.loads(run.stdout)[name]) for name in PROTECTIONS}
+    answers = json.loads(run.stdout)
+    filled = await _run(pool, f"DISK_MB = {pool.limits.disk_mb}\n{_FILL}")
+    answers["disk"] = "No space left" in filled.stderr or filled.outcome.killed_for != ""
+    found = {name: bool(answers[name]) for name in PROTECTIONS}
     broken = [name for name in PROMISES[pool.level] if not found[name]]
     if broken:
         raise LevelRefused(f"the self-test got through: {', '.join(broken)}")
     return found
+
+
+async def _run(pool: Pool, code: str) -> Run:
+    try:
+        return await pool.run(code, "", _TIMEOUT_S)
+    except PoolUnavailable as error:
+        if isinstance(error.__cause__, LevelRefused):  # no worker could be confined
+            raise error.__cause__ from None
+        raise
+
+
+@asynccontextmanager
+async def _neighbour(pool: Pool) -> AsyncIterator[None]:
+    """Another run that goes on meanwhile, on a worker of its own, with memory and a file that could be found."""
+    worker = pool.spare_worker()
+    try:
+        await worker.ensure_started()
+        with run_files(_NEIGHBOUR.encode(), b"") as files:
+            run = asyncio.ensure_future(worker.run(files, _TIMEOUT_S))
+            try:
+                while os.fstat(files[2]).st_size == 0:
+                    if run.done():
+                        raise PoolUnavailable(
+                            f"the neighbour of the self-test ended: {run.exception() or run.result()}"
+                        )
+                    await asyncio.sleep(_POLL_S)
+                yield
+            finally:
+                run.cancel()
+                await asyncio.gather(run, return_exceptions=True)
+    finally:
+        await asyncio.to_thread(remove_tree, worker.kill())
 
 
 def explain(requirement: str, refused: dict[str, str]) -> str:

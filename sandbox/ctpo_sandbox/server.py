@@ -10,25 +10,40 @@ import logging
 import math
 import os
 import platform
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
 from ctpo_sandbox.app import ServerState, create_app
-from ctpo_sandbox.libraries import tiers
-from ctpo_sandbox.pool import LevelRefused, Pool, PoolUnavailable, WorkerLost
+from ctpo_sandbox.channel import WorkerLost
+from ctpo_sandbox.front import Protocol
+from ctpo_sandbox.libraries import absent, tiers
+from ctpo_sandbox.pool import Pool, PoolUnavailable
+from ctpo_sandbox.processes import LevelRefused
 from ctpo_sandbox.records import LEVELS, Limits, option
 from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, explain, measure
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
 _VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
-_SHUTDOWN_TIMEOUT_S = 2
+_HURRIED_SHUTDOWN_S = 2
+_KEEP_ALIVE_S = 30  # longer than clients keep an idle connection: they must be the ones to close it
+_OPEN_FILES = 65536
 _BACKLOG = 2048
+_ON_FAILURE = (
+    "On a slow machine or file system raise --start-timeout-s (sandbox.start_timeout_s), or import less: --tiers. No "
+    "weaker isolation was tried"
+)
 _log = logging.getLogger("ctpo_sandbox.server")
+
+
+class StartFailed(Exception):
+    """The server's processes did not come up; the message says what to do."""
 
 
 def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -50,6 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slots", type=_positive(int), default=cores + 1, help="executions at once (default: cores + 1)"
     )
+    parser.add_argument(
+        "--max-waiting",
+        type=_positive(int),
+        default=1024,
+        metavar="N",
+        help="requests that may wait for a slot; more are answered 503 with Retry-After (default: 1024)",
+    )
+    parser.add_argument(
+        "--drain-s",
+        type=_positive(float),
+        default=25.0,
+        metavar="N",
+        help="on SIGTERM, time to finish what was taken on (default: 25); SIGINT gives 2 seconds",
+    )
     for limit in dataclasses.fields(Limits):
         kind = _positive(float if limit.type is float else int)
         meaning = f"{limit.metadata['meaning']} (default: {limit.default})"
@@ -58,6 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parent-pid", type=int, metavar="PID", help="end when this process ends")
     parser.add_argument(
         "--require", choices=list(REQUIREMENTS), default="landlock", help="refuse to start with less isolation"
+    )
+    parser.add_argument(
+        "--start-timeout-s",
+        type=_positive(float),
+        default=60.0,
+        metavar="N",
+        help="deadline for a tier of libraries to be imported (default: 60)",
     )
     parser.add_argument("--level", choices=list(LEVELS), help="use this level of isolation, not the strongest there is")
     parser.add_argument("--tiers", default="", metavar="A,B", help="tiers to have, e.g. stdlib,numpy; default: all")
@@ -85,22 +121,49 @@ def _announce(path: Path, url: str) -> None:
 async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool], dict[str, str]]:
     """A started pool at the strongest level there is, what it enforces, and why stronger levels were refused.
 
-    Raises NotEnforceable when no level satisfies `--require`.
+    Raises NotEnforceable when no level satisfies `--require`, and StartFailed when something else went wrong: that says
+    nothing about the isolation that the machine offers, so no weaker one is tried.
     """
     libraries = tiers(*(filter(None, names.split(",")) for names in (args.warm, args.tiers)))
     refused: dict[str, str] = {}
     for level in candidates(args.require, args.level):
-        pool = Pool(slots=args.slots, limits=Limits.of(args), level=level, libraries=libraries)
+        pool = Pool(
+            slots=args.slots,
+            limits=Limits.of(args),
+            level=level,
+            libraries=libraries,
+            start_timeout_s=args.start_timeout_s,
+            max_waiting=args.max_waiting,
+        )
         try:
             await pool.start()
             return pool, await measure(pool), refused
-        except (LevelRefused, WorkerLost, PoolUnavailable) as error:
+        except LevelRefused as error:
             pool.close()
             refused[level] = str(error)
+        except (WorkerLost, PoolUnavailable) as error:
+            pool.close()
+            raise StartFailed(f"{error}. {_ON_FAILURE}") from error
         except BaseException:
             pool.close()
             raise
     raise NotEnforceable(explain(args.require, refused))
+
+
+class _Server(uvicorn.Server):
+    """SIGTERM stops accepting and finishes what was taken on; SIGINT hurries."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGINT:
+            self.config.timeout_graceful_shutdown = _HURRIED_SHUTDOWN_S
+        super().handle_exit(sig, frame)
+
+
+def _raise_open_files() -> None:
+    """A connection is an open file, and the usual limit of 1024 was made for programs that use select(2)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _versions() -> dict[str, str]:
@@ -111,26 +174,38 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _say_what_is_missing(url: str, pool: Pool, state: ServerState) -> None:
+    _log.warning(
+        "sandbox at %s: %d slots, %d MB each, isolation %s (%s). NOT ENFORCED: %s.",
+        url, pool.slots, pool.limits.memory_mb, pool.level, LEVELS[pool.level], "; ".join(state.not_enforced),
+    )  # fmt: skip
+    if lacking := absent():
+        _log.warning(
+            "NOT INSTALLED: %s. Programs that import them fail: pip install 'ctpo-megatron[sandbox-math]' into %s",
+            ", ".join(lacking), sys.prefix,
+        )  # fmt: skip
+
+
 async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
     pool, enforced, refused = await _isolated_pool(args)
     try:
         state = ServerState(enforced, shared_token(), refused, _versions())
         config = uvicorn.Config(
             create_app(pool, state),
+            http=Protocol,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
+            timeout_graceful_shutdown=math.ceil(args.drain_s),
         )
-        server = uvicorn.Server(config)
+        server = _Server(config)
+        state.ends = lambda: server.should_exit
         if args.parent_pid is not None:
             _watch_parent(args.parent_pid, server)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        _log.warning(
-            "sandbox at %s: %d slots, %d MB each, isolation %s (%s). NOT ENFORCED: %s.",
-            url, args.slots, pool.limits.memory_mb, pool.level, LEVELS[pool.level], "; ".join(state.not_enforced),
-        )  # fmt: skip
+        _say_what_is_missing(url, pool, state)
         if args.announce is not None:
             _announce(args.announce, url)
         await server.serve(sockets=[listener])
@@ -170,12 +245,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check_platform()
         _check_address(args.host)
+        _raise_open_files()
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         with socket.create_server((args.host, args.port), family=family, backlog=_BACKLOG) as listener:
             # asyncio asks for it only on sockets made with an explicit protocol; without it every reply waits 40 ms.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asyncio.run(_serve(args, listener))
-    except (NotEnforceable, OSError, ValueError) as error:
+    except (NotEnforceable, StartFailed, OSError, ValueError) as error:
         print(f"ctpo sandbox did not start: {error}", file=sys.stderr)
         return 1
     return 0

@@ -8,7 +8,9 @@ short filter that refuses what only its worker needed.
 
 import ctypes
 import errno
+import itertools
 import os
+import signal
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ _ALLOWED = {
         "copy_file_range getdents getdents64 getcwd chdir fchdir rename renameat renameat2 mkdir mkdirat rmdir unlink "
         "unlinkat link linkat symlink symlinkat readlink readlinkat chmod fchmod fchmodat fchmodat2 chown fchown "
         "lchown fchownat umask utime utimes utimensat futimesat statfs fstatfs getxattr lgetxattr fgetxattr listxattr "
-        "llistxattr flistxattr inotify_init inotify_init1 inotify_add_watch inotify_rm_watch"
+        "llistxattr flistxattr"
     ),
     "waiting": (
         "poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd "
@@ -31,16 +33,14 @@ _ALLOWED = {
         "clock_nanosleep wait4 waitid futex futex_wait futex_wake futex_waitv futex_requeue set_robust_list "
         "get_robust_list restart_syscall membarrier rseq"
     ),
-    "unix pairs": (
-        "sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown getsockname getpeername setsockopt getsockopt"
-    ),
+    "unix pairs": ("sendto recvfrom recvmsg recvmmsg shutdown getsockname getpeername getsockopt"),
     "memory": (
         "brk mmap munmap mremap mprotect madvise msync mincore mlock mlock2 munlock mlockall munlockall "
         "get_mempolicy pkey_alloc pkey_free pkey_mprotect map_shadow_stack"
     ),
     "signals": (
         "rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack alarm "
-        "setitimer getitimer timer_create timer_settime timer_gettime timer_getoverrun timer_delete"
+        "setitimer getitimer"
     ),
     "time": "time gettimeofday clock_gettime clock_getres times",
     "the process itself": (
@@ -79,6 +79,9 @@ _REFUSED = {
         "msgctl mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr"
     ),
     "locks on files of others": "flock",
+    "watching what others open": "inotify_init inotify_init1 inotify_add_watch inotify_rm_watch",
+    "larger buffers, and descriptors on their way": "setsockopt sendmsg sendmmsg",
+    "timers that can send SIGKILL": "timer_create timer_settime timer_gettime timer_getoverrun timer_delete",
     "rights": (
         "setfsuid setfsgid chroot setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr mknod mknodat"
     ),
@@ -101,14 +104,12 @@ _AF_UNIX, _SOCK_STREAM, _SOCK_DGRAM, _SOCK_RAW, _SOCK_SEQPACKET, _SOCK_TYPE_MASK
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_GET_NAME, _PR_SET_VMA = 1, 4, 15, 16, 0x53564D41
 _PRCTL_ALLOWED = (3, _PR_SET_NAME, _PR_GET_NAME, 39, _PR_SET_VMA)  # 3, 39: reading the dumpable and no_new_privs flags
-_F_SETLK, _F_SETLKW, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_OFD_SETLK, _F_OFD_SETLKW, _F_SETLEASE, _F_NOTIFY = (
-    *(6, 7, 8, 10, 15, 37, 38),
-    *(1024, 1026),
-)
-_FCNTL_REFUSED = (
-    *(_F_SETLK, _F_SETLKW, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_OFD_SETLK, _F_OFD_SETLKW, _F_SETLEASE, _F_NOTIFY),
-)
-_FCNTL_ALLOWED = tuple(command for command in (*range(40), 1025, *range(1030, 1040)) if command not in _FCNTL_REFUSED)
+_FCNTL_REFUSED = {
+    "locks": (6, 7, 37, 38),
+    "signals, leases and notices": (8, 10, 15, 1024, 1026),
+    "size of a pipe": (1031,),
+}
+_FCNTL_ALLOWED = {*range(40), 1025, *range(1030, 1040)}.difference(*_FCNTL_REFUSED.values())
 _FIONCLEX, _FIOCLEX, _FIONBIO, _FIONREAD, _TCGETS, _TIOCGWINSZ = 0x5450, 0x5451, 0x5421, 0x541B, 0x5401, 0x5413
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 _ANY_PID = 0x7ABCDE5F  # stands for the child's process id in the compiled filter
@@ -132,14 +133,13 @@ def _conditional() -> Iterator[tuple[int, str, list[pyseccomp.Arg]]]:
     """Rules of both layers that look at arguments; what matches none of a call's rules answers ENOSYS."""
     for option in _PRCTL_ALLOWED:
         yield _ALLOW, "prctl", [_equals(0, option)]
-    yield _EPERM, "prctl", [_equals(0, _PR_SET_DUMPABLE)]
     for kind in (_SOCK_STREAM, _SOCK_SEQPACKET):
         yield _ALLOW, "socketpair", [_equals(0, _AF_UNIX), _equals(1, kind, mask=_SOCK_TYPE_MASK)]
     for kind in (_SOCK_DGRAM, _SOCK_RAW):
         yield _EPERM, "socketpair", [_equals(1, kind, mask=_SOCK_TYPE_MASK)]
-    for command in _FCNTL_ALLOWED:
+    for command in sorted(_FCNTL_ALLOWED):
         yield _ALLOW, "fcntl", [_equals(1, command)]
-    for command in _FCNTL_REFUSED:
+    for command in itertools.chain(*_FCNTL_REFUSED.values()):
         yield _EPERM, "fcntl", [_equals(1, command)]
     for request in (_FIOCLEX, _FIONCLEX, _FIONBIO, _FIONREAD, _TCGETS, _TIOCGWINSZ):
         yield _ALLOW, "ioctl", [_equals(1, request)]
@@ -164,7 +164,7 @@ def restrict_worker() -> None:
         rules.add_rule(_ALLOW, name)
     for action, name, conditions in _conditional():
         rules.add_rule(action, name, *conditions)
-    for option in (_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP):
+    for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP):
         rules.add_rule(_ALLOW, "prctl", _equals(0, option))
     for name in _known(_REFUSED):
         rules.add_rule(_EPERM, name)
@@ -190,10 +190,12 @@ class ChildFilter:
             rules.add_rule(_ENOSYS, "openat2")  # its flags are out of a filter's sight
         rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=_CLONE_THREAD))
         rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
-        for option in (_PR_SET_PDEATHSIG, _PR_SET_SECCOMP):
+        for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP):
             rules.add_rule(_EPERM, "prctl", _equals(0, option))
-        for name in ("kill", "tgkill"):
+        for name, number in (("kill", 1), ("tgkill", 2)):
             rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, _ANY_PID))
+            # So that a run that was killed is known to have been killed from outside.
+            rules.add_rule(_EPERM, name, _equals(number, signal.SIGKILL))
         with tempfile.TemporaryFile() as file:
             rules.export_bpf(file)
             file.seek(0)

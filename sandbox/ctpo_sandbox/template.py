@@ -78,6 +78,7 @@ def _prepare(boot: Boot) -> Confinement:
     sys.path.remove(boot.package_root)
     load(boot.library)
     confinement.open_files()
+    libc.set_dumpable(False)
     gc.collect()
     gc.freeze()
     return confinement
@@ -93,8 +94,13 @@ def _serve(control: socket.socket, confinement: Confinement) -> None:
             return
         if not message:
             return
-        template = os.getpid()
-        worker = os.fork()
+        template = 0 if confinement.boxed else os.getpid()  # as a worker with process ids of its own sees it
+        try:
+            worker = namespaces.fork() if confinement.boxed else os.fork()
+        except BlockingIOError as error:  # the machine, or the container, has no process left
+            os.close(descriptors[0])
+            control.send(FAILED + str(error).encode())
+            continue
         if worker == 0:
             control.close()
             _become_worker(descriptors[0], confinement, json.loads(message), template)

@@ -1,20 +1,18 @@
-"""The worker of a slot: forks one confined child per run, waits for it or kills it, and says how it ended."""
+"""The worker of a slot: forks one confined child per run, watches it, and says how it ended."""
 
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import time
+from dataclasses import replace
 
 from ctpo_sandbox.child import SETUP_DONE, Files, become_snippet
-from ctpo_sandbox.confine import Confinement, WorkDirectories
-from ctpo_sandbox.records import MAX_MESSAGE_BYTES, READY, Outcome
-
-
-class ServerGone(Exception):
-    """The server closed its end of the control socket."""
+from ctpo_sandbox.confine import Confinement
+from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, READY, STOP, Outcome
+from ctpo_sandbox.watch import TIME, ServerGone, Watch, excess_threads
+from ctpo_sandbox.work import WorkDirectories
 
 
 class ForkServer:
@@ -28,25 +26,38 @@ class ForkServer:
     def serve(self) -> None:
         """Answer requests until the server goes away."""
         self._control.send(READY)
-        while True:
-            try:
-                message, descriptors, _, _ = socket.recv_fds(
-                    self._control, MAX_MESSAGE_BYTES, len(Files.__annotations__)
-                )
-                if not message:
-                    return
-                with self._work.fresh() as directory:
-                    outcome = self._execute(Files(*descriptors), directory, json.loads(message)["run_timeout_s"])
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                self._control.send(outcome.encode())
-            except (ServerGone, BrokenPipeError, ConnectionResetError):
-                return
+        with contextlib.suppress(ServerGone, BrokenPipeError, ConnectionResetError):
+            while True:
+                self._serve_one()
+
+    def _serve_one(self) -> None:
+        message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, len(Files.__annotations__))
+        if not message:
+            raise ServerGone
+        if message == STOP:  # the run that it is about was over already
+            return
+        directory = self._work.make()
+        try:
+            outcome = self._execute(Files(*descriptors), directory, json.loads(message)["run_timeout_s"])
+        except BlockingIOError as error:  # the machine, or the container, has no process left
+            outcome = Outcome(False, 0, 0.0, 0.0, 0.0, fault=f"could not fork: {error}", exhausted=True)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        cleaned = self._work.discard_quickly(directory)
+        self._control.send(replace(outcome, cleaning=not cleaned).encode())
+        if not cleaned:  # the verdict does not wait for it
+            self._work.discard(directory)
+            self._control.send(CLEANED)
 
     def _execute(self, files: Files, directory: str, run_timeout_s: float) -> Outcome:
         setup_read, setup_write = os.pipe()
         worker = os.getpid()
-        child = os.fork()
+        try:
+            child = os.fork()
+        except BlockingIOError:
+            os.close(setup_read)
+            os.close(setup_write)
+            raise
         if child == 0:
             become_snippet(
                 files,
@@ -58,53 +69,49 @@ class ForkServer:
             )
         started = time.monotonic()
         os.close(setup_write)
+        killed_for = ""
         try:
-            killed = self._wait_or_kill(child, started + run_timeout_s)
+            killed_for = Watch(child, self._control, run_timeout_s, lambda: self._excess(child, directory)).wait()
         finally:
             _kill_group(child)
             _, status, usage = os.wait4(child, 0)
             wall_s = time.monotonic() - started
         setup = os.read(setup_read, MAX_MESSAGE_BYTES)
         os.close(setup_read)
-        cpu_s = usage.ru_utime + usage.ru_stime
         exit_code = os.waitstatus_to_exitcode(status)
-        wall_limit_fired = killed and exit_code == -signal.SIGKILL
-        cpu_limit_s = self._confinement.limits.cpu_limit_s(run_timeout_s)
+        killed_for = killed_for if exit_code == -signal.SIGKILL else ""
+        cpu_s = usage.ru_utime + usage.ru_stime
+        cpu_limit_fired = _cpu_limit_fired(exit_code, cpu_s, self._confinement.limits.cpu_limit_s(run_timeout_s))
         return Outcome(
-            timed_out=wall_limit_fired or _cpu_limit_fired(exit_code, cpu_s, cpu_limit_s),
+            timed_out=killed_for == TIME or cpu_limit_fired,
             exit_code=exit_code,
             wall_s=wall_s,
             cpu_s=cpu_s,
             maxrss_mb=usage.ru_maxrss / 1024,
-            setup_error=None if wall_limit_fired or setup == SETUP_DONE else _setup_error(setup, exit_code),
+            killed_for="" if killed_for == TIME else killed_for,
+            refused=setup not in (SETUP_DONE, b""),
+            fault=None if killed_for or cpu_limit_fired else self._fault(setup, exit_code),
         )
 
-    def _wait_or_kill(self, child: int, deadline: float) -> bool:
-        """Wait for the end of `child`; True when the deadline came first. The child is dead or dying afterwards."""
-        pidfd = os.pidfd_open(child)
-        try:
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            poll.register(self._control, 0)
-            ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-            if pidfd in ready:
-                return False
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            if ready:
-                raise ServerGone
-            return True
-        finally:
-            os.close(pidfd)
+    def _excess(self, child: int, directory: str) -> str:
+        most = self._confinement.limits.threads
+        too_many = "" if self._confinement.own_user else excess_threads(child, most)
+        return too_many or self._work.excess(directory, child)
+
+    def _fault(self, setup: bytes, exit_code: int) -> str | None:
+        if setup != SETUP_DONE:
+            return setup.decode(errors="replace") or f"the child ended with {exit_code} while it gave up its rights"
+        if exit_code == -signal.SIGKILL and not self._confinement.may_kill_itself:
+            return (
+                "something on this machine killed the run by signal 9; is the machine or the container out of memory?"
+            )
+        return None
 
 
 def _kill_group(child: int) -> None:
     """Where no seccomp filter forbids them, a snippet's own children end with it, unless they left its session."""
     with contextlib.suppress(ProcessLookupError):  # killed before it made its session
         os.killpg(child, signal.SIGKILL)
-
-
-def _setup_error(message: bytes, exit_code: int) -> str:
-    return message.decode(errors="replace") or f"the child ended with {exit_code} while it gave up its rights"
 
 
 def _cpu_limit_fired(exit_code: int, cpu_s: float, cpu_limit_s: float) -> bool:

@@ -77,9 +77,15 @@ RESOURCES = [
     *_attacks(
         "disk",
         {
-            "many large files": "for i in range(40): open(f'f{i}', 'wb').write(bytes(4 << 20))",
+            "many large files": (
+                "import time\nfor i in range(40): open(f'f{i}', 'wb').write(bytes(4 << 20))\ntime.sleep(2)"
+            ),
             "very many files": "for i in range(10**5): open(f'f{i}', 'w').close()",
             "very many directories": "import os\nfor i in range(10**5): os.mkdir(f'd{i}')",
+            "files without a name": (
+                "import os, time\nkept = []\nfor i in range(40):\n    kept.append(open('f', 'wb', 0)); os.remove('f')\n"
+                "    kept[-1].write(bytes(4 << 20))\ntime.sleep(2)"
+            ),
         },
     ),
 ]
@@ -234,7 +240,135 @@ KERNEL = _attacks(
     },
 )
 
-ATTACKS = [*RESOURCES, *PROCESSES, *SIGNALS, *NETWORK, *READS, *WRITES, *KERNEL]
+_BUFFER = "(ctypes.c_char * 4096)()"
+
+MORE_SYSTEM_CALLS = _attacks(
+    "processes",
+    {
+        name: _system_call(number, *arguments)
+        for name, number, *arguments in [
+            ("wake-up of another thread", 200, "1", "9"),
+            ("queued signal to a thread", 297, "1", "1", "10", _BUFFER),
+            ("comparison of processes", 312, "1", "1", "0", "0", "0"),
+            ("descriptor of another", 438, "3", "0", "0"),
+            ("advice on another's memory", 440, "3", _BUFFER, "1", "4", "0"),
+            ("release of another's memory", 448, "3", "0"),
+            ("pages of another to another node", 256, "1", "64", _BUFFER, _BUFFER),
+            ("pages of another moved", 279, "1", "0", _BUFFER, _BUFFER, _BUFFER, "0"),
+            ("its own scheduler", 144, "0", "0", _BUFFER),
+            ("its own cores", 203, "0", "8", "ctypes.byref(ctypes.c_ulong(1))"),
+            ("its own disk priority", 251, "1", "0", "0"),
+            ("a group of processes", 109, "0", "0"),
+            ("another file user", 122, "0"),
+            ("another file group", 123, "0"),
+            ("extended attribute", 188, "b'/usr'", "b'user.x'", "b'y'", "1", "0"),
+            ("removal of an extended attribute", 197, "b'/usr'", "b'user.x'"),
+            ("another root by its other name", 155, "b'.'", "b'.'"),
+            ("a copy of a mount", 428, "-100", "b'/'", "1"),
+            ("a mount moved", 429, "-100", "b'/'", "-100", "b'/usr'", "0"),
+            ("a mount configured", 431, "3", "6", "0", "0", "0"),
+            ("a mount made", 432, "3", "0", "0"),
+            ("a mount picked", 433, "-100", "b'/'", "0"),
+            ("a mount's flags", 442, "-100", "b'/'", "0", _BUFFER, "32"),
+            ("a mount taken away", 166, "b'/proc'", "2"),
+            ("swapping on", 167, "b'/f'", "0"),
+            ("swapping off", 168, "b'/f'"),
+            ("a module from memory", 175, _BUFFER, "4096", "b''"),
+            ("a module removed", 176, "b'x'", "0"),
+            ("another kernel", 246, "0", "0", "0", "0"),
+            ("accounting", 163, "0"),
+            ("quotas", 179, "0x800001", "b'/dev/sda1'", "0", _BUFFER),
+            ("ports of the machine", 172, "3"),
+            ("one port of the machine", 173, "0x80", "1", "1"),
+            ("time of day", 164, _BUFFER, "0"),
+            ("adjustment of the clock", 159, _BUFFER),
+            ("domain name", 171, "b'x'", "1"),
+            ("log of the kernel", 103, "3", _BUFFER, "4096"),
+            ("end of the terminal", 153),
+            ("watching all files", 300, "0", "0"),
+            ("handle of a file", 303, "-100", "b'/usr'", _BUFFER, _BUFFER, "0"),
+            ("segments of the processor", 154, "1", _BUFFER, "16"),
+            ("a key of others", 249, "b'user'", "b'x'", "0", "-3"),
+            ("entry into a ring of requests", 426, "3", "1", "0", "0", "0", "0"),
+            ("registration with a ring of requests", 427, "3", "0", "0", "0"),
+            ("secret memory", 447, "0"),
+            ("attaching shared memory", 30, "0", "0", "0"),
+            ("removal of a named queue", 241, "b'x'"),
+            ("its own filter by prctl", 157, "22", "2", _BUFFER),
+            ("being read by others", 157, "4", "1"),
+            ("its own memory map", 157, "35", "1", "0", "0", "0"),
+            ("secure bits", 157, "28", "0"),
+            ("rules for files", 444, _BUFFER, "8", "0"),
+            ("its own limits by number", 160, "7", _BUFFER),
+            ("a thread in another user namespace", 56, "0x10000000", "0", "0", "0", "0"),
+        ]
+    },
+)
+
+CHANNELS = _attacks(
+    "processes",
+    {
+        "watching what others open": _system_call(294, "0"),
+        "watching by the old number": _system_call(253),
+        "timer that kills": _system_call(222, "0", "0", "ctypes.byref(ctypes.c_int())"),
+        "killing itself": "import os; os.kill(os.getpid(), 9)",
+        "killing its own thread": _system_call(234, "__import__('os').getpid()", "__import__('os').getpid()", "9"),
+        "larger socket buffer": (
+            "import socket; a, b = socket.socketpair(); a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)"
+        ),
+        "descriptors on their way": "import socket; a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0])",
+        "larger pipe": "import fcntl, os; r, w = os.pipe(); fcntl.fcntl(w, 1031, 1 << 20)",
+        "lease of a file": "import fcntl, json; fcntl.fcntl(open(json.__file__), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+        "notice of a directory": "import fcntl, os; fcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, 1)",
+        "threads without end": (
+            "import threading, time\nthreading.stack_size(32768)\n"
+            "for _ in range(3000): threading.Thread(target=time.sleep, args=[9], daemon=True).start()\ntime.sleep(1)"
+        ),
+    },
+)
+
+MORE_FILES = [
+    *_attacks(
+        "file reads",
+        {
+            f"reading {path}": f"open({path!r}, 'rb').read(1)"
+            for path in (
+                "/etc/hosts", "/etc/hostname", "/etc/group", "/proc/kcore", "/proc/kallsyms", "/proc/1/maps",
+                "/proc/1/mem", "/proc/1/cmdline", "/proc/net/tcp", "/proc/self/mountinfo", "/proc/self/net/unix",
+                "/dev/ptmx", "/sys/kernel/notes", "/proc/sys/kernel/random/boot_id",
+            )
+        },
+    ),
+    *_attacks(
+        "file reads",
+        {f"listing {path}": f"import os; os.listdir({path!r})" for path in ("/", "/var", "/etc", "/sys/class/net")},
+    ),
+    *_attacks(
+        "file writes",
+        {
+            f"writing {path}": f"open({path!r}, 'w').write('1')"
+            for path in (
+                "/etc/ctpo-test", "/var/tmp/ctpo-test", "/lib/ctpo-test", "/proc/sysrq-trigger", "/proc/1/mem",
+                "/proc/1/oom_score_adj", "/proc/sys/vm/overcommit_memory",
+            )
+        },
+    ),
+    *_attacks(
+        "file writes",
+        {
+            "renaming a library": "import json, os; os.rename(json.__file__, json.__file__ + 'x')",
+            "a library under a name of its own": "import json, os; os.link(json.__file__, 'l'); open('l', 'a')",
+            "removing a device": "import os; os.remove('/dev/null')",
+            "emptying a library": "import json, os; os.open(json.__file__, os.O_WRONLY | os.O_TRUNC)",
+            "size of a library": "import json; open(json.__file__, 'r+').truncate(0)",
+        },
+    ),
+]  # fmt: skip
+
+ATTACKS = [
+    *(*RESOURCES, *PROCESSES, *SIGNALS, *NETWORK, *READS, *WRITES, *KERNEL),
+    *(*MORE_SYSTEM_CALLS, *CHANNELS, *MORE_FILES),
+]
 
 ODDITIES: dict[str, tuple[str, str, str]] = {
     "bytes that are no text": (r"import os; os.write(1, b'\xff\xfe ok')", "success", "\ufffd\ufffd ok"),
@@ -300,6 +434,10 @@ TRACES: dict[str, tuple[str, str]] = {
     "a numpy seed": (
         "import numpy; numpy.random.seed(0)",
         "import numpy; x = numpy.random.rand(); print([] if abs(x - 0.5488135) > 1e-6 else x)",
+    ),
+    "a sympy seed": (
+        "import sympy.core.random as r; r.seed(0)",
+        "import sympy.core.random as r; x = r.random(); print([] if abs(x - 0.8444218515250481) > 1e-6 else x)",
     ),
     "the recursion limit": (
         "import sys; sys.setrecursionlimit(99999)",

@@ -84,3 +84,12 @@ def test_runs_share_nothing(execute):
     ]
     assert all(result.stdout.startswith("True [] ") for result in results)
     assert len({result.stdout for result in results}) == 4
+
+
+def test_every_run_has_random_numbers_of_its_own_in_every_library(execute):
+    code = (
+        "import random, numpy, sympy.core.random as s\nprint(random.random(), numpy.random.rand(), s.random(), s.rng)\n"
+        "print(s._assumptions_rng.random())"
+    )
+    one, other = (execute(code).stdout.split() for _ in range(2))
+    assert all(a != b for a, b in zip(one[:3] + one[-1:], other[:3] + other[-1:], strict=True))

@@ -17,7 +17,7 @@ from tests.sandbox.sandbox_http import HTTP, post
 from tests.support.deadlines import scaled
 
 LOWERED = Limits(
-    run_timeout_s=scaled(5.0),
+    run_timeout_s=scaled(3.0),
     cpu_s=1,
     memory_mb=128,
     file_mb=1,
@@ -29,7 +29,7 @@ LOWERED = Limits(
     request_mb=1,
 )
 PROBES: dict[str, tuple[dict[str, str], str]] = {
-    "run_timeout_s": ({"code": f"import time; time.sleep({scaled(5.0) + 0.3})"}, '"status":"timeout"'),
+    "run_timeout_s": ({"code": f"import time; time.sleep({2 * scaled(3.0) + 0.3})"}, '"status":"timeout"'),
     "cpu_s": ({"code": "import time\nwhile time.process_time() < 1.3: pass"}, "SIGXCPU"),
     "memory_mb": ({"code": "x = bytearray(160 << 20)"}, "MemoryError"),
     "file_mb": ({"code": "open('f', 'wb').write(bytes(2 << 20))"}, "File too large"),
@@ -45,7 +45,7 @@ PROBES: dict[str, tuple[dict[str, str], str]] = {
 }
 """Limit -> (a request that the defaults allow, what the reply says under `LOWERED`)."""
 
-OF_THE_SERVER = {"url", "require", "slots", "request_timeout_s", "max_concurrency", "start_timeout_s"}
+OF_THE_SERVER = {"url", "require", "slots", "warm", "request_timeout_s", "max_concurrency", "start_timeout_s"}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from ctpo_sandbox import ClientStats, SandboxClient, SandboxStartError, SandboxUnavailable, start_server
+from ctpo_sandbox import SandboxClient, SandboxServer, SandboxStartError, SandboxUnavailable, start_server
 from ctpo_sandbox.client import authorization
 from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.support.deadlines import scaled
@@ -46,7 +46,8 @@ def _endless_run(url: str) -> Iterator[psutil.Process]:
     """The process of a snippet that runs until its request's connection is closed."""
     address = httpx.URL(url)
     body = json.dumps({"code": "while True: pass", "run_timeout": 9})
-    head = f"POST {_PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((address.host, address.port), timeout=10) as connection:
         connection.sendall((head + body).encode())
         yield _running_snippet(url)
@@ -271,30 +272,6 @@ def test_a_killed_server_takes_everything_along_and_is_started_again(tmp_path: P
     assert list(tmp_path.iterdir()) == [log]
 
 
-def test_several_servers_share_the_work_and_stand_in_for_each_other(tmp_path: Path):
-    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with (
-        start_server(**options, log_path=tmp_path / "one") as one,
-        start_server(**options, log_path=tmp_path / "two") as two,
-    ):
-
-        async def many() -> ClientStats:
-            client = SandboxClient([dead, one.url, two.url], max_concurrency=8, request_timeout_s=scaled(30))
-            results = await asyncio.gather(
-                *(client.run(f"import time; time.sleep(0.05); print({i})", run_timeout_s=4) for i in range(40))
-            )
-            assert [result.stdout for result in results] == [f"{i}\n" for i in range(40)]
-            await client.aclose()
-            return client.stats
-
-        stats = asyncio.run(many())
-        executions = [health(server.url)["executions"] for server in (one, two)]
-    assert sum(executions) == 40 and min(executions) >= 10
-    assert stats.retries > 0 and stats.unavailable == 0
-
-
 def test_off_loopback_needs_a_token(tmp_path: Path):
     command = [sys.executable, "-m", "ctpo_sandbox.server", "--host", "0.0.0.0", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox")}
@@ -348,6 +325,8 @@ def test_token_is_asked_for_and_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-of-the-test"}):
             response = HTTP.post(server.url + _PATH, json={"code": "1"}, headers=headers)
             assert response.status_code == 401
+            assert [HTTP.get(f"{server.url}/{path}").status_code for path in ("live", "ready")] == [200, 200]
+            assert HTTP.get(f"{server.url}/health").status_code == 401
         client = SandboxClient(server.url, max_concurrency=1, request_timeout_s=10)
         assert asyncio.run(client.run("print(1)", run_timeout_s=1)).stdout == "1\n"
         monkeypatch.delenv("SANDBOX_TOKEN")
@@ -441,6 +420,14 @@ def test_a_level_below_what_is_required_is_refused():
     assert "--level seccomp does not satisfy --require namespaces" in done.stderr
 
 
+def test_a_slow_start_is_an_error_and_no_reason_for_less_isolation():
+    done = _ctpo("serve", "--port", "0", "--require", "none", "--start-timeout-s", "0.01")
+    assert done.returncode == 1
+    assert done.stderr.count("waited 0.01 s for the template of") == 1
+    assert "raise --start-timeout-s (sandbox.start_timeout_s)" in done.stderr
+    assert "No weaker isolation was tried" in done.stderr and "no isolation that satisfies" not in done.stderr
+
+
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     from ctpo_sandbox import server
 
@@ -458,6 +445,29 @@ def test_unknown_modules_to_warm_are_named():
     done = _ctpo("serve", "--port", "0", "--warm", "json,no_such_module")
     assert done.returncode == 1
     assert "--warm: cannot find no_such_module" in done.stderr
+
+
+def test_what_programs_will_miss_is_said_at_the_start(tmp_path: Path):
+    """With numpy and sympy hidden, as in an environment that has the service alone."""
+    code = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in ("numpy", "sympy") else found(name, package)
+from ctpo_sandbox.server import main
+sys.exit(main())
+"""
+    command = [sys.executable, "-c", code, "--slots", "1", "--require", "none"]
+    with SandboxServer(command, tmp_path / "log", scaled(60)) as server:
+        assert server.health["not_installed"] == ["numpy", "sympy"]
+        assert list(server.health["templates"]) == ["stdlib"]
+    log = (tmp_path / "log").read_text()
+    assert "NOT INSTALLED: numpy, sympy." in log and "ctpo-megatron[sandbox-math]" in log
+
+
+def test_a_run_can_have_modules_imported_ahead(tmp_path: Path):
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "warm": ["xml.dom", "wave"]}
+    with start_server(**options, log_path=tmp_path / "log") as server:
+        assert server.health["libraries"]["extra"][-2:] == ["xml.dom", "wave"]
 
 
 def test_a_warm_tier_of_ones_own(tmp_path: Path):

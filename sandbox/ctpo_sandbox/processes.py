@@ -1,0 +1,215 @@
+"""The server's side of its processes: templates with libraries imported, and the workers that they fork."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ctpo_sandbox.channel import Channel, WorkerLost
+from ctpo_sandbox.libraries import Library
+from ctpo_sandbox.records import FAILED, READY, STOP, WALL_FACTOR, Limits, Outcome
+from ctpo_sandbox.template import Boot
+
+WORKER_START_TIMEOUT_S = 15.0
+BACKSTOP_S = 10.0
+CLEANING_TIMEOUT_S = 30.0
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
+# -P: the importing folder must not shadow the snippet's modules; the root is appended only for the import of ours.
+_BOOT = "import sys; sys.path.append({root!r}); from ctpo_sandbox.template import main; main({configuration!r})"
+
+
+class RunFault(Exception):
+    """A run failed by no fault of its snippet, and its worker is well. passes: for want of a process, so wait."""
+
+    def __init__(self, reason: str, *, passes: bool) -> None:
+        super().__init__(reason)
+        self.passes = passes
+
+
+class LevelRefused(Exception):
+    """A template could not be confined at the level asked for."""
+
+
+def _environment() -> dict[str, str]:
+    """The environment every snippet sees: nothing of the trainer's, one thread per numerical library."""
+    one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "MPLBACKEND": "Agg",
+        **dict.fromkeys(one_thread, "1"),
+    }
+
+
+class Template:
+    """A process with one tier of libraries imported, from which workers are forked; replaced when lost."""
+
+    def __init__(self, library: Library, level: str, limits: Limits, root: Path, start_timeout_s: float) -> None:
+        self.library, self.level, self.limits, self._start_timeout_s = library, level, limits, start_timeout_s
+        self.missing: dict[str, str] = {}
+        self.starts = 0
+        self._root = root
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
+
+    async def spawn(self, slot: int, directory: str) -> tuple[Channel, int]:
+        """A new worker: its channel and a pidfd. Raises as `Worker.ensure_started`.
+
+        Not to be cancelled: the template would have to be killed, and all its workers with it.
+        """
+        async with self._one_at_a_time:
+            await self._ensure_started()
+            assert self._channel is not None
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            channel = Channel(f"worker {slot} ({self.library.name})", ours)
+            try:
+                with theirs:
+                    request = {"slot": slot, "directory": directory}
+                    self._channel.send(json.dumps(request).encode(), [theirs.fileno()])
+                reply, descriptors = await self._channel.receive_descriptor(WORKER_START_TIMEOUT_S, "to fork a worker")
+            except BaseException:
+                channel.close()
+                self.kill()
+                raise
+        if not descriptors:
+            channel.close()
+            raise RunFault(f"{channel.name}: could not fork: {reply.removeprefix(FAILED)!r}", passes=True)
+        return channel, descriptors[0]
+
+    async def _ensure_started(self) -> None:
+        if self.pid is not None:
+            return
+        self.kill()
+        self.starts += 1
+        directory = self._root / f"box-{self.library.name}-{self.starts}"
+        directory.mkdir()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        boot = Boot(self.level, self.limits, self.library, str(directory), theirs.fileno(), _PACKAGE_ROOT)
+        program = _BOOT.format(root=_PACKAGE_ROOT, configuration=boot.encode())
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-s", "-P", "-X", "utf8", "-c", program],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=_environment(),
+            )
+        self._channel = Channel(f"the template of {self.library.name} (pid {self._process.pid})", ours)
+        hello = await self._channel.receive(self._start_timeout_s, "to start")
+        if hello.startswith(FAILED):
+            self.kill()
+            raise LevelRefused(hello.removeprefix(FAILED).decode(errors="replace"))
+        self.missing = json.loads(hello.removeprefix(READY))
+
+    def kill(self) -> None:
+        """End the process, and with it its workers and their runs. Safe to call at any time."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=BACKSTOP_S)
+            self._process = None
+
+
+class Worker:
+    """One slot's process for one tier, forked when needed and replaced when lost."""
+
+    def __init__(self, slot: int, template: Template, root: Path) -> None:
+        self.starts = 0
+        self._slot, self._template, self._root = slot, template, root
+        self._channel: Channel | None = None
+        self._handle: int | None = None
+        self._running = self._cleaning = False
+
+    @property
+    def name(self) -> str:
+        return f"worker {self._slot} ({self._template.library.name})"
+
+    @property
+    def _directory(self) -> str:
+        return str(self._root / f"slot-{self._slot}-{self._template.library.name}-{self.starts}")
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, None while there is no process."""
+        if self._handle is None:
+            return None
+        lines = Path(f"/proc/self/fdinfo/{self._handle}").read_text().splitlines()
+        pid = int(next(line.split()[1] for line in lines if line.startswith("Pid:")))
+        return pid if pid > 0 else None
+
+    async def ensure_started(self) -> None:
+        """Fork the process unless it is there.
+
+        Raises WorkerLost when it is not ready within its deadline, RunFault when the machine has no process left, and
+        LevelRefused when it cannot be confined.
+        """
+        if self._channel is not None:
+            return
+        self.starts += 1
+        self._channel, self._handle = await self._template.spawn(self._slot, self._directory)
+        hello = await self._channel.receive(WORKER_START_TIMEOUT_S, "to start")
+        if hello != READY:
+            raise LevelRefused(f"{self.name} could not confine itself: {hello.removeprefix(FAILED)[:500]!r}")
+
+    async def run(self, files: Sequence[int], run_timeout_s: float) -> Outcome:
+        """One execution over `run_files`.
+
+        Raises WorkerLost when the worker fails, LevelRefused when it cannot confine a child, and RunFault when it is
+        well and the run failed by no fault of its own.
+        """
+        assert self._channel is not None
+        deadline_s = WALL_FACTOR * run_timeout_s + BACKSTOP_S
+        self._running = True
+        try:
+            self._channel.send(json.dumps({"run_timeout_s": run_timeout_s}).encode(), files)
+            reply = await self._channel.receive(deadline_s, f"to report a run of {run_timeout_s:g} s")
+        finally:
+            self._running = False
+        outcome = Outcome.decode(reply)
+        self._cleaning = outcome.cleaning
+        if outcome.refused:
+            raise LevelRefused(f"{self.name} could not confine a child: {outcome.fault}")
+        if outcome.fault is not None:
+            raise RunFault(f"{self.name}: {outcome.fault}", passes=outcome.exhausted)
+        return outcome
+
+    def stop(self) -> None:
+        """End the run that goes on, if there is one; the worker stays, and reports it as ever."""
+        if self._running and self._channel is not None:
+            with contextlib.suppress(WorkerLost):  # `run` finds out too
+                self._channel.send(STOP, [])
+
+    async def finish(self) -> None:
+        """Wait until the files of the last run are gone. Raises WorkerLost when that takes too long."""
+        if self._cleaning and self._channel is not None:
+            await self._channel.receive(CLEANING_TIMEOUT_S, "to remove the files of a run")
+            self._cleaning = False
+
+    def kill(self) -> str:
+        """End the process, its child with it, at any time; the directory in which files of it may be left."""
+        self._running = self._cleaning = False
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._handle is not None:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            os.close(self._handle)
+            self._handle = None
+        return self._directory

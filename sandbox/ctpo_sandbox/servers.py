@@ -1,0 +1,118 @@
+"""Which of several servers a request goes to: among those that answer, the one with the fewest requests in flight."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+_PATH = "/faas/sandbox"
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+_PROBE_PAUSE_S = 0.5
+_PROBE_TIMEOUT_S = 2.0
+_MISSES = 2
+"""Probes in a row without an answer after which a server counts as dark."""
+
+
+def roots(addresses: Sequence[str]) -> list[str]:
+    """Those of servers, given as such or as execution addresses. Raises ValueError without any."""
+    if not addresses:
+        raise ValueError("url: at least one server is needed")
+    return [address.rstrip("/").removesuffix(_PATH) for address in addresses]
+
+
+def execution_url(root: str) -> str:
+    """Where a server takes requests."""
+    return f"{root}{_PATH}/"
+
+
+@dataclass(eq=False)
+class Server:
+    """One address.
+
+    ready: whether requests go there while others are ready too. resting_until: monotonic seconds. gone: set when it
+    turns dark, for who waits for an answer of it.
+    """
+
+    root: str
+    in_flight: int = 0
+    failures: int = 0
+    ready: bool = True
+    resting_until: float = 0.0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        """Its execution address."""
+        return execution_url(self.root)
+
+    def succeeded(self) -> None:
+        """It answered."""
+        self.failures = 0
+
+    def failed(self, pause_s: float | None) -> None:
+        """It gets nothing for a while: `pause_s`, or the longer the more often it fails."""
+        self.failures += 1
+        backoff_s = min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _MAX_BACKOFF_S)
+        self.resting_until = time.monotonic() + (backoff_s if pause_s is None else min(pause_s, _MAX_BACKOFF_S))
+
+
+class Servers:
+    """The servers of a client in one event loop; of several, those in use or not ready are asked how they are."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._servers = [Server(root) for root in addresses]
+        # Clients that have one request at a time must not all begin with the same server.
+        random.SystemRandom().shuffle(self._servers)
+        self._watchers: dict[Server, asyncio.Task[None]] = {}
+        self._http: httpx.AsyncClient | None = None
+
+    def take(self) -> Server:
+        """The server of the next request, which counts as in flight there from now on, until `give_back`."""
+        now = time.monotonic()
+        server = min(self._servers, key=lambda s: (not s.ready, max(0.0, s.resting_until - now), s.in_flight))
+        server.in_flight += 1
+        if len(self._servers) > 1 and self._http is None:
+            self._http = httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S, trust_env=False)
+        if self._http is not None and server not in self._watchers:
+            self._watchers[server] = asyncio.ensure_future(self._watch(server, self._http))
+        return server
+
+    def give_back(self, server: Server) -> None:
+        """The request is over."""
+        server.in_flight -= 1
+
+    async def aclose(self) -> None:
+        """End the watching and close its connections."""
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        if self._http is not None:
+            await self._http.aclose()
+
+    async def _watch(self, server: Server, http: httpx.AsyncClient) -> None:
+        misses = 0
+        try:
+            while server.in_flight or not server.ready:
+                await asyncio.sleep(_PROBE_PAUSE_S)
+                status = await _probe(http, server.root)
+                misses = misses + 1 if status is None else 0
+                if misses >= _MISSES:
+                    server.ready = False
+                    server.gone.set()
+                elif status is not None:
+                    server.ready = status != httpx.codes.SERVICE_UNAVAILABLE
+                    server.gone.clear()
+        finally:
+            del self._watchers[server]
+
+
+async def _probe(http: httpx.AsyncClient, root: str) -> int | None:
+    """The HTTP status of its readiness, None without an answer; servers of other makes answer 404 and the like."""
+    with contextlib.suppress(httpx.TransportError):
+        return (await http.get(f"{root}/ready")).status_code
+    return None

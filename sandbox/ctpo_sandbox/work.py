@@ -1,0 +1,128 @@
+"""Where runs keep their files when no file system of their own can be had: a directory each, watched for its size."""
+
+import errno
+import itertools
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from ctpo_sandbox import libc
+from ctpo_sandbox.records import Limits
+from ctpo_sandbox.remove import remove_tree
+
+_MB = 1024 * 1024
+_BLOCK = 512  # the unit of st_blocks
+
+
+class WorkDirectories(Protocol):
+    """Where runs keep their files."""
+
+    def make(self) -> str:
+        """An empty directory for one run."""
+
+    def excess(self, directory: str, child: int) -> str:
+        """What the run `child` has more of there than it may have; "" for nothing, or where the kernel sees to it."""
+
+    def discard_quickly(self, directory: str) -> bool:
+        """Remove it with all that the run left in it, if that takes no time; whether it did."""
+
+    def discard(self, directory: str) -> None:
+        """Remove it, however long that takes."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class RunDirectory:
+    """A directory of the server's file system for each run; `owner`: the runs' user, if it is not the worker's."""
+
+    def __init__(self, parent: str, owner: int | None, limits: Limits) -> None:
+        self._parent, self._owner, self._limits, self._runs = parent, owner, limits, 0
+        os.makedirs(parent, mode=0o711)
+
+    def make(self) -> str:
+        self._runs += 1
+        path = f"{self._parent}/run-{self._runs}"
+        os.mkdir(path, 0o700)
+        if self._owner is not None:
+            os.chown(path, self._owner, self._owner)
+        return path
+
+    def excess(self, directory: str, child: int) -> str:
+        """Files that are open but have no name any more count; those that are only mapped are bounded by the memory."""
+        most_files, most_mb = self._limits.disk_files, self._limits.disk_mb
+        files = size = 0
+        try:
+            for found in itertools.chain(_files_below(directory), self._nameless(directory, child)):
+                files += 1
+                size += found.st_blocks * _BLOCK
+                if files > most_files or size > most_mb * _MB:
+                    return f"for more than {most_mb} MB or {most_files} files"
+        except (FileNotFoundError, ProcessLookupError):  # the run goes on meanwhile, and may end
+            return ""
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            return "for a path that is too long to follow"
+        return ""
+
+    def _nameless(self, directory: str, child: int) -> Iterator[os.stat_result]:
+        device = os.stat(directory).st_dev  # that of the outputs, which are memory files, is another one
+        with self._as_owner(), suppress(PermissionError):  # a run that gives up its rights, or has just ended
+            for descriptor in os.listdir(f"/proc/{child}/fd"):
+                with suppress(FileNotFoundError):
+                    found = os.stat(f"/proc/{child}/fd/{descriptor}")
+                    if found.st_nlink == 0 and found.st_dev == device and stat.S_ISREG(found.st_mode):
+                        yield found
+
+    @contextmanager
+    def _as_owner(self) -> Iterator[None]:
+        """The kernel shows the open files of a process to its user; a container's root need not be allowed."""
+        if self._owner is None:
+            yield
+            return
+        os.setegid(self._owner)
+        os.seteuid(self._owner)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+            libc.die_with_parent(os.getppid(), signal.SIGKILL)  # a change of user clears it
+
+    def discard_quickly(self, directory: str) -> bool:
+        try:
+            os.rmdir(directory)
+        except OSError:  # not empty
+            return False
+        return True
+
+    def discard(self, directory: str) -> None:
+        remove_tree(directory)
+
+    def close(self) -> None:
+        remove_tree(self._parent)
+
+
+def _files_below(directory: str) -> Iterator[os.stat_result]:
+    """All of them, directories and links included, links not followed."""
+    pending = [directory]
+    while pending:
+        current = pending.pop()
+        for entry in _listed(current):
+            with suppress(FileNotFoundError):
+                found = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(found.st_mode):
+                    pending.append(entry.path)
+                yield found
+
+
+def _listed(directory: str) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(directory))
+    except PermissionError:
+        os.chmod(directory, 0o700)
+        return list(os.scandir(directory))

@@ -1,0 +1,114 @@
+"""What the kernel does not count at every level: threads, and the files of a run in the server's file system."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ctpo_sandbox import ExecutionResult, SandboxClient, start_server
+from tests.sandbox.sandbox_http import health
+from tests.support.deadlines import scaled
+
+DEEP = "import os\nfor _ in range(3000):\n    os.mkdir('d'); os.chdir('d')\n"
+HOARDS = {
+    "files": "for i in range(40): open(f'f{i}', 'wb').write(bytes(4 << 20))\n",
+    "files without a name": "import os\nkept = []\nfor i in range(40):\n"
+    "    kept.append(open('f', 'wb', 0)); os.remove('f'); kept[-1].write(bytes(4 << 20))\n",
+    "files in a closed directory": "import os\nos.mkdir('d', 0o300)\n"
+    "for i in range(40): open(f'd/f{i}', 'wb').write(bytes(4 << 20))\n",
+    "files far down": f"{DEEP}for i in range(40): open(f'f{{i}}', 'wb').write(bytes(4 << 20))\n",
+    "empty files": "for i in range(6000): open(f'f{i}', 'wb').close()\n",
+    "directories": "import os\nfor i in range(6000): os.mkdir(f'd{i}')\n",
+}
+
+
+@pytest.mark.xdist_group("sandbox-C")
+@pytest.mark.parametrize("name", HOARDS)
+def test_a_run_that_hoards_files_is_ended(hoarder, name: str) -> None:
+    result = hoarder(f"{HOARDS[name]}import time; print('kept', flush=True); time.sleep(9)")
+    assert result.status == "runtime_error", result
+    assert "[killed for " in result.stderr
+    assert result.wall_s < scaled(6)
+
+
+@pytest.fixture(scope="module")
+def hoarder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """Level C, and where the tests are root without the right to look into others' processes, as in a container."""
+    folder = tmp_path_factory.mktemp("hoarder")
+    folder.chmod(0o711)
+    from tests.sandbox.conftest import runner
+
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": "landlock"}
+    with start_server(**options, log_path=folder / "log") as server, runner(server.url) as run:
+        yield run
+
+
+THREADS = """
+import threading, time
+threading.stack_size(32 << 10)
+try:
+    for _ in range(2000):
+        threading.Thread(target=time.sleep, args=[20], daemon=True).start()
+except RuntimeError:
+    pass
+time.sleep(1)
+print("held", threading.active_count())
+"""
+
+
+def test_a_run_that_takes_every_process_costs_no_other_run_its_verdict(tmp_path: Path) -> None:
+    """In a group of processes with a limit, as in a container, at a level where the kernel counts no run's threads."""
+    options = {"slots": 3, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": "namespaces-user"}
+    with start_server(**options, log_path=tmp_path / "log") as server, _few_processes(server.process.pid, 40) as group:
+        before = health(server.url)
+
+        async def all_of_them() -> list[ExecutionResult]:
+            client = SandboxClient(server.url, max_concurrency=8, request_timeout_s=scaled(30))
+            hostile = asyncio.ensure_future(client.run(THREADS, run_timeout_s=4))
+            while (group / "pids.current").read_text() != (group / "pids.max").read_text():
+                await asyncio.sleep(0.005)
+            innocent = asyncio.gather(*(client.run(f"print({i})", run_timeout_s=4) for i in range(6)))
+            results = [await hostile, *await innocent]
+            await client.aclose()
+            assert client.stats.retries == 0
+            return results
+
+        hostile, *innocent = asyncio.run(all_of_them())
+        assert [result.stdout for result in innocent] == [f"{i}\n" for i in range(6)]
+        assert "held" in hostile.stdout, hostile
+        assert health(server.url)["restarts"] == before["restarts"]
+
+
+@contextlib.contextmanager
+def _few_processes(server: int, spare: int) -> Iterator[Path]:
+    """Move it and its family into a control group that has place for `spare` more."""
+    roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
+    root = next((root for root in roots if (root / "cgroup.procs").exists() and os.access(root, os.W_OK)), None)
+    if root is None or (root == roots[1] and "pids" not in (root / "cgroup.subtree_control").read_text().split()):
+        pytest.skip("no control group of processes to write to")
+    group = root / f"ctpo-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        family = [psutil.Process(server), *psutil.Process(server).children(recursive=True)]
+        for process in family:
+            (group / "cgroup.procs").write_text(str(process.pid))
+        (group / "pids.max").write_text(str(int((group / "pids.current").read_text()) + spare))
+        yield group
+        (group / "pids.max").write_text("max")
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (root / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
+def test_a_run_that_takes_too_many_threads_is_ended(server_at) -> None:
+    with server_at("namespaces-user") as run:
+        result = run(THREADS, run_timeout_s=8)
+    assert result.status == "runtime_error"
+    assert "[killed for more than 128 threads]" in result.stderr

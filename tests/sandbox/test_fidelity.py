@@ -1,0 +1,65 @@
+"""Typical programs end as they do under `python main.py`: byte for byte on stdout, and with the same last words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ctpo_sandbox import SandboxServer
+from tests.sandbox.conftest import Runner
+from tests.sandbox.fidelity import HEAVY, PROGRAMS, STDIN
+from tests.sandbox.sandbox_http import post
+from tests.support.deadlines import scaled
+
+ENVIRONMENT = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+
+
+def test_there_are_enough() -> None:
+    assert len({*PROGRAMS, *HEAVY}) == len(PROGRAMS) + len(HEAVY) >= 150
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_as_under_python(sandbox_server: SandboxServer, tmp_path: Path, number: int) -> None:
+    _assert_alike(sandbox_server, tmp_path, PROGRAMS[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(HEAVY)))
+def test_as_under_python_with_libraries(sandbox_server: SandboxServer, tmp_path: Path, number: int) -> None:
+    _assert_alike(sandbox_server, tmp_path, HEAVY[number])
+
+
+def _assert_alike(server: SandboxServer, folder: Path, program: str) -> None:
+    (folder / "main.py").write_text(program)
+    command = [sys.executable, "-X", "utf8", "main.py"]
+    options = {"capture_output": True, "text": True, "timeout": scaled(60), "check": False, "env": ENVIRONMENT}
+    plain = subprocess.run(command, cwd=folder, input=STDIN, **options)
+    ours = post(server, {"code": program, "stdin": STDIN, "run_timeout": scaled(8)}).json()["run_result"]
+    assert ours["stdout"] == plain.stdout.replace(str(folder / "main.py"), "main.py")
+    assert ours["return_code"] == plain.returncode
+    said = ours["stderr"].partition("[killed by signal")[0]
+    assert said.strip().splitlines()[-1:] == plain.stderr.strip().splitlines()[-1:]
+
+
+def test_printing_beyond_the_limit_is_cut_and_no_error(execute: Runner) -> None:
+    result = execute("for i in range(1_200_000): print('1234567890')\nimport sys; print('end', file=sys.stderr)")
+    assert (result.status, result.stderr) == ("success", "end\n")
+    assert result.stdout.endswith("[output cut: the first 1000000 of 8388608 bytes]\n")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import multiprocessing as m; m.Pool(2).map(abs, [1])",
+        "from concurrent.futures import ProcessPoolExecutor as P\nwith P(2) as p: print(list(p.map(abs, [1])))",
+        "import multiprocessing as m; m.Lock()",
+    ],
+)
+def test_several_processes_are_refused_in_words(execute: Runner, code: str) -> None:
+    result = execute(code)
+    assert result.status == "runtime_error"
+    assert "one process per run: use threads instead of multiprocessing" in result.stderr.splitlines()[-1]

@@ -1,0 +1,146 @@
+"""A server that is asked for too much, too slowly, or to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ctpo_sandbox import SandboxServer
+from tests.sandbox.sandbox_http import HTTP
+from tests.support.deadlines import scaled
+
+FEW_FILES, CONNECTIONS = 64, 100
+HURRIED = """
+from ctpo_sandbox import front
+front.HEAD_TIMEOUT_S = front.BODY_TIMEOUT_S = 0.5
+from ctpo_sandbox.server import main
+raise SystemExit(main())
+"""
+OPTIONS = ["--port", "0", "--slots", "1", "--max-waiting", "2", "--tiers", "stdlib", "--require", "none"]
+
+
+class _Server:
+    """A process with few open files at first, a short queue and short deadlines; not started again when it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        announce = folder / "url"
+        command = [sys.executable, "-c", HURRIED, *OPTIONS, "--announce", str(announce)]
+        self.process = subprocess.Popen(
+            ["sh", "-c", f'ulimit -Sn {FEW_FILES}; exec "$@"', "sh", *command],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "sandbox")},
+        )
+        deadline = time.monotonic() + scaled(60)
+        while not announce.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, "the server did not come up"
+            time.sleep(0.02)
+        self.url = announce.read_text().strip()
+
+    def connect(self) -> socket.socket:
+        url = httpx.URL(self.url)
+        connection = socket.create_connection((url.host, url.port))
+        connection.settimeout(scaled(20))
+        return connection
+
+    def ask(self, code: str) -> httpx.Response:
+        return HTTP.post(f"{self.url}/faas/sandbox/", json={"code": code, "run_timeout": 8})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
+    server = _Server(tmp_path_factory.mktemp("front"))
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait(scaled(20))
+
+
+def _request(body: bytes, length: int | None = None, host: str = "localhost") -> bytes:
+    head = f"POST /faas/sandbox/ HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+
+
+def _all_of(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_idle_connections_do_not_keep_others_out(server: _Server) -> None:
+    with ExitStack() as held:
+        for _ in range(CONNECTIONS):
+            held.enter_context(server.connect())
+        assert server.ask("print(1)").json()["run_result"]["stdout"] == "1\n"
+
+
+def test_a_slow_head_is_given_up(server: _Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(_request(b"{}")[:40])
+        assert _all_of(connection) == b""
+
+
+def test_a_slow_body_is_given_up(server: _Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(_request(b"{", length=100))
+        assert _all_of(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_closed_only_its_side_is_answered(server: _Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(_request(json.dumps({"code": "import time; time.sleep(0.3); print('late')"}).encode()))
+        connection.shutdown(socket.SHUT_WR)
+        answer = _all_of(connection)
+    assert b"HTTP/1.1 200 " in answer and b"late" in answer
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:80", 200), ("127.0.0.2", 200), ("[::1]:8080", 200), ("LOCALHOST", 200)]
+    + [(name, 421) for name in ("rebound.example.com", "10.0.0.1:80", "localhost.example.com", "[::2]", "x")],
+)
+def test_only_loopback_is_asked_for_without_a_token(sandbox_server: SandboxServer, host: str, status: int) -> None:
+    assert HTTP.get(f"{sandbox_server.url}/health", headers={"host": host}).status_code == status
+
+
+def _asked(server: _Server, code: str) -> tuple[threading.Thread, list[httpx.Response]]:
+    replies: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: replies.append(server.ask(code)))
+    thread.start()
+    return thread, replies
+
+
+def _waiting(server: _Server) -> int:
+    return HTTP.get(f"{server.url}/health").json()["waiting"]
+
+
+def test_a_full_queue_says_so_and_a_server_that_ends_finishes_it(server: _Server) -> None:
+    assert HTTP.get(f"{server.url}/ready").status_code == 200
+    asked = []
+    for number in range(3):
+        asked.append(_asked(server, f"import time; time.sleep(0.7); print({number})"))
+        deadline = time.monotonic() + scaled(10)
+        while _waiting(server) < number and time.monotonic() < deadline:
+            time.sleep(0.01)
+    refused = server.ask("print(1)")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert [HTTP.get(f"{server.url}/{path}").status_code for path in ("live", "ready")] == [200, 503]
+    server.process.send_signal(signal.SIGTERM)
+    for number, (thread, replies) in enumerate(asked):
+        thread.join(scaled(20))
+        assert replies[0].json()["run_result"]["stdout"] == f"{number}\n"
+    assert server.process.wait(scaled(20)) == 128 + signal.SIGTERM
+    with pytest.raises(httpx.ConnectError):
+        server.ask("print(1)")
