@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from test_config_check import write_model
+from test_model_spec import write_model
 
 from ctpo_megatron.config import Config, ConfigError, read_spec, validate
 from ctpo_megatron.config.memory import parameters
