@@ -165,9 +165,6 @@ class SandboxConfig(Section):
         default="landlock", description="least isolation of our own server; it refuses to start with less"
     )
     slots: PositiveInt = Field(default=2, description="executions at once")
-    warm: str = Field(
-        default="", description="modules that our own server imports ahead beside numpy and sympy, separated by commas"
-    )
     run_timeout_s: PositiveFloat = Field(
         default=4.0, description="CPU seconds of one execution; it ends after twice as many seconds in any case"
     )
@@ -192,3 +189,6 @@ class SandboxConfig(Section):
     )
     max_concurrency: PositiveInt = Field(default=64, description="tool requests in flight, over the whole run")
     start_timeout_s: PositiveFloat = Field(default=60.0, description="deadline for the server to answer")
+    warm: str = Field(
+        default="", description="modules that our own server imports ahead beside numpy and sympy, separated by commas"
+    )

@@ -169,6 +169,11 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
     async def run_code(execution: Execution, request: Request) -> JSONResponse:
         return JSONResponse(fusion_answer(await run(execution, request)))
 
+    _add_reports(app, pool, state, metrics)
+    return app
+
+
+def _add_reports(app: FastAPI, pool: Pool, state: ServerState, metrics: Metrics) -> None:
     @app.get("/live")
     async def live() -> dict[str, str]:
         return {"status": "live"}
@@ -205,5 +210,3 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
             "refused_levels": state.refused_levels,
             "versions": state.versions,
         }
-
-    return app

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,21 @@ from tests.support.deadlines import scaled
 ENVIRONMENT = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Python as a terminal starts it: in the background of a shell it would ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_there_are_enough() -> None:
     assert len({*PROGRAMS, *HEAVY}) == len(PROGRAMS) + len(HEAVY) >= 150
 
 
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[] if n % 3 == 0 else pytest.mark.slow) for n in range(len(PROGRAMS))]
+)
 def test_as_under_python(sandbox_server: SandboxServer, tmp_path: Path, number: int) -> None:
     _assert_alike(sandbox_server, tmp_path, PROGRAMS[number])
 
