@@ -99,8 +99,7 @@ class InProcessCore:
         """Queue a request."""
         self.check_alive()
         self.core.add_request(*self.core.preprocess_add_request(request))
-        if not self.core.is_scheduler_paused():
-            self._work.set()
+        self._look_for_work()
 
     def check_alive(self) -> None:
         """Raises EngineDeadError after a step that failed."""
@@ -117,7 +116,17 @@ class InProcessCore:
         """Steps again."""
         self.check_alive()
         self.core.resume_scheduler()
-        if self.core.scheduler.has_requests():
+        self._look_for_work()
+
+    async def wake_up_async(self, tags: Any) -> bool:
+        """See `AsyncLLM.wake_up`."""
+        self.check_alive()
+        awake: bool = self.core.wake_up(tags)
+        self._look_for_work()
+        return awake
+
+    def _look_for_work(self) -> None:
+        if self.core.scheduler.has_requests() and not self.core.is_scheduler_paused():
             self._work.set()
 
     abort_requests_async = _call("abort_requests")
@@ -126,6 +135,7 @@ class InProcessCore:
     get_weight_version_async = _call("get_weight_version")
     is_scheduler_paused_async = _call("is_scheduler_paused")
     set_weight_version_async = _call("set_weight_version")
+    sleep_async = _call("sleep")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Release the model."""

@@ -38,6 +38,10 @@ class RecordedLLM:
     async def get_weight_version(self) -> str:
         return "3"
 
+    async def is_paused(self) -> bool:
+        last = [name for name, _ in self.calls if name in ("pause_generation", "resume_generation")][-1:]
+        return last == ["pause_generation"]
+
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any, **keywords: Any) -> None:
             self.calls.append((name, arguments or keywords))
