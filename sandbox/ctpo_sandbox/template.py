@@ -53,6 +53,11 @@ def main(configuration: str) -> None:
     control.set_inheritable(False)
     try:
         confinement = _prepare(boot)
+    except ImportError as error:
+        places = ", ".join(sorted({sys.prefix, sys.base_prefix}))
+        reason = f"{error}: snippets see packages below {places} only, and it is installed elsewhere"
+        control.send(FAILED + reason.encode())
+        return
     except (LevelUnavailable, OSError) as error:
         control.send(FAILED + str(error).encode())
         return
