@@ -152,7 +152,7 @@ def test_unreadable_override_does_not_hide_the_others(refusal: Refusal) -> None:
         ("rollout.samples=4", "did you mean"),
         ("rolout.engines=4", 'rolout = {"engines": 4}: unknown key; did you mean rollout?'),
         ("policy.micro_batch_token=4", "did you mean policy.micro_batch_tokens?"),
-        ("sandbox.xyz=1", "unknown key; sandbox has url, require, slots, warm, run_timeout_s"),
+        ("sandbox.xyz=1", "unknown key; sandbox has url, require, slots, run_timeout_s"),
         ("xyz=1", "unknown key; the top level has run, model, data"),
         ("run.name=7", "run.name = 7: must be a string; quote it: \"'7'\" on the command line"),
         ("run.name=a/b", 'run.name = "a/b": may hold only letters, digits'),
