@@ -155,7 +155,7 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
         except PoolFull as error:
             raise HTTPException(503, str(error), headers={"retry-after": str(_RETRY_AFTER_S)}) from error
         except PoolUnavailable as error:
-            raise HTTPException(503, f"the sandbox lost its worker twice: {error}") from error
+            raise HTTPException(503, f"the sandbox could not carry out the run: {error}") from error
         if finished is None:
             raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client closed the connection")
         metrics.finished(finished, verdict(finished))
@@ -174,6 +174,8 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
 
 
 def _add_reports(app: FastAPI, pool: Pool, state: ServerState, metrics: Metrics) -> None:
+    not_installed = absent()
+
     @app.get("/live")
     async def live() -> dict[str, str]:
         return {"status": "live"}
@@ -201,7 +203,7 @@ def _add_reports(app: FastAPI, pool: Pool, state: ServerState, metrics: Metrics)
             "workers": [worker.pid for worker in pool.workers],
             "templates": {name: template.pid for name, template in pool.templates.items()},
             "libraries": {name: list(template.library.modules) for name, template in pool.templates.items()},
-            "not_installed": absent(),
+            "not_installed": not_installed,
             "limits": asdict(pool.limits),
             "max_waiting": pool.max_waiting,
             "enforced": [PROTECTIONS[name] for name, holds in state.enforced.items() if holds],

@@ -95,23 +95,32 @@ class Template:
             return
         self.kill()
         self.starts += 1
+        try:
+            await self._start()
+        except BaseException:
+            self.kill()  # its hello may still come, and must not be taken for the answer to a request
+            raise
+
+    async def _start(self) -> None:
         directory = self._root / f"box-{self.library.name}-{self.starts}"
         directory.mkdir()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         boot = Boot(self.level, self.limits, self.library, str(directory), theirs.fileno(), _PACKAGE_ROOT)
         program = _BOOT.format(root=_PACKAGE_ROOT, configuration=boot.encode())
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-X", "utf8", "-c", program],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-s", "-P", "-X", "utf8", "-c", program],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=_environment(),
+                )
+        except BlockingIOError as error:  # the machine, or the container, has no process left
+            raise RunFault(f"could not start the template of {self.library.name}: {error}", passes=True) from error
         self._channel = Channel(f"the template of {self.library.name} (pid {self._process.pid})", ours)
         hello = await self._channel.receive(self._start_timeout_s, "to start")
         if hello.startswith(FAILED):
-            self.kill()
             raise LevelRefused(hello.removeprefix(FAILED).decode(errors="replace"))
         self.missing = json.loads(hello.removeprefix(READY))
 

@@ -25,7 +25,7 @@ from ctpo_sandbox.channel import WorkerLost
 from ctpo_sandbox.front import Protocol
 from ctpo_sandbox.libraries import absent, tiers
 from ctpo_sandbox.pool import Pool, PoolUnavailable
-from ctpo_sandbox.processes import LevelRefused
+from ctpo_sandbox.processes import LevelRefused, RunFault
 from ctpo_sandbox.records import LEVELS, Limits, option
 from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, explain, measure
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
@@ -141,7 +141,7 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
         except LevelRefused as error:
             pool.close()
             refused[level] = str(error)
-        except (WorkerLost, PoolUnavailable) as error:
+        except (WorkerLost, RunFault, PoolUnavailable) as error:
             pool.close()
             raise StartFailed(f"{error}. {_ON_FAILURE}") from error
         except BaseException:
