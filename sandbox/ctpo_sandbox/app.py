@@ -1,6 +1,7 @@
 """The HTTP contract: requests checked, pool outcomes turned into verdicts, infrastructure faults into 503."""
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -109,22 +110,22 @@ def fusion_answer(run: Run) -> dict[str, Any]:
     }
 
 
-async def _client_gone(request: Request) -> None:
+async def _end_with_client(request: Request, work: asyncio.Timeout) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    work.reschedule(asyncio.get_running_loop().time())
 
 
 async def _run_while_connected(request: Request, pool: Pool, execution: Execution, timeout_s: float) -> Run | None:
     """None when the client hung up first; its snippet is dead then."""
-    work = asyncio.ensure_future(pool.run(execution.code, execution.stdin, timeout_s))
-    gone = asyncio.ensure_future(_client_gone(request))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await work if work.done() else None
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as work:
+            watch = asyncio.ensure_future(_end_with_client(request, work))
+            try:
+                return await pool.run(execution.code, execution.stdin, timeout_s)
+            finally:
+                watch.cancel()
+    return None
 
 
 def create_app(pool: Pool, state: ServerState) -> FastAPI:
