@@ -128,10 +128,10 @@ async def _run_while_connected(request: Request, pool: Pool, execution: Executio
     return None
 
 
-def create_app(pool: Pool, state: ServerState) -> FastAPI:
-    """The application over a started pool."""
+def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
+    """The application over a started pool; `node`: the label of its metrics."""
     app = FastAPI(title="ctpo sandbox", openapi_url=None)
-    metrics = Metrics(pool)
+    metrics = Metrics(pool, node)
     max_bytes = pool.limits.request_mb << 20
     app.add_middleware(Gate, token=state.token, max_bytes=max_bytes, rejected=metrics.rejected)
 
