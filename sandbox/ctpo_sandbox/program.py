@@ -17,7 +17,7 @@ from typing import Any
 
 _FLUSH_FAILED = 120  # CPython's own code for it
 _FILENAME = "main.py"
-_FRAMES_OF_RUN_MAIN = 2
+_FRAMES_OF_RUN_MAIN = 2 if sys.version_info < (3, 12) else 1  # `exec`, too, counts before 3.12
 _MAX_RECURSION = 2**31 - 1
 _REHEARSALS = 2
 _real_set, _real_get = sys.setrecursionlimit, sys.getrecursionlimit
