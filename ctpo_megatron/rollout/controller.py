@@ -130,6 +130,7 @@ class AsyncRollouts:
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._failure: Exception | None = None
         self._closed = False
+        self._turned = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -165,11 +166,13 @@ class AsyncRollouts:
     def _await(self, step: int) -> OpenBatch | None:
         """The complete batch of a step, out of the buffer; None: the run is asked to end.
 
-        Every group has its deadline (`rollout.group_timeout_s`) and so many retries, which bounds the wait.
+        Every group has its deadline (`rollout.group_timeout_s`) and so many retries, which bounds the wait while the
+        thread takes its turns. Raises FleetError when it does not.
         """
         while not self._cancelled():
             with self._held():
                 self._raise_failure()
+                self._check_turns(step)
                 opened = next(iter(self._batches), None)
                 if opened is not None and opened.batch is not None:
                     if opened.step != step:
@@ -180,6 +183,12 @@ class AsyncRollouts:
                     return opened
                 self._changed.wait(_LOOK_S)
         return None
+
+    def _check_turns(self, step: int) -> None:
+        if time.monotonic() > self._turned + self._patience_s:
+            there = f"{len(self._turns.playing) if self._turns else 0} groups to play, {len(self._scoring)} to score"
+            late = f"has not ended its turn within {self._patience_s:g} s"
+            raise FleetError(f"step {step} waits for the thread of the rollouts, which {late}; it has {there}")
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutSource`; within `updating`."""
@@ -203,6 +212,7 @@ class AsyncRollouts:
         finally:
             turns.on_hold = False
         if self._thread.ident is None:
+            self._turned = time.monotonic()
             self._thread.start()
 
     def _finish_in_flight(self, turns: Turns) -> None:
@@ -260,6 +270,11 @@ class AsyncRollouts:
     def _shape(self) -> list[int]:
         return [self._config.prompts_per_step, self._config.samples_per_prompt]
 
+    @property
+    def _patience_s(self) -> float:
+        """Longest turn of the thread: an engine that is replaced in it starts and is given weights."""
+        return self._config.start_timeout_s + self._config.weights.timeout_s
+
     def _uniform(self, refills: int = 0) -> UniformGroups:
         return UniformGroups(self._config, self._prompts, self._mini, refills)
 
@@ -267,9 +282,8 @@ class AsyncRollouts:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        limit = self._config.start_timeout_s + self._config.weights.timeout_s
-        if not self._changed.acquire(timeout=limit):
-            raise FleetError(f"the thread of the rollouts has not let go of the engines for {limit:g} s")
+        if not self._changed.acquire(timeout=self._patience_s):
+            raise FleetError(f"the thread of the rollouts has not let go of the engines for {self._patience_s:g} s")
         try:
             yield
         finally:
@@ -343,6 +357,7 @@ class AsyncRollouts:
             return False
         turns.turn(self._deliver, _SCORING_S if self._scoring else _TURN_S)
         with self._changed:
+            self._turned = time.monotonic()
             self._take_scores()
             for opened in self._batches:
                 if opened.batch is None and len(opened.scored) == opened.drawn:

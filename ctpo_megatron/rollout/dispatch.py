@@ -19,6 +19,8 @@ from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
 from ctpo_megatron.rollout.tasks import Cancelled, Deliver, FleetError, GroupOutcome, GroupTask, Keep, Request
 
 _MAX_BACKOFF_S = 10.0
+_FETCH_TIMEOUT_S = 60.0
+"""For a group that is complete to travel here."""
 _TURN_S = 1.0
 """Longest wait before it is looked whether the call was cancelled."""
 
@@ -199,7 +201,7 @@ class Dispatcher:
             self._retry(job, died)
             return
         try:
-            outcome: GroupOutcome = ray.get(reference)
+            outcome: GroupOutcome = ray.get(reference, timeout=_FETCH_TIMEOUT_S)
         except RayError as error:
             if not engine_died(error):
                 cause = error.cause if isinstance(error, RayTaskError) else error

@@ -138,7 +138,7 @@ class EngineHandle:
         if self.live:
             self._asked = self._actor.take_finished.remote()
         try:
-            return [] if asked is None else list(ray.get(asked))
+            return [] if asked is None else list(ray.get(asked, timeout=_PING_TIMEOUT_S))
         except RayError:  # whoever waits for its groups sees that it died
             return []
 

@@ -18,7 +18,7 @@ from ctpo_megatron.data import Group, Prompt, PromptSampler, RolloutBatch, Traje
 from ctpo_megatron.rollout import AsyncRollouts, Collector, Quarantined, SampledRollouts
 from ctpo_megatron.rollout.accounting import AccountingError
 from ctpo_megatron.rollout.metrics import fleet_stats
-from ctpo_megatron.rollout.tasks import Deliver, Request
+from ctpo_megatron.rollout.tasks import Deliver, FleetError, Request
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(50)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(200)]
@@ -361,6 +361,20 @@ def test_what_ends_the_thread_ends_whoever_waits() -> None:
 
     with Run(Broken()).going() as run, pytest.raises(RuntimeError, match="all engines are gone"):
         run.train()
+
+
+def test_a_thread_that_stands_still_is_named() -> None:
+    go_on = threading.Event()
+
+    class Blocked(Engines):
+        def turn(self, deliver: Deliver, longest_s: float) -> None:
+            go_on.wait()
+
+    with Run(Blocked(), start_timeout_s=0.1, weights={"timeout_s": 0.1}).going() as run:
+        late = "step 1 waits for the thread of the rollouts, which has not ended its turn within 0.2 s; it has 8 groups"
+        with pytest.raises(FleetError, match=late):
+            run.train()
+        go_on.set()
 
 
 def test_other_settings_cannot_take_over_what_was_sampled_ahead() -> None:
