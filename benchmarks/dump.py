@@ -73,6 +73,7 @@ def main() -> None:
             best = min((measure(Path(folder), form, groups, decode) for _ in range(3)), key=lambda m: m["write_cpu_s"])
         found.append({"length": length, "format": form, **best})
     about = report.environment("cpu")
+    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "dump.json").write_text(json.dumps({"environment": about, "rows": found}, indent=1) + "\n")
     rows = [
         (m["length"], m["format"], f"{m['write_cpu_s']:.2f}", f"{m['read_cpu_s']:.2f}", f"{m['bytes']:.1f}")

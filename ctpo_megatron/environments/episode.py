@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ctpo_megatron.data.records import FinishReason, Prompt, Trajectory
+from ctpo_megatron.environments.parsers.thinking import left_open
 from ctpo_megatron.environments.protocol import Environment, Message, ToolUnavailable
 from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox
+
+_TAG_TOKENS = 16
+"""At the end of a prompt: more than any tokenizer needs for `<think>` and the line ends behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A model turn as text, without the end token. number: from 1. complete: False when a token limit cut it.
+    """A model turn. text: without the end token, behind the `<think>` that the prompt has opened it with, if any.
 
+    number: from 1. complete: False when a token limit cut it.
     has_end_token: False for one that was cut, or that the tool parser ended.
     """
 
@@ -129,11 +134,12 @@ class Episode:
         per_turn = self._limits.max_turn_tokens
         max_tokens = budget if per_turn is None else min(budget, per_turn)
         self._awaits_reply = True
+        opened = left_open(self._codec.decode(trajectory.token_ids[-_TAG_TOKENS:]))
         ids: list[int] = []
         while True:
             ids += await self._sample(number, max_tokens - len(ids), turn_seed(trajectory.seed, number, len(ids)))
             ended = ids[-1] in self._codec.stop_ids
-            text = self._codec.decode(ids[:-1] if ended else ids)
+            text = opened + self._codec.decode(ids[:-1] if ended else ids)
             complete = ended or self._tools.ends_turn(text)
             if complete or len(ids) == max_tokens or not self._tools.stop:
                 self._turn = Turn(text, number, complete, ended)

@@ -80,7 +80,7 @@ class Dispatcher:
         """The groups of `prompts`, in their order; see `RolloutFleet.generate` for what is replaced or left out.
 
         Raises TooManyQuarantined, FleetError from `readmit`, and Cancelled within a second or so of
-        `request.cancelled()` being true.
+        `cancelled()` being true.
         """
         self._played = {prompt_id: set(indices) for prompt_id, indices in request.played.items()}
         done: dict[Hashable, Group] = {}

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NOTHING_TO_DO_S = 0.001
-"""Until it is asked again for work, where requests exist and none could be scheduled."""
+"""Until the next step, where requests exist and none could be scheduled."""
+_SHUTDOWN_S = 2.0
+"""For the step that is under way and the release of the model, where the caller names no deadline."""
 
 
 def in_process_engine(arguments: AsyncEngineArgs, threads: int) -> async_llm.AsyncLLM:
@@ -52,8 +55,8 @@ def _cores_made_here() -> Iterator[None]:
 
 
 def _call(name: str) -> Callable[..., Awaitable[Any]]:
-    async def call(self: InProcessCore, *arguments: Any) -> Any:
-        return await self.in_turn(getattr(self.core, name), *arguments)
+    async def call(self: InProcessCore, *arguments: Any, **named: Any) -> Any:
+        return await self.in_turn(partial(getattr(self.core, name), *arguments, **named))
 
     return call
 
@@ -72,6 +75,7 @@ class InProcessCore:
         self._thread = ThreadPoolExecutor(1, "engine-core", torch.set_num_threads, (torch.get_num_threads(),))
         self.core = self._thread.submit(EngineCore, vllm_config, executor_class, log_stats).result()
         self.resources = SimpleNamespace(engine_dead=False)
+        self._loop = asyncio.get_running_loop()
         self._work = asyncio.Event()
         self._closed = False
 
@@ -80,77 +84,65 @@ class InProcessCore:
         """As `EngineCoreClient.make_async_mp_client` is called."""
         return cls(vllm_config, executor_class, log_stats)
 
-    async def in_turn(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def in_turn(self, function: Callable[[], Any]) -> Any:
         """Call a function in the thread, after what was asked before. Raises EngineDeadError after a failed step."""
         if self.resources.engine_dead:
             raise EngineDeadError
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        return await self._loop.run_in_executor(self._thread, self._then_look_for_work, function)
+
+    def _then_look_for_work(self, function: Callable[[], Any]) -> Any:
+        # In the thread, so that no call can change the core between the two, and a caller that is cancelled loses none.
+        result = function()
+        if self.core.scheduler.has_requests() and not self.core.is_scheduler_paused():
+            self._loop.call_soon_threadsafe(self._work.set)
+        return result
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Step until there are outputs. Raises EngineDeadError when a step fails, and so does all that comes later."""
         while True:
             await self._work.wait()
+            self._work.clear()
             try:
-                outputs, has_requests = await self.in_turn(self._step)
+                outputs = await self.in_turn(self._step)
             except Exception:
                 log.exception("vLLM's engine core failed")
                 self.resources.engine_dead = True
                 raise EngineDeadError from None
-            if not has_requests:  # a request that came meanwhile is added, and says so, after this
-                self._work.clear()
             if outputs:
                 return outputs
             await asyncio.sleep(_NOTHING_TO_DO_S)
 
-    def _step(self) -> tuple[EngineCoreOutputs | None, bool]:
+    def _step(self) -> EngineCoreOutputs | None:
         outputs, executed = self.core.step_fn()
         self.core.post_step(executed)
-        return (outputs or {}).get(0), self.core.scheduler.has_requests()
+        return (outputs or {}).get(0)
 
-    def _can_step(self) -> bool:
-        return self.core.scheduler.has_requests() and not self.core.is_scheduler_paused()
-
-    async def _look_for_work(self) -> None:
-        if await self.in_turn(self._can_step):
-            self._work.set()
+    def _add(self, request: EngineCoreRequest) -> None:
+        self.core.add_request(*self.core.preprocess_add_request(request))
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Queue a request."""
-        if await self.in_turn(self._add, request):
-            self._work.set()
-
-    def _add(self, request: EngineCoreRequest) -> bool:
-        self.core.add_request(*self.core.preprocess_add_request(request))
-        return self._can_step()
-
-    async def pause_scheduler_async(self, mode: Any, clear_cache: bool) -> None:
-        """No steps from now on; see `AsyncLLM.pause_generation`."""
-        await self.in_turn(self.core.pause_scheduler, mode, clear_cache)
-        self._work.clear()
-
-    async def resume_scheduler_async(self) -> None:
-        """Steps again."""
-        await self.in_turn(self.core.resume_scheduler)
-        await self._look_for_work()
-
-    async def wake_up_async(self, tags: Any) -> bool:
-        """See `AsyncLLM.wake_up`."""
-        awake: bool = await self.in_turn(self.core.wake_up, tags)
-        await self._look_for_work()
-        return awake
+        await self.in_turn(partial(self._add, request))
 
     abort_requests_async = _call("abort_requests")
     collective_rpc_async = _call("collective_rpc")
     get_supported_tasks_async = _call("get_supported_tasks")
     get_weight_version_async = _call("get_weight_version")
     is_scheduler_paused_async = _call("is_scheduler_paused")
+    pause_scheduler_async = _call("pause_scheduler")
+    resume_scheduler_async = _call("resume_scheduler")
     set_weight_version_async = _call("set_weight_version")
     sleep_async = _call("sleep")
+    wake_up_async = _call("wake_up")
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Release the model, within `timeout` seconds. Idempotent."""
+        """Release the model, within `timeout` seconds. Raises TimeoutError when the thread is busy for longer.
+
+        timeout: None, as AsyncLLM calls it when it is collected, is 2. Idempotent.
+        """
         if self._closed:
             return
         self._closed = True
-        self._thread.submit(self.core.shutdown).result(timeout)
+        released = self._thread.submit(self.core.shutdown)
         self._thread.shutdown(wait=False)
+        released.result(_SHUTDOWN_S if timeout is None else timeout)

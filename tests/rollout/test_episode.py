@@ -40,7 +40,7 @@ class Codec:
         self.seen: list[str] = []
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(PIECES[t] for t in token_ids)
+        return "".join(PIECES.get(t, "?") for t in token_ids)
 
     def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
         self.seen += [message.content for message in messages]

@@ -66,7 +66,7 @@ class Writer:
         self.turns, self.written = self.turns[1:], 0
 
 
-def played(parser: ToolParser, *turns: str, **limits: Any) -> tuple[Trajectory, Writer]:
+def played(parser: ToolParser, *turns: str, prompt: str = "?", **limits: Any) -> tuple[Trajectory, Writer]:
     """The episode in which an engine writes `turns`; what it would have written behind a stop is never sampled."""
     toolbox = Toolbox([Interpreter()], parser, 1000)
     engine = Writer(toolbox, *turns)
@@ -84,7 +84,7 @@ def played(parser: ToolParser, *turns: str, **limits: Any) -> tuple[Trajectory, 
 
     settings = {"max_turns": 4, "max_turn_tokens": None, "max_response_tokens": 3000, "max_model_len": 4000}
     episode = Episode(
-        Prompt("p", "source", (), "", (1,)),
+        Prompt("p", "source", (), "", tuple(map(ord, prompt))),
         Trajectory("p", 0, 7),
         engine=engine,
         codec=Codec(),
@@ -131,6 +131,14 @@ def text_of(trajectory: Trajectory, turn: int, sampled: int) -> str:
     """What the model wrote in a turn (sampled: 1), or was told after it (0)."""
     columns = zip(trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True)
     return "".join(chr(token) for token, of_turn, mask in columns if (of_turn, mask) == (turn, sampled))
+
+
+@pytest.mark.parametrize("parser", PARSERS.values())
+def test_thinking_that_the_prompt_has_opened_is_not_read_for_calls(parser: type[HermesParser | FencedParser]) -> None:
+    thought = f"Try\n{parser.example}\n</think>\nIt is 3."
+    for prompt, calls in (("Q\n<think>\n", 0), ("Q\n", 1)):
+        trajectory, _ = played(parser(), thought, "done", prompt=prompt)
+        assert len(trajectory.tool_calls) == calls
 
 
 def test_a_program_is_answered_behind_an_end_token_that_was_not_sampled() -> None:
