@@ -99,6 +99,11 @@ class RolloutConfig(Section):
     max_refills: PositiveInt = Field(
         default=10, description="rounds of sampling in the place of uniform groups, in one step (refill only)"
     )
+    oversample: NonNegativeInt = Field(
+        default=0,
+        description="further prompts that a batch draws: it is complete without its slowest groups, which are given "
+        "up. It favours short answers, and which prompts are trained on depends on time",
+    )
     filters: tuple[Extension, ...] = Field(
         default=(),
         description="what leaves the loss, though ratio and position count it: `void_turn`, `void_trajectory`, "

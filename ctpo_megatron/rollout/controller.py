@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -59,6 +59,9 @@ class Turns(Protocol):
     @property
     def in_flight(self) -> int:
         """Groups that engines are playing."""
+
+    def give_up(self, places: Collection[Hashable]) -> None:
+        """Play the groups of these places no more; by whoever holds the lock."""
 
     def cancel(self) -> None:
         """Leave nothing running behind."""
@@ -150,7 +153,7 @@ class AsyncRollouts:
         batch, found = opened.batch, opened.batch.metrics
         found |= staleness_metrics(batch.groups, self._version) | {"rollout/generate_s": opened.seconds}
         with self._held():
-            found |= {f"rollout/{name}": value for name, value in self._stats().items() if name != "generate_s"}
+            found |= {f"rollout/{name}": value for name, value in self._stats().items()}
             batch.sampler = self._prompts.state_dict()
         return batch
 
@@ -317,7 +320,7 @@ class AsyncRollouts:
         while self._next <= min(self._steps, self._version + self._config.max_staleness):
             opened = OpenBatch(self._next, self._uniform())
             self._batches.append(opened)
-            self._draw(opened, self._prompts.take(self._config.prompts_per_step), turns)
+            self._draw(opened, self._prompts.take(self._config.prompts_per_step + self._config.oversample), turns)
             self._next += 1
 
     def _draw(self, opened: OpenBatch, prompts: Sequence[Prompt], turns: Turns) -> None:
@@ -360,7 +363,8 @@ class AsyncRollouts:
             self._turned = time.monotonic()
             self._take_scores()
             for opened in self._batches:
-                if opened.batch is None and len(opened.scored) == opened.drawn:
+                if opened.batch is None and len(opened.scored) >= self._wanted(opened):
+                    self._give_up_late(opened, turns)
                     self._complete(opened, turns)
             self._changed.notify_all()
         return True
@@ -373,6 +377,19 @@ class AsyncRollouts:
         for step, place in [place for place, (_, pending) in self._scoring.items() if pending.done]:
             group, pending = self._scoring.pop((step, place))
             opened[step].add(place, group, pending.result())
+
+    def _wanted(self, opened: OpenBatch) -> int:
+        return self._config.prompts_per_step if self._config.oversample else opened.drawn
+
+    def _give_up_late(self, opened: OpenBatch, turns: Turns) -> None:
+        """The batch is complete without the groups that are not scored, or were scored last."""
+        late = {place: prompt for place, prompt in self._in_flight().items() if place[0] == opened.step}
+        turns.give_up(late)
+        for place in late:
+            self._scoring.pop(place, None)
+        prompts = [*late.values(), *opened.keep_first(self._wanted(opened))]
+        self._ledger.give_up(prompts)
+        turns.counts["late_groups"] += len(prompts)
 
     def _complete(self, opened: OpenBatch, turns: Turns) -> None:
         """Nothing of the batch is under way: draw further prompts, or make of it what the trainer takes."""

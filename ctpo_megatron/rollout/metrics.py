@@ -86,7 +86,7 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
     """What `RolloutFleet.stats` reports, from its counts; absent ones are 0."""
-    names = ["group_retries", "quarantined", "engine_restarts", "generate_s", "sync_s", "sync_bytes"]
+    names = ["group_retries", "late_groups", "quarantined", "engine_restarts", "sync_s", "sync_bytes"]
     names += [f"lost_{status}" for status in TOOL_STATUSES]
     stats = {name: float(counts.get(name, 0)) for name in names}
     stats |= {name: float(count) for name, count in counts.items() if name.startswith(UPDATES_BY)}

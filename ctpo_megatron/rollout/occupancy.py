@@ -1,0 +1,33 @@
+"""How busy each engine is over time: rows of a file that the report draws."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+_EVERY_S = 0.25
+_STILL_S = 10.0
+"""A row that says the same as the one before tells a long group from a run that has ended."""
+
+
+class Occupancy:
+    """Appends `seconds since the epoch, groups in flight of engine 0, of engine 1, ...` to a file when that changes."""
+
+    def __init__(self, path: Path) -> None:
+        """path: `tracking.engine_occupancy` reads it. Created with the first row."""
+        self._path = path
+        self._row: tuple[int, ...] = ()
+        self._written = 0.0
+
+    def note(self, load: Mapping[int, int], engines: int) -> None:
+        """Take in how many groups each of so many engines plays; called often."""
+        row, now = tuple(load[engine] for engine in range(engines)), time.time()
+        idle_now = not any(row) and row != self._row  # what nobody would correct for the length of a training step
+        if not idle_now and now < self._written + (_EVERY_S if row != self._row else _STILL_S):
+            return
+        if not self._row:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._row, self._written = row, now
+        with self._path.open("a", encoding="ascii") as file:
+            file.write(",".join([f"{now:.2f}", *map(str, row)]) + "\n")
