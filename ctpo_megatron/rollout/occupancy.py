@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _EVERY_S = 0.25
 _STILL_S = 10.0
@@ -19,6 +22,7 @@ class Occupancy:
         self._path = path
         self._row: tuple[int, ...] = ()
         self._written = 0.0
+        self._failed = False
 
     def note(self, load: Mapping[int, int], engines: int) -> None:
         """Take in how many groups each of so many engines plays; called often."""
@@ -26,8 +30,15 @@ class Occupancy:
         idle_now = not any(row) and row != self._row  # what nobody would correct for the length of a training step
         if not idle_now and now < self._written + (_EVERY_S if row != self._row else _STILL_S):
             return
-        if not self._row:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
         self._row, self._written = row, now
+        try:
+            self._append(",".join([f"{now:.2f}", *map(str, row)]) + "\n")
+        except OSError as error:  # a figure of the report is not worth a run
+            if not self._failed:
+                log.warning("what engines have in flight cannot be written, the report will lack it: %s", error)
+            self._failed = True
+
+    def _append(self, line: str) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="ascii") as file:
-            file.write(",".join([f"{now:.2f}", *map(str, row)]) + "\n")
+            file.write(line)

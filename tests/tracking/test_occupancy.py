@@ -49,3 +49,11 @@ def test_the_report_draws_it(demo_run: Path, tmp_path: Path) -> None:
     write(tmp_path, "100.00,4,0\n110.00,0,2\n120.00,0,0\n")
     [panel] = [panel for panel in panels(RunData.load(tmp_path)) if panel.name == "occupancy"]
     assert [line.label for line in panel.lines] == ["engine 0", "engine 1"] and panel.has_data(RunData.load(tmp_path))
+
+
+def test_rows_that_cannot_be_written_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "logs").touch()  # no folder
+    occupancy = Occupancy(tmp_path / "logs" / "rows.csv")
+    occupancy.note({0: 1}, 1)
+    occupancy.note({0: 0}, 1)
+    assert caplog.text.count("cannot be written, the report will lack it") == 1
