@@ -121,10 +121,10 @@ def play(side: str, size: Size, start: tuple[Path, Path], way: Way, steps: int, 
 def compare(size: Size, ways: Mapping[str, Sequence[Way]], rounds: int, cache: Path) -> dict[str, Any]:
     """Both sides, each in the best of its ways, `rounds` times each, the order alternating."""
     python, start = trl_environment(cache / "trl"), start_of(size, cache)
-    tried: dict[str, dict[Way, float]] = {side: {} for side in ways}
+    tried: dict[str, dict[str, float]] = {side: {} for side in ways}
     for side, way in ((side, way) for side, several in ways.items() for way in several if len(several) > 1):
-        tried[side][way] = play(side, size, start, way, size.trial_steps, python)["samples"]
-    best = {side: max(several, key=lambda way: tried[side].get(way, 0.0)) for side, several in ways.items()}
+        tried[side][str(way)] = play(side, size, start, way, size.trial_steps, python)["samples"]
+    best = {side: max(several, key=lambda way: tried[side].get(str(way), 0.0)) for side, several in ways.items()}
     found: dict[str, list[Figures]] = {side: [] for side in ways}
     for number in range(rounds):
         for side in list(found)[:: -1 if number % 2 else 1]:
@@ -135,7 +135,7 @@ def compare(size: Size, ways: Mapping[str, Sequence[Way]], rounds: int, cache: P
     return {
         "size": size.name,
         "found": found,
-        "tried": {side: {str(way): rate for way, rate in rates.items()} for side, rates in tried.items()},
+        "tried": tried,
         "ways": {side: str(way) for side, way in best.items()},
         "start_weights": runs.digest(start[0]),
         "trl_packages": listed.stdout.split(),
@@ -157,13 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads: dict[str, Any] = {"type": int, "nargs": "+", "default": (1, 2)}
     parser.add_argument("--our-threads", **threads, help="of several the fastest in a shorter run is taken")
     parser.add_argument("--trl-threads", **threads)
-    parser.add_argument("--trl-config", type=json.loads, default={}, help="further fields of GRPOConfig, as JSON")
+    caches: tuple[dict[str, str], ...] = ({}, {"cache_implementation": "static"})
+    parser.add_argument("--trl-config", type=json.loads, nargs="+", default=caches, help="of GRPOConfig, as JSON")
     parser.add_argument("--cache", type=Path, default=runs.CACHE, help="for TRL's environment and the start weights")
     parser.add_argument("--out", type=Path, help="folder for trl-SIZE.json and trl-SIZE.md")
     options = parser.parse_args(argv)
     ways = {
         OURS: [Way(threads) for threads in options.our_threads],
-        TRL: [Way(threads, options.trl_config) for threads in options.trl_threads],
+        TRL: [Way(threads, config) for threads in options.trl_threads for config in options.trl_config],
     }
     measured.adopt_orphans()
     for name in options.size:
