@@ -44,13 +44,14 @@ class _InFlight:
     engine: EngineHandle
     launch: int
     deadline: float
+    samples: int
 
 
 class Dispatcher:
     """Plays groups in turns. Several may share engines: one thread takes the turns of each.
 
     lock: held while anything changes, free while a turn waits. load: groups in flight by engine, of all dispatchers.
-    lengths: what is expected to take longest is begun first, within a step. occupancy: is told the load.
+    lengths: what is expected to take longest is begun first, within a step. occupancy: is told what is in flight.
     patient: others that play on the engines go first, and fill them with what they have. `restart` replaces an engine,
     `readmit` registers those that came back; `finished` is called when a group is complete. Counts go to `counts`:
     group_retries, quarantined and lost_<status>.
@@ -148,7 +149,7 @@ class Dispatcher:
                     self._complete(reference, deliver)
             self._readmit()
             self._expire()
-            self._occupancy.note(self._load, len(self._engines))
+            self._occupancy.note(len(self._engines))
 
     def cancel(self) -> None:
         """Leave nothing running behind."""
@@ -188,11 +189,13 @@ class Dispatcher:
             samples = tuple(index for index in range(request.samples) if index not in played)
             task = GroupTask(job.prompt, request.step, samples, request.sampling, early=request.keep is not None)
             deadline = now + self._rollout.group_timeout_s
-            self._in_flight[engine.submit(task)] = _InFlight(job, engine, engine.launches, deadline)
+            self._in_flight[engine.submit(task)] = _InFlight(job, engine, engine.launches, deadline, len(samples))
+            self._occupancy.add(engine.index, len(samples))
 
     def _land(self, reference: Any) -> _InFlight:
         entry = self._in_flight.pop(reference)
         self._load[entry.engine.index] -= 1
+        self._occupancy.add(entry.engine.index, -entry.samples)
         return entry
 
     def _watched(self) -> list[Any]:

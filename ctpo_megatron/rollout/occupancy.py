@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -15,18 +15,26 @@ _STILL_S = 10.0
 
 
 class Occupancy:
-    """Appends `seconds since the epoch, groups in flight of engine 0, of engine 1, ...` to a file when that changes."""
+    """Appends `seconds since the epoch, trajectories of engine 0, of engine 1, ...` to a file when that changes.
+
+    A trajectory is in flight until its group is complete.
+    """
 
     def __init__(self, path: Path) -> None:
         """path: `tracking.engine_occupancy` reads it. Created with the first row."""
         self._path = path
+        self._in_flight: Counter[int] = Counter()
         self._row: tuple[int, ...] = ()
         self._written = 0.0
         self._failed = False
 
-    def note(self, load: Mapping[int, int], engines: int) -> None:
-        """Take in how many groups each of so many engines plays; called often."""
-        row, now = tuple(load[engine] for engine in range(engines)), time.time()
+    def add(self, engine: int, trajectories: int) -> None:
+        """So many more, or less, are in flight."""
+        self._in_flight[engine] += trajectories
+
+    def note(self, engines: int) -> None:
+        """Write what so many engines have in flight, if it is new; called often."""
+        row, now = tuple(self._in_flight[engine] for engine in range(engines)), time.time()
         idle_now = not any(row) and row != self._row  # what nobody would correct for the length of a training step
         if not idle_now and now < self._written + (_EVERY_S if row != self._row else _STILL_S):
             return

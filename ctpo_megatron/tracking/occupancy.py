@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 OCCUPANCY_FILE = Path("logs") / "engine_occupancy.csv"
 _POINTS = 300
 _SILENT_S = 30.0
@@ -13,11 +11,13 @@ _SILENT_S = 30.0
 
 
 def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]]:
-    """Engine -> minutes since the first row, and groups in flight, each a mean over a few seconds or more.
+    """Engine -> minutes since the first row, and trajectories in flight, each a mean over a few seconds or more.
 
     Empty without a file, or when it holds less than two rows. Rows of another number of engines than the last one has
     (the run was resumed with others), and one that was cut off, are left out.
     """
+    import numpy as np  # which the command line does not pay for
+
     path = run_dir / OCCUPANCY_FILE
     text = path.read_text(encoding="ascii") if path.exists() else ""
     rows = [line.split(",") for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -158,8 +158,8 @@ def _occupancy(run: RunData) -> list[Panel]:
         Line(name, f"engine {name.removeprefix(ENGINE)}", colour)
         for name, colour in zip(run.engines, colours, strict=False)
     )
-    caption = "Groups that each engine has in flight. Where it falls to zero, engines wait for the trainer."
-    panel = Panel("occupancy", "Engines", "groups in flight", caption, lines, limits=_FROM_ZERO, xlabel="minutes")
+    caption = "Trajectories that each engine has in flight, of evaluations too. At zero it waits for the trainer."
+    panel = Panel("occupancy", "Engines", "trajectories in flight", caption, lines, limits=_FROM_ZERO, xlabel="minutes")
     return [panel] if lines else []
 
 

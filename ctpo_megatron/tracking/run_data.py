@@ -69,9 +69,9 @@ class RunData:
 
     @cached_property
     def engines(self) -> dict[str, Series]:
-        """`engine/<i>`: groups that it had in flight, over minutes."""
+        """`engine/<i>`: trajectories that it had in flight, over minutes."""
         found = engine_occupancy(self.directory)
-        return {f"{ENGINE}{engine}": Series(minutes, groups) for engine, (minutes, groups) in found.items()}
+        return {f"{ENGINE}{engine}": Series(minutes, in_flight) for engine, (minutes, in_flight) in found.items()}
 
     def series(self, name: str) -> Series | None:
         """A metric over steps (`sft/*` from sft.jsonl), or None when it has no finite value."""

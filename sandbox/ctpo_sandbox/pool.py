@@ -153,7 +153,7 @@ class Pool:
             raise PoolFull(
                 f"{self.waiting} requests wait for a slot already (--max-waiting, and 256 MB of code and input)"
             )
-        queued, size = time.monotonic(), len(code) + len(stdin)
+        tier, queued, size = choose(code, self._libraries), time.monotonic(), len(code) + len(stdin)
         self.waiting += 1
         self._waiting_chars += size
         try:
@@ -161,7 +161,7 @@ class Pool:
         finally:
             self.waiting -= 1
             self._waiting_chars -= size
-        worker = slot[choose(code, self._libraries)]
+        worker = slot[tier]
         source, given = (text.encode("utf-8", errors="surrogatepass") for text in (code, stdin))
         job = _Job(source, given, run_timeout_s, time.monotonic() - queued)
         self._in_background(self._occupy(slot, worker, job))  # so that hanging up interrupts none of its steps

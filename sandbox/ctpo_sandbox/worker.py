@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 import time
 from functools import lru_cache, partial
 
@@ -24,7 +23,6 @@ class ForkServer:
         self._confinement = confinement
         self._work = work
         self._watch = Watch(control, self._excess)
-        self._fork = libc.fork if threading.active_count() == 1 else os.fork
         self._child = lru_cache(maxsize=1)(partial(Child, confinement=confinement, directory=work.path))
         os.environ.update(HOME=work.path, TMPDIR=work.path, PWD=work.path)  # for the runs
 
@@ -65,7 +63,7 @@ class ForkServer:
         setup_read, setup_write = os.pipe()
         program = self._child(files, setup_write, ruleset, cpu_limit_s)
         try:
-            child = self._fork()
+            child = libc.fork()  # a worker has one thread: it is itself a fork
         except BlockingIOError:
             os.close(setup_read)
             os.close(setup_write)

@@ -17,9 +17,11 @@ def test_what_changes_soon_is_written_once_and_an_idle_engine_at_once(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr("time.time", lambda: now)
-    occupancy = Occupancy(tmp_path / "rows.csv")
+    occupancy, before = Occupancy(tmp_path / "rows.csv"), 0
     for now, load in ((1000.0, 3), (1000.1, 4), (1000.2, 0), (1000.21, 0), (1001.0, 2), (1005.0, 2), (1012.0, 2)):  # noqa: B007
-        occupancy.note({0: load}, 1)
+        occupancy.add(0, load - before)
+        occupancy.note(1)
+        before = load
     assert (tmp_path / "rows.csv").read_text().split() == ["1000.00,3", "1000.20,0", "1001.00,2", "1012.00,2"]
 
 
@@ -54,6 +56,8 @@ def test_the_report_draws_it(demo_run: Path, tmp_path: Path) -> None:
 def test_rows_that_cannot_be_written_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "logs").touch()  # no folder
     occupancy = Occupancy(tmp_path / "logs" / "rows.csv")
-    occupancy.note({0: 1}, 1)
-    occupancy.note({0: 0}, 1)
+    occupancy.add(0, 1)
+    occupancy.note(1)
+    occupancy.add(0, -1)
+    occupancy.note(1)
     assert caplog.text.count("cannot be written, the report will lack it") == 1
