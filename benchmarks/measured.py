@@ -40,7 +40,7 @@ QUIET = 0.05
 
 @dataclass
 class Moment:
-    """What had been used at the end of a step. cpu: CPU-seconds by part; machine: of all processes there are."""
+    """What had been used at the end of a step. cpu: CPU-seconds by part; machine: of all processes but this one."""
 
     step: int
     wall: float
@@ -106,9 +106,10 @@ def memory_mib(processes: Mapping[psutil.Process, str]) -> dict[str, float]:
 
 
 def machine_busy() -> float:
-    """CPU-seconds that the machine has worked since it started."""
+    """CPU-seconds that the machine has worked since it started, this process left out."""
     times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
+    busy = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+    return float(busy) - time.process_time()
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:

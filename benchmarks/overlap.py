@@ -16,7 +16,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,9 @@ PLAYED = {"none": (SYNCHRONOUS, "asynchronous"), "slow": tuple(SIDES)}
 """By latency of the tool."""
 GOALS = {"none": 0.9, "slow": 2.0}
 """Of the CPU-bound limit; speed-up."""
-WARM, COUNTED, TAIL = 2, 6, 2
-"""Steps: the first have nothing sampled ahead, and during the last ones nothing more is sampled."""
+WARM, TAIL = 2, 2
+"""Steps that are not counted: the first have nothing sampled ahead, during the last ones nothing more is sampled."""
+COUNTED = {"none": 6, "slow": 4}
 DEADLINE_S = 900.0
 
 Figures = dict[str, Any]
@@ -52,7 +53,7 @@ def play(side: str, latency: str, threads: int, start: tuple[Path, Path]) -> Fig
             "objective.anchor=behaviour",
             f"run.root={folder}",
             f"run.name={latency}",
-            f"run.steps={WARM + COUNTED + TAIL}",
+            f"run.steps={WARM + COUNTED[latency] + TAIL}",
             f"model.path={start[0]}",
             f'data.train=["{start[1]}"]',
             f"policy.threads={threads}",
@@ -70,15 +71,15 @@ def play(side: str, latency: str, threads: int, start: tuple[Path, Path]) -> Fig
             deadline_s=DEADLINE_S,
         )
     measured.end_all()
-    found = figures(observed)
+    found = figures(observed, WARM + COUNTED[latency])
     print(f"{latency}, {side}, threads {threads}: {found['seconds']:.2f} s a step", flush=True)
     return found
 
 
-def figures(observed: measured.Observed) -> Figures:
-    """Of the counted steps of a run. cpu_bound: seconds a step that all cores need at least for this CPU time."""
-    found = measured.between(observed, WARM, WARM + COUNTED)
-    lines = [line for line in observed.lines if WARM < line["step"] <= WARM + COUNTED]
+def figures(observed: measured.Observed, last: int) -> Figures:
+    """Of the counted steps of a run, up to `last`. cpu_bound: seconds that all cores need at least for a step."""
+    found = measured.between(observed, WARM, last)
+    lines = [line for line in observed.lines if WARM < line["step"] <= last]
     bound = found["cpu"] / found["steps"] / (os.cpu_count() or 1)
     seconds = found["wall"] / found["steps"]
     return found | {
@@ -87,19 +88,20 @@ def figures(observed: measured.Observed) -> Figures:
         "reached": bound / seconds,
         "cpu_seconds": found["cpu"] / found["steps"],
         "rewards": [line["reward/mean"] for line in lines],
+        "times": {key: statistics.fmean(line[key] for line in lines) for key in lines[0] if key.startswith("time/")},
         "stale": statistics.fmean(line.get("rollout/staleness_mean", 0.0) for line in lines),
     }
 
 
-def compare(latency: str, rounds: int, threads: int, cache: Path) -> dict[str, Any]:
-    """All sides `rounds` times each, the order alternating."""
+def compare(latency: str, rounds: int, threads: int, cache: Path) -> Iterator[dict[str, Any]]:
+    """All sides, the order alternating: the result after each round."""
     start = runs.start_weights(cache)
     found: dict[str, list[Figures]] = {side: [] for side in PLAYED[latency]}
+    about = {"latency": latency, "found": found, "start_weights": runs.digest(start[0])}
     for number in range(rounds):
         for side in list(found)[:: -1 if number % 2 else 1]:
             found[side].append(play(side, latency, threads, start))
-    about = {"start_weights": runs.digest(start[0]), "environment": report.environment("cpu", threads)}
-    return {"latency": latency, "found": found, **about}
+        yield about | {"environment": report.environment("cpu", threads)}
 
 
 def speed_ups(result: dict[str, Any], side: str) -> list[float]:
@@ -132,12 +134,13 @@ def text(result: dict[str, Any]) -> str:
         tool = "Each call of the tool first sleeps for a log-normal time, 0.5 to 5 s."
     rewards = "; ".join(f"{side} {spread([r for e in each for r in e['rewards']])}" for side, each in found.items())
     every = [run for each in found.values() for run in each]
+    last = WARM + COUNTED[latency]
     rounds = len(found[SYNCHRONOUS])
     return "\n\n".join(
         [
             f"# Sampling ahead of the trainer, latency of the tool: {latency}",
             f"The quickstart's training steps from its start weights, 32 prompts x 8 samples. {tool} {rounds} rounds "
-            f"in alternating order, steps {WARM + 1} to {WARM + COUNTED} of {WARM + COUNTED + TAIL}.",
+            f"in alternating order, steps {WARM + 1} to {last} of {last + TAIL}.",
             table(result),
             f"Goal for `asynchronous`: {goal}: {said}, {'met' if value >= GOALS[latency] else 'missed'}. Mean rewards "
             f"of the steps: {rewards}.",
@@ -157,12 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     measured.adopt_orphans()
     for latency in options.latency:
-        result = compare(latency, options.rounds, options.threads, options.cache)
-        print(text(result))
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / f"overlap-{latency}.json").write_text(json.dumps(result, indent=1) + "\n")
-            (options.out / f"overlap-{latency}.md").write_text(text(result) + "\n")
+        for result in compare(latency, options.rounds, options.threads, options.cache):
+            print(text(result))
+            if options.out:
+                options.out.mkdir(parents=True, exist_ok=True)
+                (options.out / f"overlap-{latency}.json").write_text(json.dumps(result, indent=1) + "\n")
+                (options.out / f"overlap-{latency}.md").write_text(text(result) + "\n")
     return 0
 
 

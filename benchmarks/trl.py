@@ -19,7 +19,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,29 +118,28 @@ def play(side: str, size: Size, start: tuple[Path, Path], way: Way, steps: int, 
     return found
 
 
-def compare(size: Size, ways: Mapping[str, Sequence[Way]], rounds: int, cache: Path) -> dict[str, Any]:
-    """Both sides, each in the best of its ways, `rounds` times each, the order alternating."""
+def compare(size: Size, ways: Mapping[str, Sequence[Way]], rounds: int, cache: Path) -> Iterator[dict[str, Any]]:
+    """Both sides, each in the best of its ways, the order alternating: the result after each round."""
     python, start = trl_environment(cache / "trl"), start_of(size, cache)
     tried: dict[str, dict[str, float]] = {side: {} for side in ways}
     for side, way in ((side, way) for side, several in ways.items() for way in several if len(several) > 1):
         tried[side][str(way)] = play(side, size, start, way, size.trial_steps, python)["samples"]
     best = {side: max(several, key=lambda way: tried[side].get(str(way), 0.0)) for side, several in ways.items()}
-    found: dict[str, list[Figures]] = {side: [] for side in ways}
-    for number in range(rounds):
-        for side in list(found)[:: -1 if number % 2 else 1]:
-            found[side].append(play(side, size, start, best[side], size.steps, python))
     listed = subprocess.run(
         [str(python), "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
     )
-    return {
+    result: dict[str, Any] = {
         "size": size.name,
-        "found": found,
+        "found": {side: [] for side in ways},
         "tried": tried,
         "ways": {side: str(way) for side, way in best.items()},
         "start_weights": runs.digest(start[0]),
         "trl_packages": listed.stdout.split(),
-        "environment": report.environment("cpu") | {"versions": versions()},
     }
+    for number in range(rounds):
+        for side in list(ways)[:: -1 if number % 2 else 1]:
+            result["found"][side].append(play(side, size, start, best[side], size.steps, python))
+        yield result | {"environment": report.environment("cpu") | {"versions": versions()}}
 
 
 def versions() -> dict[str, str]:
@@ -168,12 +167,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     measured.adopt_orphans()
     for name in options.size:
-        result = compare(SIZES[name], ways, options.rounds, options.cache)
-        print(text(result))
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / f"trl-{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-            (options.out / f"trl-{name}.md").write_text(text(result) + "\n")
+        for result in compare(SIZES[name], ways, options.rounds, options.cache):
+            print(text(result))
+            if options.out:
+                options.out.mkdir(parents=True, exist_ok=True)
+                (options.out / f"trl-{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+                (options.out / f"trl-{name}.md").write_text(text(result) + "\n")
     return 0
 
 

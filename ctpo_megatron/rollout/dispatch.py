@@ -155,6 +155,7 @@ class Dispatcher:
         """Leave nothing running behind."""
         with self._lock:
             self.give_up(self.playing)
+            self._occupancy.note(len(self._engines))
 
     def give_up(self, places: Collection[Hashable]) -> None:
         """Play the groups of these places no more; by whoever holds the lock."""

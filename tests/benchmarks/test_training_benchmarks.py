@@ -135,8 +135,8 @@ def test_the_table_beside_trl_pairs_the_rounds_and_judges_the_median() -> None:
 def test_the_limit_of_overlap_is_the_cpu_time_over_all_cores() -> None:
     cores = os.cpu_count() or 1
     moments = [Moment(step, 4.0 * step, {"trainer": 3.0 * cores * step}, 3.0 * cores * step) for step in range(11)]
-    lines = [{"step": step, "reward/mean": 0.5} for step in range(1, 11)]
-    found = overlap.figures(Observed(moments, 0.0, {}, lines))
+    lines = [{"step": step, "reward/mean": 0.5, "time/step": 4.0} for step in range(1, 11)]
+    found = overlap.figures(Observed(moments, 0.0, {}, lines), 8)
     assert found["cpu_seconds"] == 3.0 * cores
     assert (found["seconds"], found["cpu_bound"], found["reached"]) == (4.0, 3.0, 0.75)
     slower = found | {"seconds": 6.0}
