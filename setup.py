@@ -34,6 +34,8 @@ setup(
         "sandbox": [
             "fastapi>=0.133,<0.137",
             "uvicorn>=0.30",
+            "httptools>=0.6",
+            "aiohttp>=3.10",
             "httpx>=0.27",
             "pyseccomp>=0.1.2",
             "prometheus-client>=0.20",

@@ -70,7 +70,7 @@ def _sandbox(config: Config, logs: Path) -> Iterator[str | None]:
     if sandbox.url is not None:
         yield sandbox.url
         return
-    if config.cluster.nodes > 1 or node_sandbox.VARIABLE in os.environ:
+    if config.cluster.nodes > 1 or node_sandbox.names_a_server():
         yield None
         return
     server = start_server(

@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     smoke.add_argument("--url", required=True, help="address of the server")
     smoke.set_defaults(run=_smoke)
     bench = actions.add_parser("bench", help="executions per second of a server", description="Time a server.")
-    bench.add_argument("--url", required=True, help="address of the server")
+    where = bench.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="address of the server")
+    where.add_argument("--urls", metavar="URL,URL", help="of several; their balance and losses are shown, too")
     bench.add_argument("--seconds", type=float, default=5.0, help="for each snippet at each concurrency")
     bench.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="N")
     bench.set_defaults(run=_bench)
@@ -37,4 +39,4 @@ def _smoke(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from ctpo_sandbox import bench
 
-    return bench.run(args.url, args.seconds, args.concurrency)
+    return bench.run((args.urls or args.url).split(","), args.seconds, args.concurrency)

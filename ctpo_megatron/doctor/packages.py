@@ -29,6 +29,8 @@ PACKAGES = {
     "jinja2": ("jinja2", "train"),
     "fastapi": ("fastapi", "sandbox"),
     "uvicorn": ("uvicorn", "sandbox"),
+    "httptools": ("httptools", "sandbox"),
+    "aiohttp": ("aiohttp", "sandbox"),
     "httpx": ("httpx", "sandbox"),
     "pyseccomp": ("pyseccomp", "sandbox"),
     "transformer-engine": ("transformer_engine.pytorch", ""),

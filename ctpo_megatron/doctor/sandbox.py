@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
 from ctpo_megatron.doctor.findings import Finding, Status
-from ctpo_megatron.environments.node_sandbox import VARIABLE, node_sandbox_problem
+from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_problem, node_sandbox_url
 
 NODE = "node"
 """In place of a least isolation: the node of a cluster has a sandbox that runs already."""
@@ -16,7 +15,7 @@ _START_S = 60.0
 
 def check_sandbox(require: str) -> list[Finding]:
     """Its isolation. require: the least that is wanted, or NODE; empty: one that does not start is only a note."""
-    if require == NODE or os.environ.get(VARIABLE):
+    if require == NODE or names_a_server():
         return [_of_node()]
     bad: Status = "broken" if require else "note"
     fix = "docs/sandbox.md says what each level needs; sandbox.require takes less, sandbox.url another machine"
@@ -47,4 +46,4 @@ def check_sandbox(require: str) -> list[Finding]:
 def _of_node() -> Finding:
     if problem := node_sandbox_problem():
         return Finding("sandbox", "broken", problem, "logs/ of the node program say why it ended")
-    return Finding("sandbox", "ok", f"this node's own answers at {os.environ[VARIABLE]}")
+    return Finding("sandbox", "ok", f"this node's own answers at {node_sandbox_url()}")

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 
-VARIABLE = "CTPO_SANDBOX_URL"
+_VARIABLES = ("CTPO_SANDBOX_URL", "CTPO_SANDBOX_URL_FILE")
 _ANSWER_TIMEOUT_S = 10.0
 
 
+def names_a_server() -> bool:
+    """Whether this process was told of a sandbox of its node."""
+    return any(os.environ.get(name) for name in _VARIABLES)
+
+
 def node_sandbox_url() -> str:
-    """Address of this node's sandbox. Raises LookupError with what to do when it has none."""
-    url = os.environ.get(VARIABLE)
+    """Address of this node's sandbox. Raises LookupError with what to do when it has none, ValueError as `node_url`."""
+    from ctpo_sandbox.address import node_url
+
+    url = node_url()
     if not url:
         raise LookupError(
-            f"this node has no sandbox: {VARIABLE} is not set for its Ray processes. Start the node with "
+            f"this node has no sandbox: {_VARIABLES[0]} is not set for its Ray processes. Start the node with "
             "`python -m ctpo_launchers.node`, or set sandbox.url"
         )
     return url
@@ -29,7 +36,7 @@ def node_sandbox_problem() -> str:
         url = node_sandbox_url()
         httpx.get(f"{url}/health", headers=authorization(), timeout=_ANSWER_TIMEOUT_S, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return f"its sandbox {url} ({VARIABLE}) does not answer: {error}"
+        return f"its sandbox {url} ({_VARIABLES[0]}) does not answer: {error}"
     except (LookupError, ValueError) as error:
         return str(error.args[0])
     return ""

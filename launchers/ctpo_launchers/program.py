@@ -153,9 +153,8 @@ class NodeProgram:
         os.environ.pop(ADDRESS, None)  # of another cluster, which `ray start` would ask
         of_engines = dict(environment)
         if self._needs.sandbox:
-            os.environ["SANDBOX_TOKEN_FILE"] = of_engines["SANDBOX_TOKEN_FILE"] = str(self._token_file)
-            url = await stack.enter_async_context(sandbox(self._config, self._logs / "sandbox.log"))
-            of_engines["CTPO_SANDBOX_URL"] = url
+            found = sandbox(self._config, self._logs / "sandbox.log", self._token_file)
+            of_engines |= await stack.enter_async_context(found)
         ray = RayNode(
             self._job, self._needs, self._logs / "ray.log", of_engines, facts["ray"], Path(facts["folder"]), self._lose
         )

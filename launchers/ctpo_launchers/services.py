@@ -19,6 +19,7 @@ from ctpo_launchers.needs import Needs
 from ctpo_launchers.roll_call import NotReady
 from ctpo_megatron.config import Config
 from ctpo_sandbox import Limits, SandboxStartError, start_server
+from ctpo_sandbox.address import node_url
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,20 @@ async def shared_token(path: Path, rank: int, timeout_s: float) -> str:
 
 
 @contextlib.asynccontextmanager
-async def sandbox(config: Config, log_path: Path) -> AsyncIterator[str]:
-    """A sandbox on a loopback port, for the engines of this node; its address. Raises NotReady."""
+async def sandbox(config: Config, log_path: Path, token_file: Path) -> AsyncIterator[dict[str, str]]:
+    """The sandbox of this node, as variables for its engines: a service that the environment names, else one of ours.
+
+    Ours is on a loopback port, asks for the job's secret, and is started again when it dies. Raises NotReady.
+    """
+    try:
+        url = node_url()
+    except ValueError as error:
+        raise NotReady(str(error)) from error
+    if url is not None:
+        log.info("programs run in this node's sandbox at %s", url)
+        yield {}  # the engines inherit what names it, its token too
+        return
+    os.environ["SANDBOX_TOKEN_FILE"] = str(token_file)
     try:
         server = await asyncio.to_thread(
             start_server,
@@ -64,7 +77,7 @@ async def sandbox(config: Config, log_path: Path) -> AsyncIterator[str]:
     except SandboxStartError as error:
         raise NotReady(str(error)) from error
     try:
-        yield server.url
+        yield {"CTPO_SANDBOX_URL": server.url, "SANDBOX_TOKEN_FILE": str(token_file)}
     finally:
         await asyncio.to_thread(server.stop)
 

@@ -1,6 +1,7 @@
 """The HTTP contract: requests checked, pool outcomes turned into verdicts, infrastructure faults into 503."""
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -109,28 +110,28 @@ def fusion_answer(run: Run) -> dict[str, Any]:
     }
 
 
-async def _client_gone(request: Request) -> None:
+async def _end_with_client(request: Request, work: asyncio.Timeout) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    work.reschedule(asyncio.get_running_loop().time())
 
 
 async def _run_while_connected(request: Request, pool: Pool, execution: Execution, timeout_s: float) -> Run | None:
     """None when the client hung up first; its snippet is dead then."""
-    work = asyncio.ensure_future(pool.run(execution.code, execution.stdin, timeout_s))
-    gone = asyncio.ensure_future(_client_gone(request))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await work if work.done() else None
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as work:
+            watch = asyncio.ensure_future(_end_with_client(request, work))
+            try:
+                return await pool.run(execution.code, execution.stdin, timeout_s)
+            finally:
+                watch.cancel()
+    return None
 
 
-def create_app(pool: Pool, state: ServerState) -> FastAPI:
-    """The application over a started pool."""
+def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
+    """The application over a started pool; `node`: the label of its metrics."""
     app = FastAPI(title="ctpo sandbox", openapi_url=None)
-    metrics = Metrics(pool)
+    metrics = Metrics(pool, node)
     max_bytes = pool.limits.request_mb << 20
     app.add_middleware(Gate, token=state.token, max_bytes=max_bytes, rejected=metrics.rejected)
 
@@ -155,7 +156,7 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
         except PoolFull as error:
             raise HTTPException(503, str(error), headers={"retry-after": str(_RETRY_AFTER_S)}) from error
         except PoolUnavailable as error:
-            raise HTTPException(503, f"the sandbox lost its worker twice: {error}") from error
+            raise HTTPException(503, f"the sandbox could not carry out the run: {error}") from error
         if finished is None:
             raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client closed the connection")
         metrics.finished(finished, verdict(finished))
@@ -174,6 +175,8 @@ def create_app(pool: Pool, state: ServerState) -> FastAPI:
 
 
 def _add_reports(app: FastAPI, pool: Pool, state: ServerState, metrics: Metrics) -> None:
+    not_installed = absent()
+
     @app.get("/live")
     async def live() -> dict[str, str]:
         return {"status": "live"}
@@ -201,7 +204,7 @@ def _add_reports(app: FastAPI, pool: Pool, state: ServerState, metrics: Metrics)
             "workers": [worker.pid for worker in pool.workers],
             "templates": {name: template.pid for name, template in pool.templates.items()},
             "libraries": {name: list(template.library.modules) for name, template in pool.templates.items()},
-            "not_installed": absent(),
+            "not_installed": not_installed,
             "limits": asdict(pool.limits),
             "max_waiting": pool.max_waiting,
             "enforced": [PROTECTIONS[name] for name, holds in state.enforced.items() if holds],

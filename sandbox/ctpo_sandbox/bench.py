@@ -1,11 +1,14 @@
-"""Executions per second and latency of any server that speaks the contract."""
+"""Executions per second and latency of servers that speak the contract, and how they share the work."""
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from ctpo_sandbox.client import SandboxClient
+import httpx
+
+from ctpo_sandbox.client import SandboxClient, SandboxUnavailable, authorization
+from ctpo_sandbox.servers import roots
 
 SNIPPETS = {
     "print": "print(1 + 1)",
@@ -20,7 +23,10 @@ _REQUEST_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Measurement:
-    """One snippet at one concurrency. Latencies are the client's, queueing included, in milliseconds."""
+    """One snippet at one concurrency. Latencies are the client's, queueing included, in milliseconds.
+
+    lost: requests without a verdict. retries: attempts that failed. shares: of the runs, by server.
+    """
 
     snippet: str
     concurrency: int
@@ -29,9 +35,14 @@ class Measurement:
     p50_ms: float
     p90_ms: float
     p99_ms: float
+    lost: int = 0
+    retries: int = 0
+    shares: dict[str, float] = field(default_factory=dict)
 
 
-async def measure(url: str, snippet: str, concurrency: int, seconds: float, run_timeout_s: float = 20.0) -> Measurement:
+async def measure(
+    url: str | Sequence[str], snippet: str, concurrency: int, seconds: float, run_timeout_s: float = 20.0
+) -> Measurement:
     """Keep `concurrency` requests in flight for `seconds`. Raises RuntimeError for a run that does not succeed."""
     client = SandboxClient(url, max_concurrency=concurrency, request_timeout_s=_REQUEST_TIMEOUT_S)
     code, latencies = SNIPPETS[snippet], []
@@ -41,7 +52,10 @@ async def measure(url: str, snippet: str, concurrency: int, seconds: float, run_
     async def one_after_another() -> None:
         while time.monotonic() < end:
             started = time.monotonic()
-            result = await client.run(code, run_timeout_s=run_timeout_s)
+            try:
+                result = await client.run(code, run_timeout_s=run_timeout_s)
+            except SandboxUnavailable:  # counted by the client
+                continue
             latencies.append(time.monotonic() - started)
             if result.status != "success":
                 raise RuntimeError(f"{url}: {snippet} ended with {result.status}: {result.stderr[-500:]}")
@@ -54,16 +68,41 @@ async def measure(url: str, snippet: str, concurrency: int, seconds: float, run_
     await client.aclose()
     latencies.sort()
     p50, p90, p99 = (1000 * latencies[min(len(latencies) - 1, int(q * len(latencies)))] for q in (0.5, 0.9, 0.99))
-    return Measurement(snippet, concurrency, len(latencies), len(latencies) / elapsed, p50, p90, p99)
+    counts = client.stats.unavailable, client.stats.retries
+    return Measurement(snippet, concurrency, len(latencies), len(latencies) / elapsed, p50, p90, p99, *counts)
 
 
-def run(url: str, seconds: float, concurrencies: Sequence[int]) -> int:
-    """Print a table; 0."""
-    print(f"{'snippet':<10}{'concurrency':>12}{'runs/s':>10}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}")
+def executions(urls: Sequence[str]) -> dict[str, int]:
+    """Finished runs of each server, as its `GET /health` says."""
+    with httpx.Client(trust_env=False, headers=authorization()) as http:
+        return {url: http.get(f"{url}/health").raise_for_status().json()["executions"] for url in roots(urls)}
+
+
+def measure_all(urls: Sequence[str], snippet: str, concurrency: int, seconds: float) -> Measurement:
+    """`measure` over several servers of ours, with their shares of the runs."""
+    before = executions(urls)
+    found = asyncio.run(measure(urls, snippet, concurrency, seconds))
+    done = {url: count - before[url] for url, count in executions(urls).items()}
+    return replace(found, shares={url: count / max(1, sum(done.values())) for url, count in done.items()})
+
+
+def run(urls: Sequence[str], seconds: float, concurrencies: Sequence[int]) -> int:
+    """Print a table; 1 when a request was lost, else 0. Of several servers, shares are in the order of `urls`."""
+    several = len(urls) > 1
+    more = f"{'lost':>6}{'retries':>9}  shares" if several else ""
+    print(f"{'snippet':<10}{'concurrency':>12}{'runs/s':>10}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}{more}")
+    lost = 0
     for snippet in SNIPPETS:
         for concurrency in concurrencies:
-            m = asyncio.run(measure(url, snippet, concurrency, seconds))
+            if several:
+                m = measure_all(urls, snippet, concurrency, seconds)
+            else:
+                m = asyncio.run(measure(urls, snippet, concurrency, seconds))
+            lost += m.lost
+            shares = " ".join(f"{share:.0%}" for share in m.shares.values())
+            more = f"{m.lost:>6}{m.retries:>9}  {shares}" if several else ""
             print(
-                f"{m.snippet:<10}{m.concurrency:>12}{m.per_second:>10.1f}{m.p50_ms:>10.1f}{m.p90_ms:>10.1f}{m.p99_ms:>10.1f}"
+                f"{m.snippet:<10}{m.concurrency:>12}{m.per_second:>10.1f}{m.p50_ms:>10.1f}{m.p90_ms:>10.1f}"
+                f"{m.p99_ms:>10.1f}{more}"
             )
-    return 0
+    return 1 if lost else 0

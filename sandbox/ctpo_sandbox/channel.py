@@ -77,7 +77,8 @@ class Channel:
         descriptor = self._control.fileno()  # kept, because the socket may be closed meanwhile
         loop.add_reader(descriptor, lambda: None if readable.done() else readable.set_result(None))
         try:
-            await asyncio.wait_for(readable, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await readable
             message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
         except TimeoutError:
             raise WorkerLost(f"waited {timeout_s:g} s for {self.name} {purpose}") from None

@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Literal
 
-import httpx
+import aiohttp
 
 from ctpo_sandbox.records import WALL_FACTOR
-from ctpo_sandbox.servers import Server, Servers, execution_url, roots
+from ctpo_sandbox.servers import Connections, Server, Servers, execution_url, roots
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
 _STATUSES = ("success", "timeout", "runtime_error")
@@ -75,6 +76,7 @@ class SandboxClient:
     def __init__(
         self, url: str | Sequence[str], *, max_concurrency: int, request_timeout_s: float, token: str | None = None
     ) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
         if max_concurrency < 1 or not (request_timeout_s > 0 and math.isfinite(request_timeout_s)):
             raise ValueError("max_concurrency and request_timeout_s must be positive and finite")
         self._roots = roots([url] if isinstance(url, str) else url)
@@ -82,8 +84,7 @@ class SandboxClient:
         self._headers = {"content-type": "application/json", **authorization(token)}
         self._max_concurrency = max_concurrency
         self._request_timeout_s = request_timeout_s
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._http: httpx.AsyncClient
+        self._http: aiohttp.ClientSession
         self._servers: Servers
         self._free: asyncio.Semaphore
 
@@ -118,7 +119,7 @@ class SandboxClient:
         if self._loop is asyncio.get_running_loop():
             self._loop = None
             await self._servers.aclose()
-            await self._http.aclose()
+            await self._http.close()
 
     def _bind_to_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -127,11 +128,10 @@ class SandboxClient:
         self._loop = loop
         self._servers = Servers(self._roots)
         self._free = asyncio.Semaphore(self._max_concurrency)
-        # trust_env: a proxy meant for the internet must not see requests to the sandbox.
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            trust_env=False,
-            limits=httpx.Limits(max_connections=self._max_concurrency),
+        self._http = aiohttp.ClientSession(
+            connector=Connections(limit=self._max_concurrency),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            trust_env=False,  # a proxy meant for the internet must not see requests to the sandbox
         )
 
     def _unavailable(self, reason: str) -> SandboxUnavailable:
@@ -162,37 +162,36 @@ class SandboxClient:
 
     async def _attempt(self, server: Server, body: bytes, timeout_s: float) -> ExecutionResult:
         started = time.monotonic()
-        post = asyncio.ensure_future(self._http.post(server.url, content=body, headers=self._headers))
-        gone = asyncio.ensure_future(server.gone.wait())
         try:
-            await asyncio.wait({post, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not post.done():
-                raise _Retry(f"{server.url} does not answer" + ("" if gone.done() else f" within {timeout_s:g} s"))
-            response = await post
-        except httpx.TransportError as error:
+            async with (
+                server.patience(timeout_s),
+                self._http.post(server.url, data=body, headers=self._headers, allow_redirects=False) as response,
+            ):
+                content = await response.read()
+        except aiohttp.ClientError as error:
             server.ready = False
             raise _Retry(f"{type(error).__name__}: {error}") from error
-        finally:
-            for task in (post, gone):
-                task.cancel()
-        return self._result(server.url, response, time.monotonic() - started)
+        except TimeoutError:
+            raise _Retry(f"{server.url} does not answer, after {time.monotonic() - started:.1f} s") from None
+        return self._result(server.url, response, content, time.monotonic() - started)
 
-    def _result(self, url: str, response: httpx.Response, elapsed_s: float) -> ExecutionResult:
-        if response.status_code in _RETRIED_CODES:
-            raise _Retry(f"HTTP {response.status_code}: {response.text[:500]}", _retry_after_s(response))
-        if response.status_code in _REFUSED_CODES:
-            raise ValueError(f"sandbox {url} refused: HTTP {response.status_code}: {response.text[:500]}")
-        if response.status_code == httpx.codes.UNAUTHORIZED:
+    def _result(self, url: str, response: aiohttp.ClientResponse, content: bytes, elapsed_s: float) -> ExecutionResult:
+        status, text = response.status, content[:500].decode(errors="replace")
+        if status in _RETRIED_CODES:
+            raise _Retry(f"HTTP {status}: {text}", _retry_after_s(response))
+        if status in _REFUSED_CODES:
+            raise ValueError(f"sandbox {url} refused: HTTP {status}: {text}")
+        if status == HTTPStatus.UNAUTHORIZED:
             raise self._unavailable(f"{url} wants a bearer token: set {TOKEN} or {TOKEN_FILE} to the server's")
-        if response.status_code != httpx.codes.OK:
-            raise self._unavailable(f"HTTP {response.status_code}, is this a sandbox? {response.text[:200]}")
+        if status != HTTPStatus.OK:
+            raise self._unavailable(f"HTTP {status}, is this a sandbox? {text[:200]}")
         try:
-            return _parse(response.json(), elapsed_s)
+            return _parse(json.loads(content), elapsed_s)
         except (KeyError, TypeError, ValueError) as error:
-            raise _Retry(f"not an answer of a sandbox ({error!r}): {response.text[:200]}") from error
+            raise _Retry(f"not an answer of a sandbox ({error!r}): {text[:200]}") from error
 
 
-def _retry_after_s(response: httpx.Response) -> float | None:
+def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
     """The header's seconds; a date, or nothing, is None."""
     text = response.headers.get("retry-after", "")
     return float(text) if text.isdigit() else None

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ class Confinement:
         self.boxed = level.startswith("namespaces")
         self._own_users = self._may_change_user()
         self._filter = None if level == "none" else self._child_filter()
+        self._filter_step = () if self._filter is None else (self._filter.loading(),)
         self._files: landlock.FileRules | None = None
         self._uid: int | None = None
         self._ruleset: int | None = None
@@ -99,31 +101,37 @@ class Confinement:
             restrict_worker()
         return work
 
-    def restrict_files(self, directory: str) -> None:
-        """Take the file system but `directory` away from the calling child, while the rules are still open."""
-        if self._ruleset is not None:
-            landlock.enforce(self._ruleset)
-        elif self._files is not None:
-            landlock.enforce(self._files.ruleset(directory))
+    def ruleset(self, directory: str) -> int | None:
+        """Descriptor of the rules for the files of the calling worker's next run, in the new `directory`; if any."""
+        if not self.boxed and self._files is not None:
+            if self._ruleset is not None:
+                os.close(self._ruleset)
+            self._ruleset = self._files.ruleset(directory)
+        return self._ruleset
 
-    def apply(self, *, run_timeout_s: float, worker: int) -> None:
-        """Confine the calling child, forked by the process `worker`, for good.
+    def steps(self, cpu_limit_s: int) -> list[libc.Step]:
+        """What confines a child of the calling worker for good, once its rules are closed; `finish` comes after it.
 
-        Raises OSError when any step is refused: a child that is less confined than its worker promised must not run the
-        snippet.
+        A child that is refused any of it is less confined than its worker promised, and must not run the snippet.
         """
-        self._set_limits(run_timeout_s)
+        steps: list[libc.Step] = [partial(resource.setrlimit, *limit) for limit in self._limits_of_a_run(cpu_limit_s)]
         if self._uid is not None:
-            os.setgroups([])
-            os.setresgid(self._uid, self._uid, self._uid)
-            os.setresuid(self._uid, self._uid, self._uid)
-        libc.drop_capabilities()
-        libc.set_dumpable(self.level == "landlock")  # its worker looks at its open files; Landlock keeps others out
-        libc.die_with_parent(worker, signal.SIGKILL)  # after the change of user, which would clear it
-        if self._filter is not None:
-            self._filter.load(os.getpid())
+            steps.append(partial(os.setgroups, ()))
+            steps += [partial(change, self._uid, self._uid, self._uid) for change in (os.setresgid, os.setresuid)]
+        steps.append(libc.dropping_capabilities())
+        # A worker at C looks at the open files of its child; there Landlock keeps others out.
+        steps.append(libc.setting_dumpable(self.level == "landlock"))
+        steps.append(libc.dying_with_parent(signal.SIGKILL))  # after the change of user, which would clear it
+        return steps
 
-    def _set_limits(self, run_timeout_s: float) -> None:
+    def finish(self, worker: int) -> None:
+        """What a child, forked by the process `worker`, does last. Raises OSError."""
+        libc.check_parent(worker)
+        if self._filter is not None:
+            self._filter.allow(os.getpid())
+            libc.perform(self._filter_step)
+
+    def _limits_of_a_run(self, cpu_limit_s: int) -> list[tuple[int, tuple[int, int]]]:
         limits = self.limits
         hard = {
             resource.RLIMIT_AS: limits.memory_mb * _MB,
@@ -135,11 +143,9 @@ class Confinement:
         }
         if self._uid is not None:  # it counts all processes of a user
             hard[resource.RLIMIT_NPROC] = limits.threads
-        for kind, value in hard.items():
-            resource.setrlimit(kind, (value, value))
         # The soft limit raises SIGXCPU, which a snippet may ignore; the hard limit kills one second later.
-        cpu = limits.cpu_limit_s(run_timeout_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+        cpu = (resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s + 1))
+        return [*((kind, (value, value)) for kind, value in hard.items()), cpu]
 
 
 def _hidden_from_others() -> str | None:

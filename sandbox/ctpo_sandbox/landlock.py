@@ -3,15 +3,15 @@
 import ctypes
 import os
 import struct
+from functools import partial
 from pathlib import Path
 
-from ctpo_sandbox.libc import check
+from ctpo_sandbox.libc import Step, check
 from ctpo_sandbox.namespaces import readable_trees
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG = 1
 _RULE_PATH_BENEATH = 1
-_PR_SET_NO_NEW_PRIVS = 38
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
 _MAKE_CHAR, _MAKE_SOCK, _MAKE_FIFO, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 10, 1 << 11
@@ -66,7 +66,6 @@ class FileRules:
         return ruleset
 
 
-def enforce(ruleset: int) -> None:
-    """Confine the calling process to a `FileRules.ruleset`, for good. Raises OSError."""
-    check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
-    _call("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)
+def enforcing(ruleset: int) -> Step:
+    """Confining the process to a `FileRules.ruleset` for good, to be performed; fails without no_new_privs."""
+    return partial(_libc.syscall, _RESTRICT_SELF, ruleset, 0)

@@ -69,14 +69,13 @@ class SandboxServer:
         deadline = time.monotonic() + self._start_timeout_s
         with tempfile.TemporaryDirectory(prefix="ctpo-sandbox-start-") as directory:
             announce = Path(directory) / "url"
-            path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
             with self._log_path.open("ab") as log:
                 process = subprocess.Popen(
                     [*self._command, "--port", str(port), "--announce", str(announce)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, "PYTHONPATH": path},
+                    env=environment(),
                     start_new_session=True,
                 )
             try:
@@ -152,6 +151,12 @@ def start_server(
     for name, value in asdict(limits).items():
         command += [] if value is None else [option(name), str(value)]
     return SandboxServer(command, log_path, start_timeout_s)
+
+
+def environment() -> dict[str, str]:
+    """Ours, in which this package can be imported."""
+    path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 class _NotUp(Exception):

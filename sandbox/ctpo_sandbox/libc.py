@@ -3,6 +3,9 @@
 import ctypes
 import os
 import struct
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x00020000,
@@ -23,6 +26,8 @@ _MOUNT_SETATTR = 442  # the same number on every architecture
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPABILITY_VERSION_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
+_with_interpreter_lock = ctypes.PyDLL(None, use_errno=True)
+_BARE_FORK = _with_interpreter_lock.fork
 
 
 def check(result: int, what: str) -> int:
@@ -31,6 +36,27 @@ def check(result: int, what: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
+
+
+def fork() -> int:
+    """os.fork without the functions that modules have called around it, for a process with a single thread.
+
+    They make locks anew that other threads might hold, and write to hundreds of pages, each of which is copied then.
+    Generators of random numbers are the caller's to seed.
+    """
+    return check(_BARE_FORK(), "fork")
+
+
+Step = partial[Any]
+"""A call that is ready to be made: whoever makes it touches little memory."""
+
+
+def perform(steps: Iterable[Step]) -> None:
+    """Make the calls, in this order. Raises OSError for the first that fails: as in Python, or with -1 and errno."""
+    for step in steps:
+        if step() == -1:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{step.func.__name__}{step.args}: {os.strerror(number)}")
 
 
 def unshare(flags: int) -> None:
@@ -43,15 +69,20 @@ def enter_namespace(descriptor: int, kind: int) -> None:
     check(_libc.setns(descriptor, kind), "setns")
 
 
+def mounting(source: str, target: str, kind: str | None, flags: int, options: str = "") -> Step:
+    """mount(2), to be performed."""
+    encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    return partial(_libc.mount, *encoded[:3], ctypes.c_ulong(flags), encoded[3])
+
+
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     """mount(2)."""
-    encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
-    check(_libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]), f"mount {source} on {target}")
+    perform([mounting(source, target, kind, flags, options)])
 
 
-def unmount(target: str) -> None:
-    """Take `target` out of this mount namespace; it goes away with its last user."""
-    check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+def unmounting(target: str) -> Step:
+    """Taking `target` out of this mount namespace, to be performed; it goes away with its last user."""
+    return partial(_libc.umount2, target.encode(), MNT_DETACH)
 
 
 def restrict_mount(target: str, attributes: int, *, recursive: bool) -> None:
@@ -71,23 +102,32 @@ def enter_root(directory: str) -> None:
     os.chdir(directory)
     # The new root stacks on the old one at the same place, so that only the old one is left to take away.
     check(_libc.syscall(number, b".", b"."), "pivot_root")
-    unmount(".")
+    perform([unmounting(".")])
     os.chdir("/")
 
 
-def drop_capabilities() -> None:
-    """Give up every capability."""
-    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    check(_libc.capset(header, bytes(24)), "capset")
+def dropping_capabilities() -> Step:
+    """Giving up every capability, to be performed."""
+    return partial(_libc.capset, struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 
-def set_dumpable(dumpable: bool) -> None:
+def setting_dumpable(dumpable: bool) -> Step:
     """Whether processes of the same user may read the caller's memory and files through /proc; forks inherit it."""
-    check(_libc.prctl(PR_SET_DUMPABLE, int(dumpable), 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+    return partial(_libc.prctl, PR_SET_DUMPABLE, int(dumpable), 0, 0, 0)
+
+
+def dying_with_parent(signal_number: int) -> Step:
+    """Getting `signal_number` when the thread that made the process ends, to be performed; then see whether it did."""
+    return partial(_libc.prctl, PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+
+
+def check_parent(parent: int) -> None:
+    """Raises OSError when `parent` is gone already."""
+    if os.getppid() != parent:
+        raise OSError(f"the parent (pid {parent}) died while its child started")
 
 
 def die_with_parent(parent: int, signal_number: int) -> None:
     """Get `signal_number` when the thread that made this process ends. Raises OSError when `parent` is gone already."""
-    check(_libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        raise OSError(f"the parent (pid {parent}) died while its child started")
+    perform([dying_with_parent(signal_number)])
+    check_parent(parent)

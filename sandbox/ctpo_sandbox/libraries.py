@@ -1,12 +1,19 @@
 """Library tiers: what a fork server has imported before its first run, and which one a snippet gets."""
 
+import _random
 import contextlib
+import ctypes
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ctpo_sandbox.libc import Step
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,24 @@ def load(tier: Library) -> None:
     exec(tier.warm_up, {})
 
 
-def reseed() -> None:
-    """Give a forked child randomness of its own where libraries hold a generator that forking copied."""
-    for name in ("numpy.random", "sympy.core.random"):
-        module = sys.modules.get(name)
-        if module is not None:
-            module.seed()
+def seeders() -> list[Step]:
+    """What a forked child has to call for randomness of its own, where modules hold a generator that forking copied."""
+    places = (("random", "_inst"), ("sympy.core.random", "rng"), ("sympy.core.random", "_assumptions_rng"))
+    generators = [getattr(sys.modules[module], name) for module, name in places if module in sys.modules]
+    found: list[Step] = [partial(_random.Random.seed, generator) for generator in generators]
+    if "numpy.random" in sys.modules:
+        found.append(_numpy_seeder(sys.modules["numpy.random"]))
+    return found
+
+
+def _numpy_seeder(random: Any) -> Step:
+    """The key of its global generator is written over in its place: numpy's own seeding touches a hundred pages."""
+    generator = random.get_bit_generator()
+    address, key = generator.ctypes.state_address, generator.state["state"]["key"].tobytes()
+    if ctypes.string_at(address, len(key)) != key:  # a numpy that keeps it elsewhere
+        return partial(random.seed)
+    return partial(_fill, address, len(key))
+
+
+def _fill(address: int, size: int) -> None:
+    ctypes.memmove(address, os.urandom(size), size)

@@ -2,31 +2,29 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.samples import Sample
 
 from ctpo_sandbox.pool import Pool, Run
 
+M = TypeVar("M", Counter, Gauge, Histogram)
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class Metrics:
     """Counters of one server."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._registry = CollectorRegistry()
-        self._runs = Counter("ctpo_sandbox_runs", "Finished runs by verdict.", ["status"], registry=self._registry)
-        self._rejected = Counter(
-            "ctpo_sandbox_rejected", "Requests without a verdict, by HTTP status.", ["code"], registry=self._registry
+    def __init__(self, pool: Pool, node: str) -> None:
+        self._node, self._registry = node, CollectorRegistry()
+        self._runs = self._new(Counter, "runs", "Finished runs by verdict.", "status")
+        self._rejected = self._new(Counter, "rejected", "Requests without a verdict, by HTTP status.", "code")
+        self._wall = self._new(Histogram, "run_seconds", "Wall time of runs.", buckets=_SECONDS).labels(node)
+        self._queue = self._new(Histogram, "queue_seconds", "Time runs waited for a slot.", buckets=_SECONDS).labels(
+            node
         )
-        self._wall = Histogram(
-            "ctpo_sandbox_run_seconds", "Wall time of runs.", buckets=_SECONDS, registry=self._registry
-        )
-        self._queue = Histogram(
-            "ctpo_sandbox_queue_seconds", "Time runs waited for a slot.", buckets=_SECONDS, registry=self._registry
-        )
-        self._cpu = Counter("ctpo_sandbox_cpu_seconds", "CPU time of runs.", registry=self._registry)
+        self._cpu = self._new(Counter, "cpu_seconds", "CPU time of runs.").labels(node)
         for name, text, value in (
             ("slots", "Runs that can go on at once.", lambda: pool.slots),
             ("idle_slots", "Slots without a run.", lambda: pool.idle),
@@ -34,11 +32,15 @@ class Metrics:
             ("lost", "Attempts that ended with the loss of a template or worker.", lambda: pool.lost),
             ("restarts", "Templates and workers replaced since the start.", lambda: pool.restarts),
         ):
-            Gauge(f"ctpo_sandbox_{name}", text, registry=self._registry).set_function(value)
-        limits = Gauge("ctpo_sandbox_limit", "Limits of a run, those that are set.", ["name"], registry=self._registry)
+            self._new(Gauge, name, text).labels(node).set_function(value)
+        limits = self._new(Gauge, "limit", "Limits of a run, those that are set.", "name")
         for name, limit in asdict(pool.limits).items():
             if limit is not None:
-                limits.labels(name).set(limit)
+                limits.labels(node, name).set(limit)
+
+    def _new(self, kind: type[M], name: str, text: str, *labels: str, **options: Any) -> M:
+        """A metric with the node as its first label: servers on loopback look alike from outside."""
+        return kind(f"ctpo_sandbox_{name}", text, ["node", *labels], registry=self._registry, **options)
 
     @property
     def runs(self) -> int:
@@ -50,14 +52,14 @@ class Metrics:
 
     def finished(self, run: Run, status: str) -> None:
         """Count a verdict."""
-        self._runs.labels(status).inc()
+        self._runs.labels(self._node, status).inc()
         self._wall.observe(run.outcome.wall_s)
         self._queue.observe(run.queue_s)
         self._cpu.inc(run.outcome.cpu_s)
 
     def rejected(self, code: int) -> None:
         """Count a request that got no verdict."""
-        self._rejected.labels(str(code)).inc()
+        self._rejected.labels(self._node, str(code)).inc()
 
     def text(self) -> bytes:
         """The exposition."""

@@ -129,25 +129,28 @@ def _bind(source: str, target: str) -> None:
 class RunMount:
     """A run's own file system, empty, bounded in bytes and files, and gone with the run."""
 
+    path = RUN
+
     def __init__(self, *, megabytes: int, files: int, owner: int | None) -> None:
         owned = "" if owner is None else f",uid={owner},gid={owner}"
-        self._options = f"mode=0700,size={megabytes}m,nr_inodes={files}{owned}"
+        options = f"mode=0700,size={megabytes}m,nr_inodes={files}{owned}"
+        self._mount = (libc.mounting("tmpfs", RUN, "tmpfs", _QUIET, options),)
+        self._unmount = (libc.unmounting(RUN),)
 
-    def make(self) -> str:
-        """The directory of one run."""
-        libc.mount("tmpfs", RUN, "tmpfs", _QUIET, self._options)
-        return RUN
+    def make(self) -> None:
+        """Mount it."""
+        libc.perform(self._mount)
 
-    def excess(self, directory: str, child: int) -> str:
+    def excess(self, child: int) -> str:
         """The kernel sees to it."""
         return ""
 
-    def discard_quickly(self, directory: str) -> bool:
+    def discard_quickly(self) -> bool:
         """Always done: memory is freed, not files one by one."""
-        libc.unmount(directory)
+        libc.perform(self._unmount)
         return True
 
-    def discard(self, directory: str) -> None:
+    def discard(self) -> None:
         """Nothing is left to do."""
 
     def close(self) -> None:

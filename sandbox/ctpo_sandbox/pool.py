@@ -146,14 +146,14 @@ class Pool:
     async def run(self, code: str, stdin: str, run_timeout_s: float) -> Run:
         """Execute one snippet; the queue has no deadline of its own, the caller's request has.
 
-        Raises PoolFull at once when the queue is full, and PoolUnavailable when two workers in a row were lost over it.
+        Raises PoolFull at once when the queue is full, and PoolUnavailable when it could not be carried out twice.
         Cancelling kills the snippet, and costs no other one anything.
         """
         if self.full:
             raise PoolFull(
                 f"{self.waiting} requests wait for a slot already (--max-waiting, and 256 MB of code and input)"
             )
-        queued, size = time.monotonic(), len(code) + len(stdin)
+        tier, queued, size = choose(code, self._libraries), time.monotonic(), len(code) + len(stdin)
         self.waiting += 1
         self._waiting_chars += size
         try:
@@ -161,7 +161,7 @@ class Pool:
         finally:
             self.waiting -= 1
             self._waiting_chars -= size
-        worker = slot[choose(code, self._libraries)]
+        worker = slot[tier]
         source, given = (text.encode("utf-8", errors="surrogatepass") for text in (code, stdin))
         job = _Job(source, given, run_timeout_s, time.monotonic() - queued)
         self._in_background(self._occupy(slot, worker, job))  # so that hanging up interrupts none of its steps
@@ -179,13 +179,19 @@ class Pool:
     async def _occupy(self, slot: dict[str, Worker], worker: Worker, job: "_Job") -> None:
         try:
             await self._run_with_retry(worker, job)
-            await worker.finish()
-        except WorkerLost as error:
-            self._replace(worker, error)
+            await self._finish(worker)
         except Exception as error:
             job.fail(error)
         finally:
+            job.fail(PoolUnavailable("the server ends"))
             self._idle.put_nowait(slot)
+
+    async def _finish(self, worker: Worker) -> None:
+        """Until the files of its last run are gone, or it is for taking too long."""
+        try:
+            await worker.finish()
+        except WorkerLost as error:
+            self._replace(worker, error)
 
     async def _run_with_retry(self, worker: Worker, job: "_Job") -> None:
         """Set the verdict, or none where nobody waits for it any more. Raises PoolUnavailable."""
@@ -206,7 +212,7 @@ class Pool:
                 _log.error("%s", error)
                 reasons.append(str(error))
                 passes = error.passes
-                await worker.finish()
+                await self._finish(worker)
             if len(reasons) >= (_PATIENCE if passes else _ATTEMPTS):
                 raise PoolUnavailable("; then ".join(reasons)) from last
             if passes:

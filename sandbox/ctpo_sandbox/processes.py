@@ -19,9 +19,12 @@ from ctpo_sandbox.template import Boot
 WORKER_START_TIMEOUT_S = 15.0
 BACKSTOP_S = 10.0
 CLEANING_TIMEOUT_S = 30.0
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
-# -P: the importing folder must not shadow the snippet's modules; the root is appended only for the import of ours.
-_BOOT = "import sys; sys.path.append({root!r}); from ctpo_sandbox.template import main; main({configuration!r})"
+_PACKAGE = Path(__file__).resolve().parent
+# A package without its __init__, which imports the client: every fork would copy its megabytes.
+_BOOT = (
+    "import sys, types; package = types.ModuleType('ctpo_sandbox'); package.__path__ = [{package!r}]; "
+    "sys.modules['ctpo_sandbox'] = package; from ctpo_sandbox.template import main; main({configuration!r})"
+)
 
 
 class RunFault(Exception):
@@ -95,23 +98,33 @@ class Template:
             return
         self.kill()
         self.starts += 1
+        try:
+            await self._start()
+        except BaseException:
+            self.kill()  # its hello may still come, and must not be taken for the answer to a request
+            raise
+
+    async def _start(self) -> None:
         directory = self._root / f"box-{self.library.name}-{self.starts}"
         directory.mkdir()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        boot = Boot(self.level, self.limits, self.library, str(directory), theirs.fileno(), _PACKAGE_ROOT)
-        program = _BOOT.format(root=_PACKAGE_ROOT, configuration=boot.encode())
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-X", "utf8", "-c", program],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-            )
+        boot = Boot(self.level, self.limits, self.library, str(directory), theirs.fileno())
+        program = _BOOT.format(package=str(_PACKAGE), configuration=boot.encode())
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    # -P: the importing folder must not shadow the snippet's modules
+                    [sys.executable, "-s", "-P", "-X", "utf8", "-c", program],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=_environment(),
+                )
+        except BlockingIOError as error:  # the machine, or the container, has no process left
+            raise RunFault(f"could not start the template of {self.library.name}: {error}", passes=True) from error
         self._channel = Channel(f"the template of {self.library.name} (pid {self._process.pid})", ours)
         hello = await self._channel.receive(self._start_timeout_s, "to start")
         if hello.startswith(FAILED):
-            self.kill()
             raise LevelRefused(hello.removeprefix(FAILED).decode(errors="replace"))
         self.missing = json.loads(hello.removeprefix(READY))
 
@@ -177,7 +190,7 @@ class Worker:
         deadline_s = WALL_FACTOR * run_timeout_s + BACKSTOP_S
         self._running = True
         try:
-            self._channel.send(json.dumps({"run_timeout_s": run_timeout_s}).encode(), files)
+            self._channel.send(str(run_timeout_s).encode(), files)
             reply = await self._channel.receive(deadline_s, f"to report a run of {run_timeout_s:g} s")
         finally:
             self._running = False

@@ -1,5 +1,6 @@
 """A snippet as the program `python main.py`: its module, its outputs, its limits of recursion, and how it ends."""
 
+import _signal  # type: ignore[import-not-found]  # without signal's tour through enumerations
 import atexit
 import builtins
 import errno
@@ -16,8 +17,11 @@ from typing import Any
 
 _FLUSH_FAILED = 120  # CPython's own code for it
 _FILENAME = "main.py"
-_FRAMES_OF_EXEC = 1
+_FRAMES_OF_RUN_MAIN = 2
 _MAX_RECURSION = 2**31 - 1
+_REHEARSALS = 2
+_real_set, _real_get = sys.setrecursionlimit, sys.getrecursionlimit
+_hidden = 0
 
 
 class _Output(io.FileIO):
@@ -32,7 +36,31 @@ class _Output(io.FileIO):
             return len(data)
 
 
-def bound_outputs() -> None:
+def prepare_main(*, explain: bool) -> None:
+    """Do ahead, in the template, what every program needs: what a run does itself costs it a copy of each page touched.
+
+    explain: have multiprocessing say why it fails, in place of a missing file of the C library's.
+    """
+    errors, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)  # streams look at what they are made over, which are regular files in a run
+    _bound_outputs()
+    os.dup2(errors, 2)
+    os.close(errors)
+    os.close(nothing)
+    if explain:
+        _explain_processes()
+    sys.setrecursionlimit, sys.getrecursionlimit = _set_recursion_limit, _get_recursion_limit
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=_FILENAME, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    sys.argv = [_FILENAME]
+    for _ in range(_REHEARSALS):
+        exec(compile(b"None", _FILENAME, "exec", dont_inherit=True), {})
+    if "tempfile" in sys.modules:
+        vars(sys.modules["tempfile"])["tempdir"] = None  # not that of the template
+
+
+def _bound_outputs() -> None:
     """Give the calling process such a stdout and stderr, otherwise as the interpreter made them."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         made = getattr(sys, name)
@@ -46,8 +74,7 @@ def bound_outputs() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def explain_processes() -> None:
-    """Say why multiprocessing fails, in place of a missing file of the C library's."""
+def _explain_processes() -> None:
     module: Any = importlib.import_module("_multiprocessing")
 
     class SemLock:
@@ -59,39 +86,38 @@ def explain_processes() -> None:
     module.SemLock = SemLock
 
 
-def _frames() -> int:
-    """How many there are below the caller's callee, the caller included."""
+def _set_recursion_limit(limit: int, /) -> None:
+    """Counted from the snippet's first frame."""
+    _real_set(min(limit + _hidden, _MAX_RECURSION) if isinstance(limit, int) and limit > 0 else limit)
+
+
+_set_recursion_limit.__name__ = _set_recursion_limit.__qualname__ = "setrecursionlimit"
+
+
+def _get_recursion_limit() -> int:
+    return _real_get() - _hidden
+
+
+def frames() -> int:
+    """How many there are below the caller, itself included."""
     frame, number = sys._getframe(1), 0
     while frame is not None:
         frame, number = frame.f_back, number + 1  # type: ignore[assignment]
     return number
 
 
-def _hide_frames(number: int) -> None:
-    """Count the recursion limit from the snippet's first frame, which has `number` of ours below it."""
-    real_set, real_get = sys.setrecursionlimit, sys.getrecursionlimit
-
-    def setrecursionlimit(limit: int, /) -> None:
-        real_set(min(limit + number, _MAX_RECURSION) if isinstance(limit, int) and limit > 0 else limit)
-
-    real_set(real_get() + number)
-    sys.setrecursionlimit = setrecursionlimit
-    sys.getrecursionlimit = lambda: real_get() - number
-
-
-def run_main(source: bytes) -> int:
-    """Be `python main.py`; the exit status."""
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=_FILENAME, __builtins__=builtins)
-    sys.modules["__main__"] = main
-    sys.argv = [_FILENAME]
+def run_main(source: bytes, frames_below: int) -> int:
+    """Be `python main.py`; the exit status. frames_below: those of the caller, itself included."""
+    global _hidden
     sys.path.insert(0, os.getcwd())
     lines = source.decode("utf-8", errors="replace").splitlines(keepends=True)
     linecache.cache[_FILENAME] = (len(source), None, lines, _FILENAME)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as the interpreter does at its start
-    _hide_frames(_frames() + _FRAMES_OF_EXEC)
+    _signal.signal(_signal.SIGINT, signal.default_int_handler)  # as the interpreter does at its start
+    threading.main_thread()._native_id = os.getpid()  # type: ignore[attr-defined]
+    _hidden = frames_below + _FRAMES_OF_RUN_MAIN
+    _real_set(_real_get() + _hidden)
     try:
-        exec(compile(source, _FILENAME, "exec", dont_inherit=True), main.__dict__)
+        exec(compile(source, _FILENAME, "exec", dont_inherit=True), sys.modules["__main__"].__dict__)
         status = 0
     except SystemExit as request:
         status = _exit_status(request.code)

@@ -25,9 +25,10 @@ from ctpo_sandbox.channel import WorkerLost
 from ctpo_sandbox.front import Protocol
 from ctpo_sandbox.libraries import absent, tiers
 from ctpo_sandbox.pool import Pool, PoolUnavailable
-from ctpo_sandbox.processes import LevelRefused
+from ctpo_sandbox.processes import LevelRefused, RunFault
 from ctpo_sandbox.records import LEVELS, Limits, option
 from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, explain, measure
+from ctpo_sandbox.supervise import Supervisor
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
 _VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
@@ -84,6 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         meaning = f"{limit.metadata['meaning']} (default: {limit.default})"
         parser.add_argument(option(limit.name), type=kind, default=limit.default, metavar="N", help=meaning)
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the URL here once the server is ready")
+    parser.add_argument(
+        "--supervise", action="store_true", help="start the server again whenever it dies; needs a --port of its own"
+    )
+    parser.add_argument("--node", default=socket.gethostname(), help="name of this machine in GET /metrics (its own)")
     parser.add_argument("--parent-pid", type=int, metavar="PID", help="end when this process ends")
     parser.add_argument(
         "--require", choices=list(REQUIREMENTS), default="landlock", help="refuse to start with less isolation"
@@ -141,7 +146,7 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
         except LevelRefused as error:
             pool.close()
             refused[level] = str(error)
-        except (WorkerLost, PoolUnavailable) as error:
+        except (WorkerLost, RunFault, PoolUnavailable) as error:
             pool.close()
             raise StartFailed(f"{error}. {_ON_FAILURE}") from error
         except BaseException:
@@ -191,7 +196,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
     try:
         state = ServerState(enforced, shared_token(), refused, _versions())
         config = uvicorn.Config(
-            create_app(pool, state),
+            create_app(pool, state, args.node),
             http=Protocol,
             timeout_keep_alive=_KEEP_ALIVE_S,
             log_level="warning",
@@ -243,6 +248,8 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_on)
     try:
+        if args.supervise:
+            return _supervise(args)
         _check_platform()
         _check_address(args.host)
         _raise_open_files()
@@ -259,9 +266,22 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `python -m ctpo_sandbox.server`."""
+    return run(_parser().parse_args(argv))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ctpo_sandbox.server", description=__doc__)
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    return parser
+
+
+def _supervise(args: argparse.Namespace) -> int:
+    """The same server as a child, which is started again. Raises ValueError without a port that stays the same."""
+    if args.port == 0:
+        raise ValueError("--supervise with --port 0: a server that is started again must keep its address; name a port")
+    defaults = vars(_parser().parse_args([]))
+    given = {name: vars(args)[name] for name in defaults if vars(args)[name] != defaults[name] and name != "supervise"}
+    return Supervisor([text for name, value in given.items() for text in (option(name), str(value))]).run()
 
 
 if __name__ == "__main__":

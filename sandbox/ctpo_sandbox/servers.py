@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
 
-import httpx
+import aiohttp
 
 _PATH = "/faas/sandbox"
 _FIRST_BACKOFF_S = 0.1
@@ -30,12 +32,24 @@ def execution_url(root: str) -> str:
     return f"{root}{_PATH}/"
 
 
+class Connections(aiohttp.TCPConnector):
+    """Closed when their loop is: a client that was not closed before is no fault to complain of then."""
+
+    @property
+    def closed(self) -> bool:
+        return super().closed or self._loop.is_closed()
+
+    def __del__(self, *arguments: Any) -> None:
+        if not self.closed:
+            super().__del__(*arguments)
+
+
 @dataclass(eq=False)
 class Server:
     """One address.
 
-    ready: whether requests go there while others are ready too. resting_until: monotonic seconds. gone: set when it
-    turns dark, for who waits for an answer of it.
+    ready: whether requests go there while others are ready too. resting_until: monotonic seconds. awaited: deadlines
+    of those who wait for an answer of it.
     """
 
     root: str
@@ -43,12 +57,29 @@ class Server:
     failures: int = 0
     ready: bool = True
     resting_until: float = 0.0
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    awaited: set[asyncio.Timeout] = field(default_factory=set)
 
     @property
     def url(self) -> str:
         """Its execution address."""
         return execution_url(self.root)
+
+    @contextlib.asynccontextmanager
+    async def patience(self, timeout_s: float) -> AsyncIterator[None]:
+        """To wait in for its answer. Raises TimeoutError after `timeout_s` seconds, or as soon as it turns dark."""
+        async with asyncio.timeout(timeout_s) as deadline:
+            self.awaited.add(deadline)
+            try:
+                yield
+            finally:
+                self.awaited.discard(deadline)
+
+    def turn_dark(self) -> None:
+        """It does not answer: requests go to others, those included that wait for it."""
+        self.ready = False
+        for deadline in self.awaited:
+            if not deadline.expired():
+                deadline.reschedule(asyncio.get_running_loop().time())
 
     def succeeded(self) -> None:
         """It answered."""
@@ -69,7 +100,7 @@ class Servers:
         # Clients that have one request at a time must not all begin with the same server.
         random.SystemRandom().shuffle(self._servers)
         self._watchers: dict[Server, asyncio.Task[None]] = {}
-        self._http: httpx.AsyncClient | None = None
+        self._http: aiohttp.ClientSession | None = None
 
     def take(self) -> Server:
         """The server of the next request, which counts as in flight there from now on, until `give_back`."""
@@ -77,7 +108,8 @@ class Servers:
         server = min(self._servers, key=lambda s: (not s.ready, max(0.0, s.resting_until - now), s.in_flight))
         server.in_flight += 1
         if len(self._servers) > 1 and self._http is None:
-            self._http = httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S, trust_env=False)
+            timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+            self._http = aiohttp.ClientSession(connector=Connections(), timeout=timeout)
         if self._http is not None and server not in self._watchers:
             self._watchers[server] = asyncio.ensure_future(self._watch(server, self._http))
         return server
@@ -92,9 +124,9 @@ class Servers:
             watcher.cancel()
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         if self._http is not None:
-            await self._http.aclose()
+            await self._http.close()
 
-    async def _watch(self, server: Server, http: httpx.AsyncClient) -> None:
+    async def _watch(self, server: Server, http: aiohttp.ClientSession) -> None:
         misses = 0
         try:
             while server.in_flight or not server.ready:
@@ -102,17 +134,16 @@ class Servers:
                 status = await _probe(http, server.root)
                 misses = misses + 1 if status is None else 0
                 if misses >= _MISSES:
-                    server.ready = False
-                    server.gone.set()
+                    server.turn_dark()
                 elif status is not None:
-                    server.ready = status != httpx.codes.SERVICE_UNAVAILABLE
-                    server.gone.clear()
+                    server.ready = status != HTTPStatus.SERVICE_UNAVAILABLE
         finally:
             del self._watchers[server]
 
 
-async def _probe(http: httpx.AsyncClient, root: str) -> int | None:
+async def _probe(http: aiohttp.ClientSession, root: str) -> int | None:
     """The HTTP status of its readiness, None without an answer; servers of other makes answer 404 and the like."""
-    with contextlib.suppress(httpx.TransportError):
-        return (await http.get(f"{root}/ready")).status_code
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with http.get(f"{root}/ready") as response:
+            return response.status
     return None

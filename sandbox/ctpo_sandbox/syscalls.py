@@ -11,11 +11,12 @@ import errno
 import itertools
 import os
 import signal
-import struct
-import tempfile
 from collections.abc import Iterator
+from functools import partial
 
 import pyseccomp
+
+from ctpo_sandbox.libc import Step
 
 _ALLOWED = {
     "files": (
@@ -121,7 +122,7 @@ _ENOSYS = pyseccomp.ERRNO(errno.ENOSYS)
 
 
 class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def _equals(argument: int, value: int, mask: int = _INT) -> pyseccomp.Arg:
@@ -155,7 +156,10 @@ def _known(names: dict[str, str]) -> Iterator[str]:
 
 
 def restrict_worker() -> None:
-    """Load the allow-list into the calling worker, for good. Raises RuntimeError or OSError without libseccomp."""
+    """Load the allow-list into the calling worker, for good, and no_new_privs with it, which its children inherit.
+
+    Raises RuntimeError or OSError without libseccomp.
+    """
     rules = pyseccomp.SyscallFilter(_ENOSYS)
     rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, _BINARY_TREE)
     for name in _known(_ALLOWED | _WORKER_ONLY):
@@ -196,24 +200,23 @@ class ChildFilter:
             rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, _ANY_PID))
             # So that a run that was killed is known to have been killed from outside.
             rules.add_rule(_EPERM, name, _equals(number, signal.SIGKILL))
-        with tempfile.TemporaryFile() as file:
+        with open(os.memfd_create("filter"), "w+b") as file:
             rules.export_bpf(file)
             file.seek(0)
-            self._code = file.read()
-        wanted = struct.pack("=I", _ANY_PID)
+            code = file.read()
+        self._code = ctypes.create_string_buffer(code, len(code))
+        self._program = ctypes.byref(_Program(len(code) // 8, ctypes.addressof(self._code)))
         # The operand is the second half of an eight-byte instruction.
-        self._places = [at for at in range(4, len(self._code), 8) if self._code[at : at + 4] == wanted]
-        if not self._places:
+        operands = [ctypes.c_uint32.from_buffer(self._code, at) for at in range(4, len(code), 8)]
+        self._pids = [operand for operand in operands if operand.value == _ANY_PID]
+        if not self._pids:
             raise RuntimeError("the compiled seccomp filter does not compare process ids")
 
-    def load(self, pid: int) -> None:
-        """Confine the calling process, whose id is `pid`, for good. Raises OSError."""
-        code = bytearray(self._code)
-        for at in self._places:
-            code[at : at + 4] = struct.pack("=I", pid)
-        program = _Program(len(code) // 8, bytes(code))
-        if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-        if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"prctl(PR_SET_SECCOMP): {os.strerror(number)}")
+    def loading(self) -> Step:
+        """Confining the calling process for good, to be performed after `allow`; fails without no_new_privs."""
+        return partial(_libc.prctl, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0)
+
+    def allow(self, pid: int) -> None:
+        """Of all processes, let `pid` get signals, which is the calling one."""
+        for own in self._pids:
+            own.value = pid

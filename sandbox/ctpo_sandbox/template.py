@@ -17,6 +17,7 @@ from typing import Any
 from ctpo_sandbox import libc, namespaces
 from ctpo_sandbox.confine import Confinement, LevelUnavailable
 from ctpo_sandbox.libraries import Library, load
+from ctpo_sandbox.program import prepare_main
 from ctpo_sandbox.records import FAILED, MAX_MESSAGE_BYTES, READY, Limits
 from ctpo_sandbox.worker import ForkServer
 
@@ -32,7 +33,6 @@ class Boot:
     library: Library
     directory: str
     control: int
-    package_root: str
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -80,10 +80,10 @@ def _prepare(boot: Boot) -> Confinement:
     confinement = Confinement(boot.level, boot.limits)
     if boot.level.startswith("namespaces"):
         namespaces.enter(boot.directory, user=boot.level == "namespaces-user", leave=lambda: _leave(boot.directory))
-    sys.path.remove(boot.package_root)
     load(boot.library)
     confinement.open_files()
-    libc.set_dumpable(False)
+    libc.perform([libc.setting_dumpable(False)])
+    prepare_main(explain=not confinement.may_kill_itself)  # who cannot, cannot have other processes either
     gc.collect()
     gc.freeze()
     return confinement

@@ -24,62 +24,62 @@ class ServerGone(Exception):
 
 
 class Watch:
-    """Over the process `child`, which may use `limit_s` seconds of CPU time, and twice as many of wall time.
+    """Over one child after another of a worker.
 
-    excess: what it has more of than it may have, where the kernel does not see to that; "" for nothing. Asked time and
-    again, the less often the longer the answer takes.
+    excess: what a child has more of than it may have, where the kernel does not see to that; "" for nothing. Asked time
+    and again, the less often the longer the answer takes.
     """
 
-    def __init__(self, child: int, control: socket.socket, limit_s: float, excess: Callable[[], str]) -> None:
-        self._child, self._control, self._limit_s, self._excess = child, control, limit_s, excess
-        now = time.monotonic()
-        self._end, self._next_look = now + WALL_FACTOR * limit_s, now + _LOOK_S
+    def __init__(self, control: socket.socket, excess: Callable[[int], str]) -> None:
+        self._control, self._excess = control, excess
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
 
-    def wait(self) -> str:
-        """Wait for the end of the child; what it had to be killed for, "" when it ended by itself.
+    def wait(self, child: int, limit_s: float) -> str:
+        """Wait for the end of `child`, which may use `limit_s` seconds of CPU time, and twice as many of wall time.
 
-        Raises ServerGone. The child is dead or dying afterwards.
+        Returns what it had to be killed for, "" when it ended by itself. Raises ServerGone. The child is dead or dying
+        afterwards.
         """
-        pidfd = os.pidfd_open(self._child)
+        pidfd = os.pidfd_open(child)
+        self._poll.register(pidfd, select.POLLIN)
+        reason = STOPPED
         try:
-            return self._wait(pidfd)
+            reason = self._wait(pidfd, child, limit_s)
+            return reason
         finally:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            if reason:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            self._poll.unregister(pidfd)
             os.close(pidfd)
 
-    def _wait(self, pidfd: int) -> str:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.register(self._control, select.POLLIN)
-        while True:
-            left_s = self._left_s()
-            if left_s <= 0:
-                return TIME
-            until_look_s = self._next_look - time.monotonic()
-            ready = dict(poll.poll(1000 * max(_SHORTEST_WAIT_S, min(left_s, until_look_s))))
-            if pidfd in ready:
-                return ""
-            if ready:
-                if not self._control.recv(MAX_MESSAGE_BYTES):
-                    raise ServerGone
-                return STOPPED
-            if time.monotonic() >= self._next_look and (reason := self._look()):
-                return reason
+    def _wait(self, pidfd: int, child: int, limit_s: float) -> str:
+        now = time.monotonic()
+        end, next_look, left_s = now + WALL_FACTOR * limit_s, now + _LOOK_S, limit_s
+        while left_s > 0:
+            for descriptor, _ in self._poll.poll(1000 * max(_SHORTEST_WAIT_S, min(left_s, next_look - now))):
+                return "" if descriptor == pidfd else self._told()
+            now = time.monotonic()
+            if now >= next_look:
+                if reason := self._excess(child):
+                    return reason
+                took_s = time.monotonic() - now
+                next_look = now + took_s + max(_LOOK_S, _REST * took_s)
+            left_s = min(limit_s - _cpu_s(child), end - now)
+        return TIME
 
-    def _look(self) -> str:
-        began = time.monotonic()
-        reason = self._excess()
-        ended = time.monotonic()
-        self._next_look = ended + max(_LOOK_S, _REST * (ended - began))
-        return reason
+    def _told(self) -> str:
+        if not self._control.recv(MAX_MESSAGE_BYTES):
+            raise ServerGone
+        return STOPPED
 
-    def _left_s(self) -> float:
-        """Seconds that the child may still use, at least: it may be off the CPU for some of them."""
-        try:
-            used_s = time.clock_gettime(~self._child << 3 | _PROCESS_CPU_CLOCK)
-        except OSError:  # it has just ended
-            used_s = 0.0
-        return min(self._limit_s - used_s, self._end - time.monotonic())
+
+def _cpu_s(child: int) -> float:
+    """Seconds that it has used; 0.0 when it has just ended."""
+    try:
+        return time.clock_gettime(~child << 3 | _PROCESS_CPU_CLOCK)
+    except OSError:
+        return 0.0
 
 
 def excess_threads(process: int, most: int) -> str:

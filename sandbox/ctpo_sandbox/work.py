@@ -18,18 +18,20 @@ _BLOCK = 512  # the unit of st_blocks
 
 
 class WorkDirectories(Protocol):
-    """Where runs keep their files."""
+    """Where runs keep their files: one after another in a new directory at `path`."""
 
-    def make(self) -> str:
-        """An empty directory for one run."""
+    path: str
 
-    def excess(self, directory: str, child: int) -> str:
+    def make(self) -> None:
+        """Make it, empty."""
+
+    def excess(self, child: int) -> str:
         """What the run `child` has more of there than it may have; "" for nothing, or where the kernel sees to it."""
 
-    def discard_quickly(self, directory: str) -> bool:
+    def discard_quickly(self) -> bool:
         """Remove it with all that the run left in it, if that takes no time; whether it did."""
 
-    def discard(self, directory: str) -> None:
+    def discard(self) -> None:
         """Remove it, however long that takes."""
 
     def close(self) -> None:
@@ -40,23 +42,21 @@ class RunDirectory:
     """A directory of the server's file system for each run; `owner`: the runs' user, if it is not the worker's."""
 
     def __init__(self, parent: str, owner: int | None, limits: Limits) -> None:
-        self._parent, self._owner, self._limits, self._runs = parent, owner, limits, 0
+        self._parent, self._owner, self._limits = parent, owner, limits
+        self.path = f"{parent}/run"
         os.makedirs(parent, mode=0o711)
 
-    def make(self) -> str:
-        self._runs += 1
-        path = f"{self._parent}/run-{self._runs}"
-        os.mkdir(path, 0o700)
+    def make(self) -> None:
+        os.mkdir(self.path, 0o700)
         if self._owner is not None:
-            os.chown(path, self._owner, self._owner)
-        return path
+            os.chown(self.path, self._owner, self._owner)
 
-    def excess(self, directory: str, child: int) -> str:
+    def excess(self, child: int) -> str:
         """Files that are open but have no name any more count; those that are only mapped are bounded by the memory."""
         most_files, most_mb = self._limits.disk_files, self._limits.disk_mb
         files = size = 0
         try:
-            for found in itertools.chain(_files_below(directory), self._nameless(directory, child)):
+            for found in itertools.chain(_files_below(self.path), self._nameless(child)):
                 files += 1
                 size += found.st_blocks * _BLOCK
                 if files > most_files or size > most_mb * _MB:
@@ -69,8 +69,8 @@ class RunDirectory:
             return "for a path that is too long to follow"
         return ""
 
-    def _nameless(self, directory: str, child: int) -> Iterator[os.stat_result]:
-        device = os.stat(directory).st_dev  # that of the outputs, which are memory files, is another one
+    def _nameless(self, child: int) -> Iterator[os.stat_result]:
+        device = os.stat(self.path).st_dev  # that of the outputs, which are memory files, is another one
         with self._as_owner(), suppress(PermissionError):  # a run that gives up its rights, or has just ended
             for descriptor in os.listdir(f"/proc/{child}/fd"):
                 with suppress(FileNotFoundError):
@@ -93,15 +93,15 @@ class RunDirectory:
             os.setegid(0)
             libc.die_with_parent(os.getppid(), signal.SIGKILL)  # a change of user clears it
 
-    def discard_quickly(self, directory: str) -> bool:
+    def discard_quickly(self) -> bool:
         try:
-            os.rmdir(directory)
+            os.rmdir(self.path)
         except OSError:  # not empty
             return False
         return True
 
-    def discard(self, directory: str) -> None:
-        remove_tree(directory)
+    def discard(self) -> None:
+        remove_tree(self.path)
 
     def close(self) -> None:
         remove_tree(self._parent)

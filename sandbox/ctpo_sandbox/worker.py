@@ -1,16 +1,16 @@
 """The worker of a slot: forks one confined child per run, watches it, and says how it ended."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import time
-from dataclasses import replace
+from functools import lru_cache, partial
 
-from ctpo_sandbox.child import SETUP_DONE, Files, become_snippet
+from ctpo_sandbox import libc
+from ctpo_sandbox.child import SETUP_DONE, Child, Files
 from ctpo_sandbox.confine import Confinement
-from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, READY, STOP, Outcome
+from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, READY, STOP, Outcome
 from ctpo_sandbox.watch import TIME, ServerGone, Watch, excess_threads
 from ctpo_sandbox.work import WorkDirectories
 
@@ -22,6 +22,9 @@ class ForkServer:
         self._control = control
         self._confinement = confinement
         self._work = work
+        self._watch = Watch(control, self._excess)
+        self._child = lru_cache(maxsize=1)(partial(Child, confinement=confinement, directory=work.path))
+        os.environ.update(HOME=work.path, TMPDIR=work.path, PWD=work.path)  # for the runs
 
     def serve(self) -> None:
         """Answer requests until the server goes away."""
@@ -31,49 +34,50 @@ class ForkServer:
                 self._serve_one()
 
     def _serve_one(self) -> None:
-        message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, len(Files.__annotations__))
-        if not message:
-            raise ServerGone
-        if message == STOP:  # the run that it is about was over already
-            return
-        directory = self._work.make()
+        self._work.make()  # before it is asked for, so that nobody waits for it
+        ruleset = self._confinement.ruleset(self._work.path)
+        files, run_timeout_s = self._next_request()
         try:
-            outcome = self._execute(Files(*descriptors), directory, json.loads(message)["run_timeout_s"])
+            outcome = self._execute(files, ruleset, run_timeout_s)
         except BlockingIOError as error:  # the machine, or the container, has no process left
             outcome = Outcome(False, 0, 0.0, 0.0, 0.0, fault=f"could not fork: {error}", exhausted=True)
-        for descriptor in descriptors:
+        for descriptor in files:
             os.close(descriptor)
-        cleaned = self._work.discard_quickly(directory)
-        self._control.send(replace(outcome, cleaning=not cleaned).encode())
-        if not cleaned:  # the verdict does not wait for it
-            self._work.discard(directory)
-            self._control.send(CLEANED)
+        if self._work.discard_quickly():
+            self._control.send(outcome.encode())
+            return
+        self._control.send(outcome._replace(cleaning=True).encode())  # the verdict does not wait for it
+        self._work.discard()
+        self._control.send(CLEANED)
 
-    def _execute(self, files: Files, directory: str, run_timeout_s: float) -> Outcome:
+    def _next_request(self) -> tuple[Files, float]:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, len(Files._fields))
+            if not message:
+                raise ServerGone
+            if message != STOP:  # of a run that was over already
+                return Files(*descriptors), float(message)
+
+    def _execute(self, files: Files, ruleset: int | None, run_timeout_s: float) -> Outcome:
+        cpu_limit_s = self._confinement.limits.cpu_limit_s(run_timeout_s)
         setup_read, setup_write = os.pipe()
-        worker = os.getpid()
+        program = self._child(files, setup_write, ruleset, cpu_limit_s)
         try:
-            child = os.fork()
+            child = libc.fork()  # a worker has one thread: it is itself a fork
         except BlockingIOError:
             os.close(setup_read)
             os.close(setup_write)
             raise
         if child == 0:
-            become_snippet(
-                files,
-                directory=directory,
-                setup_pipe=setup_write,
-                confinement=self._confinement,
-                run_timeout_s=run_timeout_s,
-                worker=worker,
-            )
+            program.become_snippet()
         started = time.monotonic()
         os.close(setup_write)
         killed_for = ""
         try:
-            killed_for = Watch(child, self._control, run_timeout_s, lambda: self._excess(child, directory)).wait()
+            killed_for = self._watch.wait(child, run_timeout_s)
         finally:
-            _kill_group(child)
+            if self._confinement.may_kill_itself:  # it may have children, too
+                _kill_group(child)
             _, status, usage = os.wait4(child, 0)
             wall_s = time.monotonic() - started
         setup = os.read(setup_read, MAX_MESSAGE_BYTES)
@@ -81,7 +85,7 @@ class ForkServer:
         exit_code = os.waitstatus_to_exitcode(status)
         killed_for = killed_for if exit_code == -signal.SIGKILL else ""
         cpu_s = usage.ru_utime + usage.ru_stime
-        cpu_limit_fired = _cpu_limit_fired(exit_code, cpu_s, self._confinement.limits.cpu_limit_s(run_timeout_s))
+        cpu_limit_fired = _cpu_limit_fired(exit_code, cpu_s, cpu_limit_s)
         return Outcome(
             timed_out=killed_for == TIME or cpu_limit_fired,
             exit_code=exit_code,
@@ -93,10 +97,10 @@ class ForkServer:
             fault=None if killed_for or cpu_limit_fired else self._fault(setup, exit_code),
         )
 
-    def _excess(self, child: int, directory: str) -> str:
+    def _excess(self, child: int) -> str:
         most = self._confinement.limits.threads
         too_many = "" if self._confinement.own_user else excess_threads(child, most)
-        return too_many or self._work.excess(directory, child)
+        return too_many or self._work.excess(child)
 
     def _fault(self, setup: bytes, exit_code: int) -> str | None:
         if setup != SETUP_DONE:

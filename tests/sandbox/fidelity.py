@@ -151,6 +151,7 @@ PROGRAMS: list[str] = [
     "import asyncio\nasync def f(x):\n    await asyncio.sleep(0.01)\n    return x\n"
     "async def main(): print(await asyncio.gather(*(f(i) for i in range(3))))\nasyncio.run(main())",
     "import asyncio\nasync def f(): raise ValueError('inside')\nasyncio.run(f())",
+    "import os, threading; print(threading.main_thread().native_id == os.getpid())",
     "import threading\nt = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); print('after')",
     "import time; a = time.time(); time.sleep(0.01); print(time.time() > a, time.perf_counter() > 0)",
     "import signal\ndef h(*a): raise TimeoutError('alarm')\nsignal.signal(signal.SIGALRM, h); signal.setitimer(0, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from types import SimpleNamespace
@@ -90,7 +91,7 @@ def test_health_and_metrics_show_every_limit(lowered_server: SandboxServer) -> N
     assert lowered_server.health["limits"] == asdict(LOWERED)
     text = HTTP.get(f"{lowered_server.url}/metrics").text
     for name, value in asdict(LOWERED).items():
-        assert f'ctpo_sandbox_limit{{name="{name}"}} {float(value)}' in text
+        assert f'ctpo_sandbox_limit{{name="{name}",node="{socket.gethostname()}"}} {float(value)}' in text
 
 
 @pytest.mark.parametrize("name", list(PROBES))

@@ -23,7 +23,7 @@ from tests.support.deadlines import scaled
 CONCURRENCY = 32
 CHAOS_RUNS, VERDICTS_PER_KILL, KILL_OF_THE_SERVER = 600, 10, 12
 LIMIT_S = scaled(6.0)
-GROWTH_PER_RUN = 64 * 2**20 / 2000  # bytes
+GROWTH = 18 * 2**20  # bytes, however many runs there are: allocators settle within the first hundreds
 
 
 def _job(index: int) -> tuple[str, str, str]:
@@ -69,7 +69,7 @@ def _footprint(server: SandboxServer) -> dict[str, Any]:
 
 
 @pytest.mark.xdist_group("sandbox-load")
-@pytest.mark.parametrize("count", [600, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [600, pytest.param(5000, marks=pytest.mark.slow)])
 def test_many_runs_do_not_mix_nor_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     options = {"slots": 3, "limits": Limits(run_timeout_s=LIMIT_S), "start_timeout_s": scaled(60)}
@@ -83,7 +83,7 @@ def test_many_runs_do_not_mix_nor_leak(tmp_path: Path, monkeypatch: pytest.Monke
     assert (stats.retries, stats.unavailable, stats.results["timeout"]) == (0, 0, 0)
     assert after["runs"] == 0 and after["processes"] == before["processes"]
     assert after["descriptors"] <= before["descriptors"] + 2  # a connection may not be closed yet
-    assert after["memory"] - before["memory"] < count * GROWTH_PER_RUN
+    assert after["memory"] - before["memory"] < GROWTH
 
 
 def test_cpu_contention_is_no_timeout(sandbox_server: SandboxServer) -> None:

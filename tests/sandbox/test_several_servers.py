@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from ctpo_sandbox import ClientStats, SandboxClient, SandboxServer, start_server
+from ctpo_sandbox.bench import measure_all
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
@@ -53,6 +54,14 @@ def _burst(urls: list[str], count: int = BURST) -> tuple[ClientStats, float]:
         return client.stats, slowest
 
     return asyncio.run(all_of_them())
+
+
+def test_the_bench_shows_how_servers_share_the_work(pair: Pair) -> None:
+    urls = [server.url for server in pair]
+    found = measure_all(urls, "print", concurrency=8, seconds=0.5)
+    assert (found.lost, found.retries) == (0, 0) and found.runs > 0
+    assert list(found.shares) == urls and sum(found.shares.values()) == pytest.approx(1.0)
+    assert min(found.shares.values()) > 0.25
 
 
 def test_a_burst_is_balanced(pair: Pair) -> None:

@@ -1,0 +1,86 @@
+"""A worker or template that fails in the middle of something: every request ends with a verdict or an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from ctpo_sandbox import Limits
+from ctpo_sandbox.channel import WorkerLost
+from ctpo_sandbox.libraries import BUILT_IN
+from ctpo_sandbox.pool import Pool
+from ctpo_sandbox.processes import RunFault, Template, Worker
+from tests.support.deadlines import scaled
+
+STDLIB = BUILT_IN[0]
+
+
+@asynccontextmanager
+async def _pool() -> AsyncIterator[Pool]:
+    pool = Pool(
+        slots=1, limits=Limits(), level="none", libraries=[STDLIB], start_timeout_s=scaled(60), max_waiting=4
+    )  # fmt: skip
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        pool.close()
+
+
+def test_a_worker_lost_while_it_cleans_up_after_a_fault_leaves_no_request_without_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A real worker, but for its first run and the clean-up after it: nobody hits those two moments from outside."""
+    faults: list[Exception] = [RunFault("killed by signal 9", passes=False)]
+    losses = [WorkerLost("died")]
+    run, finish = Worker.run, Worker.finish
+
+    async def scripted_run(worker: Worker, *arguments: object) -> object:
+        if faults:
+            raise faults.pop()
+        return await run(worker, *arguments)  # type: ignore[arg-type]
+
+    async def scripted_finish(worker: Worker) -> None:
+        if losses and not faults:
+            raise losses.pop()
+        await finish(worker)
+
+    monkeypatch.setattr(Worker, "run", scripted_run)
+    monkeypatch.setattr(Worker, "finish", scripted_finish)
+
+    async def run_one() -> tuple[str, int]:
+        async with _pool() as pool, asyncio.timeout(scaled(20)):
+            return (await pool.run("print('well')", "", 9.0)).stdout, pool.restarts
+
+    assert asyncio.run(run_one()) == ("well\n", 1)
+
+
+def test_a_pool_that_is_closed_leaves_no_request_without_an_answer() -> None:
+    async def close_during_a_run() -> None:
+        async with _pool() as pool:
+            run = asyncio.ensure_future(pool.run("import time; time.sleep(60)", "", 60.0))
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(scaled(20)):
+            await run
+
+    with pytest.raises(Exception, match="the server ends"):
+        asyncio.run(close_during_a_run())
+
+
+def test_a_template_that_is_slow_to_start_is_gone_afterwards(tmp_path: Path) -> None:
+    """Its hello would be taken for the answer to the next request."""
+    template = Template(STDLIB, "none", Limits(), tmp_path, start_timeout_s=0.01)
+
+    async def spawn() -> None:
+        with pytest.raises(WorkerLost, match=r"waited 0.01 s"):
+            await template.spawn(0, str(tmp_path / "slot"))
+
+    try:
+        asyncio.run(spawn())
+        assert template.pid is None
+    finally:
+        template.kill()

@@ -1,0 +1,110 @@
+"""The sandbox as a service of its node: found by who runs there, kept up, measured together with others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from ctpo_launchers.roll_call import NotReady
+from ctpo_launchers.services import sandbox
+from ctpo_megatron.config import load_config
+from ctpo_sandbox import SandboxClient
+from ctpo_sandbox.address import node_url
+from tests.sandbox.sandbox_http import health
+from tests.support.deadlines import scaled
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _answers(url: str, awaited: str) -> dict[str, object]:
+    deadline = time.monotonic() + scaled(60)
+    while time.monotonic() < deadline:
+        try:
+            return health(url)
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError(f"waited for {awaited}")
+
+
+def test_a_supervised_server_is_started_again_at_its_address_and_ends_with_its_supervisor(tmp_path: Path) -> None:
+    port, announced = _free_port(), tmp_path / "url"
+    command = [sys.executable, "-m", "ctpo_sandbox.server", "--supervise", "--port", str(port), "--slots", "1"]
+    command += ["--tiers", "stdlib", "--require", "none", "--level", "none", "--announce", str(announced)]
+    path = os.pathsep.join(sys.path)
+    with (tmp_path / "log").open("wb") as log:
+        supervisor = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _answers(url, "the first start")
+        assert announced.read_text().strip() == url
+        (server,) = psutil.Process(supervisor.pid).children()
+        server.kill()
+        server.wait(scaled(10))
+        _answers(url, "the second start")
+        client = SandboxClient(url, max_concurrency=1, request_timeout_s=scaled(30))
+        assert asyncio.run(client.run("print('up')", run_timeout_s=9)).stdout == "up\n"
+        family = psutil.Process(supervisor.pid).children(recursive=True)
+        supervisor.send_signal(signal.SIGTERM)
+        supervisor.wait(scaled(30))
+        assert psutil.wait_procs(family, scaled(10))[1] == []
+    finally:
+        supervisor.kill()
+    assert "ended with status -9; starting it again" in (tmp_path / "log").read_text()
+
+
+def test_a_server_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "ctpo_sandbox.server", "--supervise", "--port", str(taken.getsockname()[1])]
+        path = os.pathsep.join(sys.path)
+        ended = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=scaled(60)
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.count("did not start") == 1 and "in use" in ended.stderr
+
+
+def test_the_sandbox_of_a_node_is_named_in_the_environment_or_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CTPO_SANDBOX_URL", "CTPO_SANDBOX_URL_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert node_url() is None
+    file = tmp_path / "url"
+    monkeypatch.setenv("CTPO_SANDBOX_URL_FILE", str(file))
+    with pytest.raises(ValueError, match=r"No such file.*--announce"):
+        node_url()
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        node_url()
+    file.write_text("http://127.0.0.1:1\n")
+    assert node_url() == "http://127.0.0.1:1"
+    monkeypatch.setenv("CTPO_SANDBOX_URL", "http://127.0.0.1:2")
+    assert node_url() == "http://127.0.0.1:2"
+
+
+def test_a_node_program_takes_the_sandbox_that_its_node_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(Path("configs/quickstart.yaml"))
+
+    async def variables() -> dict[str, str]:
+        async with sandbox(config, tmp_path / "log", tmp_path / "token") as found:
+            return found
+
+    monkeypatch.setenv("CTPO_SANDBOX_URL", "http://127.0.0.1:1")
+    assert asyncio.run(variables()) == {} and not (tmp_path / "log").exists()
+    monkeypatch.delenv("CTPO_SANDBOX_URL")
+    monkeypatch.setenv("CTPO_SANDBOX_URL_FILE", str(tmp_path / "gone"))
+    with pytest.raises(NotReady, match="CTPO_SANDBOX_URL_FILE"):
+        asyncio.run(variables())
