@@ -135,7 +135,9 @@ def watch(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True
         )
         try:
-            while process.poll() is None:
+            over = False
+            while not over:
+                over = has_ended(process)  # looked at once more afterwards: a zombie still has its CPU-seconds
                 if (now := time.monotonic()) - began > deadline_s:
                     raise TimeoutError(f"{' '.join(command[:4])} ... has not ended in {deadline_s:g} s; see {log}")
                 if marks.exists() and marks.stat().st_size > size:
@@ -150,9 +152,14 @@ def watch(
         finally:
             if process.poll() is None:
                 process.kill()
-    if process.returncode != 0:
+    if process.wait() != 0:
         raise RuntimeError(f"exit status {process.returncode}: {' '.join(command)}\n{log.read_text()[-_TAIL:]}")
     return Observed(moments, sum(peak.values()), peak, lines_of(marks))
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has; without reaping it."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def end_all(grace_s: float = 20.0) -> None:
