@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.policy import Policy, summarize_updates, supervised
 from ctpo_megatron.run import Persistence, Reporter, RunState
 
+_CHECKED_EVERY = 10
+
 
 def fine_tune(
     sft: SftConfig,
@@ -20,9 +23,11 @@ def fine_tune(
     persistence: Persistence,
     report: Reporter,
     checkpoint: Path | None,
+    check: Callable[[], None],
 ) -> None:
     """Train `policy` on the assistant's tokens of conversations, from `checkpoint` of this stage or the beginning.
 
+    check: raises what would end the run afterwards; called every few steps.
     A run that is asked to end is checkpointed and left after the step at hand, with `run.preempted` set. Collective;
     every rank reads the conversations. Raises DataError for bad files, ValueError when there are fewer conversations
     than one step takes.
@@ -40,6 +45,8 @@ def fine_tune(
         done = persistence.restore_sft(policy, sft.steps, checkpoint)
         stream = islice(batches(conversations, sft.conversations_per_step, run.config.run.seed), done, sft.steps)
         for step, batch in enumerate(stream, start=done + 1):
+            if step % _CHECKED_EVERY == 0:
+                check()
             with report.phase("sft"):
                 (mini_batch,) = policy.mini_batches(batch, None, sft.conversations_per_step)
                 metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])

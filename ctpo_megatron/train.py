@@ -76,7 +76,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
     run, checkpoint = RunState(config, preemption), persistence.find()
     if (sft := persistence.sft_to_do(checkpoint)) is not None:
         with report.stage("sft"):
-            fine_tune(sft, policy, run, persistence, report, checkpoint)
+            fine_tune(sft, policy, run, persistence, report, checkpoint, rollouts.check_start)
         if run.preempted:
             return preemption.leave()
         checkpoint = None
@@ -84,6 +84,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         policy.use_optimizer(config.policy.optimizer, config.run.steps * run.updates_per_step)
         persistence.restore(policy, run, checkpoint)
         reinforce(config, policy, run, rollouts, persistence, report)
+        rollouts.end_evaluation()
         if run.preempted:
             persistence.ensure_saved(policy, run)
             return preemption.leave()
@@ -105,7 +106,9 @@ def reinforce(
     skip = {"skip_zero_advantage": config.leaves_out_zero_advantage}
     rollouts.publish(policy, run.version)
     if not run.resumed or (run.evaluates and rollouts.lacks_evaluation()):
-        report.log(run.done, rollouts.evaluate(run.done, policy) if run.evaluates else {})
+        report.log(run.done, {})
+        if run.evaluates:
+            rollouts.evaluate(run.done, policy, awaited=run.awaits_evaluation)
     if not run.resumed and config.checkpoint.every:
         persistence.save(policy, run)
     for step in run.steps():
@@ -124,11 +127,12 @@ def reinforce(
                 dumped, anchor = config.tracking.trajectories != "none", config.objective.anchor
                 diagnostics = policy.token_diagnostics(mini_batches[-1], objective, anchor) if dumped else {}
             version = run.advance()
+            rollouts.end_evaluation()
             if not run.notice():
                 rollouts.publish(policy, version)
         report.log_step(step, batch, metrics | {"weights/version": float(version)}, diagnostics)
         if run.evaluates and not run.preempted:
-            report.log(step, rollouts.evaluate(step, policy))
+            rollouts.evaluate(step, policy, awaited=run.awaits_evaluation)
         if run.notice():
             return None
         if run.saves:

@@ -66,6 +66,16 @@ class RolloutConfig(Section):
         default=None, description="model tokens per turn; null: only the budget below"
     )
     max_response_tokens: PositiveInt = Field(default=8000, description="tokens after the prompt, tool output included")
+    max_tool_calls: PositiveInt | None = Field(
+        default=None,
+        description="calls that a trajectory may run; the next one ends it (`tool_budget`), as that of the last turn "
+        "does; null: only `max_turns`",
+    )
+    max_tool_s: PositiveFloat | None = Field(
+        default=None,
+        description="seconds that the calls of a trajectory may run, queueing excluded where the tool tells; then as "
+        "above. Whoever is slower ends earlier, so a run is not repeatable. null: no limit",
+    )
     max_observation_chars: PositiveInt = Field(
         default=4096, description="longest tool output shown to the model; head and tail are kept"
     )
@@ -88,6 +98,11 @@ class RolloutConfig(Section):
     )
     max_refills: PositiveInt = Field(
         default=10, description="rounds of sampling in the place of uniform groups, in one step (refill only)"
+    )
+    oversample: NonNegativeInt = Field(
+        default=0,
+        description="further prompts that a batch draws: it is complete without its slowest groups, which are given "
+        "up. It favours short answers, and which prompts are trained on depends on time",
     )
     filters: tuple[Extension, ...] = Field(
         default=(),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-FinishReason = Literal["answer", "length", "max_turns"]
+FinishReason = Literal["answer", "length", "max_turns", "tool_budget"]
 """Why an episode ended: the model answered without a call, the token budget ran out, or the turns did."""
 
 ToolStatus = Literal["success", "timeout", "runtime_error", "parse_error", "infrastructure_error"]

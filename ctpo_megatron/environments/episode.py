@@ -50,12 +50,14 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets of an episode, in tokens unless named otherwise."""
+    """Budgets of an episode, in tokens unless named otherwise. max_tool_s: seconds; None: no limit."""
 
     max_turns: int
     max_turn_tokens: int | None
     max_response_tokens: int
     max_model_len: int
+    max_tool_calls: int | None = None
+    max_tool_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +167,11 @@ class Episode:
     async def call_tools(self, turn: Turn) -> list[Message]:
         """Run the tool calls in `turn`, record them, and return the messages to `reply` with.
 
-        Raises EpisodeOver when no turn is left to read the answers, ToolUnavailable when a tool is.
+        The calls of one turn run together, whatever of the budgets is left. Raises EpisodeOver when no turn is left to
+        read the answers, or nothing of a budget, ToolUnavailable when a tool is.
         """
         self._check_answerable()
+        self._check_tool_budget()
         calls, failure = await self._tools.call(turn.text, turn.number)
         self._trajectory.tool_calls += calls
         if failure:
@@ -214,6 +218,13 @@ class Episode:
         if self._turn.number == self._limits.max_turns:
             raise EpisodeOver("max_turns")
         return self._turn
+
+    def _check_tool_budget(self) -> None:
+        run = [call for call in self._trajectory.tool_calls if call.status != "parse_error"]
+        calls, seconds = self._limits.max_tool_calls, self._limits.max_tool_s
+        spent = sum(call.wall_s if call.exec_s is None else call.exec_s for call in run)
+        if (calls is not None and len(run) >= calls) or (seconds is not None and spent >= seconds):
+            raise EpisodeOver("tool_budget")
 
 
 async def play(environment: Environment, episode: Episode) -> Trajectory:

@@ -106,6 +106,9 @@ def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
     rollout, sandbox = config.rollout, config.sandbox
     of_rollout = ("max_turns", "max_turn_tokens", "max_response_tokens", "max_observation_chars")
     settings: dict[str, Any] = {f"rollout.{name}": getattr(rollout, name) for name in of_rollout}
+    for name in ("max_tool_calls", "max_tool_s"):  # left out where there is none: results of earlier versions go on
+        if (limit := getattr(rollout, name)) is not None:
+            settings[f"rollout.{name}"] = limit
     for name in ("tools", "tool_parser", "environment"):
         settings[f"rollout.{name}"] = rollout.model_dump(mode="json", include={name})[name]
     return settings | {

@@ -6,11 +6,14 @@ import logging
 import math
 import re
 import statistics
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
 _START_TIMEOUT_S = 120.0
 # Several trajectories that one worker awaits are given up one by one; the process is killed only if it does not.
 _GRACE_S = 1.0
+_LOOK_S = 1.0
+"""Between two looks whether the workers that a verdict is waited for are still there."""
+_RENEWALS = 3
+"""How often a trajectory is given to new workers because all of them were gone."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PER_TOKEN = ("token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn")
 
@@ -73,16 +80,36 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class _Task:
+    """A chunk on its way through `pool`, which loses it when it breaks."""
+
+    chunk: _Chunk
+    pool: ProcessPool
+    future: ProcessFuture[list[Outcome]]
+
+    @property
+    def settled(self) -> bool:
+        return self.future.done() or not self.pool.active
+
+    def result(self) -> list[Outcome]:
+        """Raises what the worker raised, and BrokenProcessPool when there is nobody to wait for."""
+        while not wait([self.future], _LOOK_S).done:  # a worker has its deadline; a pool that broke forgets its tasks
+            if not self.pool.active and not self.future.done():
+                raise BrokenProcessPool("the workers are gone, and the verdict with them")
+        return self.future.result()
+
+
+@dataclass(frozen=True, slots=True)
 class PendingScores:
     """What `RewardPool.begin` began. result: waits for it, and sets the rewards; see `RewardPool.score`."""
 
     result: Callable[[], ScoreReport]
-    _futures: Sequence[ProcessFuture[list[Outcome]]]
+    _tasks: Sequence[_Task]
 
     @property
     def done(self) -> bool:
         """Whether `result` has nothing to wait for, unless something has to be scored again."""
-        return all(future.done() for future in self._futures)
+        return all(task.settled for task in self._tasks)
 
 
 class RewardPool:
@@ -101,15 +128,17 @@ class RewardPool:
         Raises ExtensionError when a function cannot be imported, RuntimeError when the workers do not come up.
         """
         self._config = config
+        self._lock, self._closed = threading.Lock(), False
         named: list[tuple[str | None, Extension]] = [(None, config.function), *config.by_source.items()]
         routes: Routes = {source: (extension.name, extension.arguments) for source, extension in named}
-        context = fork_server(math=any(name == "math_verify" for name, _ in routes.values()))
-        self._pool = ProcessPool(
+        self._make = partial(
+            ProcessPool,
             max_workers=config.workers,
             initializer=worker.start,
             initargs=(routes, [str(Path(folder).resolve()) for folder in search_path or ()]),
-            context=context,
+            context=fork_server(math=any(name == "math_verify" for name, _ in routes.values())),
         )
+        self._pool: ProcessPool = self._make()
         try:
             ready = [self._pool.schedule(worker.traits, timeout=_START_TIMEOUT_S) for _ in range(config.workers)]
             self._traits, *_ = [future.result() for future in ready]
@@ -125,20 +154,20 @@ class RewardPool:
 
         Timeouts, exceptions and crashes give 0.0 and are logged with prompt and sample; a crash is tried again once, as
         something else may have killed the process. Raises ValueError when a function returns a number that is not
-        finite, or a name that cannot be a metric; RuntimeError when the workers as a whole are gone.
+        finite, or a name that cannot be a metric; RuntimeError when the workers as a whole are gone again and again.
         """
         return self.begin(groups).result()
 
     def begin(self, groups: Sequence[Group]) -> PendingScores:
         """Begin what `score` does, and return at once."""
-        work = [(chunk, self._schedule(chunk)) for chunk in self._chunks(groups)]
-        return PendingScores(lambda: self._collect(work), [future for _, future in work])
+        tasks = [self._schedule(chunk) for chunk in self._chunks(groups)]
+        return PendingScores(lambda: self._collect(tasks), tasks)
 
-    def _collect(self, work: Sequence[tuple[_Chunk, ProcessFuture[list[Outcome]]]]) -> ScoreReport:
+    def _collect(self, tasks: Sequence[_Task]) -> ScoreReport:
         rewards: list[Reward] = []
         failures: list[Failure] = []
-        for chunk, future in work:
-            for (trajectory, _), outcome in zip(chunk.pairs, self._outcomes(chunk, future), strict=True):
+        for task in tasks:
+            for (trajectory, _), outcome in zip(task.chunk.pairs, self._outcomes(task), strict=True):
                 if isinstance(outcome, Failure):
                     self._fail(trajectory, outcome)
                     failures.append(outcome)
@@ -164,26 +193,44 @@ class RewardPool:
             size = min(self._config.concurrency, math.ceil(len(pairs) / self._config.workers))
             yield from (_Chunk(route, tuple(pairs[i : i + size])) for i in range(0, len(pairs), size))
 
-    def _schedule(self, chunk: _Chunk) -> ProcessFuture[list[Outcome]]:
+    def _schedule(self, chunk: _Chunk) -> _Task:
         timeout_s = self._config.timeout_s
         pairs = tuple(map(_text_of, chunk.pairs)) if self._traits[chunk.route].text_only else chunk.pairs
-        grace_s = _GRACE_S if len(pairs) > 1 else 0.0
-        return self._pool.schedule(worker.score, args=(chunk.route, pairs, timeout_s), timeout=timeout_s + grace_s)
+        arguments = (chunk.route, pairs, timeout_s)
+        limit_s = timeout_s + (_GRACE_S if len(pairs) > 1 else 0.0)
+        with self._lock:
+            try:
+                future = self._pool.schedule(worker.score, args=arguments, timeout=limit_s)
+            except RuntimeError:  # the pool is broken
+                self._renew()
+                future = self._pool.schedule(worker.score, args=arguments, timeout=limit_s)
+            return _Task(chunk, self._pool, future)
 
-    def _outcomes(self, chunk: _Chunk, future: ProcessFuture[list[Outcome]], again: bool = True) -> list[Outcome]:
+    def _renew(self) -> None:
+        """Pebble gives its pool up when a process ends that had nothing to do, or none can be started."""
+        if self._closed:
+            raise RuntimeError("the reward workers were stopped")
+        log.warning("the reward workers are gone, was one of them killed? Starting %d new ones", self._config.workers)
+        _stop(self._pool)
+        self._pool = self._make()
+
+    def _outcomes(self, task: _Task, again: bool = True, renewals: int = _RENEWALS) -> list[Outcome]:
+        chunk = task.chunk
         try:
-            return future.result()
+            return task.result()
         except (FutureTimeoutError, ProcessExpired) as error:
             if len(chunk.pairs) > 1:
-                alone = [_Chunk(chunk.route, (pair,)) for pair in chunk.pairs]
-                futures = [self._schedule(one) for one in alone]
-                return [o for one, f in zip(alone, futures, strict=True) for o in self._outcomes(one, f)]
+                alone = [self._schedule(_Chunk(chunk.route, (pair,))) for pair in chunk.pairs]
+                return [outcome for one in alone for outcome in self._outcomes(one)]
             if again and isinstance(error, ProcessExpired):
-                return self._outcomes(chunk, self._schedule(chunk), again=False)
+                return self._outcomes(self._schedule(chunk), False, renewals)
             return [Failure(repr(error), timed_out=isinstance(error, FutureTimeoutError))]
         except BrokenProcessPool as error:
+            if renewals:
+                return self._outcomes(self._schedule(chunk), again, renewals - 1)
             raise RuntimeError(
-                f"{_name(chunk.pairs[0][0])}: no verdict, the reward workers are gone ({error}); was something killed?"
+                f"{_name(chunk.pairs[0][0])}: no verdict, the reward workers were gone {_RENEWALS + 1} times "
+                f"({error}); is something killing them?"
             ) from error
         except Exception as error:  # what cannot travel between processes: neither may end the run or pass unseen
             return [Failure(repr(error)) for _ in chunk.pairs]
@@ -197,14 +244,20 @@ class RewardPool:
 
     def close(self) -> None:
         """Stop the workers at once; calling it again does nothing."""
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+        with self._lock:
+            self._closed = True
+            _stop(self._pool)
 
     def __enter__(self) -> RewardPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _stop(pool: ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]
+    pool.join()
 
 
 def _text_of(pair: Pair) -> Pair:

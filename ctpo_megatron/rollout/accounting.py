@@ -38,6 +38,12 @@ class Ledger:
             self._settled[name] += len(groups)
             self._under_way.subtract(group.prompt.id for group in groups)
 
+    def give_up(self, prompts: Iterable[Prompt]) -> None:
+        """The groups of these are not waited for."""
+        ids = [prompt.id for prompt in prompts]
+        self._settled["dropped"] += len(ids)
+        self._under_way.subtract(ids)
+
     def check(
         self, consumed: int, buffered: Collection[str], in_flight: Collection[str], quarantined: Collection[str]
     ) -> None:

@@ -35,6 +35,15 @@ class OpenBatch:
         self.scored[place], self.reports[place] = group, report
         self.seconds = time.monotonic() - self._began
 
+    def keep_first(self, count: int) -> list[Prompt]:
+        """Nothing but the groups that were scored first is part of it; the prompts of the other scored ones."""
+        first = sorted(list(self.scored)[:count])
+        others = [group.prompt for place, group in self.scored.items() if place not in first]
+        self.reports = {number: self.reports[place] for number, place in enumerate(first)}
+        self.scored = {number: self.scored[place] for number, place in enumerate(first)}
+        self.drawn = len(first)
+        return others
+
     @property
     def groups(self) -> list[Group]:
         """Those that are scored, in the order of sampling."""

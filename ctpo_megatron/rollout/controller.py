@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -59,6 +59,9 @@ class Turns(Protocol):
     @property
     def in_flight(self) -> int:
         """Groups that engines are playing."""
+
+    def give_up(self, places: Collection[Hashable]) -> None:
+        """Play the groups of these places no more; by whoever holds the lock."""
 
     def cancel(self) -> None:
         """Leave nothing running behind."""
@@ -130,6 +133,7 @@ class AsyncRollouts:
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._failure: Exception | None = None
         self._closed = False
+        self._turned = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +153,7 @@ class AsyncRollouts:
         batch, found = opened.batch, opened.batch.metrics
         found |= staleness_metrics(batch.groups, self._version) | {"rollout/generate_s": opened.seconds}
         with self._held():
-            found |= {f"rollout/{name}": value for name, value in self._stats().items() if name != "generate_s"}
+            found |= {f"rollout/{name}": value for name, value in self._stats().items()}
             batch.sampler = self._prompts.state_dict()
         return batch
 
@@ -165,11 +169,13 @@ class AsyncRollouts:
     def _await(self, step: int) -> OpenBatch | None:
         """The complete batch of a step, out of the buffer; None: the run is asked to end.
 
-        Every group has its deadline (`rollout.group_timeout_s`) and so many retries, which bounds the wait.
+        Every group has its deadline (`rollout.group_timeout_s`) and so many retries, which bounds the wait while the
+        thread takes its turns. Raises FleetError when it does not.
         """
         while not self._cancelled():
             with self._held():
                 self._raise_failure()
+                self._check_turns(step)
                 opened = next(iter(self._batches), None)
                 if opened is not None and opened.batch is not None:
                     if opened.step != step:
@@ -180,6 +186,12 @@ class AsyncRollouts:
                     return opened
                 self._changed.wait(_LOOK_S)
         return None
+
+    def _check_turns(self, step: int) -> None:
+        if time.monotonic() > self._turned + self._patience_s:
+            there = f"{len(self._turns.playing) if self._turns else 0} groups to play, {len(self._scoring)} to score"
+            late = f"has not ended its turn within {self._patience_s:g} s"
+            raise FleetError(f"step {step} waits for the thread of the rollouts, which {late}; it has {there}")
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutSource`; within `updating`."""
@@ -203,6 +215,7 @@ class AsyncRollouts:
         finally:
             turns.on_hold = False
         if self._thread.ident is None:
+            self._turned = time.monotonic()
             self._thread.start()
 
     def _finish_in_flight(self, turns: Turns) -> None:
@@ -260,6 +273,11 @@ class AsyncRollouts:
     def _shape(self) -> list[int]:
         return [self._config.prompts_per_step, self._config.samples_per_prompt]
 
+    @property
+    def _patience_s(self) -> float:
+        """Longest turn of the thread: an engine that is replaced in it starts and is given weights."""
+        return self._config.start_timeout_s + self._config.weights.timeout_s
+
     def _uniform(self, refills: int = 0) -> UniformGroups:
         return UniformGroups(self._config, self._prompts, self._mini, refills)
 
@@ -267,9 +285,8 @@ class AsyncRollouts:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        limit = self._config.start_timeout_s + self._config.weights.timeout_s
-        if not self._changed.acquire(timeout=limit):
-            raise FleetError(f"the thread of the rollouts has not let go of the engines for {limit:g} s")
+        if not self._changed.acquire(timeout=self._patience_s):
+            raise FleetError(f"the thread of the rollouts has not let go of the engines for {self._patience_s:g} s")
         try:
             yield
         finally:
@@ -303,7 +320,7 @@ class AsyncRollouts:
         while self._next <= min(self._steps, self._version + self._config.max_staleness):
             opened = OpenBatch(self._next, self._uniform())
             self._batches.append(opened)
-            self._draw(opened, self._prompts.take(self._config.prompts_per_step), turns)
+            self._draw(opened, self._prompts.take(self._config.prompts_per_step + self._config.oversample), turns)
             self._next += 1
 
     def _draw(self, opened: OpenBatch, prompts: Sequence[Prompt], turns: Turns) -> None:
@@ -343,9 +360,11 @@ class AsyncRollouts:
             return False
         turns.turn(self._deliver, _SCORING_S if self._scoring else _TURN_S)
         with self._changed:
+            self._turned = time.monotonic()
             self._take_scores()
             for opened in self._batches:
-                if opened.batch is None and len(opened.scored) == opened.drawn:
+                if opened.batch is None and len(opened.scored) >= self._wanted(opened):
+                    self._give_up_late(opened, turns)
                     self._complete(opened, turns)
             self._changed.notify_all()
         return True
@@ -358,6 +377,19 @@ class AsyncRollouts:
         for step, place in [place for place, (_, pending) in self._scoring.items() if pending.done]:
             group, pending = self._scoring.pop((step, place))
             opened[step].add(place, group, pending.result())
+
+    def _wanted(self, opened: OpenBatch) -> int:
+        return self._config.prompts_per_step if self._config.oversample else opened.drawn
+
+    def _give_up_late(self, opened: OpenBatch, turns: Turns) -> None:
+        """The batch is complete without the groups that are not scored, or were scored last."""
+        late = {place: prompt for place, prompt in self._in_flight().items() if place[0] == opened.step}
+        turns.give_up(late)
+        for place in late:
+            self._scoring.pop(place, None)
+        prompts = [*late.values(), *opened.keep_first(self._wanted(opened))]
+        self._ledger.give_up(prompts)
+        turns.counts["late_groups"] += len(prompts)
 
     def _complete(self, opened: OpenBatch, turns: Turns) -> None:
         """Nothing of the batch is under way: draw further prompts, or make of it what the trainer takes."""

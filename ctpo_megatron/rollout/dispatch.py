@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,14 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.rollout.handle import EngineHandle, engine_died
+from ctpo_megatron.rollout.lengths import Lengths
+from ctpo_megatron.rollout.occupancy import Occupancy
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
 from ctpo_megatron.rollout.tasks import Cancelled, Deliver, FleetError, GroupOutcome, GroupTask, Keep, Request
 
 _MAX_BACKOFF_S = 10.0
+_FETCH_TIMEOUT_S = 60.0
+"""For a group that is complete to travel here."""
 _TURN_S = 1.0
 """Longest wait before it is looked whether the call was cancelled."""
 
@@ -40,12 +44,14 @@ class _InFlight:
     engine: EngineHandle
     launch: int
     deadline: float
+    samples: int
 
 
 class Dispatcher:
     """Plays groups in turns. Several may share engines: one thread takes the turns of each.
 
     lock: held while anything changes, free while a turn waits. load: groups in flight by engine, of all dispatchers.
+    lengths: what is expected to take longest is begun first, within a step. occupancy: is told what is in flight.
     patient: others that play on the engines go first, and fill them with what they have. `restart` replaces an engine,
     `readmit` registers those that came back; `finished` is called when a group is complete. Counts go to `counts`:
     group_retries, quarantined and lost_<status>.
@@ -60,13 +66,16 @@ class Dispatcher:
         *,
         lock: AbstractContextManager[Any],
         load: Counter[int],
+        lengths: Lengths,
+        occupancy: Occupancy,
         patient: bool,
         restart: Callable[[EngineHandle], None],
         readmit: Callable[[], None],
         finished: Callable[[], None],
     ) -> None:
         self._rollout, self._engines, self._quarantine, self.counts = rollout, engines, quarantine, counts
-        self._lock, self._load, self._patient = lock, load, patient
+        self._lock, self._load, self._lengths, self._patient = lock, load, lengths, patient
+        self._occupancy = occupancy
         self._restart, self._readmit, self._finished = restart, readmit, finished
         self.on_hold = False
         self._waiting: list[_Job] = []
@@ -74,7 +83,9 @@ class Dispatcher:
         self._played: dict[str, set[int]] = {}
         self._looked = 0.0
 
-    def run(self, prompts: Sequence[Prompt], request: Request, cancelled: Callable[[], bool]) -> list[Group]:
+    def run(
+        self, prompts: Sequence[Prompt], request: Request, cancelled: Callable[[], bool], enough: int | None = None
+    ) -> list[Group]:
         """The groups of `prompts`, in their order; see `RolloutFleet.generate` for what is replaced or left out.
 
         Raises TooManyQuarantined, FleetError from `readmit`, and Cancelled within a second or so of
@@ -82,12 +93,13 @@ class Dispatcher:
         """
         self._played = {prompt_id: set(indices) for prompt_id, indices in request.played.items()}
         done: dict[Hashable, Group] = {}
+        enough = len(prompts) if enough is None else enough
         for engine in self._engines:
             engine.forget_finished()
         try:
             for place, prompt in enumerate(prompts):
                 self.admit(place, prompt, request)
-            while self.playing:
+            while self.playing and len(done) < enough:
                 if cancelled():
                     raise Cancelled(f"{len(prompts) - len(done)} of {len(prompts)} groups were not sampled")
                 self.turn(done.__setitem__)
@@ -95,7 +107,9 @@ class Dispatcher:
                     self._keep_early(request.keep)
         finally:
             self.cancel()
-        return [done[place] for place in range(len(prompts)) if place in done]
+        self.counts["late_groups"] += max(0, len(prompts) - enough)
+        first = set(list(done)[:enough])
+        return [done[place] for place in range(len(prompts)) if place in first]
 
     def admit(self, place: Hashable, prompt: Prompt, request: Request) -> None:
         """Line up `prompt`, or what takes its place if it is quarantined: another prompt, or nothing.
@@ -135,20 +149,29 @@ class Dispatcher:
                     self._complete(reference, deliver)
             self._readmit()
             self._expire()
+            self._occupancy.note(len(self._engines))
 
     def cancel(self) -> None:
         """Leave nothing running behind."""
         with self._lock:
-            for reference in list(self._in_flight):
+            self.give_up(self.playing)
+            self._occupancy.note(len(self._engines))
+
+    def give_up(self, places: Collection[Hashable]) -> None:
+        """Play the groups of these places no more; by whoever holds the lock."""
+        for reference, entry in list(self._in_flight.items()):
+            if entry.job.place in places:
                 self._land(reference)
                 ray.cancel(reference, force=False)
-            self._waiting.clear()
+        self._waiting = [job for job in self._waiting if job.place not in places]
 
     def dispatch(self) -> None:
-        """Hand out jobs, those of early steps first, to the least busy live engines, as many as fill their batches."""
+        """Hand out jobs, those of early steps first and then the longest, to the least busy live engines, as many as
+        fill their batches."""
         if self.on_hold:
             return
-        jobs = sorted(self._waiting, key=lambda job: job.request.step)
+        longest = sorted(self._waiting, key=lambda job: self._lengths.expected(job.prompt), reverse=True)
+        jobs = sorted(longest, key=lambda job: job.request.step)
         self._waiting.clear()
         now = time.monotonic()
         taken = self._load if self._patient else Counter(entry.engine.index for entry in self._in_flight.values())
@@ -167,11 +190,13 @@ class Dispatcher:
             samples = tuple(index for index in range(request.samples) if index not in played)
             task = GroupTask(job.prompt, request.step, samples, request.sampling, early=request.keep is not None)
             deadline = now + self._rollout.group_timeout_s
-            self._in_flight[engine.submit(task)] = _InFlight(job, engine, engine.launches, deadline)
+            self._in_flight[engine.submit(task)] = _InFlight(job, engine, engine.launches, deadline, len(samples))
+            self._occupancy.add(engine.index, len(samples))
 
     def _land(self, reference: Any) -> _InFlight:
         entry = self._in_flight.pop(reference)
         self._load[entry.engine.index] -= 1
+        self._occupancy.add(entry.engine.index, -entry.samples)
         return entry
 
     def _watched(self) -> list[Any]:
@@ -199,7 +224,7 @@ class Dispatcher:
             self._retry(job, died)
             return
         try:
-            outcome: GroupOutcome = ray.get(reference)
+            outcome: GroupOutcome = ray.get(reference, timeout=_FETCH_TIMEOUT_S)
         except RayError as error:
             if not engine_died(error):
                 cause = error.cause if isinstance(error, RayTaskError) else error
@@ -215,6 +240,7 @@ class Dispatcher:
             self.counts.update(f"lost_{call.status}" for call in outcome.tool_calls)
             self._retry(job, outcome.failure, pause=True)
             return
+        self._lengths.note(job.prompt, outcome.trajectories)
         if job.request.keep is not None:
             self._hand_over(job.prompt, outcome.trajectories, job.request.keep)
             outcome.trajectories.clear()  # they may be more than fits into memory

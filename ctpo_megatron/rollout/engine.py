@@ -85,6 +85,8 @@ class RolloutEngine:
             rollout.max_turn_tokens,
             rollout.max_response_tokens,
             rollout.engine.max_model_len,
+            rollout.max_tool_calls,
+            rollout.max_tool_s,
         )
         gc.collect()
         gc.freeze()  # the imported world is large and stays: full collections would cost more than the episodes

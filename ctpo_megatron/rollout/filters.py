@@ -20,11 +20,12 @@ def void_turn(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = N
     """Every turn, if one has neither a complete tool call nor, as the last, a final answer (SimpleTIR).
 
     A call that could not be read (`parse_error`) is not complete; one that failed is, and so is the call of the last
-    turn of `max_turns`, which is not run. answer: regular expression of a final answer; None: a complete `\\boxed{}`.
+    turn of `max_turns` or `tool_budget`, which is not run. answer: regular expression of a final answer; None: a
+    complete `\\boxed{}`.
     """
     turns = range(1, max(trajectory.turn) + 1)
     complete = {call.turn for call in trajectory.tool_calls if call.status != "parse_error"}
-    if trajectory.finish_reason == "max_turns" or _has_answer(trajectory, answer):
+    if trajectory.finish_reason in ("max_turns", "tool_budget") or _has_answer(trajectory, answer):
         complete.add(turns[-1])
     return () if complete.issuperset(turns) else turns
 

@@ -20,7 +20,9 @@ from ctpo_megatron.data.records import Group, Prompt
 from ctpo_megatron.rollout.dispatch import Dispatcher, check_prompt
 from ctpo_megatron.rollout.engine_group import EngineGroup
 from ctpo_megatron.rollout.handle import EngineHandle
+from ctpo_megatron.rollout.lengths import Lengths
 from ctpo_megatron.rollout.metrics import UPDATES_BY, fleet_stats
+from ctpo_megatron.rollout.occupancy import Occupancy
 from ctpo_megatron.rollout.quarantine import Quarantine, Quarantined
 from ctpo_megatron.rollout.ray_runtime import RayRuntime
 from ctpo_megatron.rollout.sleep import CACHE, WEIGHTS, SleepState
@@ -91,6 +93,7 @@ class RolloutFleet:
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self._load: Counter[int] = Counter()
+        self._lengths, self._occupancy = Lengths(), Occupancy(log_dir / "engine_occupancy.csv")
         self.lock = threading.RLock()
 
     def __enter__(self) -> RolloutFleet:
@@ -119,6 +122,12 @@ class RolloutFleet:
 
     def wait_ready(self) -> None:
         """Block until every engine serves. Raises FleetError naming what is late or failed, and where its log is."""
+        self._await_runtime()
+        with self.lock:
+            for engine in self._engines:
+                self._await_start(engine)
+
+    def _await_runtime(self) -> None:
         if self._runtime is None:
             raise FleetError("the fleet was not started")
         limit = self._rollout.start_timeout_s
@@ -126,9 +135,21 @@ class RolloutFleet:
             self._runtime.wait(max(0.0, self._started_at + limit + _MARGIN_S - time.monotonic()))
         except Exception as error:
             raise FleetError(f"the rollout side did not start: {error}") from error
+
+    def _await_one(self) -> None:
+        """Block until an engine serves; those that still start get the current weights when they are up."""
+        self._await_runtime()
         with self.lock:
-            for engine in self._engines:
-                self._await_start(engine)
+            while not any(engine.live for engine in self._engines):
+                late = min(engine.deadline for engine in self._engines) - time.monotonic()
+                ray.wait([engine.ready_ref for engine in self._engines], timeout=max(0.0, late))
+                self._readmit()
+
+    def check_start(self) -> None:
+        """Raise at once what `wait_ready` is going to raise; returns while there is hope. Needs `start`."""
+        if self._runtime is not None and self._runtime.is_up():
+            with self.lock:
+                self._readmit()
 
     def generate(
         self,
@@ -141,6 +162,7 @@ class RolloutFleet:
         replacement: Callable[[], Prompt] | None = None,
         keep: Keep | None = None,
         played: Mapping[str, Collection[int]] = MappingProxyType({}),
+        enough: int | None = None,
     ) -> list[Group]:
         """Play `samples` episodes for every prompt; the groups come back in the order of `prompts`.
 
@@ -149,7 +171,7 @@ class RolloutFleet:
         quarantined before. `replacement` must be an endless stream over the prompts, each once an epoch.
 
         keep: is given every trajectory once, within seconds of its end, and the groups hold none. played: indices of
-        samples that are not wanted, by prompt id.
+        samples that are not wanted, by prompt id. enough: return with the first so many groups, and give up the others.
 
         Raises ValueError before anything is sampled when a prompt leaves no room to answer, TooManyQuarantined beyond
         `rollout.max_quarantined`, FleetError when an engine cannot be restarted, Cancelled once `cancelled()` is true.
@@ -157,11 +179,8 @@ class RolloutFleet:
         for prompt in prompts:
             check_prompt(prompt, self._rollout)
         self.wait_ready()
-        started = time.monotonic()
         request = Request(step, samples, sampling, replacement, keep, played)
-        groups = self._dispatcher(self._counts, patient=False).run(prompts, request, cancelled)
-        self._add_seconds("generate_s", started)
-        return groups
+        return self._dispatcher(self._counts, patient=False).run(prompts, request, cancelled, enough)
 
     def dispatcher(self) -> Dispatcher:
         """Plays groups while the trainer works, behind those that are waited for; waits until the engines are up."""
@@ -176,6 +195,8 @@ class RolloutFleet:
             counts,
             lock=self.lock,
             load=self._load,
+            lengths=self._lengths,
+            occupancy=self._occupancy,
             patient=patient,
             restart=self._restart,
             readmit=self._readmit,
@@ -194,9 +215,9 @@ class RolloutFleet:
         return self._spec.transport
 
     def engine_facts(self) -> EngineFacts:
-        """What a weight transport has to know of the engines; waits until they are up."""
-        self.wait_ready()
+        """What a weight transport has to know of the engines; the first call waits until they are up."""
         if self._facts is None:
+            self.wait_ready()
             self._facts = self._engines[0].facts()
         return self._facts
 
@@ -211,13 +232,13 @@ class RolloutFleet:
         self.finish_update()
 
     def begin_update(self, weights: EngineWeights, began: float) -> None:
-        """All engines begin to take these weights, of a version >= 0, which are closed with the next ones.
+        """All engines that serve begin to take these weights, of a version >= 0, which are closed with the next ones.
 
-        Engines that sleep wake for their weights; their caches sleep on. began: when the weights began to be made, on
-        the monotonic clock. Raises WeightSyncError when a tensor of the model is missing: engines would silently keep
-        the old one.
+        Waits until one does. Engines that sleep wake for their weights; their caches sleep on. began: when the weights
+        began to be made, on the monotonic clock. Raises WeightSyncError when a tensor of the model is missing: engines
+        would silently keep the old one.
         """
-        self.wait_ready()
+        self._await_one()
         try:
             check_complete(weights, self._spec.model_path)
         except WeightSyncError:
@@ -227,13 +248,14 @@ class RolloutFleet:
             self._weights.close()
         self._weights = weights
         self._memory.wake(self._engines, WEIGHTS)
-        self._update = Update(weights, self._memory.living(self._engines), began)
+        serving = [engine for engine in self._memory.living(self._engines) if engine.live]
+        self._update = Update(weights, serving, began)
 
     def finish_update(self) -> None:
-        """Return when all engines have the weights. One that died or is late is replaced, and the new one gets them.
+        """Return when all these engines have the weights. One that died or is late is replaced; the new one gets them
+        when it is up, which nobody waits for here.
 
-        Raises WeightSyncError when an engine answers with another version or keeps other values, FleetError when one
-        cannot be replaced.
+        Raises WeightSyncError when an engine answers with another version or keeps other values.
         """
         update, self._update = self._update, None
         if update is None:
@@ -241,7 +263,7 @@ class RolloutFleet:
         failed, unchecked = update.finish()
         self._memory.dead += failed
         if not self._memory.asleep:
-            self._revive()
+            self._replace_dead()
         self._count_update(unchecked, update.began, update.weights.size)
 
     def _count_update(self, unchecked: list[str], began: float, size: int) -> None:
@@ -286,17 +308,21 @@ class RolloutFleet:
         self._revive()
 
     def _revive(self) -> None:
-        for engine in self._memory.dead:
-            self._restart(engine)
-        for engine in self._memory.dead:
+        for engine in self._replace_dead():
             self._await_start(engine)
-        self._memory.dead.clear()
+
+    def _replace_dead(self) -> list[EngineHandle]:
+        """Begin a new process for each; returns which."""
+        dead, self._memory.dead = self._memory.dead, []
+        for engine in dead:
+            self._restart(engine)
+        return dead
 
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the last call, then reset.
 
-        group_retries, quarantined (prompts), engine_restarts, generate_s; sync_s, sync_bytes (of one engine), and their
-        rate sync_gb_per_s and sync_by_<transport> (updates) where there was a sync; lost_<status>: tool calls of
+        group_retries, late_groups, quarantined (prompts), engine_restarts; sync_s, sync_bytes (of one engine), and
+        their rate sync_gb_per_s and sync_by_<transport> (updates) where there was a sync; lost_<status>: tool calls of
         attempts that were thrown away, which therefore appear in no trajectory.
         """
         stats = fleet_stats({**self._counts, **self._seconds})

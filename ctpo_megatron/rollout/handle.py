@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -19,7 +20,11 @@ from ctpo_megatron.weights.checksum import Part, Sums, differences
 
 _PING_TIMEOUT_S = 20.0
 _SHUTDOWN_TIMEOUT_S = 5.0
+_STARTS = 3
+"""How often an engine is begun until it is up, within its deadline."""
 _VERDICT_TIMEOUT_S = 30.0  # until Ray calls a node dead whose processes are gone: 10 to 13 s
+
+log = logging.getLogger(__name__)
 
 
 def engine_died(error: BaseException) -> bool:
@@ -61,11 +66,13 @@ class EngineHandle:
     def launch(self) -> None:
         """Begin a (new) engine process; it is not live until `register` succeeded, or parked until it has weights."""
         self.deadline = time.monotonic() + self._start_timeout_s
+        self._begun = 0
         self._launch()
 
     def _launch(self) -> None:
         self.live = self.parked = False
         self.launches += 1
+        self._begun += 1
         resources = self._spec.resources
         remote: Any = ray.remote(RolloutEngine)
         self._actor = remote.options(
@@ -86,7 +93,7 @@ class EngineHandle:
     def register(self, weights: EngineWeights | None, *, park: bool = False) -> None:
         """Collect the finished start, push the current weights if there are any, and go live. Raises FleetError.
 
-        park: stay up without serving, until `admit`. An engine that was begun on a node that died is begun once more,
+        park: stay up without serving, until `admit`. An engine whose process or node died meanwhile is begun again,
         with the deadline that it had.
         """
         try:
@@ -114,15 +121,22 @@ class EngineHandle:
         return getattr(self._actor, method).remote(*arguments)
 
     def _begun_again(self, error: Exception) -> bool:
-        """Launch it once more if a node has died since: Ray notices that late, and begins engines there meanwhile."""
-        if self._group is None or not isinstance(error, RayActorError):
+        """Launch it once more if its process died, or its node: Ray notices that late, and begins engines there."""
+        if not engine_died(error) or (not self._lost_node(error) and self._begun == _STARTS):
+            return False
+        log.warning("%s died while it started (%s); it is begun again. Log: %s", self.name, error, self.log_path)
+        self.kill()
+        self._launch()
+        return True
+
+    def _lost_node(self, error: Exception) -> bool:
+        if self._group is None:
             return False
         deadline = time.monotonic() + (_VERDICT_TIMEOUT_S if isinstance(error, ActorUnavailableError) else 0.0)
         while not (lost := self._nodes - {node.id for node in living_nodes()}) and time.monotonic() < deadline:
             time.sleep(0.5)
         if lost:
-            self.kill()
-            self._launch()
+            self._begun = 0
         return bool(lost)
 
     def submit(self, task: GroupTask) -> Any:
@@ -138,7 +152,7 @@ class EngineHandle:
         if self.live:
             self._asked = self._actor.take_finished.remote()
         try:
-            return [] if asked is None else list(ray.get(asked))
+            return [] if asked is None else list(ray.get(asked, timeout=_PING_TIMEOUT_S))
         except RayError:  # whoever waits for its groups sees that it died
             return []
 

@@ -17,8 +17,9 @@ TOOL_STATUSES = ("success", "runtime_error", "timeout", "parse_error", "infrastr
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Flat `rollout/*`, `tokens/*` and `sandbox/*` figures of `groups`; empty when there are no trajectories.
 
-    rollout/tool_use, truncated and max_turns are shares of trajectories; tool_calls, turns_mean, response_length_mean
-    (tokens after the prompt, observations included) and model_tokens_mean are means per trajectory; tool_error_rate is
+    rollout/tool_use, truncated, max_turns and tool_budget are shares of trajectories; tool_calls, turns_mean,
+    response_length_mean (tokens after the prompt, observations included) and model_tokens_mean are means per
+    trajectory; tool_error_rate is
     the share of calls that did not succeed. tokens/* and the sandbox/* statuses are counts; sandbox/calls counts every
     call of every tool, malformed ones included; sandbox/wall_mean_s is the mean seconds of the calls that were
     executed, sandbox/queue_s and sandbox/exec_s its parts, of the calls whose tool says how long they ran. Means and
@@ -41,6 +42,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/tool_calls": len(calls) / n,
         "rollout/truncated": reasons["length"] / n,
         "rollout/max_turns": reasons["max_turns"] / n,
+        "rollout/tool_budget": reasons["tool_budget"] / n,
         "rollout/turns_mean": sum(max(trajectory.turn) for trajectory in trajectories) / n,
         "rollout/response_length_mean": response / n,
         "rollout/model_tokens_mean": model / n,
@@ -84,7 +86,7 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
     """What `RolloutFleet.stats` reports, from its counts; absent ones are 0."""
-    names = ["group_retries", "quarantined", "engine_restarts", "generate_s", "sync_s", "sync_bytes"]
+    names = ["group_retries", "late_groups", "quarantined", "engine_restarts", "sync_s", "sync_bytes"]
     names += [f"lost_{status}" for status in TOOL_STATUSES]
     stats = {name: float(counts.get(name, 0)) for name in names}
     stats |= {name: float(count) for name, count in counts.items() if name.startswith(UPDATES_BY)}

@@ -90,6 +90,12 @@ class RayRuntime:
         self._keeper = threading.Thread(target=self._run, name="ray-keeper", daemon=True)
         self._keeper.start()
 
+    def is_up(self) -> bool:
+        """Whether `then` has run; raises what Ray or `then` raised."""
+        if self._error is not None:
+            raise self._error
+        return self._up.is_set()
+
     def wait(self, timeout_s: float) -> None:
         """Return once `then` has run; raises what Ray or `then` raised, TimeoutError when it takes longer."""
         if not self._up.wait(timeout_s):

@@ -54,6 +54,7 @@ class Replay:
         sampling: Sampling,
         cancelled: Callable[[], bool] = lambda: False,
         replacement: Callable[[], Prompt] | None = None,
+        enough: int | None = None,
     ) -> list[Group]:
         """The recorded groups of `step`, which must be of these prompts in this order; with refills, the next of them.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -58,8 +59,9 @@ class Engines(Protocol):
         sampling: Sampling,
         cancelled: Callable[[], bool] = ...,
         replacement: Callable[[], Prompt] | None = ...,
+        enough: int | None = ...,
     ) -> list[Group]:
-        """A group of `samples` trajectories for every prompt, in order.
+        """A group of `samples` trajectories for every prompt, in order; of the `enough` prompts that are done first.
 
         A prompt that fails too often is quarantined; `replacement()` gives another, without it the group is left out.
         """
@@ -102,31 +104,37 @@ class Collector:
         phase: Phase,
         replacement: Callable[[], Prompt] | None = None,
         further: Callable[[Sequence[Group]], Sequence[Prompt]] = lambda _: (),
+        cancelled: Callable[[], bool] | None = None,
+        enough: int | None = None,
     ) -> tuple[list[Group], dict[str, float]]:
         """Scored groups of the prompts and their metrics. Raises what `Engines.generate` raises.
 
         Without `replacement` there may be fewer groups than prompts, or none. further: given all scored groups, in the
-        order of sampling, it returns prompts to sample next; none: the groups are complete.
+        order of sampling, it returns prompts to sample next; none: the groups are complete. cancelled: asked in
+        the place of what the collector asks. enough: groups that need not be waited for are left out.
         """
+        sampling_s = 0.0
         groups: list[Group] = []
         reports: list[Any] = []
         while prompts:
+            began = time.monotonic()
             with phase("rollout"):
                 sampled = self._engines.generate(
                     prompts,
                     step=step,
                     samples=samples,
                     sampling=sampling,
-                    cancelled=self._cancelled,
+                    cancelled=cancelled or self._cancelled,
                     replacement=replacement,
+                    enough=enough,
                 )
+            sampling_s += time.monotonic() - began
             with phase("reward"):
                 reports.append(self._scorer.score(sampled))
             groups += sampled
             prompts = further(groups)
         scores = self._scorer.metrics(groups, reports) if groups else {}
-        engines = {f"rollout/{name}": value for name, value in self._engines.stats().items()}
-        return groups, rollout_metrics(groups) | scores | engines
+        return groups, rollout_metrics(groups) | scores | {"rollout/generate_s": sampling_s}
 
 
 class SampledRollouts:
@@ -154,17 +162,19 @@ class SampledRollouts:
         before = self._prompts.state_dict()
         try:
             sampled, metrics = self._collector.collect(
-                self._prompts.take(config.prompts_per_step),
+                self._prompts.take(config.prompts_per_step + config.oversample),
                 step=step,
                 samples=config.samples_per_prompt,
                 sampling=Sampling(config.temperature, config.top_p, config.top_k),
                 phase=self._phase,
                 replacement=lambda: self._prompts.take(1)[0],
                 further=uniform.further,
+                enough=config.prompts_per_step if config.oversample else None,
             )
         except Cancelled:
             self._prompts.load_state_dict(before)
             return None
+        metrics |= {f"rollout/{name}": value for name, value in self._engines.stats().items()}
         batch = assemble(sampled, metrics, uniform, self._filters)
         batch.sampler = self._prompts.state_dict()
         return batch

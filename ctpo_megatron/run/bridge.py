@@ -36,6 +36,7 @@ class Bridge:
         self._transport: WeightTransport | None = None
         self._shared, self._awake = shared, True
         self._ahead = config.rollout.max_staleness > 0
+        self._evaluating = False
         self.give_way(level=2)
 
     def next_batch(self, step: int, policy: Policy) -> RolloutBatch | None:
@@ -80,6 +81,15 @@ class Bridge:
             transport.init()
         return transport
 
+    def check_start(self) -> None:
+        """Raises FleetError as soon as it is known that the engines, which load in the background, do not start."""
+
+        def check() -> None:
+            if (fleet := self._rank_zero.fleet) is not None:  # a recording has none
+                fleet.check_start()
+
+        self._layout.on_rank_zero(check)
+
     def __enter__(self) -> Bridge:
         return self
 
@@ -88,10 +98,24 @@ class Bridge:
         if self._transport is not None:
             self._transport.close()
 
-    def evaluate(self, step: int, policy: Policy) -> dict[str, float]:
-        """See `Evaluation.run`."""
+    def evaluate(self, step: int, policy: Policy, *, awaited: bool) -> None:
+        """Answer the held-out prompts with the weights at hand, for the line of `step`.
+
+        Where engines sample ahead the trainer goes on meanwhile, unless the result is `awaited`: `end_evaluation` comes
+        before the next weights, as all answers are to be those of one version.
+        """
+        if self._ahead and not awaited:
+            self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.begin(step))
+            self._evaluating = True
+            return
         self._wake(policy)
-        return self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.run(step))
+        self._report.log(step, self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.run(step)))
+
+    def end_evaluation(self) -> None:
+        """Wait for the evaluation that goes on, if there is one, and add it to the line of its step, the latest."""
+        if self._evaluating:
+            self._evaluating = False
+            self._report.log_evaluation(*self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.end()))
 
     def lacks_evaluation(self) -> bool:
         """Whether the latest step was logged without an evaluation."""

@@ -81,6 +81,9 @@ class Reporter:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the line of a step, with the time since the last call."""
 
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add an evaluation to the line of its step, the latest, and show it; the times of the line stay."""
+
     def log_step(
         self,
         step: int,
@@ -150,8 +153,11 @@ class RankZeroReporter(Reporter):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         former = self._metrics.latest if self._metrics.latest["step"] == step else {}
-        self._metrics.log(step, self._with_speed(metrics, former))
         self.progress.step = step
+        self.log_evaluation(step, self._with_speed(metrics, former))
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics.log(step, metrics)
         self._display.evaluation(step, metrics, self._first_evaluation)
 
     @property

@@ -68,8 +68,10 @@ def start_services(
             )
         collector = Collector(engines, Scoring(scorers), cancelled)
         reporting = (report.dump_evaluation, report.phase, report.note)
-        evaluation = Evaluation(config.eval, collector, held_out, *reporting)
-        yield Services(rollouts, evaluation, engines if isinstance(engines, RolloutFleet) else None)
+        evaluation = Evaluation(config.eval, collector, held_out, *reporting, cancelled)
+        yield Services(
+            rollouts, stack.enter_context(evaluation), engines if isinstance(engines, RolloutFleet) else None
+        )
 
 
 def _overlong_penalty(config: Config) -> OverlongPenalty | None:

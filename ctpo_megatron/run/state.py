@@ -64,6 +64,13 @@ class RunState:
         return every > 0 and self.done % every == 0
 
     @property
+    def awaits_evaluation(self) -> bool:
+        """Whether what comes after the evaluation needs its result: a checkpoint that is ranked by it, or the end."""
+        settings = self.config.checkpoint
+        ranked = settings.keep_best > 0 and settings.best_metric.startswith("val/")
+        return self.done == self.config.run.steps or (self.saves and ranked)
+
+    @property
     def saves(self) -> bool:
         """Whether a checkpoint is due after the steps done."""
         every = self.config.checkpoint.every

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ctpo_megatron.tracking.display_view import PHASES
-from ctpo_megatron.tracking.run_data import ACCURACY, RunData, Series
+from ctpo_megatron.tracking.run_data import ACCURACY, ENGINE, RunData, Series
 
 LIGHT = {
     "ink": "#1c2024",
@@ -83,7 +83,7 @@ def panels(run: RunData) -> list[Panel]:
     """All figures, in the order of the report."""
     reward, tool, signal, *others = _PANELS
     first = [reward, _accuracy(run), tool, signal, *_no_box(run), *_reward_parts(run)]
-    return [*first, *others, *_sft_speed(run), *_utilization(run), _memory(run)]
+    return [*first, *others, *_sft_speed(run), *_utilization(run), *_occupancy(run), _memory(run)]
 
 
 def _accuracy(run: RunData) -> Panel:
@@ -149,6 +149,18 @@ def _utilization(run: RunData) -> list[Panel]:
     lines = tuple(line for line in _by_phase("mfu") if line.metric in run.names)
     caption = "Model FLOP/s over the peak of the devices that the phase runs on."
     return [Panel("mfu", "Model FLOPs utilization", "MFU", caption, lines, limits=_FROM_ZERO)] if lines else []
+
+
+def _occupancy(run: RunData) -> list[Panel]:
+    """Nothing where no engine has played, as in a replay; of many engines the first ones."""
+    colours = ("blue", "orange", "green", "purple", "cyan", "red")
+    lines = tuple(
+        Line(name, f"engine {name.removeprefix(ENGINE)}", colour)
+        for name, colour in zip(run.engines, colours, strict=False)
+    )
+    caption = "Trajectories that each engine has in flight, of evaluations too. At zero it waits for the trainer."
+    panel = Panel("occupancy", "Engines", "trajectories in flight", caption, lines, limits=_FROM_ZERO, xlabel="minutes")
+    return [panel] if lines else []
 
 
 def _memory(run: RunData) -> Panel:

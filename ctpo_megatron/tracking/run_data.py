@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,19 +13,21 @@ from typing import Any
 import yaml
 
 from ctpo_megatron.tracking.metrics import SFT_FILE, read_metrics
+from ctpo_megatron.tracking.occupancy import engine_occupancy
 from ctpo_megatron.tracking.timing import Seconds, read_stages
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
+ENGINE = "engine/"
 ACCURACY = re.compile(r"val/(?P<source>.+)/acc/mean@\d+")
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps that have a finite value of it; never empty."""
+    """One metric over the steps that have a finite value of it (of engines: over minutes); never empty."""
 
-    steps: list[int]
-    values: list[float]
+    steps: Sequence[float]
+    values: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,16 @@ class RunData:
         """`val/<data_source>/acc/mean@k` metrics, one per evaluated data source and k."""
         return [name for name in self.names if ACCURACY.fullmatch(name)]
 
+    @cached_property
+    def engines(self) -> dict[str, Series]:
+        """`engine/<i>`: trajectories that it had in flight, over minutes."""
+        found = engine_occupancy(self.directory)
+        return {f"{ENGINE}{engine}": Series(minutes, in_flight) for engine, (minutes, in_flight) in found.items()}
+
     def series(self, name: str) -> Series | None:
         """A metric over steps (`sft/*` from sft.jsonl), or None when it has no finite value."""
+        if name.startswith(ENGINE):
+            return self.engines.get(name)
         records = self.sft if name.startswith("sft/") else self.metrics
         points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
         return Series([step for step, _ in points], [value for _, value in points]) if points else None

@@ -46,6 +46,7 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
             ["rollout.tool_parser=fenced", "rollout.tools=[python,my:Tool]"],
             'rollout.tool_parser = "fenced": runs programs with one tool, and rollout.tools has 2 (python, my:Tool)',
         ),
+        (["rollout.max_tool_s=2", "rollout.tools=[]"], "rollout.max_tool_s = 2.0: limits calls, and rollout.tools is"),
         (["rollout.tool_parser=fenced", "rollout.tools=[]"], "rollout.tools has 0 (none)"),
         (
             ["rollout.tool_parser=fenced", "data.tool_in_prompt=true"],

@@ -35,6 +35,14 @@ def found(config: Config) -> list[str]:
             'error: rollout.uniform_groups = "refill": would drop groups that teach: objective.advantage.kind compares',
         ),
         (
+            ["rollout.oversample=4", "rollout.uniform_groups=refill"],
+            "error: rollout.oversample = 4: draws further prompts before it is known how many are needed",
+        ),
+        (
+            ["rollout.oversample=4", "rollout.replay=runs/other"],
+            "error: rollout.oversample = 4: is for engines; what was not waited for is not in rollout.replay",
+        ),
+        (
             ["reward.overlong_penalty={buffer: 177}"],
             "error: reward.overlong_penalty.buffer = 177: is more than the budget itself (rollout.max_resp",
         ),

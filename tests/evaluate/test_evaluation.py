@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import pytest
 
 from ctpo_megatron.config import EvalConfig
 from ctpo_megatron.data import Group
 from ctpo_megatron.evaluate import Evaluation
-from ctpo_megatron.rollout import Sampling
+from ctpo_megatron.rollout import ReplayError, Sampling
 from tests.rollout.test_source import PROMPTS, Run
 
 
@@ -19,7 +23,7 @@ class Held:
         self.run, self.kept, self.notes = Run(stop), list[tuple[int, Sequence[Group]]](), list[str]()
         keep = lambda step, groups: self.kept.append((step, groups))  # noqa: E731
         config = EvalConfig(samples=2, **settings)
-        parts = (keep, self.run.phase, self.notes.append)
+        parts = (keep, self.run.phase, self.notes.append, stop)
         self.evaluation = Evaluation(config, self.run.collector, PROMPTS[:prompts], *parts)
 
 
@@ -56,6 +60,39 @@ def test_an_evaluation_that_is_cancelled_says_that_it_is_missing() -> None:
     [note] = held.notes
     assert note.startswith("[eval] step 1: MISSING")
     assert Held(prompts=0).evaluation.run(1) == {}
+
+
+def test_an_evaluation_behind_the_training_finds_the_same() -> None:
+    alone, held = Held().evaluation.run(1), Held()
+    with held.evaluation as evaluation:
+        evaluation.begin(1)
+        step, metrics = evaluation.end()
+    assert metrics.pop("time/eval_behind") > 0 and (step, metrics) == (1, alone)
+    assert [step for step, _ in held.kept] == [1] and held.run.phases == ["eval"]
+
+
+def test_what_ends_an_evaluation_behind_the_training_ends_whoever_waits_for_it() -> None:
+    held = Held(prompts=1)  # the recording has two
+    held.evaluation.begin(1)
+    with pytest.raises(ReplayError, match="prompts x 2"):
+        held.evaluation.end()
+
+
+def test_an_evaluation_ends_with_the_run() -> None:
+    held, asked = Held(), threading.Event()
+    play = held.run.engines.generate
+
+    def generate(*arguments: Any, cancelled: Callable[[], bool], **settings: Any) -> list[Group]:
+        asked.set()
+        while not cancelled():
+            time.sleep(0.001)
+        return play(*arguments, cancelled=cancelled, **settings)
+
+    held.run.engines.generate = generate  # type: ignore[method-assign]
+    with held.evaluation as evaluation:
+        evaluation.begin(1)
+        assert asked.wait(10)
+    assert evaluation.end() == (1, {}) and held.notes[0].startswith("[eval] step 1: MISSING")
 
 
 def test_an_evaluation_counts_the_prompts_that_were_left_out() -> None:

@@ -188,3 +188,22 @@ def test_a_worker_killed_by_somebody_else_costs_no_verdict(tmp_path: Path) -> No
     with misbehaving(timeout_s=30) as pool:
         assert pool.score(groups) == ScoreReport(scored=2, timeouts=0, failures=0)
     assert rewards(groups) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_killed_while_it_had_nothing_to_do_costs_no_verdict(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = psutil.Process().children(recursive=True)
+    with misbehaving(timeout_s=30, workers=workers) as pool, ThreadPoolExecutor(1) as thread:
+        for _ in range(2):
+            idle = [process for process in fork_server().children() if process not in others]
+            idle[0].kill()
+            pending = [pool.begin([group("2", "5")])]  # pebble may not have seen it yet
+            time.sleep(0.3)
+            pending.append(pool.begin([group("2")]))
+            for scores, scored in zip(pending, (2, 1), strict=True):
+                report = thread.submit(scores.result).result(timeout=scaled(30))
+                assert report == ScoreReport(scored=scored, timeouts=0, failures=0)
+            others += idle
+    assert "the reward workers are gone, was one of them killed?" in caplog.text

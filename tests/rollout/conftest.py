@@ -17,8 +17,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @pytest.fixture(scope="session")
 def shared_ray() -> Iterator[None]:
-    """Ray with a processor for each fleet that is kept; a fleet that finds it does not start its own."""
-    runtime = RayRuntime(3, lambda gpus: None)
+    """Ray with a processor for each fleet that is kept, and two; a fleet that finds it does not start its own."""
+    runtime = RayRuntime(4, lambda gpus: None)
     try:
         runtime.wait(scaled(120))
         yield

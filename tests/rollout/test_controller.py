@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from ctpo_megatron.data import Group, Prompt, PromptSampler, RolloutBatch, Traje
 from ctpo_megatron.rollout import AsyncRollouts, Collector, Quarantined, SampledRollouts
 from ctpo_megatron.rollout.accounting import AccountingError
 from ctpo_megatron.rollout.metrics import fleet_stats
-from ctpo_megatron.rollout.tasks import Deliver, Request
+from ctpo_megatron.rollout.tasks import Deliver, FleetError, Request
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(50)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(200)]
@@ -94,10 +94,13 @@ class Engines:
     def in_flight(self) -> int:
         return len(self._playing)
 
+    def give_up(self, places: Collection[Hashable]) -> None:
+        self._waiting = [job for job in self._waiting if job[0] not in places]
+        self._playing = {place: job for place, job in self._playing.items() if place not in places}
+
     def cancel(self) -> None:
         with self.lock:
-            self._waiting.clear()
-            self._playing.clear()
+            self.give_up(self.playing)
 
 
 class Scored:
@@ -361,6 +364,36 @@ def test_what_ends_the_thread_ends_whoever_waits() -> None:
 
     with Run(Broken()).going() as run, pytest.raises(RuntimeError, match="all engines are gone"):
         run.train()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_batch_that_draws_more_than_it_needs_is_complete_without_the_late_ones(seed: int) -> None:
+    stuck = [(1, 2), (3, 0), (3, 5)]
+    with Run(Engines(seed, stuck=stuck), oversample=2).going() as run:
+        run.train()
+        state = run.state()
+    assert state["ahead"]["settled"] == {"trained": 24, "dropped": 12, "quarantined": 0} and run.prompts.taken == 36
+    assert all(len(batch.groups) == 4 and batch.metrics["rollout/late_groups"] >= 0 for batch in run.trained)
+    assert sum(batch.metrics["rollout/late_groups"] for batch in run.trained) == 12
+    drawn = [ORDER[6 * step : 6 * step + 6] for step in range(STEPS)]
+    for step, batch in enumerate(run.trained):
+        ids = [group.prompt.id for group in batch.groups]
+        assert ids == [prompt for prompt in drawn[step] if prompt in ids]  # in their order
+        assert not {drawn[step][place] for at, place in stuck if at == step + 1} & set(ids)
+
+
+def test_a_thread_that_stands_still_is_named() -> None:
+    go_on = threading.Event()
+
+    class Blocked(Engines):
+        def turn(self, deliver: Deliver, longest_s: float) -> None:
+            go_on.wait()
+
+    with Run(Blocked(), start_timeout_s=0.1, weights={"timeout_s": 0.1}).going() as run:
+        late = "step 1 waits for the thread of the rollouts, which has not ended its turn within 0.2 s; it has 8 groups"
+        with pytest.raises(FleetError, match=late):
+            run.train()
+        go_on.set()
 
 
 def test_other_settings_cannot_take_over_what_was_sampled_ahead() -> None:

@@ -151,6 +151,27 @@ def test_call_in_the_last_turn_is_not_run() -> None:
     assert trajectory.token_ids[-1] == STOP
 
 
+@pytest.mark.parametrize(
+    ("limits", "exec_s", "calls"),
+    [
+        ({"max_tool_calls": 1}, 0.5, 1),
+        ({"max_tool_calls": 2}, 0.5, 2),
+        ({"max_tool_s": 1.5}, 1.0, 2),
+        ({"max_tool_s": 1.0}, 1.0, 1),
+        ({"max_tool_calls": 3, "max_tool_s": 4.0}, 1.0, 3),
+    ],
+)
+def test_a_call_beyond_the_budget_of_a_trajectory_is_not_run(
+    limits: dict[str, float], exec_s: float, calls: int
+) -> None:
+    answer = ToolResult("1", exec_s=exec_s)
+    turns = [[11, STOP], *[[10, STOP]] * 4]  # the first cannot be read, and costs nothing
+    trajectory = play(Engine(*turns), tool=Tool(answer), max_turns=9, **limits)
+    assert (trajectory.finish_reason, trajectory.final_text) == ("tool_budget", "")
+    assert [call.status for call in trajectory.tool_calls] == ["parse_error", *["success"] * calls]
+    assert trajectory.token_ids[-1] == STOP  # its turn is part of the record, as that of `max_turns`
+
+
 def test_parse_error_is_shown_and_counted() -> None:
     codec = Codec()
     trajectory = play(Engine([11, STOP], [1, STOP]), codec)

@@ -58,6 +58,7 @@ def masked(found: Trajectory, *names: str | Extension) -> list[int]:
         ("void_turn", episode("ss", "length", "", answers=False), []),  # its answer did not fit
         ("void_turn", episode("s", "max_turns", ""), []),
         ("void_turn", episode("p", "max_turns", ""), [1, 2]),
+        ("void_turn", episode("s", "tool_budget", ""), []),
         ("void_trajectory", episode("p", text="4"), [1, 2]),
         ("void_trajectory", episode("pf", text="4"), []),
         ("void_trajectory", episode("p"), []),

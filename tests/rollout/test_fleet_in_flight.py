@@ -13,8 +13,9 @@ import torch
 from ray.exceptions import RayError
 from transformers import PreTrainedModel
 
-from ctpo_megatron.data.records import Group
+from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.rollout.dispatch import Dispatcher
+from ctpo_megatron.rollout.lengths import Lengths
 from ctpo_megatron.rollout.tasks import Request, Sampling
 from tests.rollout.fleet_helpers import Stage, tokens, trajectories, versions
 from tests.support.deadlines import scaled
@@ -95,6 +96,36 @@ def test_groups_of_an_earlier_step_go_first(stage: Stage) -> None:
     assert "early" in {entry.job.place for entry in turns._in_flight.values()} and turns.in_flight == 17
     turns.cancel()
     assert not turns.playing and not +stage.fleet._load
+
+
+def test_groups_that_are_expected_to_take_long_are_begun_first(stage: Stage) -> None:
+    """By their answers the last time; prompts that were not played yet by their own length. Others stay as they are."""
+    lengths = {"a": 39, "short": 60, "b": 39, "new": 41, "c": 39, "long": 20}
+    prompts = {name: Prompt(name, "test", (), "", (7,) * length) for name, length in lengths.items()}
+    turns = stage.fleet.dispatcher()
+    turns._lengths = Lengths()
+    for name, answer in (("short", 3), ("long", 90)):
+        played = Trajectory(name, 0, 0)
+        played.append_context(prompts[name].token_ids, 0)
+        played.append_model([1] * answer, [0.0] * answer, [0] * answer, 1)
+        turns._lengths.note(prompts[name], [played])
+    for prompt in prompts.values():
+        turns.admit(prompt.id, prompt, Request(28, 4, Sampling(), None))
+    turns.turn(lambda place, group: None, 0.0)
+    begun = [entry.job.prompt.id for entry in turns._in_flight.values()]
+    turns.cancel()
+    assert begun == ["long", "new", "a", "b", "c", "short"]
+
+
+def test_groups_that_are_not_needed_any_more_are_given_up(stage: Stage) -> None:
+    prompts = stage.prompts(30)
+    stage.fleet.stats()
+    groups = stage.fleet.generate(prompts, step=29, samples=4, sampling=Sampling(), enough=3)
+    assert len(groups) == 3 and stage.fleet.stats()["late_groups"] == 27 and not +stage.fleet._load
+    ids = [group.prompt.id for group in groups]
+    assert ids == [prompt.id for prompt in prompts if prompt.id in ids]
+    alone = stage.generate([prompt for prompt in prompts if prompt.id in ids], step=29)
+    assert tokens(groups) == tokens(alone)  # and the engine plays on
 
 
 @pytest.mark.slow

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -30,8 +32,11 @@ def test_failed_and_late_starts_name_engine_and_log(model_path: Path, tmp_path: 
     missing = str(tmp_path / "nothing")
     with RolloutFleet(make_config(Path(missing), tmp_path), missing, 0, "unused") as fleet:
         fleet.start()
+        deadline = time.monotonic() + scaled(120)
         with pytest.raises(FleetError, match=r"rollout engine 0 did not start: .*log: .*rollout_engine_0\.log"):
-            fleet.wait_ready()
+            while time.monotonic() < deadline:  # as during the supervised stage
+                fleet.check_start()
+                time.sleep(0.2)
     late = make_config(model_path, tmp_path, start_timeout_s=7)
     with RolloutFleet(late, str(model_path), 0, "unused") as fleet:
         fleet.start()
@@ -39,6 +44,30 @@ def test_failed_and_late_starts_name_engine_and_log(model_path: Path, tmp_path: 
             fleet.wait_ready()
     with RolloutFleet(late, str(model_path), 0, "unused") as fleet, pytest.raises(FleetError):
         fleet.wait_ready()  # never started
+
+
+def test_an_engine_that_dies_while_it_loads_is_begun_again(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RolloutFleet(make_config(model_path, tmp_path), str(model_path), 0, "unused") as fleet:
+        fleet.start()
+        kill_engine()
+        fleet.wait_ready()
+        prompt = Prompt("p", "test", (), "", tuple(range(40)))
+        assert len(fleet.generate([prompt], step=0, samples=4, sampling=Sampling())) == 1
+    assert caplog.text.count("rollout engine 0 died while it started") == 1
+
+
+def kill_engine() -> None:
+    """As soon as there is one."""
+    deadline = time.monotonic() + scaled(120)
+    while time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "RolloutEngine" in " ".join(process.cmdline()):
+                    return process.kill()
+        time.sleep(0.05)
+    raise AssertionError("no engine process was begun")
 
 
 def test_group_past_its_deadline_is_retried_then_quarantined(model_path: Path, tmp_path: Path) -> None:

@@ -7,16 +7,20 @@ import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import ray
 import torch
 
-from ctpo_megatron.rollout import RolloutFleet, WeightSyncError
+from ctpo_megatron.data import Group
+from ctpo_megatron.rollout import RolloutFleet, Sampling, WeightSyncError
+from ctpo_megatron.rollout.tasks import Request
 from ctpo_megatron.weights import EngineFacts, EngineWeights
 from ctpo_megatron.weights.checksum import Checksums
 from tests.rollout.fleet_helpers import Stage, engine_processes, largest_log_prob_error, versions
@@ -132,12 +136,36 @@ def test_an_engine_that_fails_in_an_update_is_replaced(
             thread.start()
             with stage.between(Fleet(stage.fleet, lambda weights: Stalled(weights, mute.getsockname()))):
                 stage.sync(0.01)
+                stage.fleet.wait_ready()  # the next process gets them from this transport
             thread.join(scaled(10))
         late = rf"has not loaded weights 2 in {limit:g} s \(rollout\.weights\.timeout_s\)" if how == "hangs" else ""
         assert re.search(rf"rollout engine 0 is replaced, it did not take weights 2: .*{late}", caplog.text)
         assert stage.fleet.stats()["engine_restarts"] == 1
         groups = stage.generate(stage.prompts(1), step=1)
         assert versions(groups) == {2} and largest_log_prob_error(stage.model, groups) <= 1e-4
+    finally:
+        stage.close()
+
+
+@pytest.mark.slow
+def test_no_update_waits_for_an_engine_that_is_replaced(shared_ray: None, tmp_path: Path) -> None:
+    """The new one gets the weights of the time when it is up."""
+    stage = Stage(tmp_path, engines=2)
+    fleet = stage.fleet
+    try:
+        stage.sync(0.01)
+        psutil.Process(ray.get(fleet.engines[1].ready_ref)).kill()
+        for stage.version in (2, 3):  # it dies in the first, and starts in the second
+            fleet.sync(stage.state().items(), stage.version)
+            assert [engine.live for engine in fleet.engines] == [True, False]
+        turns, done = fleet.dispatcher(), dict[Hashable, Group]()  # which waits for both
+        assert [engine.live for engine in fleet.engines] == [True, True]
+        for place, prompt in enumerate(stage.prompts(6)):
+            turns.admit(place, prompt, Request(1, 4, Sampling(), None))
+        while turns.playing:
+            turns.turn(done.__setitem__)
+        assert versions(list(done.values())) == {3} and fleet.stats()["engine_restarts"] == 1
+        assert largest_log_prob_error(stage.model, list(done.values())) <= 1e-4
     finally:
         stage.close()
 

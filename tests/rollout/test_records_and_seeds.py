@@ -48,7 +48,7 @@ def test_metrics() -> None:
             trajectory(0, 10, 6, "answer", calls),
             trajectory(1, 20, 0, "length", [ToolCall(1, "b", {}, "timeout", "", 0.4)]),
             trajectory(2, 2, 0, "max_turns", []),
-            trajectory(3, 8, 2, "answer", []),
+            trajectory(3, 8, 2, "tool_budget", []),
         ],
     )
     metrics = rollout_metrics([group])
@@ -58,6 +58,7 @@ def test_metrics() -> None:
         "rollout/tool_error_rate": pytest.approx(2 / 3),
         "rollout/truncated": 0.25,
         "rollout/max_turns": 0.25,
+        "rollout/tool_budget": 0.25,
         "rollout/turns_mean": 1.0,
         "rollout/response_length_mean": 12.0,
         "rollout/model_tokens_mean": 10.0,

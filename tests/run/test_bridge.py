@@ -27,6 +27,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.phases: list[str] = []
+        self.logged: list[dict[str, float]] = []
         self.batch: RolloutBatch | None = RolloutBatch([])
         self.before_work: Any = lambda: None
 
@@ -66,6 +67,20 @@ class Recorder:
         self.calls.append(f"evaluate {step}")
         return {}
 
+    def begin(self, step: int) -> None:
+        self.calls.append(f"begin to evaluate {step}")
+
+    def end(self) -> tuple[int, dict[str, float]]:
+        self.calls.append("evaluation ends")
+        return 0, {"val/acc": 0.5}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Sooner or later, an evaluation is on the line of its step."""
+        assert step == 0
+        self.logged.append(metrics)
+
+    log_evaluation = log
+
     def phase(self, name: str) -> Any:
         self.phases.append(name)
         return nullcontext()
@@ -87,11 +102,12 @@ def a_run(bridge: Bridge, recorder: Any) -> list[str]:
     """As `train.py` calls it: start, SFT, publish, evaluation, checkpoint, one step, export."""
     recorder.work("build the model and SFT")
     bridge.publish(recorder, 0)
-    bridge.evaluate(0, recorder)
+    bridge.evaluate(0, recorder, awaited=False)
     recorder.work("save")
     recorder.release()
     assert bridge.next_batch(1, recorder) is not None
     recorder.work("update")
+    bridge.end_evaluation()
     bridge.publish(recorder, 1)
     recorder.batch = None
     assert bridge.next_batch(2, recorder) is None
@@ -138,9 +154,19 @@ def test_sampling_ahead_stops_for_an_update_alone() -> None:
     update = ["nothing else is asked of them before 1", "engines take weights 1: ['weight']", "they sample with 1"]
     start = calls.index(update[0])
     assert calls[start : start + 3] == update and recorder.phases.count("wait_rollout") == 2
+    order = ["begin to evaluate 0", "save", "sample 1", "update", "evaluation ends", update[0]]
+    assert [call for call in calls[: start + 1] if call in order] == order and recorder.logged == [{"val/acc": 0.5}]
     bridge, recorder = a_bridge(shared=False)
     assert not any("nothing else" in call for call in a_run(bridge, recorder))
-    assert "wait_rollout" not in recorder.phases
+    assert "wait_rollout" not in recorder.phases and recorder.logged == [{}]
+
+
+def test_an_evaluation_that_something_needs_is_waited_for_when_sampling_ahead() -> None:
+    bridge, recorder = a_bridge(shared=False, ahead=1)
+    policy: Any = recorder
+    bridge.evaluate(0, policy, awaited=True)
+    bridge.end_evaluation()
+    assert recorder.calls == ["evaluate 0"] and recorder.logged == [{}]
 
 
 @pytest.mark.parametrize("shared", [True, False])

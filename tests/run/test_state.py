@@ -51,6 +51,20 @@ def test_the_first_evaluation_can_be_left_out_but_not_that_of_a_run_without_step
     assert run.evaluates
 
 
+def test_an_evaluation_is_waited_for_where_something_needs_its_result(run: RunState) -> None:
+    def awaited(**checkpoint: object) -> list[int]:
+        kept = run.config.checkpoint.model_copy(update=checkpoint)
+        run.config = run.config.model_copy(update={"checkpoint": kept})
+        steps = []
+        for run.done in range(6):
+            steps += [run.done] if run.awaits_evaluation else []
+        return steps
+
+    assert awaited(keep_best=0, best_metric="val/x/acc/mean@1") == [5]  # the last checkpoint, the report, the export
+    assert awaited(keep_best=2, best_metric="reward/mean") == [5]
+    assert awaited(keep_best=2, best_metric="val/x/acc/mean@1") == [0, 3, 5]
+
+
 def test_a_stopped_run_yields_no_further_step(run: RunState) -> None:
     seen = []
     for step in run.steps():

@@ -17,6 +17,7 @@ def check_groups(config: Config) -> Iterator[Problem]:
         value = [*map(str, config.rollout.filters)]
         yield Problem("rollout.filters", message, "remove one, or give yours another name", value)
     yield from _uniform_groups(config)
+    yield from _oversample(config)
     shaping, budget = config.reward.overlong_penalty, config.rollout.max_response_tokens
     if shaping is not None and shaping.buffer > budget:
         message = (
@@ -33,6 +34,17 @@ def check_prompts(config: Config, count: int | None) -> Iterator[Problem]:
             f"is more than the {count} prompts of data.train: a prompt is in a batch up to {-(-size // count)} times"
         )
         yield warning(config, "rollout.prompts_per_step", message, "lower it, or give more data")
+
+
+def _oversample(config: Config) -> Iterator[Problem]:
+    if not config.rollout.oversample:
+        return
+    if config.rollout.uniform_groups == "refill":
+        message = "draws further prompts before it is known how many are needed, and uniform_groups: refill after it"
+        yield error(config, "rollout.oversample", message, "set 0, or uniform_groups: drop")
+    if config.rollout.replay is not None:
+        message = "is for engines; what was not waited for is not in rollout.replay"
+        yield error(config, "rollout.oversample", message, "set 0")
 
 
 def _uniform_groups(config: Config) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ def check_protocol(config: Config) -> Iterator[Problem]:
         yield from _chat_template(config, config.model.chat_template)
     if config.rollout.tool_parser.name == "fenced":
         yield from _fenced(config)
+    yield from _tool_budget(config)
     if config.data.system_prompt is not None:
         yield from _system_prompt(config, config.data.system_prompt)
 
@@ -38,6 +39,14 @@ def _fenced(config: Config) -> Iterator[Problem]:
     if config.data.tool_in_prompt:
         message = "shows the model a way to call tools that rollout.tool_parser: fenced does not read"
         yield error(config, "data.tool_in_prompt", message, "leave it out, or set rollout.tool_parser: hermes")
+
+
+def _tool_budget(config: Config) -> Iterator[Problem]:
+    for name in ("max_tool_calls", "max_tool_s"):
+        if getattr(config.rollout, name) is not None and not config.rollout.tools:
+            yield error(
+                config, f"rollout.{name}", "limits calls, and rollout.tools is empty", "set null, or give tools"
+            )
 
 
 def _system_prompt(config: Config, value: str) -> Iterator[Problem]:

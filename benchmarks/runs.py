@@ -1,0 +1,80 @@
+"""Runs of the quickstart for benchmarks of whole training steps: its start weights, made once, and the command."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ctpo_megatron.config import load_config
+from ctpo_sandbox import Limits, start_server
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path.home() / ".cache" / "ctpo-megatron-benchmarks"
+CONFIG = ROOT / "configs" / "quickstart.yaml"
+RL_ONLY = (
+    "prepare=null",
+    "sft=null",
+    "data.eval=[]",
+    "eval.every=0",
+    "data.shuffle=false",
+    "checkpoint.every=0",
+    "export.enabled=false",
+    "tracking.report=false",
+    "run.overwrite=true",
+)
+"""Nothing but training steps, on the prompts in the order of the file."""
+_STEP_ZERO = ("run.steps=1", "data.eval=[]", "eval.every=0", "checkpoint.every=1", "tracking.report=false")
+
+
+def train(*settings: str) -> list[str]:
+    """The command of a run of the quickstart with these settings."""
+    return [sys.executable, "-m", "ctpo_megatron.cli", "train", str(CONFIG), *settings]
+
+
+def environment() -> dict[str, str]:
+    """Where the command finds this package, and users' parts in `benchmarks/`."""
+    return {"PYTHONPATH": ":".join(str(ROOT / part) for part in (".", "kernels", "sandbox", "launchers"))}
+
+
+def start_weights(folder: Path) -> tuple[Path, Path]:
+    """The quickstart's model after its supervised stage, and its training prompts.
+
+    Made by the first call, in about two minutes, and kept in the folder. Raises subprocess.CalledProcessError.
+    """
+    model, run = folder / "start", folder / "quickstart"
+    if not model.exists():
+        print("the quickstart's supervised stage ...", flush=True)
+        _run(train(f"run.root={folder}", "run.overwrite=true", "export.enabled=false", *_STEP_ZERO))
+        export = [sys.executable, "-m", "ctpo_megatron.cli", "export", str(run / "checkpoints" / "step_000000")]
+        _run([*export, "--output", str(model)])
+    return model, run / "task" / "train.parquet"
+
+
+@contextmanager
+def sandbox(folder: Path) -> Iterator[str]:
+    """Address of a server like the one that a run of the quickstart starts for itself. folder: of its log."""
+    settings = load_config(CONFIG).sandbox
+    server = start_server(
+        slots=settings.slots,
+        limits=Limits.of(settings),
+        start_timeout_s=settings.start_timeout_s,
+        require=settings.require,
+        warm=settings.warm.split(","),
+        log_path=folder / "sandbox.log",
+    )
+    with server:
+        yield server.url
+
+
+def digest(model: Path) -> str:
+    """Of the start weights, for a result file."""
+    return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, **environment()}, stdout=subprocess.DEVNULL)

@@ -1,0 +1,81 @@
+"""What of a run is killed, and when: seeded moments between its first step and its last."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import psutil
+
+KINDS = {"engine": 1, "sandbox worker": 2, "sandbox server": 1, "scorer": 1}
+"""What is killed -> how many of them at once. The controller of the rollouts is a thread of rank zero."""
+TIMES = 3
+
+
+@dataclass(frozen=True)
+class Kill:
+    """step: the one that is under way, and how much of its usual duration has passed (0 to 1)."""
+
+    kind: str
+    step: int
+    fraction: float
+
+
+def plan(seed: int, steps: int) -> list[Kill]:
+    """Each kind `TIMES` times, in the order of their moments; none in the last step, after which nothing would show."""
+    rng = random.Random(seed)
+    moments = sorted(rng.uniform(1, steps - 1) for _ in range(TIMES * len(KINDS)))
+    kinds = [kind for kind in KINDS for _ in range(TIMES)]
+    rng.shuffle(kinds)
+    return [Kill(kind, int(at), at % 1.0) for kind, at in zip(kinds, moments, strict=True)]
+
+
+def kill(run: int, kind: str, count: int, rng: random.Random) -> list[int]:
+    """kill -9 of `count` processes of that kind among the descendants of process `run`, or all there are; their ids."""
+    there = list(_of_kind(psutil.Process(run).children(recursive=True), kind))
+    chosen = rng.sample(there, min(count, len(there)))
+    for process in chosen:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return [process.pid for process in chosen]
+
+
+def _of_kind(processes: Iterable[psutil.Process], kind: str) -> Iterable[psutil.Process]:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and _IS[kind](process):
+                yield process
+
+
+def _command(process: psutil.Process | None) -> str:
+    return "" if process is None else " ".join(process.cmdline())
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    return "RolloutEngine" in _command(process)
+
+
+def _is_server(process: psutil.Process) -> bool:
+    return "ctpo_sandbox.server" in _command(process) and "ctpo_sandbox.server" not in _command(process.parent())
+
+
+def _is_sandbox_worker(process: psutil.Process) -> bool:
+    """Below a template, which is below the server; nothing is below it, but what it runs."""
+    above = process.parents()
+    servers = [depth for depth, each in enumerate(above) if _is_server(each)]
+    return bool(servers) and servers[0] >= 1 and "ctpo_sandbox.template" in _command(process) and not process.children()
+
+
+def _is_scorer(process: psutil.Process) -> bool:
+    """Forked by the fork server of the reward functions."""
+    return "forkserver" in _command(process.parent())
+
+
+_IS: dict[str, Callable[[psutil.Process], bool]] = {
+    "engine": _is_engine,
+    "sandbox worker": _is_sandbox_worker,
+    "sandbox server": _is_server,
+    "scorer": _is_scorer,
+}
