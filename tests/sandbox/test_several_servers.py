@@ -61,7 +61,8 @@ def test_the_bench_shows_how_servers_share_the_work(pair: Pair) -> None:
     found = measure_all(urls, "print", concurrency=8, seconds=0.5)
     assert (found.lost, found.retries) == (0, 0) and found.runs > 0
     assert list(found.shares) == urls and sum(found.shares.values()) == pytest.approx(1.0)
-    assert min(found.shares.values()) > 0.25
+    # The first eight go to the two in turn. Who gets those after them depends on who answers sooner.
+    assert round(min(found.shares.values()) * found.runs) >= 4
 
 
 def test_a_burst_is_balanced(pair: Pair) -> None:
