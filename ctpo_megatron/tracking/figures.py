@@ -141,27 +141,28 @@ def draw(axes: Axes, run: RunData, panel: Panel, titled: bool) -> None:
         _label_log_axis(axes)
     elif axes.get_ylim()[1] >= 1e4:
         _label_thousands(axes)
-    _add_legend(axes)
+    rows = _add_legend(axes)
     if titled:
-        axes.set_title(panel.title, loc="left", pad=22)
+        axes.set_title(panel.title, loc="left", pad=22 if rows < 2 else 33)
 
 
-def _add_legend(axes: Axes) -> None:
-    """One row above the axes, tighter when there is much to name."""
+def _add_legend(axes: Axes) -> int:
+    """Above the axes, tighter when there is much to name, and in two rows when one is too long; how many rows."""
     _, labels = axes.get_legend_handles_labels()
     if not labels:
-        return
-    many = len(labels) > 4
+        return 0
+    many, rows = len(labels) > 4, 2 if len(labels) > 5 else 1
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.01, 0.99),
-        ncols=len(labels),
+        ncols=-(-len(labels) // rows),
         borderaxespad=0.1,
         columnspacing=0.7 if many else 1.2,
         handlelength=0.7 if many else 1.4,
         handletextpad=0.35 if many else 0.6,
         fontsize=7.5 if many else 8.5,
     )
+    return rows
 
 
 def _label_log_axis(axes: Axes) -> None:
