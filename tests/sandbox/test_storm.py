@@ -59,7 +59,8 @@ class _Storm:
                 self.wrong.append((number, result))
         self.done += 1
         if self._chance.random() < KILLS:
-            self.kills += await asyncio.to_thread(self._kill_a_worker)
+            killed = await asyncio.to_thread(self._kill_a_worker)  # `+=` with await in it would lose others' counts
+            self.kills += killed
         if self.done in (self.runs // 3, 2 * self.runs // 3):
             dark = self.done == self.runs // 3
             self.servers[-1].process.send_signal(signal.SIGSTOP if dark else signal.SIGCONT)
