@@ -19,12 +19,11 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     rollout/tool_use, truncated, max_turns and tool_budget are shares of trajectories; tool_calls, turns_mean,
     response_length_mean (tokens after the prompt, observations included) and model_tokens_mean are means per
-    trajectory; tool_error_rate is
-    the share of calls that did not succeed. tokens/* and the sandbox/* statuses are counts; sandbox/calls counts every
-    call of every tool, malformed ones included; sandbox/wall_mean_s is the mean seconds of the calls that were
-    executed, sandbox/queue_s and sandbox/exec_s its parts, of the calls whose tool says how long they ran. Means and
-    rates are left out when there was no call to take them over. tool/<name>/calls and tool/<name>/success count the
-    calls of one tool that were executed.
+    trajectory; tool_error_rate is the share of calls that did not succeed. tokens/* and the sandbox/* statuses are
+    counts; sandbox/calls counts every call of every tool, malformed ones included; sandbox/wall_mean_s is the mean
+    seconds of the calls that were executed, sandbox/queue_s and sandbox/exec_s its parts, of the calls whose tool
+    says how long they ran. Means and rates are left out when there was no call to take them over. tool/<name>/calls
+    and tool/<name>/success count the calls of one tool that were executed.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
