@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ctpo_megatron.config import load_config
-from ctpo_sandbox import Limits, start_server
+from ctpo_sandbox import start_configured_server
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path.home() / ".cache" / "ctpo-megatron-benchmarks"
@@ -58,16 +58,7 @@ def start_weights(folder: Path) -> tuple[Path, Path]:
 @contextmanager
 def sandbox(folder: Path) -> Iterator[str]:
     """Address of a server like the one that a run of the quickstart starts for itself. folder: of its log."""
-    settings = load_config(CONFIG).sandbox
-    server = start_server(
-        slots=settings.slots,
-        limits=Limits.of(settings),
-        start_timeout_s=settings.start_timeout_s,
-        require=settings.require,
-        warm=settings.warm.split(","),
-        log_path=folder / "sandbox.log",
-    )
-    with server:
+    with start_configured_server(load_config(CONFIG).sandbox, folder / "sandbox.log") as server:
         yield server.url
 
 

@@ -13,7 +13,7 @@ from ctpo_megatron.environments import node_sandbox
 from ctpo_megatron.environments.factory import needs_sandbox
 from ctpo_megatron.ray_environment import ADDRESS
 from ctpo_megatron.rollout import RolloutFleet
-from ctpo_sandbox import Limits, start_server
+from ctpo_sandbox import start_configured_server
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +73,5 @@ def _sandbox(config: Config, logs: Path) -> Iterator[str | None]:
     if config.cluster.nodes > 1 or node_sandbox.names_a_server():
         yield None
         return
-    server = start_server(
-        slots=sandbox.slots,
-        limits=Limits.of(sandbox),
-        start_timeout_s=sandbox.start_timeout_s,
-        require=sandbox.require,
-        warm=sandbox.warm.split(","),
-        log_path=logs / "sandbox.log",
-    )
-    with server:
+    with start_configured_server(sandbox, logs / "sandbox.log") as server:
         yield server.url

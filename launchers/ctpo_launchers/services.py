@@ -18,7 +18,7 @@ from ctpo_launchers.job import NodeJob
 from ctpo_launchers.needs import Needs
 from ctpo_launchers.roll_call import NotReady
 from ctpo_megatron.config import Config
-from ctpo_sandbox import Limits, SandboxStartError, start_server
+from ctpo_sandbox import SandboxStartError, start_configured_server
 from ctpo_sandbox.address import node_url
 
 log = logging.getLogger(__name__)
@@ -65,15 +65,7 @@ async def sandbox(config: Config, log_path: Path, token_file: Path) -> AsyncIter
         return
     os.environ["SANDBOX_TOKEN_FILE"] = str(token_file)
     try:
-        server = await asyncio.to_thread(
-            start_server,
-            slots=config.sandbox.slots,
-            limits=Limits.of(config.sandbox),
-            start_timeout_s=config.sandbox.start_timeout_s,
-            require=config.sandbox.require,
-            warm=config.sandbox.warm.split(","),
-            log_path=log_path,
-        )
+        server = await asyncio.to_thread(start_configured_server, config.sandbox, log_path)
     except SandboxStartError as error:
         raise NotReady(str(error)) from error
     try:

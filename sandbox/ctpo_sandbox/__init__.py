@@ -8,7 +8,7 @@ The contract, the limits and what is not enforced: docs/sandbox.md.
 """
 
 from ctpo_sandbox.client import ClientStats, ExecutionResult, SandboxClient, SandboxUnavailable
-from ctpo_sandbox.launch import SandboxServer, SandboxStartError, start_server
+from ctpo_sandbox.launch import SandboxServer, SandboxStartError, start_configured_server, start_server
 from ctpo_sandbox.records import Limits
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "SandboxServer",
     "SandboxStartError",
     "SandboxUnavailable",
+    "start_configured_server",
     "start_server",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import httpx
 
@@ -151,6 +151,31 @@ def start_server(
     for name, value in asdict(limits).items():
         command += [] if value is None else [option(name), str(value)]
     return SandboxServer(command, log_path, start_timeout_s)
+
+
+class ServerSettings(Protocol):
+    """What a configuration says of its sandbox: these, and every limit by its name. warm: modules, with commas."""
+
+    @property
+    def slots(self) -> int: ...
+    @property
+    def start_timeout_s(self) -> float: ...
+    @property
+    def require(self) -> str: ...
+    @property
+    def warm(self) -> str: ...
+
+
+def start_configured_server(settings: ServerSettings, log_path: Path) -> SandboxServer:
+    """`start_server` with all that `settings` say."""
+    return start_server(
+        slots=settings.slots,
+        limits=Limits.of(settings),
+        start_timeout_s=settings.start_timeout_s,
+        require=settings.require,
+        warm=settings.warm.split(","),
+        log_path=log_path,
+    )
 
 
 def environment() -> dict[str, str]:
