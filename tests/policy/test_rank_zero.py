@@ -21,7 +21,7 @@ RANKS = 3
 DEADLINE_S = 120
 
 
-def _rank(rank: int, port: int, play: Callable[[RankZero, int], Any], answers: Any) -> None:
+def _rank(rank: int, port: int, play: Callable[[RankZero, int], Any], answers: Any, answered: Any) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     bridge = RankZero(beat_s=0.2, lost_after_s=3.0)
@@ -31,23 +31,24 @@ def _rank(rank: int, port: int, play: Callable[[RankZero, int], Any], answers: A
         answers.put((rank, os.getpid(), error))
     answers.close()
     answers.join_thread()
-    time.sleep(1.0 if rank == 0 else 0.0)  # the store ends with rank zero
+    answered.wait(DEADLINE_S)  # the store ends with rank zero, and the slowest rank may still need it
     os._exit(0)
 
 
 def play_on_ranks(play: Callable[[RankZero, int], Any], dying: int | None = None) -> tuple[dict[int, Any], list[int]]:
     """Answers of the ranks that live, by rank, and the process ids of all."""
     context = multiprocessing.get_context("fork")
-    answers = context.Queue()
+    answers, answered = context.Queue(), context.Event()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [context.Process(target=_rank, args=(rank, port, play, answers)) for rank in range(RANKS)]
+    ranks = [context.Process(target=_rank, args=(rank, port, play, answers, answered)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     try:
         found = [answers.get(timeout=DEADLINE_S) for _ in range(RANKS - (dying is not None))]
     finally:
+        answered.set()
         for process in ranks:
             process.kill()
             process.join()
