@@ -5,6 +5,7 @@ A collective cannot do this: its deadline is that of an exchange of tensors, and
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import socket
@@ -20,12 +21,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 BEAT_S = 5.0
 """Seconds between two signs of life of a rank."""
 LOST_AFTER_S = 40.0
 """A rank that gave no sign of life for so long is lost."""
 _STORE_TIMEOUT = timedelta(seconds=60)
+LEAVE_S = 10.0
+"""Rank zero leaves after the others, or so many seconds after it could have left."""
 _LEFT = b"left"
 """In place of a sign of life: the rank is through."""
 _POLL_S = (0.005, 0.25)
@@ -47,11 +51,11 @@ class RankZero:
     that all ranks see, for short notes; safe to use in a thread. waits: whether this rank waits for rank zero now.
     """
 
-    def __init__(self, *, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
-        """beat_s, lost_after_s: see `BEAT_S`, `LOST_AFTER_S`."""
+    def __init__(self, *, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S, leave_s: float = LEAVE_S) -> None:
+        """beat_s, lost_after_s, leave_s: see `BEAT_S`, `LOST_AFTER_S`, `LEAVE_S`."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.waits = False
-        self._beat_s, self._lost_after_s = beat_s, lost_after_s
+        self._beat_s, self._lost_after_s, self._leave_s = beat_s, lost_after_s, leave_s
         host = os.environ.get("MASTER_ADDR", "localhost")
         self._store, port = self._open(host)
         # A client of its own: the store serves one call of a client at a time, and a wait would hold back the beats.
@@ -101,11 +105,26 @@ class RankZero:
             raise RankLost(self._lost)
 
     def close(self) -> None:
-        """Say that this rank leaves on purpose; the store ends with rank zero's process."""
+        """Say that this rank leaves on purpose. Rank zero, whose process holds the store, waits for the others."""
         self._closed.set()
         self._thread.join(timeout=_STORE_TIMEOUT.total_seconds())
         with suppress(dist.DistError):  # rank zero may have left before
             self._beats.set(f"beat/{self.rank}", _LEFT.decode())
+        if self.rank == 0 and not self._lost:
+            self._wait_for_leave()
+
+    def _wait_for_leave(self) -> None:
+        """Without it, a rank that has yet to read the last result finds no store, and a whole run ends as a failure."""
+        deadline = time.monotonic() + self._leave_s
+        others = range(1, self.world_size)
+        while True:
+            beats = self._beats.multi_get([f"beat/{rank}" for rank in others])
+            stay = [self.names[rank] for rank, beat in zip(others, beats, strict=True) if beat != _LEFT]
+            if not stay:
+                return
+            if time.monotonic() > deadline:
+                return logger.warning("rank 0 ends after %g s without %s", self._leave_s, ", ".join(stay))
+            time.sleep(_POLL_S[0])
 
     def _act(self, key: str, action: Callable[[], T]) -> T:
         try:

@@ -24,7 +24,7 @@ DEADLINE_S = 120
 def _rank(rank: int, port: int, play: Callable[[RankZero, int], Any], answers: Any, answered: Any) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
-    bridge = RankZero(beat_s=0.2, lost_after_s=3.0)
+    bridge = RankZero(beat_s=0.2, lost_after_s=3.0, leave_s=2.0)
     try:
         answers.put((rank, os.getpid(), play(bridge, rank)))
     except (RankLost, RankZeroError, ValueError) as error:
@@ -118,6 +118,23 @@ def test_a_rank_that_left_on_purpose_is_not_missed() -> None:
 
     answers, _ = play_on_ranks(play)
     assert answers == {0: "stayed", 1: "left", 2: "stayed"}
+
+
+@pytest.mark.parametrize("last", ["leaves", "stays"])
+def test_rank_zero_leaves_last_but_does_not_wait_for_ever(last: str) -> None:
+    def play(bridge: RankZero, rank: int) -> tuple[float, float]:
+        time.sleep(1.0 if rank == 2 else 0.0)  # the last result is read late
+        bridge.run(lambda: None)
+        through = time.monotonic()  # one clock for all processes
+        if rank != 2 or last == "leaves":
+            bridge.close()
+        return through, time.monotonic()
+
+    answers, _ = play_on_ranks(play)
+    asked, left = answers[0]
+    slowest = answers[2][0]
+    assert left > slowest, "rank zero left before a rank had its result"
+    assert (left - asked < 2.0) if last == "leaves" else (2.0 <= left - asked < 20.0)
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
