@@ -7,16 +7,16 @@ makes ready all that can be made ready.
 import os
 import traceback
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from ctpo_sandbox import landlock
+from ctpo_sandbox import landlock, program
 from ctpo_sandbox.confine import Confinement
 from ctpo_sandbox.libc import Step, perform
 from ctpo_sandbox.libraries import seeders
-from ctpo_sandbox.program import frames, run_main
+from ctpo_sandbox.program import finish, run_main
 
 SETUP_DONE = b"\0"
-_SETUP_FD = 3
+_STANDARD_FILES = 3
 _WORKER_FILES = 256  # more than a worker ever has open
 _SETUP_FAILED = 70
 _REPORT_FAILED = 1
@@ -31,51 +31,58 @@ class Files(NamedTuple):
     stderr: int
 
 
-class Child:
-    """What a child of the calling worker does. Made where it is forked, and again when a descriptor or limit changes.
+class Child(NamedTuple):
+    """What a child of a worker does.
 
-    setup_pipe: where it writes `SETUP_DONE` before the first line of the snippet, or why it could not get there.
+    code: descriptor of the snippet. steps: before its first line. report: descriptor to which they write `SETUP_DONE`,
+    or why that could not be. names: those of the snippet's module.
     """
 
-    def __init__(
-        self,
-        files: Files,
-        setup_pipe: int,
-        ruleset: int | None,
-        cpu_limit_s: int,
-        *,
-        confinement: Confinement,
-        directory: str,
-    ) -> None:
-        self._code, self._setup_pipe, self._confinement, self._worker = files.code, setup_pipe, confinement, os.getpid()
-        self._frames = frames()
-        self._enter: list[Step] = [partial(os.setsid), partial(os.chdir, directory)]
-        self._enter += [partial(os.dup2, descriptor, standard) for standard, descriptor in enumerate(files[1:])]
-        self._enter += [] if ruleset is None else [landlock.enforcing(ruleset)]  # the ruleset is still open
-        self._enter.append(partial(os.dup2, setup_pipe, _SETUP_FD))
-        self._confine: list[Step] = [
-            partial(os.closerange, _SETUP_FD + 1, max(_WORKER_FILES, confinement.limits.open_files)),
-            *confinement.steps(cpu_limit_s),
-        ]
-        self._seed = seeders()
+    code: int
+    steps: list[Step]
+    report: int
+    names: dict[str, Any]
 
-    def become_snippet(self) -> NoReturn:
-        """Run the snippet in the calling process and never return."""
-        report = self._setup_pipe
-        try:
-            source = os.pread(self._code, os.lseek(self._code, 0, os.SEEK_END), 0)
-            perform(self._enter)
-            report = _SETUP_FD
-            perform(self._confine)
-            self._confinement.finish(self._worker)
-            perform(self._seed)
-            os.write(report, SETUP_DONE)
-            os.close(report)
-        except BaseException:
-            os.write(report, traceback.format_exc()[-4000:].encode())
-            os._exit(_SETUP_FAILED)
-        status = _REPORT_FAILED
-        try:
-            status = run_main(source, self._frames)
-        finally:  # whatever happens: what called this function is the worker's code
-            os._exit(status)
+
+def prepare_child(
+    files: Files, ruleset: int | None, cpu_limit_s: int, *, confinement: Confinement, directory: str, report: int
+) -> Child:
+    """For children of the calling process, made where they are forked; again when a descriptor or limit changes."""
+    program.hide_frames(program.frames())
+    last = max(_WORKER_FILES, confinement.limits.open_files)
+    steps: list[Step] = [partial(os.setsid), partial(os.chdir, directory)]
+    steps += [partial(os.dup2, descriptor, standard) for standard, descriptor in enumerate(files[1:])]
+    steps += [] if ruleset is None else [landlock.enforcing(ruleset)]  # the ruleset is still open
+    steps += [partial(os.closerange, _STANDARD_FILES, report), partial(os.closerange, report + 1, last)]
+    steps += [*confinement.steps(cpu_limit_s, os.getpid()), *seeders(), *program.first_steps(directory)]
+    steps += [partial(os.write, report, SETUP_DONE), partial(os.close, report)]
+    return Child(files.code, steps, report, program.main_names())
+
+
+def become_snippet(child: Child) -> NoReturn:
+    """Run the snippet in the calling process and never return."""
+    code, steps, report, names = child
+    try:
+        source = read_all(code)
+        perform(steps)
+    except BaseException:
+        os.write(report, traceback.format_exc()[-4000:].encode())
+        os._exit(_SETUP_FAILED)
+    status = _REPORT_FAILED
+    try:
+        status = finish(run_main(source, names))
+    finally:  # whatever happens: what called this function is the worker's code
+        os._exit(status)
+
+
+def rehearse(confinement: Confinement) -> None:
+    """Do in the template what only children do and may be done there, until it is quick."""
+    with open(os.memfd_create("rehearsal"), "wb") as empty:
+        for _ in range(program.REHEARSALS):
+            read_all(empty.fileno())
+            perform(confinement.harmless_steps())
+
+
+def read_all(file: int) -> bytes:
+    """What is in it."""
+    return os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)

@@ -12,7 +12,7 @@ from ctpo_sandbox.records import Limits
 from ctpo_sandbox.work import RunDirectory, WorkDirectories
 
 if TYPE_CHECKING:
-    from ctpo_sandbox.syscalls import ChildFilter
+    from ctpo_sandbox.syscalls import ChildFilter, WorkerFilter
 
 _MB = 1024 * 1024
 FIRST_UID = 60500
@@ -36,8 +36,10 @@ class Confinement:
         self.missing: dict[str, str] = {}
         self.boxed = level.startswith("namespaces")
         self._own_users = self._may_change_user()
-        self._filter = None if level == "none" else self._child_filter()
-        self._filter_step = () if self._filter is None else (self._filter.loading(),)
+        self._filter: ChildFilter | None = None
+        self._worker_filter: WorkerFilter | None = None
+        if level != "none":
+            self._filter, self._worker_filter = self._filters()
         self._files: landlock.FileRules | None = None
         self._uid: int | None = None
         self._ruleset: int | None = None
@@ -52,11 +54,12 @@ class Confinement:
         """Whether a child can send itself SIGKILL; if not, who gets it was killed from outside."""
         return self._filter is None
 
-    def _child_filter(self) -> "ChildFilter":
+    def _filters(self) -> "tuple[ChildFilter, WorkerFilter]":
         try:
-            from ctpo_sandbox.syscalls import ChildFilter
+            from ctpo_sandbox.syscalls import ChildFilter, WorkerFilter
 
-            return ChildFilter(file_attributes=self.boxed or self._own_users or self.level == "seccomp")
+            file_attributes = self.boxed or self._own_users or self.level == "seccomp"
+            return ChildFilter(file_attributes=file_attributes), WorkerFilter()
         except (ImportError, RuntimeError, OSError) as error:  # pyseccomp raises RuntimeError without libseccomp
             raise LevelUnavailable(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
 
@@ -95,10 +98,8 @@ class Confinement:
                 self._ruleset = landlock.FileRules().ruleset(namespaces.WORK)
         else:
             work = RunDirectory(directory, self._uid, self.limits)
-        if self._filter is not None:
-            from ctpo_sandbox.syscalls import restrict_worker
-
-            restrict_worker()
+        if self._worker_filter is not None:
+            self._worker_filter.load()
         return work
 
     def ruleset(self, directory: str) -> int | None:
@@ -109,8 +110,13 @@ class Confinement:
             self._ruleset = self._files.ruleset(directory)
         return self._ruleset
 
-    def steps(self, cpu_limit_s: int) -> list[libc.Step]:
-        """What confines a child of the calling worker for good, once its rules are closed; `finish` comes after it.
+    def harmless_steps(self) -> list[libc.Step]:
+        """Those of Python code that leave the calling process as it is."""
+        checking = partial(libc.check_parent, os.getppid())
+        return [checking] if self._filter is None else [checking, partial(self._filter.allow_self)]
+
+    def steps(self, cpu_limit_s: int, worker: int) -> list[libc.Step]:
+        """What confines a child that the process `worker`, the calling one, forks, once its rules are closed.
 
         A child that is refused any of it is less confined than its worker promised, and must not run the snippet.
         """
@@ -122,14 +128,8 @@ class Confinement:
         # A worker at C looks at the open files of its child; there Landlock keeps others out.
         steps.append(libc.setting_dumpable(self.level == "landlock"))
         steps.append(libc.dying_with_parent(signal.SIGKILL))  # after the change of user, which would clear it
-        return steps
-
-    def finish(self, worker: int) -> None:
-        """What a child, forked by the process `worker`, does last. Raises OSError."""
-        libc.check_parent(worker)
-        if self._filter is not None:
-            self._filter.allow(os.getpid())
-            libc.perform(self._filter_step)
+        steps.append(partial(libc.check_parent, worker))
+        return steps if self._filter is None else [*steps, partial(self._filter.allow_self), self._filter.loading()]
 
     def _limits_of_a_run(self, cpu_limit_s: int) -> list[tuple[int, tuple[int, int]]]:
         limits = self.limits

@@ -14,7 +14,7 @@ from pathlib import Path
 from ctpo_sandbox.channel import Channel, WorkerLost
 from ctpo_sandbox.libraries import Library
 from ctpo_sandbox.records import FAILED, READY, STOP, WALL_FACTOR, Limits, Outcome
-from ctpo_sandbox.template import Boot
+from ctpo_sandbox.template import BIND_NOW, Boot
 
 WORKER_START_TIMEOUT_S = 15.0
 BACKSTOP_S = 10.0
@@ -118,7 +118,7 @@ class Template:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    env=_environment(),
+                    env=_environment() | {BIND_NOW: "1"},
                 )
         except BlockingIOError as error:  # the machine, or the container, has no process left
             raise RunFault(f"could not start the template of {self.library.name}: {error}", passes=True) from error

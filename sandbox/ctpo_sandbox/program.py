@@ -1,27 +1,40 @@
 """A snippet as the program `python main.py`: its module, its outputs, its limits of recursion, and how it ends."""
 
 import _signal  # type: ignore[import-not-found]  # without signal's tour through enumerations
+import _thread
 import atexit
 import builtins
 import errno
 import importlib
 import io
 import linecache
+import logging
 import os
 import signal
 import sys
 import threading
 import traceback
 import types
+import weakref
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
+
+from ctpo_sandbox.libc import Step
+
+REHEARSALS = 20
+"""Calls after which Python 3.11 has made a function's code quick: quick code looks at fewer objects."""
 
 _FLUSH_FAILED = 120  # CPython's own code for it
 _FILENAME = "main.py"
-_FRAMES_OF_RUN_MAIN = 2 if sys.version_info < (3, 12) else 1  # `exec`, too, counts before 3.12
+_FRAMES_OF_RUN_MAIN = 1  # once it is quick: before, Python 3.11 counts its call of `exec`, too
 _MAX_RECURSION = 2**31 - 1
-_REHEARSALS = 2
 _real_set, _real_get = sys.setrecursionlimit, sys.getrecursionlimit
 _hidden = 0
+_write = io.FileIO.write
+_STREAMS = ((1, "stdout"), (2, "stderr"))
+_exits: list[object] = []
+_handlers: list[object] = []
 
 
 class _Output(io.FileIO):
@@ -29,7 +42,7 @@ class _Output(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data)
+            return _write(self, data)
         except OSError as error:
             if error.errno != errno.EFBIG:
                 raise
@@ -43,7 +56,11 @@ def prepare_main(*, explain: bool) -> None:
     """
     errors, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)  # streams look at what they are made over, which are regular files in a run
-    _bound_outputs()
+    _rehearse([_output(number, name) for number, name in _STREAMS])
+    for number, name in _STREAMS:
+        stream = _output(number, name)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     os.dup2(errors, 2)
     os.close(errors)
     os.close(nothing)
@@ -54,24 +71,42 @@ def prepare_main(*, explain: bool) -> None:
     main.__dict__.update(__file__=_FILENAME, __builtins__=builtins)
     sys.modules["__main__"] = main
     sys.argv = [_FILENAME]
-    for _ in range(_REHEARSALS):
-        exec(compile(b"None", _FILENAME, "exec", dont_inherit=True), {})
+    _forget_exits()
     if "tempfile" in sys.modules:
         vars(sys.modules["tempfile"])["tempdir"] = None  # not that of the template
 
 
-def _bound_outputs() -> None:
-    """Give the calling process such a stdout and stderr, otherwise as the interpreter made them."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        made = getattr(sys, name)
-        raw = _Output(number, "w", closefd=False)
-        raw.name = f"<{name}>"
-        stream = io.TextIOWrapper(
-            io.BufferedWriter(raw), made.encoding, made.errors, "\n", line_buffering=made.line_buffering
-        )
-        stream.mode = "w"  # type: ignore[misc]
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+def _output(number: int, name: str) -> io.TextIOWrapper:
+    """Such a stdout or stderr, otherwise as the interpreter made it."""
+    made = getattr(sys, name)
+    raw = _Output(number, "w", closefd=False)
+    raw.name = f"<{name}>"
+    buffer = io.BufferedWriter(raw)
+    stream = io.TextIOWrapper(buffer, made.encoding, made.errors, "\n", line_buffering=made.line_buffering)
+    stream.mode = "w"  # type: ignore[misc]
+    return stream
+
+
+def _rehearse(streams: list[io.TextIOWrapper]) -> None:
+    for _ in range(REHEARSALS):
+        run_main(b"for stream in streams: print(1 + 1, file=stream)", {"streams": streams})
+        _registered()
+        _flush(streams)
+    del linecache.cache[_FILENAME]
+
+
+def _forget_exits() -> None:
+    """What modules of the template do at its end; `finish` does what of it has something to do."""
+    atexit.unregister(logging.shutdown)
+    atexit.unregister(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers it again
+    _exits[:] = _registered()
+    _handlers[:] = logging._handlerList  # type: ignore[attr-defined]
+
+
+def _registered() -> list[object]:
+    """What there is for `threading._shutdown` to wait for, and for handlers of exits to see it done."""
+    return [_thread._count(), atexit._ncallbacks(), *threading._threading_atexits]  # type: ignore[attr-defined]
 
 
 def _explain_processes() -> None:
@@ -106,28 +141,42 @@ def frames() -> int:
     return number
 
 
-def run_main(source: bytes, frames_below: int) -> int:
-    """Be `python main.py`; the exit status. frames_below: those of the caller, itself included."""
+def hide_frames(below: int) -> None:
+    """Count the limit of recursion from the first frame of a snippet, with `below` under `run_main`."""
     global _hidden
-    sys.path.insert(0, os.getcwd())
-    lines = source.decode("utf-8", errors="replace").splitlines(keepends=True)
+    limit = _get_recursion_limit()
+    _hidden = below + _FRAMES_OF_RUN_MAIN
+    _real_set(limit + _hidden)
+
+
+def first_steps(directory: str) -> list[Step]:
+    """What a run in `directory` does before `run_main`."""
+    interrupted = partial(_signal.signal, _signal.SIGINT, signal.default_int_handler)  # as the interpreter at its start
+    return [partial(sys.path.insert, 0, os.path.realpath(directory)), interrupted]
+
+
+def main_names() -> dict[str, Any]:
+    """Those of the module `__main__`."""
+    return sys.modules["__main__"].__dict__
+
+
+def run_main(source: bytes, names: dict[str, Any]) -> int:
+    """Be the program `main.py` over the names of its module; the exit status, with which to `finish`."""
+    lines = source.decode("utf-8", "replace").splitlines(True)
     linecache.cache[_FILENAME] = (len(source), None, lines, _FILENAME)
-    _signal.signal(_signal.SIGINT, signal.default_int_handler)  # as the interpreter does at its start
     threading.main_thread()._native_id = os.getpid()  # type: ignore[attr-defined]
-    _hidden = frames_below + _FRAMES_OF_RUN_MAIN
-    _real_set(_real_get() + _hidden)
     try:
-        exec(compile(source, _FILENAME, "exec", dont_inherit=True), sys.modules["__main__"].__dict__)
-        status = 0
+        exec(compile(source, _FILENAME, "exec", dont_inherit=True), names)
     except SystemExit as request:
-        status = _exit_status(request.code)
+        return _exit_status(request.code)
     except BaseException as error:
         status = _report(error)
         if isinstance(error, KeyboardInterrupt):
-            _finish(status)
+            finish(status)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-    return _finish(status)
+        return status
+    return 0
 
 
 def _exit_status(code: object) -> int:
@@ -152,15 +201,22 @@ def _report(error: BaseException) -> int:
     return 1
 
 
-def _finish(status: int) -> int:
-    """The steps of the interpreter's own shutdown that a snippet can observe."""
+def finish(status: int) -> int:
+    """The steps of the interpreter's own shutdown that a snippet can observe; the exit status."""
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
+        if _registered() != _exits:
+            threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()
+        if logging._handlerList != _handlers:  # type: ignore[attr-defined]
+            logging.shutdown()
+        _flush((sys.stdout, sys.stderr))
     except BaseException as error:
         os.write(2, f"{type(error).__name__} at exit: {error}\n".encode(errors="backslashreplace"))
         return status or _FLUSH_FAILED
     return status
+
+
+def _flush(streams: Iterable[Any]) -> None:
+    for stream in streams:
+        if stream is not None and not stream.closed:
+            stream.flush()

@@ -11,12 +11,13 @@ import errno
 import itertools
 import os
 import signal
+import struct
 from collections.abc import Iterator
 from functools import partial
 
 import pyseccomp
 
-from ctpo_sandbox.libc import Step
+from ctpo_sandbox.libc import Step, perform
 
 _ALLOWED = {
     "files": (
@@ -115,6 +116,8 @@ _FIONCLEX, _FIOCLEX, _FIONBIO, _FIONREAD, _TCGETS, _TIOCGWINSZ = 0x5450, 0x5451,
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 _ANY_PID = 0x7ABCDE5F  # stands for the child's process id in the compiled filter
 
+_OPERAND = struct.Struct("=I")
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _ALLOW = pyseccomp.ALLOW
 _EPERM = pyseccomp.ERRNO(errno.EPERM)
@@ -155,11 +158,34 @@ def _known(names: dict[str, str]) -> Iterator[str]:
             yield name
 
 
-def restrict_worker() -> None:
-    """Load the allow-list into the calling worker, for good, and no_new_privs with it, which its children inherit.
+class _Filter:
+    """Compiled rules."""
 
-    Raises RuntimeError or OSError without libseccomp.
-    """
+    def __init__(self, rules: pyseccomp.SyscallFilter) -> None:
+        with open(os.memfd_create("filter"), "w+b") as file:
+            rules.export_bpf(file)
+            file.seek(0)
+            code = file.read()
+        self.code = ctypes.create_string_buffer(code, len(code))
+        self._program = ctypes.byref(_Program(len(code) // 8, ctypes.addressof(self.code)))
+
+    def loading(self) -> Step:
+        """Confining the calling process for good, to be performed; fails without no_new_privs."""
+        return partial(_libc.prctl, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0)
+
+
+class WorkerFilter:
+    """The allow-list; compiled once, loaded by every worker. Raises RuntimeError or OSError without libseccomp."""
+
+    def __init__(self) -> None:
+        self._filter = _Filter(_allow_list())
+
+    def load(self) -> None:
+        """Into the calling worker, for good, and no_new_privs with it, which its children inherit."""
+        perform([partial(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), self._filter.loading()])
+
+
+def _allow_list() -> pyseccomp.SyscallFilter:
     rules = pyseccomp.SyscallFilter(_ENOSYS)
     rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, _BINARY_TREE)
     for name in _known(_ALLOWED | _WORKER_ONLY):
@@ -172,7 +198,7 @@ def restrict_worker() -> None:
         rules.add_rule(_ALLOW, "prctl", _equals(0, option))
     for name in _known(_REFUSED):
         rules.add_rule(_EPERM, name)
-    rules.load()
+    return rules
 
 
 class ChildFilter:
@@ -200,23 +226,18 @@ class ChildFilter:
             rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, _ANY_PID))
             # So that a run that was killed is known to have been killed from outside.
             rules.add_rule(_EPERM, name, _equals(number, signal.SIGKILL))
-        with open(os.memfd_create("filter"), "w+b") as file:
-            rules.export_bpf(file)
-            file.seek(0)
-            code = file.read()
-        self._code = ctypes.create_string_buffer(code, len(code))
-        self._program = ctypes.byref(_Program(len(code) // 8, ctypes.addressof(self._code)))
+        self._filter = _Filter(rules)
+        code = self._code = self._filter.code
         # The operand is the second half of an eight-byte instruction.
-        operands = [ctypes.c_uint32.from_buffer(self._code, at) for at in range(4, len(code), 8)]
-        self._pids = [operand for operand in operands if operand.value == _ANY_PID]
+        self._pids = [at for at in range(4, len(code), 8) if _OPERAND.unpack_from(code, at) == (_ANY_PID,)]
         if not self._pids:
             raise RuntimeError("the compiled seccomp filter does not compare process ids")
 
     def loading(self) -> Step:
-        """Confining the calling process for good, to be performed after `allow`; fails without no_new_privs."""
-        return partial(_libc.prctl, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0)
+        """What `_Filter.loading` says, after `allow_self`."""
+        return self._filter.loading()
 
-    def allow(self, pid: int) -> None:
-        """Of all processes, let `pid` get signals, which is the calling one."""
-        for own in self._pids:
-            own.value = pid
+    def allow_self(self) -> None:
+        """Of all processes, let the calling one get signals."""
+        for at in self._pids:
+            _OPERAND.pack_into(self._code, at, os.getpid())

@@ -15,11 +15,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctpo_sandbox import libc, namespaces
+from ctpo_sandbox.child import rehearse
 from ctpo_sandbox.confine import Confinement, LevelUnavailable
 from ctpo_sandbox.libraries import Library, load
 from ctpo_sandbox.program import prepare_main
 from ctpo_sandbox.records import FAILED, MAX_MESSAGE_BYTES, READY, Limits
 from ctpo_sandbox.worker import ForkServer
+
+BIND_NOW = "LD_BIND_NOW"
+"""Of the environment of a template: look up at its start what every run would look up for itself."""
 
 _LEAVE_TIMEOUT_S = 10
 
@@ -48,6 +52,7 @@ class Boot:
 def main(configuration: str) -> None:
     """Entry point of the process; `configuration` is `Boot.encode`. Returns when the server is gone."""
     boot = Boot.decode(configuration)
+    del os.environ[BIND_NOW]  # not the runs'
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     control = socket.socket(fileno=boot.control)
     control.set_inheritable(False)
@@ -84,6 +89,7 @@ def _prepare(boot: Boot) -> Confinement:
     confinement.open_files()
     libc.perform([libc.setting_dumpable(False)])
     prepare_main(explain=not confinement.may_kill_itself)  # who cannot, cannot have other processes either
+    rehearse(confinement)
     gc.collect()
     gc.freeze()
     return confinement

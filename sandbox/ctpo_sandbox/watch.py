@@ -15,6 +15,7 @@ STOPPED = "nobody waits for it any more"
 _SHORTEST_WAIT_S = 0.01
 _LOOK_S = 0.02
 _REST = 4
+_NONE = -1
 _THREADS_FIELD = 17  # of /proc/<pid>/stat, counted from the state
 _PROCESS_CPU_CLOCK = 2  # CPUCLOCK_SCHED of a process, the low bits of its clock's number
 
@@ -34,6 +35,7 @@ class Watch:
         self._control, self._excess = control, excess
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
+        self._registered = _NONE  # the number of the last child's descriptor, which mostly is the next one's
 
     def wait(self, child: int, limit_s: float) -> str:
         """Wait for the end of `child`, which may use `limit_s` seconds of CPU time, and twice as many of wall time.
@@ -42,7 +44,7 @@ class Watch:
         afterwards.
         """
         pidfd = os.pidfd_open(child)
-        self._poll.register(pidfd, select.POLLIN)
+        self._register(pidfd)
         reason = STOPPED
         try:
             reason = self._wait(pidfd, child, limit_s)
@@ -50,8 +52,15 @@ class Watch:
         finally:
             if reason:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            self._poll.unregister(pidfd)
             os.close(pidfd)
+
+    def _register(self, pidfd: int) -> None:
+        if pidfd == self._registered:
+            return
+        if self._registered != _NONE:
+            self._poll.unregister(self._registered)
+        self._poll.register(pidfd, select.POLLIN)
+        self._registered = pidfd
 
     def _wait(self, pidfd: int, child: int, limit_s: float) -> str:
         now = time.monotonic()

@@ -8,7 +8,7 @@ import time
 from functools import lru_cache, partial
 
 from ctpo_sandbox import libc
-from ctpo_sandbox.child import SETUP_DONE, Child, Files
+from ctpo_sandbox.child import SETUP_DONE, Files, become_snippet, prepare_child
 from ctpo_sandbox.confine import Confinement
 from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, READY, STOP, Outcome
 from ctpo_sandbox.watch import TIME, ServerGone, Watch, excess_threads
@@ -23,7 +23,10 @@ class ForkServer:
         self._confinement = confinement
         self._work = work
         self._watch = Watch(control, self._excess)
-        self._child = lru_cache(maxsize=1)(partial(Child, confinement=confinement, directory=work.path))
+        self._setup, report = os.pipe()
+        os.set_blocking(self._setup, False)
+        prepare = partial(prepare_child, confinement=confinement, directory=work.path, report=report)
+        self._prepare = lru_cache(maxsize=1)(prepare)
         os.environ.update(HOME=work.path, TMPDIR=work.path, PWD=work.path)  # for the runs
 
     def serve(self) -> None:
@@ -60,18 +63,11 @@ class ForkServer:
 
     def _execute(self, files: Files, ruleset: int | None, run_timeout_s: float) -> Outcome:
         cpu_limit_s = self._confinement.limits.cpu_limit_s(run_timeout_s)
-        setup_read, setup_write = os.pipe()
-        program = self._child(files, setup_write, ruleset, cpu_limit_s)
-        try:
-            child = libc.fork()  # a worker has one thread: it is itself a fork
-        except BlockingIOError:
-            os.close(setup_read)
-            os.close(setup_write)
-            raise
+        prepared = self._prepare(files, ruleset, cpu_limit_s)
+        child = libc.fork()  # a worker has one thread: it is itself a fork
         if child == 0:
-            program.become_snippet()
+            become_snippet(prepared)
         started = time.monotonic()
-        os.close(setup_write)
         killed_for = ""
         try:
             killed_for = self._watch.wait(child, run_timeout_s)
@@ -80,8 +76,7 @@ class ForkServer:
                 _kill_group(child)
             _, status, usage = os.wait4(child, 0)
             wall_s = time.monotonic() - started
-        setup = os.read(setup_read, MAX_MESSAGE_BYTES)
-        os.close(setup_read)
+        setup = self._said()
         exit_code = os.waitstatus_to_exitcode(status)
         killed_for = killed_for if exit_code == -signal.SIGKILL else ""
         cpu_s = usage.ru_utime + usage.ru_stime
@@ -96,6 +91,14 @@ class ForkServer:
             refused=setup not in (SETUP_DONE, b""),
             fault=None if killed_for or cpu_limit_fired else self._fault(setup, exit_code),
         )
+
+    def _said(self) -> bytes:
+        """What the child that has ended said about its setup; nothing when it was killed before."""
+        try:
+            said = os.read(self._setup, len(SETUP_DONE))
+            return said if said == SETUP_DONE else said + os.read(self._setup, MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return b""
 
     def _excess(self, child: int) -> str:
         most = self._confinement.limits.threads

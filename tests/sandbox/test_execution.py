@@ -33,6 +33,13 @@ def test_stdin_is_what_was_given_and_then_ends(execute):
         "import atexit\natexit.register(print, 'bye')\nprint(__name__, __import__('sys').argv)",
         "from __future__ import annotations\nx: undefined = 1\nprint(__annotations__)",
         "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
+        "import atexit, threading\natexit.register(lambda: print(threading.main_thread().is_alive()))",
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor as T\n"
+        "T(1).submit(lambda: (time.sleep(0.1), print('late')))",
+        "import logging, logging.handlers, sys\nto = logging.StreamHandler(sys.stdout)\n"
+        "logging.getLogger().addHandler(logging.handlers.MemoryHandler(9, target=to))\nlogging.warning('kept back')",
+        "import atexit, weakref\nclass A: pass\na = A()\natexit.register(print, 'last')\n"
+        "weakref.finalize(a, print, 'first')",
         "import sys\nsys.excepthook = lambda *a: print('hook', a[1])\n1 / 0",
         "class A: pass\nimport pickle\nprint(type(pickle.loads(pickle.dumps(A()))).__name__)",
         "# -*- coding: latin-1 -*-\nprint('caf\u00e9'.encode())",
