@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field, InstanceOf
+from pydantic import BaseModel, Field, InstanceOf, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from ctpo_sandbox.front import Gate
 from ctpo_sandbox.libraries import absent
@@ -24,6 +28,7 @@ Verdict = Literal["success", "timeout", "runtime_error"]
 EXECUTE_PATH = "/faas/sandbox/"
 FUSION_PATH = "/run_code"
 _CLIENT_CLOSED_REQUEST = 499
+_CLIENT_GONE = "the client closed the connection"
 _RETRY_AFTER_S = 1
 
 
@@ -128,26 +133,41 @@ async def _run_while_connected(request: Request, pool: Pool, execution: Executio
     return None
 
 
-def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
+async def _asked(request: Request) -> Execution:
+    """The execution that `request` asks for. Raises HTTPException."""
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise HTTPException(_CLIENT_CLOSED_REQUEST, _CLIENT_GONE) from None
+    try:
+        return Execution.model_validate(json.loads(body))
+    except ValidationError as error:  # without the input, which need not be encodable (NaN, lone surrogates)
+        found = [{"loc": ["body", *map(str, item["loc"])], "msg": item["msg"]} for item in error.errors()]
+        raise _Invalid(found) from error
+    except (ValueError, RecursionError) as error:
+        raise _Invalid([{"loc": ["body"], "msg": f"not JSON: {error}"[:200]}]) from error
+
+
+class _Invalid(HTTPException):
+    """A request that is none; problems: where, and what."""
+
+    def __init__(self, problems: list[dict[str, Any]]) -> None:
+        super().__init__(422)
+        self.problems = problems
+
+
+def create_app(pool: Pool, state: ServerState, node: str = "") -> Starlette:
     """The application over a started pool; `node`: the label of its metrics."""
-    app = FastAPI(title="ctpo sandbox", openapi_url=None)
     metrics = Metrics(pool, node)
-    max_bytes = pool.limits.request_mb << 20
-    app.add_middleware(Gate, token=state.token, max_bytes=max_bytes, rejected=metrics.rejected)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        """FastAPI's own handler echoes the input, which need not be encodable (NaN, lone surrogates)."""
-        metrics.rejected(422)
-        detail = [{"loc": [str(part) for part in item["loc"]], "msg": item["msg"]} for item in error.errors()]
-        return JSONResponse({"detail": detail}, status_code=422)
-
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
         metrics.rejected(error.status_code)
-        return JSONResponse({"detail": error.detail}, status_code=error.status_code, headers=error.headers)
+        detail = error.problems if isinstance(error, _Invalid) else error.detail
+        return JSONResponse({"detail": detail}, status_code=error.status_code, headers=error.headers)
 
-    async def run(execution: Execution, request: Request) -> Run:
+    async def run(request: Request) -> Run:
+        execution = await _asked(request)
         if execution.language != "python":
             raise HTTPException(400, f"language {execution.language[:80]!a} is not supported, only 'python'")
         timeout_s = min(execution.run_timeout, pool.limits.run_timeout_s)
@@ -158,58 +178,58 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
         except PoolUnavailable as error:
             raise HTTPException(503, f"the sandbox could not carry out the run: {error}") from error
         if finished is None:
-            raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client closed the connection")
+            raise HTTPException(_CLIENT_CLOSED_REQUEST, _CLIENT_GONE)
         metrics.finished(finished, verdict(finished))
         return finished
 
-    @app.post(EXECUTE_PATH)
-    async def execute(execution: Execution, request: Request) -> JSONResponse:
-        return JSONResponse(answer(await run(execution, request)))
+    async def execute(request: Request) -> JSONResponse:
+        return JSONResponse(answer(await run(request)))
 
-    @app.post(FUSION_PATH)
-    async def run_code(execution: Execution, request: Request) -> JSONResponse:
-        return JSONResponse(fusion_answer(await run(execution, request)))
+    async def run_code(request: Request) -> JSONResponse:
+        return JSONResponse(fusion_answer(await run(request)))
 
-    _add_reports(app, pool, state, metrics)
-    return app
+    runs = [Route(EXECUTE_PATH, execute, methods=["POST"]), Route(FUSION_PATH, run_code, methods=["POST"])]
+    gate = Middleware(Gate, token=state.token, max_bytes=pool.limits.request_mb << 20, rejected=metrics.rejected)
+    routes = [*runs, *_reports(pool, state, metrics)]
+    return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: refused})
 
 
-def _add_reports(app: FastAPI, pool: Pool, state: ServerState, metrics: Metrics) -> None:
-    not_installed = absent()
+def _reports(pool: Pool, state: ServerState, metrics: Metrics) -> list[Route]:
+    async def live(_: Request) -> JSONResponse:
+        return JSONResponse({"status": "live"})
 
-    @app.get("/live")
-    async def live() -> dict[str, str]:
-        return {"status": "live"}
-
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
+    async def ready(_: Request) -> JSONResponse:
         is_ready = not (pool.full or state.ends())
         return JSONResponse({"status": "ready" if is_ready else "busy"}, status_code=200 if is_ready else 503)
 
-    @app.get("/metrics")
-    async def expose() -> Response:
+    async def expose(_: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        return {
-            "status": "ok",
-            "level": pool.level,
-            "tier": LEVELS[pool.level],
-            "slots": pool.slots,
-            "idle": pool.idle,
-            "waiting": pool.waiting,
-            "executions": metrics.runs,
-            "restarts": pool.restarts,
-            "workers": [worker.pid for worker in pool.workers],
-            "templates": {name: template.pid for name, template in pool.templates.items()},
-            "libraries": {name: list(template.library.modules) for name, template in pool.templates.items()},
-            "not_installed": not_installed,
-            "limits": asdict(pool.limits),
-            "max_waiting": pool.max_waiting,
-            "enforced": [PROTECTIONS[name] for name, holds in state.enforced.items() if holds],
-            "not_enforced": state.not_enforced,
-            "missing": pool.missing,
-            "refused_levels": state.refused_levels,
-            "versions": state.versions,
-        }
+    async def health(_: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", **_condition(pool, state, metrics), "not_installed": not_installed})
+
+    not_installed = absent()
+    found = {"/live": live, "/ready": ready, "/metrics": expose, "/health": health}
+    return [Route(path, report) for path, report in found.items()]
+
+
+def _condition(pool: Pool, state: ServerState, metrics: Metrics) -> dict[str, Any]:
+    return {
+        "level": pool.level,
+        "tier": LEVELS[pool.level],
+        "slots": pool.slots,
+        "idle": pool.idle,
+        "waiting": pool.waiting,
+        "executions": metrics.runs,
+        "restarts": pool.restarts,
+        "workers": [worker.pid for worker in pool.workers],
+        "templates": {name: template.pid for name, template in pool.templates.items()},
+        "libraries": {name: list(template.library.modules) for name, template in pool.templates.items()},
+        "limits": asdict(pool.limits),
+        "max_waiting": pool.max_waiting,
+        "enforced": [PROTECTIONS[name] for name, holds in state.enforced.items() if holds],
+        "not_enforced": state.not_enforced,
+        "missing": pool.missing,
+        "refused_levels": state.refused_levels,
+        "versions": state.versions,
+    }

@@ -34,18 +34,14 @@ def run_files(code: bytes, stdin: bytes) -> Iterator[list[int]]:
     """Descriptors of the four files of a run: code, stdin, and two outputs that only grow."""
     with _memory_files(code, stdin, b"", b"") as files:
         for output in files[2:]:
-            _append_only(output)
+            fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
         yield files
-
-
-def _append_only(descriptor: int) -> None:
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def read_output(descriptor: int, limit: int) -> tuple[str, bool]:
     """The text, and whether it was cut."""
     size = os.fstat(descriptor).st_size
-    text = os.pread(descriptor, limit, 0).decode("utf-8", errors="replace")
+    text = os.pread(descriptor, min(size, limit), 0).decode("utf-8", errors="replace")
     if size <= limit:
         return text, False
     return f"{text}\n[output cut: the first {limit} of {size} bytes]\n", True
@@ -57,6 +53,8 @@ class Channel:
     def __init__(self, name: str, control: socket.socket) -> None:
         self.name = name
         self._control = control
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._message: asyncio.Future[tuple[bytes, list[int]]] | None = None
         control.setblocking(False)
 
     def send(self, message: bytes, descriptors: Sequence[int]) -> None:
@@ -73,22 +71,43 @@ class Channel:
     async def receive_descriptor(self, timeout_s: float, purpose: str) -> tuple[bytes, list[int]]:
         """The next message and the descriptors that came with it."""
         loop = asyncio.get_running_loop()
-        readable = loop.create_future()
-        descriptor = self._control.fileno()  # kept, because the socket may be closed meanwhile
-        loop.add_reader(descriptor, lambda: None if readable.done() else readable.set_result(None))
+        self._message = loop.create_future()
+        if self._loop is None:
+            self._loop = loop
+            loop.add_reader(self._control, self._read)
+        deadline = loop.call_later(timeout_s, self._fail, TimeoutError())
         try:
-            async with asyncio.timeout(timeout_s):
-                await readable
-            message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
+            message, descriptors = await self._message
         except TimeoutError:
             raise WorkerLost(f"waited {timeout_s:g} s for {self.name} {purpose}") from None
         except OSError as error:
             raise WorkerLost(f"the connection to {self.name} broke: {error}") from error
         finally:
-            loop.remove_reader(descriptor)
+            deadline.cancel()
         if not message:
             raise WorkerLost(f"{self.name} died instead of being there {purpose}")
         return message, descriptors
 
+    def _read(self) -> None:
+        if self._message is None or self._message.done():  # left for who asks next
+            self._stop_reading()
+            return
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
+        except OSError as error:
+            self._fail(error)
+        else:
+            self._message.set_result((message, descriptors))
+
+    def _fail(self, error: Exception) -> None:
+        if self._message is not None and not self._message.done():
+            self._message.set_exception(error)
+
+    def _stop_reading(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._control)
+        self._loop = None
+
     def close(self) -> None:
+        self._stop_reading()
         self._control.close()

@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import HTTPException
-from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
