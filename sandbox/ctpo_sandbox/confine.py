@@ -5,14 +5,10 @@ import resource
 import signal
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ctpo_sandbox import landlock, libc, namespaces
+from ctpo_sandbox import filters, landlock, libc, namespaces
 from ctpo_sandbox.records import Limits
 from ctpo_sandbox.work import RunDirectory, WorkDirectories
-
-if TYPE_CHECKING:
-    from ctpo_sandbox.syscalls import ChildFilter, WorkerFilter
 
 _MB = 1024 * 1024
 FIRST_UID = 60500
@@ -36,8 +32,8 @@ class Confinement:
         self.missing: dict[str, str] = {}
         self.boxed = level.startswith("namespaces")
         self._own_users = self._may_change_user()
-        self._filter: ChildFilter | None = None
-        self._worker_filter: WorkerFilter | None = None
+        self._filter: filters.ChildFilter | None = None
+        self._worker_filter: filters.WorkerFilter | None = None
         if level != "none":
             self._filter, self._worker_filter = self._filters()
         self._files: landlock.FileRules | None = None
@@ -54,13 +50,10 @@ class Confinement:
         """Whether a child can send itself SIGKILL; if not, who gets it was killed from outside."""
         return self._filter is None
 
-    def _filters(self) -> "tuple[ChildFilter, WorkerFilter]":
+    def _filters(self) -> tuple[filters.ChildFilter, filters.WorkerFilter]:
         try:
-            from ctpo_sandbox.syscalls import ChildFilter, WorkerFilter
-
-            file_attributes = self.boxed or self._own_users or self.level == "seccomp"
-            return ChildFilter(file_attributes=file_attributes), WorkerFilter()
-        except (ImportError, RuntimeError, OSError) as error:  # pyseccomp raises RuntimeError without libseccomp
+            return filters.compiled(file_attributes=self.boxed or self._own_users or self.level == "seccomp")
+        except (RuntimeError, OSError) as error:
             raise LevelUnavailable(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
 
     def open_files(self) -> None:

@@ -1,4 +1,4 @@
-"""The seccomp filters: what a single-process Python program needs, and nothing else.
+"""The rules of the seccomp filters: what a single-process Python program needs, and nothing else.
 
 Two layers, because the kernel takes most of a millisecond to take in a long filter. A worker loads the allow-list
 once: system calls that are not on it do not exist (ENOSYS) for it and its children, those of future kernels included,
@@ -6,18 +6,15 @@ and what programs ask for knowingly is refused with EPERM, which Python reports 
 short filter that refuses what only its worker needed.
 """
 
-import ctypes
 import errno
 import itertools
 import os
 import signal
-import struct
 from collections.abc import Iterator
-from functools import partial
 
 import pyseccomp
 
-from ctpo_sandbox.libc import Step, perform
+from ctpo_sandbox.filters import ANY_PID
 
 _ALLOWED = {
     "files": (
@@ -103,7 +100,7 @@ _INT = 0xFFFFFFFF
 _SYSCALL_UNKNOWN = -1
 _BINARY_TREE = 2
 _AF_UNIX, _SOCK_STREAM, _SOCK_DGRAM, _SOCK_RAW, _SOCK_SEQPACKET, _SOCK_TYPE_MASK = 1, 1, 2, 3, 5, 0xF
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_GET_NAME, _PR_SET_VMA = 1, 4, 15, 16, 0x53564D41
 _PRCTL_ALLOWED = (3, _PR_SET_NAME, _PR_GET_NAME, 39, _PR_SET_VMA)  # 3, 39: reading the dumpable and no_new_privs flags
 _FCNTL_REFUSED = {
@@ -114,18 +111,10 @@ _FCNTL_REFUSED = {
 _FCNTL_ALLOWED = {*range(40), 1025, *range(1030, 1040)}.difference(*_FCNTL_REFUSED.values())
 _FIONCLEX, _FIOCLEX, _FIONBIO, _FIONREAD, _TCGETS, _TIOCGWINSZ = 0x5450, 0x5451, 0x5421, 0x541B, 0x5401, 0x5413
 _FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
-_ANY_PID = 0x7ABCDE5F  # stands for the child's process id in the compiled filter
 
-_OPERAND = struct.Struct("=I")
-
-_libc = ctypes.CDLL(None, use_errno=True)
 _ALLOW = pyseccomp.ALLOW
 _EPERM = pyseccomp.ERRNO(errno.EPERM)
 _ENOSYS = pyseccomp.ERRNO(errno.ENOSYS)
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def _equals(argument: int, value: int, mask: int = _INT) -> pyseccomp.Arg:
@@ -158,34 +147,8 @@ def _known(names: dict[str, str]) -> Iterator[str]:
             yield name
 
 
-class _Filter:
-    """Compiled rules."""
-
-    def __init__(self, rules: pyseccomp.SyscallFilter) -> None:
-        with open(os.memfd_create("filter"), "w+b") as file:
-            rules.export_bpf(file)
-            file.seek(0)
-            code = file.read()
-        self.code = ctypes.create_string_buffer(code, len(code))
-        self._program = ctypes.byref(_Program(len(code) // 8, ctypes.addressof(self.code)))
-
-    def loading(self) -> Step:
-        """Confining the calling process for good, to be performed; fails without no_new_privs."""
-        return partial(_libc.prctl, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0)
-
-
-class WorkerFilter:
-    """The allow-list; compiled once, loaded by every worker. Raises RuntimeError or OSError without libseccomp."""
-
-    def __init__(self) -> None:
-        self._filter = _Filter(_allow_list())
-
-    def load(self) -> None:
-        """Into the calling worker, for good, and no_new_privs with it, which its children inherit."""
-        perform([partial(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), self._filter.loading()])
-
-
-def _allow_list() -> pyseccomp.SyscallFilter:
+def worker_rules() -> pyseccomp.SyscallFilter:
+    """The allow-list."""
     rules = pyseccomp.SyscallFilter(_ENOSYS)
     rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, _BINARY_TREE)
     for name in _known(_ALLOWED | _WORKER_ONLY):
@@ -201,43 +164,27 @@ def _allow_list() -> pyseccomp.SyscallFilter:
     return rules
 
 
-class ChildFilter:
-    """What a child gives up beyond its worker; compiled once, loaded by every child.
+def child_rules(*, file_attributes: bool) -> pyseccomp.SyscallFilter:
+    """What a child gives up beyond its worker.
 
     file_attributes: whether it may change owners, modes and dates, and truncate by path. Landlock does not look at the
     first three, nor before Linux 6.2 at the last, so a child that shares its user with other files must not.
     """
-
-    def __init__(self, *, file_attributes: bool) -> None:
-        rules = pyseccomp.SyscallFilter(_ALLOW)
-        for name in _known(_WORKER_ONLY):
+    rules = pyseccomp.SyscallFilter(_ALLOW)
+    for name in _known(_WORKER_ONLY):
+        rules.add_rule(_EPERM, name)
+    if not file_attributes:
+        for name in _known(_FILE_ATTRIBUTES):
             rules.add_rule(_EPERM, name)
-        if not file_attributes:
-            for name in _known(_FILE_ATTRIBUTES):
-                rules.add_rule(_EPERM, name)
-            for name, flags in (("open", 1), ("openat", 2)):
-                rules.add_rule(_EPERM, name, _equals(flags, os.O_TRUNC, mask=os.O_TRUNC | os.O_ACCMODE))
-            rules.add_rule(_ENOSYS, "openat2")  # its flags are out of a filter's sight
-        rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=_CLONE_THREAD))
-        rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
-        for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP):
-            rules.add_rule(_EPERM, "prctl", _equals(0, option))
-        for name, number in (("kill", 1), ("tgkill", 2)):
-            rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, _ANY_PID))
-            # So that a run that was killed is known to have been killed from outside.
-            rules.add_rule(_EPERM, name, _equals(number, signal.SIGKILL))
-        self._filter = _Filter(rules)
-        code = self._code = self._filter.code
-        # The operand is the second half of an eight-byte instruction.
-        self._pids = [at for at in range(4, len(code), 8) if _OPERAND.unpack_from(code, at) == (_ANY_PID,)]
-        if not self._pids:
-            raise RuntimeError("the compiled seccomp filter does not compare process ids")
-
-    def loading(self) -> Step:
-        """What `_Filter.loading` says, after `allow_self`."""
-        return self._filter.loading()
-
-    def allow_self(self) -> None:
-        """Of all processes, let the calling one get signals."""
-        for at in self._pids:
-            _OPERAND.pack_into(self._code, at, os.getpid())
+        for name, flags in (("open", 1), ("openat", 2)):
+            rules.add_rule(_EPERM, name, _equals(flags, os.O_TRUNC, mask=os.O_TRUNC | os.O_ACCMODE))
+        rules.add_rule(_ENOSYS, "openat2")  # its flags are out of a filter's sight
+    rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=_CLONE_THREAD))
+    rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
+    for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP):
+        rules.add_rule(_EPERM, "prctl", _equals(0, option))
+    for name, number in (("kill", 1), ("tgkill", 2)):
+        rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, ANY_PID))
+        # So that a run that was killed is known to have been killed from outside.
+        rules.add_rule(_EPERM, name, _equals(number, signal.SIGKILL))
+    return rules
