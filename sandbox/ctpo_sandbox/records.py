@@ -1,6 +1,7 @@
 """What server, template, worker and child tell each other: limits, levels of isolation, and how a child ended."""
 
 import math
+import struct
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
@@ -13,6 +14,7 @@ CLEANED = b"cleaned"
 WALL_FACTOR = 2
 """Wall time that a run may take, in units of its time limit, which is CPU time: a busy machine is not its fault."""
 _CPU_SLACK_S = 1
+_NUMBERS = struct.Struct("=4?i3d")
 MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES = 16 * 1024, 64
 
 LEVELS = {
@@ -88,20 +90,19 @@ class Outcome(NamedTuple):
     cleaning: bool = False
 
     def encode(self) -> bytes:
-        """A line of numbers, and two of text; made of little, because a worker writes to few pages then."""
-        flags = f"{self.timed_out:d} {self.exhausted:d} {self.refused:d} {self.cleaning:d}"
-        numbers = f"{self.exit_code} {self.wall_s} {self.cpu_s} {self.maxrss_mb}"
-        return f"{flags} {numbers}\n{self.killed_for}\n{self.fault or ''}".encode()
+        """Made of little, because a worker writes to few pages then."""
+        timed_out, exit_code, wall_s, cpu_s, maxrss_mb, killed_for, fault, exhausted, refused, cleaning = self
+        numbers = _NUMBERS.pack(timed_out, exhausted, refused, cleaning, exit_code, wall_s, cpu_s, maxrss_mb)
+        return numbers + f"{killed_for}\n{fault or ''}".encode()
 
     @classmethod
     def decode(cls, message: bytes) -> Self:
-        line, killed_for, fault = message.decode().split("\n", 2)
-        *flags, exit_code, wall_s, cpu_s, maxrss_mb = line.split()
-        timed_out, exhausted, refused, cleaning = (flag == "1" for flag in flags)
+        """What `encode` made."""
+        timed_out, exhausted, refused, cleaning, exit_code, wall_s, cpu_s, maxrss_mb = _NUMBERS.unpack_from(message)
+        killed_for, _, fault = message[_NUMBERS.size :].decode().partition("\n")
         return cls(
-            timed_out, int(exit_code), float(wall_s), float(cpu_s), float(maxrss_mb), killed_for, fault or None,
-            exhausted, refused, cleaning,
-        )  # fmt: skip
+            timed_out, exit_code, wall_s, cpu_s, maxrss_mb, killed_for, fault or None, exhausted, refused, cleaning
+        )
 
 
 def option(limit: str) -> str:

@@ -200,6 +200,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
             http=Protocol,
             timeout_keep_alive=_KEEP_ALIVE_S,
             log_level="warning",
+            proxy_headers=False,
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=math.ceil(args.drain_s),
