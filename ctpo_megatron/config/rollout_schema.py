@@ -188,6 +188,10 @@ class SandboxConfig(Section):
         description="CPU seconds that the kernel ends an execution after; null: its time limit rounded up, plus 1",
     )
     memory_mb: PositiveInt = Field(default=512, description="address-space limit of one execution in MiB")
+    address_space_mb: PositiveInt | None = Field(
+        default=None,
+        description="MiB that one execution may map; above memory_mb it needs a memory control group; null: memory_mb",
+    )
     file_mb: PositiveInt = Field(
         default=8, description="size limit of each file of one execution in MiB, each of its outputs included"
     )

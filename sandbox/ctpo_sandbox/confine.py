@@ -127,7 +127,7 @@ class Confinement:
     def _limits_of_a_run(self, cpu_limit_s: int) -> list[tuple[int, tuple[int, int]]]:
         limits = self.limits
         hard = {
-            resource.RLIMIT_AS: limits.memory_mb * _MB,
+            resource.RLIMIT_AS: limits.address_mb * _MB,
             resource.RLIMIT_FSIZE: limits.file_mb * _MB,
             resource.RLIMIT_NOFILE: limits.open_files,
             resource.RLIMIT_MEMLOCK: 0,

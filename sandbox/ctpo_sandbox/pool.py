@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_sandbox.channel import WorkerLost, read_output, run_files
+from ctpo_sandbox.control_groups import MemoryGroup, MemoryGroups
 from ctpo_sandbox.libraries import Library, choose
 from ctpo_sandbox.processes import LevelRefused, RunFault, Template, Worker
 from ctpo_sandbox.records import Limits, Outcome
@@ -67,7 +68,10 @@ class _Job:
 
 
 class Pool:
-    """`slots` places behind one first-come queue; each has a worker of every library tier, forked at its first use."""
+    """`slots` places behind one first-come queue; each has a worker of every library tier, forked at its first use.
+
+    Raises NoControlGroup where the limits need one.
+    """
 
     def __init__(
         self,
@@ -84,13 +88,14 @@ class Pool:
         self.lost = 0
         """Attempts that ended with the loss of a template or worker."""
 
+        self._places = MemoryGroups.find() if limits.needs_group else None
+        self._groups: list[MemoryGroup] = []
         self._libraries = tuple(libraries)
         self._root = Path(tempfile.mkdtemp(prefix="ctpo-sandbox-"))
         self._root.chmod(0o711)  # runs of other users have their directories below
         self.templates = {tier.name: Template(tier, level, limits, self._root, start_timeout_s) for tier in libraries}
         self._slots = [
-            {name: Worker(slot, template, self._root) for name, template in self.templates.items()}
-            for slot in range(slots)
+            {name: self._worker(slot, template) for name, template in self.templates.items()} for slot in range(slots)
         ]
         self._idle: asyncio.Queue[dict[str, Worker]] = asyncio.Queue()
         self._tasks: set[asyncio.Future[None]] = set()
@@ -233,7 +238,15 @@ class Pool:
 
     def spare_worker(self) -> Worker:
         """A worker outside the slots, of the first tier; the caller's to start and to kill."""
-        return Worker(self.slots, next(iter(self.templates.values())), self._root)
+        return self._worker(self.slots, next(iter(self.templates.values())))
+
+    def _worker(self, slot: int, template: Template) -> Worker:
+        group = None
+        if self._places is not None:  # files of runs may be in memory, too
+            size_mb = self.limits.memory_mb + self.limits.disk_mb
+            group = self._places.group(f"{slot}-{template.library.name}", size_mb)
+            self._groups.append(group)
+        return Worker(slot, template, self._root, group)
 
     def close(self) -> None:
         """Kill every process and remove every work directory."""
@@ -241,4 +254,6 @@ class Pool:
             task.cancel()
         for part in self._parts:
             part.kill()
+        for group in self._groups:
+            group.remove()
         remove_tree(str(self._root))

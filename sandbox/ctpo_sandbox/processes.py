@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctpo_sandbox.channel import Channel, WorkerLost
+from ctpo_sandbox.control_groups import MemoryGroup
 from ctpo_sandbox.libraries import Library
 from ctpo_sandbox.records import FAILED, READY, STOP, WALL_FACTOR, Limits, Outcome
 from ctpo_sandbox.template import BIND_NOW, Boot
@@ -142,9 +143,9 @@ class Template:
 class Worker:
     """One slot's process for one tier, forked when needed and replaced when lost."""
 
-    def __init__(self, slot: int, template: Template, root: Path) -> None:
+    def __init__(self, slot: int, template: Template, root: Path, group: MemoryGroup | None) -> None:
         self.starts = 0
-        self._slot, self._template, self._root = slot, template, root
+        self._slot, self._template, self._root, self._group = slot, template, root, group
         self._channel: Channel | None = None
         self._handle: int | None = None
         self._running = self._cleaning = False
@@ -179,6 +180,11 @@ class Worker:
         hello = await self._channel.receive(WORKER_START_TIMEOUT_S, "to start")
         if hello != READY:
             raise LevelRefused(f"{self.name} could not confine itself: {hello.removeprefix(FAILED)[:500]!r}")
+        if self._group is not None and self.pid is not None:  # runs come to be in it
+            try:
+                self._group.enter(self.pid)
+            except OSError as error:
+                raise WorkerLost(f"{self.name} is in no control group: {error}") from error
 
     async def run(self, files: Sequence[int], run_timeout_s: float) -> Outcome:
         """One execution over `run_files`.
@@ -194,13 +200,20 @@ class Worker:
             reply = await self._channel.receive(deadline_s, f"to report a run of {run_timeout_s:g} s")
         finally:
             self._running = False
-        outcome = Outcome.decode(reply)
+        outcome = self._excess_of_memory(Outcome.decode(reply))
         self._cleaning = outcome.cleaning
         if outcome.refused:
             raise LevelRefused(f"{self.name} could not confine a child: {outcome.fault}")
         if outcome.fault is not None:
             raise RunFault(f"{self.name}: {outcome.fault}", passes=outcome.exhausted)
         return outcome
+
+    def _excess_of_memory(self, outcome: Outcome) -> Outcome:
+        """`outcome`, or that of a run that the kernel killed because its group has too much memory."""
+        killed = outcome.fault is not None and outcome.exit_code == -signal.SIGKILL
+        if not (killed and self._group is not None and self._group.was_exceeded()):
+            return outcome
+        return outcome._replace(fault=None, killed_for=f"for more than {self._template.limits.memory_mb} MB of memory")
 
     def stop(self) -> None:
         """End the run that goes on, if there is one; the worker stays, and reports it as ever."""

@@ -44,6 +44,9 @@ class Limits:
         None, "CPU seconds that the kernel ends an execution after; null: its time limit rounded up, plus 1"
     )
     memory_mb: int = _limit(512, "address-space limit of one execution in MiB")
+    address_space_mb: int | None = _limit(
+        None, "MiB that one execution may map; above memory_mb it needs a memory control group; null: memory_mb"
+    )
     file_mb: int = _limit(8, "size limit of each file of one execution in MiB, each of its outputs included")
     open_files: int = _limit(256, "file descriptors of one execution")
     disk_mb: int = _limit(64, "size limit of all files of one execution together in MiB")
@@ -61,6 +64,16 @@ class Limits:
     def of(cls, source: object) -> Self:
         """The limits that `source` has as attributes of the same names."""
         return cls(**{limit.name: getattr(source, limit.name) for limit in fields(cls)})
+
+    @property
+    def address_mb(self) -> int:
+        """MiB that an execution may map."""
+        return self.address_space_mb or self.memory_mb
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether the limit of the address space does not hold that of the memory."""
+        return self.address_mb > self.memory_mb
 
     def cpu_limit_s(self, run_timeout_s: float) -> int:
         """CPU seconds after which the kernel ends an execution whose time limit did not."""

@@ -131,12 +131,22 @@ async def measure(pool: Pool) -> dict[str, bool]:
         raise PoolUnavailable(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
     answers = json.loads(run.stdout)
     filled = await _run(pool, f"DISK_MB = {pool.limits.disk_mb}\n{_FILL}")
+    answers["memory"] &= await _memory_is_held(pool)
     answers["disk"] = "No space left" in filled.stderr or filled.outcome.killed_for != ""
     found = {name: bool(answers[name]) for name in PROTECTIONS}
     broken = [name for name in PROMISES[pool.level] if not found[name]]
     if broken:
         raise LevelRefused(f"the self-test got through: {', '.join(broken)}")
     return found
+
+
+async def _memory_is_held(pool: Pool) -> bool:
+    """Whether using more than the limit ends a run that may map it."""
+    limits = pool.limits
+    if not limits.needs_group:
+        return True
+    run = await _run(pool, f"bytearray({limits.memory_mb + 2 * limits.disk_mb} << 20)")
+    return run.outcome.exit_code != 0
 
 
 async def _run(pool: Pool, code: str) -> Run:

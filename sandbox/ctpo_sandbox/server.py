@@ -22,6 +22,7 @@ import uvicorn
 
 from ctpo_sandbox.app import ServerState, create_app
 from ctpo_sandbox.channel import WorkerLost
+from ctpo_sandbox.control_groups import NoControlGroup
 from ctpo_sandbox.front import Protocol
 from ctpo_sandbox.libraries import absent, tiers
 from ctpo_sandbox.pool import Pool, PoolUnavailable
@@ -259,7 +260,7 @@ def run(args: argparse.Namespace) -> int:
             # asyncio asks for it only on sockets made with an explicit protocol; without it every reply waits 40 ms.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asyncio.run(_serve(args, listener))
-    except (NotEnforceable, StartFailed, OSError, ValueError) as error:
+    except (NotEnforceable, NoControlGroup, StartFailed, OSError, ValueError) as error:
         print(f"ctpo sandbox did not start: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,0 +1,133 @@
+"""Where a memory control group holds the memory of a run, it may map more than it uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
+from ctpo_sandbox.control_groups import MemoryGroups, NoControlGroup, place
+from tests.sandbox.conftest import Runner, runner
+from tests.sandbox.sandbox_http import health
+from tests.support.deadlines import scaled
+
+LIMITS = Limits(memory_mb=128, disk_mb=16, address_space_mb=4096)
+FIRST = "sandbox-memory"
+
+
+def _offered() -> bool:
+    try:
+        MemoryGroups.find()
+    except NoControlGroup:
+        return False
+    return True
+
+
+grouped = pytest.mark.skipif(not _offered(), reason="no memory control group may be made here")
+
+
+def _start(folder: Path) -> SandboxServer:
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
+    return start_server(**options, limits=LIMITS, log_path=folder / "log")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxServer]:
+    with _start(tmp_path_factory.mktemp("memory")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def run(server: SandboxServer) -> Iterator[Runner]:
+    with runner(server.url) as run:
+        yield run
+
+
+def _groups(server: int) -> list[Path]:
+    return [found for found in Path("/sys/fs/cgroup").rglob(f"ctpo-sandbox-{server}-*") if found.is_dir()]
+
+
+@grouped
+@pytest.mark.xdist_group(FIRST)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import mmap; m = mmap.mmap(-1, 1 << 30); m[5] = 7; print(m[5])",
+        "import threading; threading.stack_size(512 << 20)\n"
+        "t = threading.Thread(target=print, args=[7]); t.start(); t.join()",
+    ],
+)
+def test_large_untouched_mappings_cost_nothing(run: Runner, code: str) -> None:
+    result = run(code)
+    assert (result.status, result.stdout) == ("success", "7\n"), result
+
+
+@grouped
+@pytest.mark.xdist_group(FIRST)
+@pytest.mark.parametrize(
+    "code",
+    ["x = bytearray(300 << 20)", "x = []\nwhile True: x.append(bytearray(1 << 20))", "open('f', 'w'); [0] * 10**8"],
+)
+def test_a_run_that_uses_more_is_ended_and_costs_no_other_its_worker(
+    server: SandboxServer, run: Runner, code: str
+) -> None:
+    before = health(server.url)["restarts"]
+    result = run(f"print('began', flush=True)\n{code}")
+    assert (result.status, result.stdout) == ("runtime_error", "began\n")
+    assert "[killed for more than 128 MB of memory]" in result.stderr
+    assert run("print(1)").stdout == "1\n"
+    assert health(server.url)["restarts"] == before
+
+
+@grouped
+@pytest.mark.xdist_group(FIRST)
+def test_more_address_space_than_that_is_refused(run: Runner) -> None:
+    assert "MemoryError" in run("x = bytearray(5 << 30)").stderr
+
+
+@grouped
+@pytest.mark.xdist_group(FIRST)
+def test_groups_end_with_their_server_and_those_of_a_killed_one_with_the_next(tmp_path: Path) -> None:
+    with _start(tmp_path) as server:
+        killed = server.process.pid
+        assert _groups(killed)
+        family = psutil.Process(killed).children(recursive=True)
+        psutil.Process(killed).kill()
+        psutil.wait_procs(family, timeout=scaled(10))
+        server.process.wait(scaled(10))
+    with _start(tmp_path) as server:
+        assert _groups(killed) == []
+        last = server.process.pid
+        assert _groups(last)
+    assert _groups(last) == []
+
+
+@pytest.mark.skipif(_offered(), reason="memory control groups may be made here")
+def test_without_groups_the_server_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SandboxStartError, match=r"--address-space-mb .* needs memory control groups"):
+        _start(tmp_path)
+
+
+V1 = "36 25 0:31 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
+V2 = "30 25 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
+INSIDE = "30 25 0:31 /docker/a /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory"
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "expected"),
+    [
+        ("4:memory:/job/a\n0::/", V1, "/sys/fs/cgroup/memory/job/a"),
+        ("4:memory:/docker/a/b\n0::/", INSIDE, "/sys/fs/cgroup/memory/b"),
+        ("0::/user.slice/app.slice/run-1.scope", V2, "/sys/fs/cgroup/user.slice/app.slice"),
+        ("0::/", V2, None),  # a container: what is above its own group cannot be seen
+        ("4:memory:/job\n0::/", V2, None),
+        ("", "", None),
+    ],
+)
+def test_where_groups_are_made(groups: str, mounts: str, expected: str | None) -> None:
+    found = place(groups, mounts)
+    assert (None if found is None else os.path.normpath(found[0])) == expected
