@@ -50,7 +50,7 @@ def prepare_child(
     """For children of the calling process, made where they are forked; again when a descriptor or limit changes."""
     program.hide_frames(program.frames())
     last = max(_WORKER_FILES, confinement.limits.open_files)
-    steps: list[Step] = [partial(os.setsid), partial(os.chdir, directory)]
+    steps: list[Step] = [partial(os.setpgid, 0, 0), partial(os.chdir, os.fsencode(directory))]
     steps += [partial(os.dup2, descriptor, standard) for standard, descriptor in enumerate(files[1:])]
     steps += [] if ruleset is None else [landlock.enforcing(ruleset)]  # the ruleset is still open
     steps += [partial(os.closerange, _STANDARD_FILES, report), partial(os.closerange, report + 1, last)]

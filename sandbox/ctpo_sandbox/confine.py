@@ -11,6 +11,7 @@ from ctpo_sandbox.records import Limits
 from ctpo_sandbox.work import RunDirectory, WorkDirectories
 
 _MB = 1024 * 1024
+_NEEDED_BY_NOBODY = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE)
 FIRST_UID = 60500
 """User id of slot 0 where a root server gives each slot one of its own."""
 
@@ -91,6 +92,10 @@ class Confinement:
                 self._ruleset = landlock.FileRules().ruleset(namespaces.WORK)
         else:
             work = RunDirectory(directory, self._uid, self.limits)
+        for kind in _NEEDED_BY_NOBODY:
+            resource.setrlimit(kind, (0, 0))
+        if self._own_users:
+            os.setgroups(())
         if self._worker_filter is not None:
             self._worker_filter.load()
         return work
@@ -115,13 +120,13 @@ class Confinement:
         """
         steps: list[libc.Step] = [partial(resource.setrlimit, *limit) for limit in self._limits_of_a_run(cpu_limit_s)]
         if self._uid is not None:
-            steps.append(partial(os.setgroups, ()))
             steps += [partial(change, self._uid, self._uid, self._uid) for change in (os.setresgid, os.setresuid)]
         steps.append(libc.dropping_capabilities())
         # A worker at C looks at the open files of its child; there Landlock keeps others out.
         steps.append(libc.setting_dumpable(self.level == "landlock"))
-        steps.append(libc.dying_with_parent(signal.SIGKILL))  # after the change of user, which would clear it
-        steps.append(partial(libc.check_parent, worker))
+        if not self.boxed:  # there a worker is the first of its process ids: the kernel ends all others with it
+            steps.append(libc.dying_with_parent(signal.SIGKILL))  # after the change of user, which would clear it
+            steps.append(partial(libc.check_parent, worker))
         return steps if self._filter is None else [*steps, partial(self._filter.allow_self), self._filter.loading()]
 
     def _limits_of_a_run(self, cpu_limit_s: int) -> list[tuple[int, tuple[int, int]]]:
@@ -130,9 +135,6 @@ class Confinement:
             resource.RLIMIT_AS: limits.address_mb * _MB,
             resource.RLIMIT_FSIZE: limits.file_mb * _MB,
             resource.RLIMIT_NOFILE: limits.open_files,
-            resource.RLIMIT_MEMLOCK: 0,
-            resource.RLIMIT_MSGQUEUE: 0,
-            resource.RLIMIT_CORE: 0,
         }
         if self._uid is not None:  # it counts all processes of a user
             hard[resource.RLIMIT_NPROC] = limits.threads

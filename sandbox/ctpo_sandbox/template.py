@@ -125,6 +125,7 @@ def _become_worker(descriptor: int, confinement: Confinement, request: dict[str,
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()  # one for all runs: the kernel makes a group of its scheduler's for each
         libc.die_with_parent(template, signal.SIGKILL)
         server = socket.socket(fileno=descriptor)
         try:

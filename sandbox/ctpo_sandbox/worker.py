@@ -116,8 +116,8 @@ class ForkServer:
 
 
 def _kill_group(child: int) -> None:
-    """Where no seccomp filter forbids them, a snippet's own children end with it, unless they left its session."""
-    with contextlib.suppress(ProcessLookupError):  # killed before it made its session
+    """Where no seccomp filter forbids them, a snippet's own children end with it, unless they left its group."""
+    with contextlib.suppress(ProcessLookupError):  # killed before it made its group
         os.killpg(child, signal.SIGKILL)
 
 
