@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import ipaddress
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -106,8 +107,10 @@ class Gate:
 
         async def bounded() -> Message:
             nonlocal size, complete
+            if complete:  # what comes now is the end of the connection
+                return await receive()
             try:
-                async with asyncio.timeout_at(None if complete else deadline):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, _SLOW.format(BODY_TIMEOUT_S), headers={"connection": "close"}) from None
@@ -120,6 +123,7 @@ class Gate:
         return bounded
 
 
+@lru_cache
 def _is_loopback(host: str) -> bool:
     """Of a Host header, with or without its port."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
