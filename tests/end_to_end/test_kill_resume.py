@@ -178,7 +178,7 @@ def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Pat
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
 
 
-# Every step scores four groups, updates twice, and saves once; there is one more save, and two log lines, before the first.
+# Every step scores four groups, updates twice, and saves once. Before the first: one more save, and two log lines.
 @pytest.mark.parametrize(
     ("point", "count", "overrides"),
     [
