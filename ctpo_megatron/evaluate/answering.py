@@ -42,19 +42,26 @@ class Answers:
         finished: Callable[[Sequence[Sample]], None],
     ) -> None:
         self._pool, self._store, self._decode, self._finished = pool, store, decode, finished
-        self._scoring: deque[tuple[Group, PendingScores]] = deque()
+        self._taken: list[Group] = []
+        self._scoring: deque[tuple[Sequence[Group], PendingScores]] = deque()
 
     def take(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Begin to score samples of a prompt."""
-        group = Group(prompt, list(trajectories))
-        self._scoring.append((group, self._pool.begin([group])))
+        """Samples of a prompt, for the next `keep`."""
+        self._taken.append(Group(prompt, list(trajectories)))
 
     def keep(self, *, wait: bool = False) -> None:
-        """Put what is scored into the store; with `wait` all of it. Raises what `RewardPool.score` raises."""
+        """Begin to score what was taken, and put what is scored into the store; with `wait` all of it.
+
+        What was taken since the last call is scored together, as an async reward awaits as many as it is given. Raises
+        what `RewardPool.score` raises.
+        """
+        if self._taken:
+            self._scoring.append((self._taken, self._pool.begin(self._taken)))
+            self._taken = []
         while self._scoring and (wait or self._scoring[0][1].done):
-            group, scoring = self._scoring.popleft()
+            groups, scoring = self._scoring.popleft()
             scoring.result()
-            samples = [Sample.of(group.prompt, t, self._text(t)) for t in group.trajectories]
+            samples = [Sample.of(group.prompt, t, self._text(t)) for group in groups for t in group.trajectories]
             self._store.add(samples)
             self._finished(samples)
 

@@ -179,8 +179,12 @@ class RewardPool:
         return ScoreReport.of(len(rewards), timeouts, len(failures) - timeouts, _values(rewards))
 
     def _chunks(self, groups: Sequence[Group]) -> Iterator[_Chunk]:
-        """One trajectory each; of those with an `async` function as many as a worker's fair share, up to the limit."""
+        """One trajectory each; of those with an `async` function, up to the limit, a worker's fair share or a group.
+
+        Groups come one by one while a batch is sampled: a share of each would leave the workers waiting for few calls.
+        """
         together: dict[str | None, list[Pair]] = defaultdict(list)
+        largest = max((len(group.trajectories) for group in groups), default=0)
         for group in groups:
             source = group.prompt.data_source
             route = source if source in self._config.by_source else None
@@ -190,7 +194,8 @@ class RewardPool:
             else:
                 yield from (_Chunk(route, (pair,)) for pair in pairs)
         for route, pairs in together.items():
-            size = min(self._config.concurrency, math.ceil(len(pairs) / self._config.workers))
+            share = math.ceil(len(pairs) / self._config.workers)
+            size = min(self._config.concurrency, max(share, largest))
             yield from (_Chunk(route, tuple(pairs[i : i + size])) for i in range(0, len(pairs), size))
 
     def _schedule(self, chunk: _Chunk) -> _Task:

@@ -18,7 +18,7 @@ from ctpo_megatron.rollout.buffer import OpenBatch, Place
 from ctpo_megatron.rollout.filters import Filters
 from ctpo_megatron.rollout.metrics import rollout_metrics, staleness_metrics
 from ctpo_megatron.rollout.quarantine import Quarantined
-from ctpo_megatron.rollout.source import Engines, Scorer, assemble
+from ctpo_megatron.rollout.source import Engines, Pending, Scorer, assemble
 from ctpo_megatron.rollout.tasks import FleetError, Request, Sampling
 from ctpo_megatron.rollout.uniform import PromptStream, UniformGroups
 
@@ -77,22 +77,8 @@ class AheadEngines(Engines, Protocol):
         """For one thread; waits until the engines are up."""
 
 
-class Pending(Protocol):
-    """Scores that are on their way."""
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` has nothing to wait for."""
-
-    def result(self) -> Any:
-        """Set the rewards; the report of what happened."""
-
-
 class AheadScorer(Scorer, Protocol):
-    """Scores in the background."""
-
-    def begin(self, groups: Sequence[Group]) -> Pending:
-        """Begin what `score` does."""
+    """Its reports can be part of a checkpoint."""
 
     def report_record(self, report: Any) -> Any:
         """A report as JSON has it."""

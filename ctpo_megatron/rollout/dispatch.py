@@ -84,7 +84,12 @@ class Dispatcher:
         self._looked = 0.0
 
     def run(
-        self, prompts: Sequence[Prompt], request: Request, cancelled: Callable[[], bool], enough: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        request: Request,
+        cancelled: Callable[[], bool],
+        enough: int | None = None,
+        each: Callable[[Group], None] = lambda _: None,
     ) -> list[Group]:
         """The groups of `prompts`, in their order; see `RolloutFleet.generate` for what is replaced or left out.
 
@@ -94,6 +99,12 @@ class Dispatcher:
         self._played = {prompt_id: set(indices) for prompt_id, indices in request.played.items()}
         done: dict[Hashable, Group] = {}
         enough = len(prompts) if enough is None else enough
+
+        def deliver(place: Hashable, group: Group) -> None:
+            if len(done) < enough:
+                done[place] = group
+                each(group)
+
         for engine in self._engines:
             engine.forget_finished()
         try:
@@ -102,14 +113,13 @@ class Dispatcher:
             while self.playing and len(done) < enough:
                 if cancelled():
                     raise Cancelled(f"{len(prompts) - len(done)} of {len(prompts)} groups were not sampled")
-                self.turn(done.__setitem__)
+                self.turn(deliver)
                 if request.keep is not None:
                     self._keep_early(request.keep)
         finally:
             self.cancel()
         self.counts["late_groups"] += max(0, len(prompts) - enough)
-        first = set(list(done)[:enough])
-        return [done[place] for place in range(len(prompts)) if place in first]
+        return [done[place] for place in range(len(prompts)) if place in done]
 
     def admit(self, place: Hashable, prompt: Prompt, request: Request) -> None:
         """Line up `prompt`, or what takes its place if it is quarantined: another prompt, or nothing.

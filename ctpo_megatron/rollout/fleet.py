@@ -163,6 +163,7 @@ class RolloutFleet:
         keep: Keep | None = None,
         played: Mapping[str, Collection[int]] = MappingProxyType({}),
         enough: int | None = None,
+        each: Callable[[Group], None] = lambda _: None,
     ) -> list[Group]:
         """Play `samples` episodes for every prompt; the groups come back in the order of `prompts`.
 
@@ -172,6 +173,7 @@ class RolloutFleet:
 
         keep: is given every trajectory once, within seconds of its end, and the groups hold none. played: indices of
         samples that are not wanted, by prompt id. enough: return with the first so many groups, and give up the others.
+        each: is given every group that is returned, when it is complete and while `lock` is held.
 
         Raises ValueError before anything is sampled when a prompt leaves no room to answer, TooManyQuarantined beyond
         `rollout.max_quarantined`, FleetError when an engine cannot be restarted, Cancelled once `cancelled()` is true.
@@ -180,7 +182,7 @@ class RolloutFleet:
             check_prompt(prompt, self._rollout)
         self.wait_ready()
         request = Request(step, samples, sampling, replacement, keep, played)
-        return self._dispatcher(self._counts, patient=False).run(prompts, request, cancelled, enough)
+        return self._dispatcher(self._counts, patient=False).run(prompts, request, cancelled, enough, each)
 
     def dispatcher(self) -> Dispatcher:
         """Plays groups while the trainer works, behind those that are waited for; waits until the engines are up."""

@@ -55,6 +55,7 @@ class Replay:
         cancelled: Callable[[], bool] = lambda: False,
         replacement: Callable[[], Prompt] | None = None,
         enough: int | None = None,
+        each: Callable[[Group], None] = lambda _: None,
     ) -> list[Group]:
         """The recorded groups of `step`, which must be of these prompts in this order; with refills, the next of them.
 
@@ -79,7 +80,10 @@ class Replay:
         trajectories, self._rest = self._rest[:count], self._rest[count:]
         recorded = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
         played = list(prompts) if replacement is None else self._replace(prompts, recorded, step, replacement)
-        return [_group(step, place, played[place], recorded[place]) for place in range(len(played))]
+        groups = [_group(step, place, played[place], recorded[place]) for place in range(len(played))]
+        for group in groups:
+            each(group)
+        return groups
 
     def _replace(
         self,

@@ -60,10 +60,12 @@ class Engines(Protocol):
         cancelled: Callable[[], bool] = ...,
         replacement: Callable[[], Prompt] | None = ...,
         enough: int | None = ...,
+        each: Callable[[Group], None] = ...,
     ) -> list[Group]:
         """A group of `samples` trajectories for every prompt, in order; of the `enough` prompts that are done first.
 
-        A prompt that fails too often is quarantined; `replacement()` gives another, without it the group is left out.
+        each: is given every group that is returned, when it is complete. A prompt that fails too often is
+        quarantined; `replacement()` gives another, without it the group is left out.
         """
 
     @property
@@ -77,18 +79,29 @@ class Engines(Protocol):
         """Counts and seconds since the last call."""
 
 
-class Scorer(Protocol):
-    """Rewards trajectories; a batch may be given in several calls."""
+class Pending(Protocol):
+    """Scores that are on their way."""
 
-    def score(self, groups: Sequence[Group]) -> Any:
-        """Give every trajectory its reward; returns a report of what happened."""
+    @property
+    def done(self) -> bool:
+        """Whether `result` has nothing to wait for."""
+
+    def result(self) -> Any:
+        """Set the rewards; the report of what happened."""
+
+
+class Scorer(Protocol):
+    """Rewards trajectories in the background; a batch may be given in several calls."""
+
+    def begin(self, groups: Sequence[Group]) -> Pending:
+        """Begin to score, and return at once."""
 
     def metrics(self, groups: Sequence[Group], reports: Sequence[Any]) -> dict[str, float]:
         """`reward/*` of scored groups, given the reports of all calls that scored them."""
 
 
 class Collector:
-    """Generates groups and scores them; used for training and for evaluation."""
+    """Generates groups and scores each as it is complete; used for training and for evaluation."""
 
     def __init__(self, engines: Engines, scorer: Scorer, cancelled: Callable[[], bool]) -> None:
         """cancelled: asked about every second; when true, `collect` raises Cancelled. It may raise, too."""
@@ -116,6 +129,11 @@ class Collector:
         sampling_s = 0.0
         groups: list[Group] = []
         reports: list[Any] = []
+        pending: dict[int, Pending] = {}
+
+        def score(group: Group) -> None:
+            pending[id(group)] = self._scorer.begin([group])
+
         while prompts:
             began = time.monotonic()
             with phase("rollout"):
@@ -127,10 +145,11 @@ class Collector:
                     cancelled=cancelled or self._cancelled,
                     replacement=replacement,
                     enough=enough,
+                    each=score,
                 )
             sampling_s += time.monotonic() - began
             with phase("reward"):
-                reports.append(self._scorer.score(sampled))
+                reports += [pending[id(group)].result() for group in sampled]
             groups += sampled
             prompts = further(groups)
         scores = self._scorer.metrics(groups, reports) if groups else {}

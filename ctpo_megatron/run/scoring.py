@@ -28,7 +28,7 @@ class PendingScoring:
         return self.scores.done
 
     def result(self) -> ScoreReport:
-        """See `Scoring.score`."""
+        """Set the rewards; see `RewardPool.score` for what is raised."""
         report = self.scores.result()
         if self.penalty is not None:
             self.penalty.apply(self.groups)
@@ -41,15 +41,8 @@ class Scoring:
     def __init__(self, pool: RewardPool, penalty: OverlongPenalty | None = None) -> None:
         self._pool, self._penalty = pool, penalty
 
-    def score(self, groups: Sequence[Group]) -> ScoreReport:
-        """Give every trajectory its reward, shaping included."""
-        report = self._pool.score(groups)
-        if self._penalty is not None:
-            self._penalty.apply(groups)
-        return report
-
     def begin(self, groups: Sequence[Group]) -> PendingScoring:
-        """Begin what `score` does, and return at once."""
+        """Begin to give every trajectory its reward, shaping included, and return at once."""
         return PendingScoring(groups, self._pool.begin(groups), self._penalty)
 
     def report_record(self, report: ScoreReport) -> dict[str, Any]:

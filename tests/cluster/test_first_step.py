@@ -24,14 +24,14 @@ LAYOUTS = {
 
 
 def main() -> int:
-    """`ctpo train`; every rank leaves the old log-probs that it computed, token by token, by place in the step."""
+    """`ctpo train`; every rank leaves the old log-probs of its rows, token by token, by place in the step."""
     from ctpo_megatron import cli
     from ctpo_megatron.policy import Policy
 
-    compute = Policy.compute_old_log_probs
+    begin = Policy.begin
 
-    def computed(policy: Policy, mini_batches: Sequence[Any]) -> dict[str, float]:
-        metrics = compute(policy, mini_batches)
+    def begun(policy: Policy, mini_batches: Sequence[Any], start: Any) -> dict[str, float]:
+        policy.compute_old_log_probs(mini_batches)  # in `begin` those of the first update are not there yet
         found = {
             f"{number} {key}": micro.old_log_probs[place].tolist()
             for number, mini_batch in enumerate(mini_batches)
@@ -39,9 +39,9 @@ def main() -> int:
             for key, place in micro.places()
         }
         Path(os.environ[FOLDER], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
-        return metrics
+        return begin(policy, mini_batches, start)
 
-    Policy.compute_old_log_probs = computed  # type: ignore[method-assign]
+    Policy.begin = begun  # type: ignore[method-assign]
     return cli.main(["train", *sys.argv[1:]])
 
 

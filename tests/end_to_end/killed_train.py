@@ -49,7 +49,7 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
 
     return {
         "sample": (Replay, "generate", None),
-        "score": (RewardPool, "score", None),
+        "score": (RewardPool, "begin", None),
         "update": (Policy, "update", None),
         "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
         "publish": (checkpoint_files, "publish", None),

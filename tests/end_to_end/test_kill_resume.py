@@ -178,11 +178,11 @@ def test_a_course_that_was_discarded_does_not_come_back(folder: Path, whole: Pat
     assert [repeatable(line) for line in records(run)] == [repeatable(line) for line in records(whole)]
 
 
-# Every step scores once, updates twice, and saves once; there is one more save, and two log lines, before the first.
+# Every step scores four groups, updates twice, and saves once. Before the first: one more save, and two log lines.
 @pytest.mark.parametrize(
     ("point", "count", "overrides"),
     [
-        ("score", 2, ()),
+        ("score", 6, ()),
         pytest.param("update", 4, (), marks=pytest.mark.slow),
         ("write", 5, ("checkpoint.asynchronous=true",)),
         pytest.param("update", 1, (), marks=pytest.mark.slow),
@@ -219,7 +219,7 @@ def test_a_killed_run_without_uniform_groups_goes_on_bit_for_bit(folder: Path, m
     settings.append(f"rollout.replay=runs/recorded-{mode}")
     done = train(folder, *settings, f"run.name={mode}")
     assert done.returncode == 0, done.stderr[-4000:]
-    killed = train(folder, *settings, f"run.name={mode}-killed", kill_at=("score", 3 if mode == "drop" else 5))
+    killed = train(folder, *settings, f"run.name={mode}-killed", kill_at=("score", 10 if mode == "drop" else 14))
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
     resumed = train(folder, *settings, f"run.name={mode}-killed", "run.resume=true")
     assert resumed.returncode == 0 and "continuing after step" in resumed.stdout, resumed.stderr[-4000:]
@@ -237,7 +237,7 @@ def test_a_killed_run_without_uniform_groups_goes_on_bit_for_bit(folder: Path, m
     ("point", "count", "done"),
     [
         pytest.param("sample", 3, 2, marks=pytest.mark.slow),  # the step at hand is given up
-        ("score", 3, 3),  # it is finished, and was the last
+        ("score", 10, 3),  # it is finished, and was the last
         pytest.param("update", 3, 2, marks=pytest.mark.slow),
         pytest.param("sample", 1, 0, marks=pytest.mark.slow),
     ],

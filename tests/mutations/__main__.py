@@ -18,14 +18,25 @@ import time
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support import children
-from tests.support.prefork import ROOT
+from tests.support.prefork import ROOT, SHARED, Client, Prefork
 
 DEADLINE_S = 900.0
 PACKAGES = (".", "kernels", "sandbox", "launchers")
+PRELOADED = ("pytest", "tests.conftest", "tests.mutations.preload")
+"""By the server of test processes: it must not hold a module of ours, in which bugs are planted."""
+OPTIONS = ("-x", "-q", "-m", "not gpu", "-p", "no:cacheprovider", "--tb=line", "-rf")
+PROGRAM = """
+import sys
+sys.path[:0] = folders
+for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+    del sys.modules[name]  # those of the copy are to be imported
+import pytest
+sys.exit(pytest.main(arguments))
+"""
 PASSED, FAILED = 0, 1  # pytest's exit statuses; any other says that it could not run the tests
 
 
@@ -80,12 +91,12 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_tests(server: Client, tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """pytest in a copy of the tree, whose packages come before those that are installed."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(tree / folder) for folder in PACKAGES)}
-    options = ["-x", "-q", "-m", "not gpu", "-p", "no:cacheprovider", "--tb=line", "-rf"]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    return children.run(command, directory=tree, environment=environment, deadline_s=DEADLINE_S)
+    folders = [str(tree / folder) for folder in PACKAGES]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders), SHARED: server.address}
+    program = {"__name__": "__main__", "folders": folders, "arguments": [*OPTIONS, *tests]}
+    return server.run(exec, PROGRAM, program, deadline_s=DEADLINE_S, environment=environment, directory=tree)
 
 
 def judge(of: str, done: subprocess.CompletedProcess[str], expected: int, began: float) -> Verdict:
@@ -99,13 +110,13 @@ def judge(of: str, done: subprocess.CompletedProcess[str], expected: int, began:
     return Verdict(of, good, detail, time.monotonic() - began)
 
 
-def plant(tree: Path, mutation: Mutation) -> Verdict:
+def plant(server: Client, tree: Path, mutation: Mutation) -> Verdict:
     began = time.monotonic()
     path = tree / mutation.file
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     try:
-        return judge(mutation.id, run_tests(tree, mutation.tests), FAILED, began)
+        return judge(mutation.id, run_tests(server, tree, mutation.tests), FAILED, began)
     except AssertionError as error:  # it ran into the deadline, which is not what its tests are there for
         return Verdict(mutation.id, False, str(error)[:1500], time.monotonic() - began)
     finally:
@@ -114,7 +125,11 @@ def plant(tree: Path, mutation: Mutation) -> Verdict:
 
 def run(mutations: Sequence[Mutation], jobs: int) -> list[Verdict]:
     """The tests as they are, and then with each bug; `jobs` bugs at a time."""
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(jobs) as threads:
+    with (
+        closing(Prefork(PRELOADED)) as server,
+        tempfile.TemporaryDirectory(prefix="mutations-") as folder,
+        ThreadPoolExecutor(jobs) as threads,
+    ):
         trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(jobs):
             copy_tree(Path(folder) / str(number))
@@ -130,13 +145,13 @@ def run(mutations: Sequence[Mutation], jobs: int) -> list[Verdict]:
         def one(mutation: Mutation) -> Verdict:
             tree = trees.get()
             try:
-                return report(plant(tree, mutation))
+                return report(plant(server, tree, mutation))
             finally:
                 trees.put(tree)
 
         began = time.monotonic()
         tests = sorted({test for mutation in mutations for test in mutation.tests})
-        unchanged = report(judge("unchanged", run_tests(Path(folder) / "0", tests), PASSED, began))
+        unchanged = report(judge("unchanged", run_tests(server, Path(folder) / "0", tests), PASSED, began))
         return [unchanged, *threads.map(one, mutations)] if unchanged.good else [unchanged]
 
 

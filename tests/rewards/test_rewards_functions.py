@@ -118,6 +118,12 @@ def test_async_rewards_are_awaited_together(folder: Path) -> None:
     assert [t.reward for t in groups[1].trajectories] == [float(n) for n in range(8)]
 
 
+def test_all_of_a_group_are_awaited_together_whatever_the_workers(folder: Path) -> None:
+    remote = {"name": "user_rewards:Remote", "arguments": {"expected": 8}}
+    report = score(folder, [group(*"abcdefgh")], function=remote, workers=4)
+    assert report == ScoreReport(8, 0, 0, {"together": 8.0})
+
+
 def test_no_more_than_so_many_are_awaited_together(folder: Path) -> None:
     remote = {"name": "user_rewards:Remote", "arguments": {"expected": 5}}
     report = score(folder, [group(*"abcdefgh")], function=remote, concurrency=4, timeout_s=scaled(1.0))

@@ -19,6 +19,7 @@ from ctpo_megatron.rollout import AsyncRollouts, Collector, Quarantined, Sampled
 from ctpo_megatron.rollout.accounting import AccountingError
 from ctpo_megatron.rollout.metrics import fleet_stats
 from ctpo_megatron.rollout.tasks import Deliver, FleetError, Request
+from tests.rollout.scored import Scored
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(50)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(200)]
@@ -103,31 +104,11 @@ class Engines:
             self.give_up(self.playing)
 
 
-class Scored:
-    """Scores that are there at the second look."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups, self._looks = groups, 0
-
-    @property
-    def done(self) -> bool:
-        self._looks += 1
-        return self._looks > 1
-
-    def result(self) -> int:
-        for group in self._groups:
-            for sample, trajectory in enumerate(group.trajectories):
-                trajectory.reward = float(sample) if int(group.prompt.id[1:]) % 3 else 0.0
-        return len(self._groups)
-
-
 class Scorer:
     """Two different rewards for two prompts of three, else none."""
 
-    begin = staticmethod(Scored)
-
-    def score(self, groups: Sequence[Group]) -> int:
-        return Scored(groups).result()
+    def begin(self, groups: Sequence[Group]) -> Scored:
+        return Scored(groups, lambda prompt_id, sample: float(sample) if int(prompt_id[1:]) % 3 else 0.0)
 
     def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
         assert len(groups) == sum(reports)
@@ -220,8 +201,13 @@ def test_batches_come_in_prompt_order_and_are_at_most_so_stale(ahead: int, parti
 
 def test_a_batch_is_the_one_of_the_synchronous_order_when_nothing_is_stale() -> None:
     class Prompted(Engines):
-        def generate(self, prompts: Sequence[Prompt], *, samples: int, **_: Any) -> list[Group]:
-            return [Group(prompt, [self._play(prompt, n, 1) for n in range(samples)]) for prompt in prompts]
+        def generate(
+            self, prompts: Sequence[Prompt], *, samples: int, each: Callable[[Group], None], **_: Any
+        ) -> list[Group]:
+            groups = [Group(prompt, [self._play(prompt, n, 1) for n in range(samples)]) for prompt in prompts]
+            for group in groups:
+                each(group)
+            return groups
 
     engines = Prompted()
     engines.version = 1

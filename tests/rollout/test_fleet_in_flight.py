@@ -120,8 +120,10 @@ def test_groups_that_are_expected_to_take_long_are_begun_first(stage: Stage) -> 
 def test_groups_that_are_not_needed_any_more_are_given_up(stage: Stage) -> None:
     prompts = stage.prompts(30)
     stage.fleet.stats()
-    groups = stage.fleet.generate(prompts, step=29, samples=4, sampling=Sampling(), enough=3)
-    assert len(groups) == 3 and stage.fleet.stats()["late_groups"] == 27 and not +stage.fleet._load
+    given = list[Group]()
+    groups = stage.fleet.generate(prompts, step=29, samples=4, sampling=Sampling(), enough=3, each=given.append)
+    assert len(groups) == 3 and sorted(map(id, given)) == sorted(map(id, groups))
+    assert stage.fleet.stats()["late_groups"] == 27 and not +stage.fleet._load
     ids = [group.prompt.id for group in groups]
     assert ids == [prompt.id for prompt in prompts if prompt.id in ids]
     alone = stage.generate([prompt for prompt in prompts if prompt.id in ids], step=29)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from ctpo_megatron.config.rollout_schema import RolloutConfig
 from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory
 from ctpo_megatron.rollout import Collector, Quarantined, Replay, SampledRollouts
+from tests.rollout.scored import Scored
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(10)]
 CONFIG = RolloutConfig(prompts_per_step=2, samples_per_prompt=2)
@@ -37,12 +39,11 @@ class Run:
         self.collector = Collector(self.engines, self, stop)
         self.source = SampledRollouts(CONFIG, self.collector, self.engines, prompts, self.phase)
 
-    def score(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            for place, played in enumerate(group.trajectories):
-                played.reward = float(place)
+    def begin(self, groups: Sequence[Group]) -> Scored:
+        return Scored(groups, lambda prompt_id, sample: float(sample))
 
-    def metrics(self, groups: Sequence[Group], reports: Sequence[None]) -> dict[str, float]:
+    def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
+        assert len(groups) == sum(reports)
         return {"reward/mean": 0.5}
 
     @contextmanager
@@ -62,6 +63,24 @@ def test_a_batch_is_scored_and_says_where_it_comes_from() -> None:
     assert batch.sampler["consumed"] == ["p0", "p1"]
     assert batch.metrics["reward/mean"] == 0.5 and batch.metrics["rollout/quarantined"] == 0.0
     assert run.phases == ["rollout", "reward"]
+
+
+def test_groups_are_scored_while_others_are_sampled() -> None:
+    run, begun, played = Run(), list[str](), list[list[str]]()
+    run.begin = lambda groups: (begun.extend(g.prompt.id for g in groups), Run.begin(run, groups))[1]  # type: ignore[method-assign]
+    play = run.engines.generate
+
+    def generate(*arguments: Any, each: Callable[[Group], None], **settings: Any) -> list[Group]:
+        def hand_over(group: Group) -> None:
+            each(group)
+            played.append(list(begun))
+
+        return play(*arguments, each=hand_over, **settings)
+
+    run.engines.generate = generate  # type: ignore[method-assign]
+    batch = run.source.next_batch(1)
+    assert batch is not None and [group.rewards for group in batch.groups] == [[0.0, 1.0], [0.0, 1.0]]
+    assert played == [["p0"], ["p0", "p1"]]
 
 
 def test_a_cancelled_batch_consumes_nothing() -> None:

@@ -17,6 +17,7 @@ from ctpo_megatron.data import Group, Prompt, PromptSampler, RolloutBatch, Traje
 from ctpo_megatron.rollout import Collector, Quarantined, Replay, ReplayError, SampledRollouts, Sampling
 from ctpo_megatron.rollout.metrics import fleet_stats
 from ctpo_megatron.tracking import read_trajectories, trajectory_files, trajectory_of, write_trajectories
+from tests.rollout.scored import Scored
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(40)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(120)]
@@ -32,11 +33,8 @@ def is_mixed(prompt_id: str) -> bool:
 class Scorer:
     """Rewards 0 and 1 for prompts with both outcomes, 0 for others."""
 
-    def score(self, groups: Sequence[Group]) -> int:
-        for group in groups:
-            for sample, trajectory in enumerate(group.trajectories):
-                trajectory.reward = float(sample) if is_mixed(group.prompt.id) else 0.0
-        return len(groups)
+    def begin(self, groups: Sequence[Group]) -> Scored:
+        return Scored(groups, lambda prompt_id, sample: float(sample) if is_mixed(prompt_id) else 0.0)
 
     def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
         assert len(groups) == sum(reports)
@@ -61,6 +59,7 @@ class Engines:
         cancelled: Callable[[], bool] = lambda: False,
         replacement: Callable[[], Prompt] | None = None,
         enough: int | None = None,
+        each: Callable[[Group], None] = lambda _: None,
     ) -> list[Group]:
         assert replacement is not None
         groups = []
@@ -71,6 +70,7 @@ class Engines:
                     self._counts["quarantined"] += 1
                 prompt = replacement()
             groups.append(Group(prompt, [self._play(prompt, step, sample) for sample in range(samples)]))
+            each(groups[-1])
         return groups
 
     def _play(self, prompt: Prompt, step: int, sample: int) -> Trajectory:

@@ -67,11 +67,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
 def test_the_penalty_is_a_component_of_the_reward_in_training_alone(pool: RewardPool) -> None:
     groups = [answers("4", "5", tokens=10), answers("4", "5", tokens=18)]
     plain = Scoring(pool)
-    reports = [plain.score(groups)]
+    reports = [plain.begin(groups).result()]
     assert [group.rewards for group in groups] == [[1.0, 0.0], [1.0, 0.0]]
     assert "reward/overlong_penalty" not in plain.metrics(groups, reports)
     shaped = Scoring(pool, OverlongPenalty(buffer=8, penalty=0.4, budget=20))
-    reports = [shaped.score(groups)]
+    reports = [shaped.begin(groups).result()]
     assert [group.rewards for group in groups] == [[1.0, 0.0], [pytest.approx(0.7), pytest.approx(-0.3)]]
     assert groups[1].trajectories[1].reward_components == {"right": 0.0, "overlong_penalty": pytest.approx(-0.3)}
     metrics = shaped.metrics(groups, reports)
@@ -82,7 +82,7 @@ def test_the_penalty_is_a_component_of_the_reward_in_training_alone(pool: Reward
 def test_rounds_are_reported_as_one_batch(pool: RewardPool) -> None:
     groups = [answers("4", "5"), answers("", "?"), answers("4", "4", "4")]
     scoring = Scoring(pool)
-    rounds = scoring.metrics(groups, [scoring.score(groups[:1]), scoring.score(groups[1:])])
-    assert rounds == scoring.metrics(groups, [scoring.score(groups)])
+    rounds = scoring.metrics(groups, [scoring.begin(part).result() for part in (groups[:1], groups[1:])])
+    assert rounds == scoring.metrics(groups, [scoring.begin(groups).result()])
     assert rounds["reward/empty"] == 1.0 and rounds["reward/failures"] == 1.0
     assert rounds["reward/right"] == pytest.approx(4 / 6)
