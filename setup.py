@@ -32,7 +32,7 @@ setup(
     install_requires=["omegaconf>=2.3", "pydantic>=2.9", "PyYAML>=6", "rich>=13"],
     extras_require={
         "sandbox": [
-            "starlette>=0.40",
+            "fastapi>=0.133,<0.137",
             "uvicorn>=0.30",
             "httptools>=0.6",
             "aiohttp>=3.10",
@@ -68,7 +68,6 @@ setup(
             "pytest-cov>=6",
             "hypothesis>=6.100",
             "allpairspy>=2.5",
-            "fastapi>=0.133,<0.137",
             "ruff>=0.8",
             "mypy>=2.4",
             "types-psutil",

@@ -48,7 +48,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
-HEAVY = {"torch", "transformers", "ray", "vllm", "megatron", "starlette", "numpy", "pyarrow", "matplotlib"}
+HEAVY = {"torch", "transformers", "ray", "vllm", "megatron", "fastapi", "numpy", "pyarrow", "matplotlib"}
 CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
 
 

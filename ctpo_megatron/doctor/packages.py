@@ -27,7 +27,7 @@ PACKAGES = {
     "safetensors": ("safetensors", "train"),
     "matplotlib": ("matplotlib", "train"),
     "jinja2": ("jinja2", "train"),
-    "starlette": ("starlette", "sandbox"),
+    "fastapi": ("fastapi", "sandbox"),
     "uvicorn": ("uvicorn", "sandbox"),
     "httptools": ("httptools", "sandbox"),
     "aiohttp": ("aiohttp", "sandbox"),
