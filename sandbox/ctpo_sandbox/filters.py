@@ -13,7 +13,8 @@ from ctpo_sandbox.libc import Step, perform
 ANY_PID = 0x7ABCDE5F
 """Stands for the child's process id in a compiled filter."""
 
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 38, 22
+_SECCOMP_MODE_FILTER = 2
 _OPERAND = struct.Struct("=I")
 _INSTRUCTION = 8
 _FAILED = 1
@@ -33,7 +34,7 @@ class _Filter:
 
     def loading(self) -> Step:
         """Confining the calling process for good, to be performed; fails without no_new_privs."""
-        return partial(_libc.prctl, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0)
+        return partial(_libc.prctl, PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0)
 
 
 class WorkerFilter(_Filter):
@@ -41,7 +42,7 @@ class WorkerFilter(_Filter):
 
     def load(self) -> None:
         """Into the calling worker, for good, and no_new_privs with it, which its children inherit."""
-        perform([partial(_libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), self.loading()])
+        perform([partial(_libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), self.loading()])
 
 
 class ChildFilter(_Filter):

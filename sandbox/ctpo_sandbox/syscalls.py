@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pyseccomp
 
-from ctpo_sandbox.filters import ANY_PID
+from ctpo_sandbox.filters import ANY_PID, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
 
 _ALLOWED = {
     "files": (
@@ -100,7 +100,6 @@ _INT = 0xFFFFFFFF
 _SYSCALL_UNKNOWN = -1
 _BINARY_TREE = 2
 _AF_UNIX, _SOCK_STREAM, _SOCK_DGRAM, _SOCK_RAW, _SOCK_SEQPACKET, _SOCK_TYPE_MASK = 1, 1, 2, 3, 5, 0xF
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_GET_NAME, _PR_SET_VMA = 1, 4, 15, 16, 0x53564D41
 _PRCTL_ALLOWED = (3, _PR_SET_NAME, _PR_GET_NAME, 39, _PR_SET_VMA)  # 3, 39: reading the dumpable and no_new_privs flags
 _FCNTL_REFUSED = {
@@ -157,7 +156,7 @@ def worker_rules() -> pyseccomp.SyscallFilter:
         rules.add_rule(_ALLOW, name)
     for action, name, conditions in _conditional():
         rules.add_rule(action, name, *conditions)
-    for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP):
+    for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP):
         rules.add_rule(_ALLOW, "prctl", _equals(0, option))
     for name in _known(_REFUSED):
         rules.add_rule(_EPERM, name)
@@ -181,7 +180,7 @@ def child_rules(*, file_attributes: bool) -> pyseccomp.SyscallFilter:
         rules.add_rule(_ENOSYS, "openat2")  # its flags are out of a filter's sight
     rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=_CLONE_THREAD))
     rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
-    for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP):
+    for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, PR_SET_SECCOMP):
         rules.add_rule(_EPERM, "prctl", _equals(0, option))
     for name, number in (("kill", 1), ("tgkill", 2)):
         rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, ANY_PID))
