@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -17,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.context import ContextSplit
+from ctpo_megatron.policy.nodes import RMSNormalization, Rotation, Rows
 from ctpo_megatron.policy.workload import length_classes
 
 
@@ -27,6 +27,12 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         weight: Any = self.weight
         weight.sequence_parallel = config.sequence_parallel  # read by megatron's gradient reduction
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:  # torch has a kernel there
+            return super().forward(x)
+        normalized: torch.Tensor = RMSNormalization.apply(x, self.weight, self.eps)
+        return normalized
 
 
 def packed_sequences(batch: PackedBatch, split: ContextSplit) -> PackedSeqParams:
@@ -58,13 +64,18 @@ def rotate_packed(
 ) -> torch.Tensor:
     """Rotary embedding of packed rows t `[t, h, d]` (megatron's `_apply_rotary_pos_emb_thd`, the same bits).
 
-    cu_seqlens: of `packed_sequences`. freqs: angles of all positions, `[max_seqlen, 1, 1, d]`.
+    cu_seqlens: of `packed_sequences`; keeps what all layers turn by. freqs: angles of all positions,
+    `[max_seqlen, 1, 1, d]`. Raises ValueError for pairs of neighbours, latent attention and heads turned in part.
     """
-    angles = freqs.index_select(0, cu_seqlens.positions)
-    rotated: torch.Tensor = _apply_rotary_pos_emb_bshd(
-        t.unsqueeze(1), angles, rotary_interleaved, multi_latent_attention, mscale
-    )
-    return rotated.squeeze(1)
+    if rotary_interleaved or multi_latent_attention or freqs.shape[-1] != t.shape[-1]:
+        raise ValueError("packed rows are turned in halves of whole heads: no interleaved, latent or partial rotation")
+    turn = getattr(cu_seqlens, "turn", None)
+    if turn is None:
+        angles = freqs[:, 0, :, : t.shape[-1] // 2]
+        parts = (angles.cos() * mscale, angles.sin() * mscale)
+        turn = cu_seqlens.turn = [part.to(t.dtype).index_select(0, cu_seqlens.positions) for part in parts]
+    rotated: torch.Tensor = Rotation.apply(t, *turn)
+    return rotated
 
 
 class AttentionPlan:
@@ -108,6 +119,13 @@ class AttentionPlan:
         device = self.split.rows.device
         position = (self.split.on_host.rows[queries] - tokens[:, :1]).to(device, non_blocking=True)
         return (torch.arange(tokens.shape[1], device=device) <= position[..., None])[:, None]
+
+    def rows_of(self, t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Rows `at` (`queries` or `tokens`) of t. Where one rank holds all tokens, padding gets no gradient."""
+        if not self.split.whole:
+            return t.index_select(0, at)
+        found: torch.Tensor = Rows.apply(t, at, self.back)
+        return found
 
     @classmethod
     def of(cls, packed: PackedSeqParams) -> AttentionPlan:
@@ -181,9 +199,9 @@ class PackedCausalAttention(MegatronModule):
             gathered = gather_from_sequence_parallel_region(both, group=plan.split.group)[plan.split.restore]
             key, value = torch.split(gathered, [key.shape[-1], value.shape[-1]], dim=-1)
         # One gather each, then views: the gradient of a gather is as large as all tokens, however few it took.
-        queries = torch.split(query.index_select(0, plan.queries), [part.queries.numel() for part in plan.classes])
+        queries = torch.split(plan.rows_of(query, plan.queries), [part.queries.numel() for part in plan.classes])
         lengths = [part.tokens.numel() for part in plan.classes]
-        keys, values = (torch.split(t.index_select(0, plan.tokens), lengths) for t in (key, value))
+        keys, values = (torch.split(plan.rows_of(t, plan.tokens), lengths) for t in (key, value))
         outputs = []
         for part, *rows in zip(plan.classes, queries, keys, values, strict=True):
             sizes = (part.queries, part.tokens, part.tokens)

@@ -41,6 +41,9 @@ def build_optimizer(
         list(model.wrapped),
         config_overrides=None if config.weight_decay_of == "matrices" else {},
     )
+    for group in optimizer.param_groups:
+        if "fused" in group:  # torch's AdamW, which megatron takes where there is neither TE nor apex
+            group["fused"] = True
     steps = max(total_steps, config.warmup_steps + 1)
     decaying = max(1, round(steps * config.decay_fraction))
     scheduler = OptimizerParamScheduler(

@@ -181,7 +181,7 @@ def test_rotary_embedding_of_packed_rows_is_that_of_each_sequence(layout: Layout
     batch = pack(token_sequences(models.trajectories(4)), None, PackingRules(4096))[0]
     packed = packed_sequences(batch, ContextSplit.of(batch.cu_seqlens))
     rows = torch.randn(batch.num_tokens, 2, 8)
-    angles = torch.randn(batch.max_seqlen, 1, 1, 8)
+    angles = torch.randn(batch.max_seqlen, 1, 1, 4).repeat(1, 1, 1, 2)  # as megatron makes them
     found = rotate_packed(rows, packed.cu_seqlens_q, angles)
     expected = [
         _apply_rotary_pos_emb_bshd(rows[place].unsqueeze(1), angles[: place.stop - place.start]).squeeze(1)

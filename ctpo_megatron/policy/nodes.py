@@ -1,0 +1,74 @@
+"""RMSNorm, rotary embedding and gathers of packed rows, each as one node of the autograd graph.
+
+Torch's own operations make some ten nodes of each, and every one reads and writes all rows: for a small model on a CPU
+that takes longer than its matrix products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+class RMSNormalization(torch.autograd.Function):
+    """x `[..., H]`, weight `[H]` -> x / sqrt(mean(x^2) + eps) * weight, of x's dtype; computed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, wide = x.float(), weight.float()
+        mean_square = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return torch.mul(rows, scale).mul_(wide).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        width = x.shape[-1]
+        rows, grad, scale = x.float().reshape(-1, width), grads[0].float().reshape(-1, width), scale.reshape(-1)
+        product, wide = grad * rows, weight.float()
+        along = torch.mv(product, wide).mul_(scale.pow(3)).div_(-width)
+        grad_weight = torch.mv(product.t(), scale)
+        grad_x = torch.mul(grad, wide, out=product).mul_(scale[:, None]).addcmul_(rows, along[:, None])
+        return grad_x.view_as(x).to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class Rotation(torch.autograd.Function):
+    """Rows t `[n, h, d]` with the pairs (i, i + d/2) turned by angles of cosine and sine `[n, 1, d/2]`."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _turned(t, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turned(grads[0], cosine, -sine), None, None
+
+
+def _turned(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = t.chunk(2, dim=-1)
+    turned = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    left, right = turned.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=left).sub_(second * sine)
+    torch.mul(second, cosine, out=right).add_(first * sine)
+    return turned
+
+
+class Rows(torch.autograd.Function):
+    """t `[n, ...]` -> its rows `at`; the gradient is that of rows `back`, the only ones that may have one."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return t.index_select(0, at)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
