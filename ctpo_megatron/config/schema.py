@@ -201,7 +201,9 @@ class PolicyConfig(Section):
         description="optimizer steps in a row without a finite loss and gradient norm that end the run; fewer are "
         "skipped and counted",
     )
-    threads: PositiveInt = Field(default=1, description="CPU threads of each trainer rank")
+    threads: PositiveInt = Field(
+        default=1, description="CPU threads of each trainer rank; fewer where the node has not a core for each"
+    )
     timeout_minutes: PositiveFloat = Field(default=30.0, description="deadline of every collective operation")
     optimizer: OptimizerConfig = OptimizerConfig()
 

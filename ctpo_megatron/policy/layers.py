@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.context import ContextSplit
-from ctpo_megatron.policy.nodes import RMSNormalization, Rotation, Rows
+from ctpo_megatron.policy.nodes import rms_norm, rotate, take_rows
 from ctpo_megatron.policy.workload import length_classes
 
 
@@ -25,14 +25,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self._eps = eps
         weight: Any = self.weight
         weight.sequence_parallel = config.sequence_parallel  # read by megatron's gradient reduction
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:  # torch has a kernel there
             return super().forward(x)
-        normalized: torch.Tensor = RMSNormalization.apply(x, self.weight, self.eps)
-        return normalized
+        return rms_norm(x, self.weight, self._eps)
 
 
 def packed_sequences(batch: PackedBatch, split: ContextSplit) -> PackedSeqParams:
@@ -74,8 +74,7 @@ def rotate_packed(
         angles = freqs[:, 0, :, : t.shape[-1] // 2]
         parts = (angles.cos() * mscale, angles.sin() * mscale)
         turn = cu_seqlens.turn = [part.to(t.dtype).index_select(0, cu_seqlens.positions) for part in parts]
-    rotated: torch.Tensor = Rotation.apply(t, *turn)
-    return rotated
+    return rotate(t, *turn)
 
 
 class AttentionPlan:
@@ -122,10 +121,7 @@ class AttentionPlan:
 
     def rows_of(self, t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Rows `at` (`queries` or `tokens`) of t. Where one rank holds all tokens, padding gets no gradient."""
-        if not self.split.whole:
-            return t.index_select(0, at)
-        found: torch.Tensor = Rows.apply(t, at, self.back)
-        return found
+        return take_rows(t, at, self.back) if self.split.whole else t.index_select(0, at)
 
     @classmethod
     def of(cls, packed: PackedSeqParams) -> AttentionPlan:

@@ -12,9 +12,28 @@ import torch
 from torch.autograd.function import once_differentiable
 
 
-class RMSNormalization(torch.autograd.Function):
-    """x `[..., H]`, weight `[H]` -> x / sqrt(mean(x^2) + eps) * weight, of x's dtype; computed in float32."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x `[..., H]` / sqrt(mean(x^2) + eps) * weight `[H]`, of x's dtype; computed in float32."""
+    return _node(_RMSNorm, x, weight, eps)
 
+
+def rotate(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rows t `[n, h, d]` with their pairs (i, i + d/2) turned by angles of this cosine and sine, `[n, 1, d/2]`."""
+    return _node(_Rotation, t, cosine, sine)
+
+
+def take_rows(t: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """Rows `at` of t `[n, ...]`. back: `[n]`, the place in `at` from which each row of t gets its gradient."""
+    return _node(_Rows, t, at, back)
+
+
+def _node(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
+    apply: Any = function.apply
+    found: torch.Tensor = apply(*inputs)
+    return found
+
+
+class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, wide = x.float(), weight.float()
@@ -36,9 +55,7 @@ class RMSNormalization(torch.autograd.Function):
         return grad_x.view_as(x).to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-class Rotation(torch.autograd.Function):
-    """Rows t `[n, h, d]` with the pairs (i, i + d/2) turned by angles of cosine and sine `[n, 1, d/2]`."""
-
+class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cosine, sine)
@@ -60,9 +77,7 @@ def _turned(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
     return turned
 
 
-class Rows(torch.autograd.Function):
-    """t `[n, ...]` -> its rows `at`; the gradient is that of rows `back`, the only ones that may have one."""
-
+class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(back)

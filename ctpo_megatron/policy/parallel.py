@@ -14,7 +14,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore
 
-from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.config import PolicyConfig, node_ranks
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.rank_zero import RankZero
 
@@ -90,6 +90,12 @@ class Layout:
             self.rank_zero.check()
 
 
+def usable_threads(wanted: int) -> int:
+    """As many as `wanted`, if all ranks of this node can have them: ranks that share a core wait for each other."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(wanted, max(1, cores // (node_ranks() or 1)))
+
+
 def init_distributed(config: PolicyConfig, seed: int) -> Layout:
     """Join the job that torchrun describes in the environment (alone without it) and cut it into parallel groups.
 
@@ -97,7 +103,7 @@ def init_distributed(config: PolicyConfig, seed: int) -> Layout:
     RuntimeError when a rank does not arrive.
     """
     device.install()
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(usable_threads(config.threads))
     here = device.local_device(int(os.environ.get("LOCAL_RANK", 0)))
     timeout = timedelta(minutes=config.timeout_minutes)
     backend = "cpu:gloo,cuda:nccl" if device.CUDA else device.BACKEND

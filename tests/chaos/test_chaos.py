@@ -36,6 +36,7 @@ SETTINGS = (
     "rollout.engines=2",
     f"rollout.samples_per_prompt={SAMPLES}",
     "reward.workers=2",
+    "policy.threads=1",
     "policy.optimizer.lr=6.0e-4",  # ten steps are few
     "eval.every=0",
     "checkpoint.every=1",  # which has the accounts

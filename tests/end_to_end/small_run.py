@@ -28,6 +28,7 @@ SMALL = (
     "prepare.tokenizer_conversations=400",
     "rollout.prompts_per_step=4",
     "policy.mini_batch_prompts=2",
+    "policy.threads=1",  # tests run beside each other
     "rollout.samples_per_prompt=4",
     "checkpoint.every=1",
     "tracking.live=plain",

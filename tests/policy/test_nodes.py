@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ctpo_megatron.policy.layers import rotate_packed
-from ctpo_megatron.policy.nodes import RMSNormalization, Rotation, Rows
+from ctpo_megatron.policy.nodes import rms_norm, rotate, take_rows
 
 EPS = 1e-6
 
@@ -22,7 +22,7 @@ def test_rms_normalization_is_that_of_torch(shape: tuple[int, ...], size: float)
     torch.manual_seed(0)
     x = (size * torch.randn(shape)).requires_grad_()
     weight, way = torch.randn(shape[-1], requires_grad=True), torch.randn(shape)
-    found = RMSNormalization.apply(x, weight, EPS)
+    found = rms_norm(x, weight, EPS)
     exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
     expected = F.rms_norm(exact_x, (shape[-1],), exact_weight, EPS)
     theirs = gradients(expected, way.double(), exact_x, exact_weight)
@@ -35,7 +35,7 @@ def test_rows_of_bfloat16_are_normalized_in_float32() -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 4, 64).bfloat16().requires_grad_()
     weight = torch.randn(64).bfloat16().requires_grad_()
-    found, expected = RMSNormalization.apply(x, weight, EPS), F.rms_norm(x.float(), (64,), weight.float(), EPS)
+    found, expected = rms_norm(x, weight, EPS), F.rms_norm(x.float(), (64,), weight.float(), EPS)
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=0.0)
     assert [grad.dtype for grad in gradients(found, torch.ones_like(found), x, weight)] == [torch.bfloat16] * 2
@@ -47,7 +47,7 @@ def test_a_rotation_turns_pairs_and_its_gradient_turns_back() -> None:
     cosine, sine = angle.cos(), angle.sin()
     first, second = t.chunk(2, dim=-1)
     expected = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-    found, way = Rotation.apply(t, cosine, sine), torch.randn(9, 3, 8)
+    found, way = rotate(t, cosine, sine), torch.randn(9, 3, 8)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found, way, t), gradients(expected, way, t))
 
@@ -62,7 +62,7 @@ def test_other_rotations_are_refused(kwargs: dict[str, bool]) -> None:
 def test_rows_are_taken_and_the_gradient_comes_from_where_they_went() -> None:
     t = torch.arange(12.0).view(4, 3).requires_grad_()
     at, back = torch.tensor([2, 3, 2, 2, 0, 1]), torch.tensor([4, 5, 0, 1])  # rows 2 and 3 of `at` are padding
-    found, way = Rows.apply(t, at, back), torch.randn(6, 3)
+    found, way = take_rows(t, at, back), torch.randn(6, 3)
     way[2:4] = 0.0
     assert torch.equal(found, t[at])
     torch.testing.assert_close(gradients(found, way, t), gradients(t.index_select(0, at), way, t))
