@@ -68,7 +68,7 @@ class Capabilities:
             "device": f"{'cuda' if self.cuda else 'cpu'}, collectives: {BACKEND}",
             "attention": "TE fused" if te else f"{by_length} ({against})" if against and self.cuda else by_length,
             "norms": "TE RMSNorm, fused with the projections" if te else "torch RMSNorm",
-            "RoPE": "TE fused" if self.transformer_engine else "megatron-core, unfused",
+            "RoPE": "TE fused" if self.transformer_engine else "unfused",
             "Adam": self.adam,
             "gradient accumulation fusion": fusion,
         }

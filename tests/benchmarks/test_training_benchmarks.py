@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from ctpo_megatron.config import load_config
 from tests.support import children
 from tests.support.prefork import ROOT
 
+CLIENT = "import sys, ctpo_sandbox.client; print(*[m.__file__ for n, m in sys.modules.items() if 'ctpo_sandbox' in n])"
 WATCHING = """
 import json, sys
 from pathlib import Path
@@ -149,3 +151,16 @@ def test_latencies_are_log_normal_within_their_bounds_and_the_same_in_every_run(
     drawn = [latency_s("print(1)", number) for number in range(400)]
     assert min(drawn) >= SHORTEST_S and max(drawn) <= LONGEST_S and drawn[7] == latency_s("print(1)", 7)
     assert 1.4 < sorted(drawn)[200] < 1.8 and sum(d in (SHORTEST_S, LONGEST_S) for d in drawn) < 40
+
+
+def test_trls_environment_has_what_the_client_of_the_sandbox_imports() -> None:
+    found = children.run([sys.executable, "-c", CLIENT], directory=ROOT, deadline_s=60).stdout.split()
+    wanted: set[str] = set()
+    for file in [*map(Path, found), ROOT / "benchmarks" / "trl_side.py"]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            wanted |= {name.partition(".")[0].replace("_", "-") for name in names}
+    wanted -= {name.replace("_", "-") for name in sys.stdlib_module_names} | {"ctpo-sandbox"}
+    lines = (ROOT / "benchmarks" / "trl_requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert wanted and wanted <= {line.partition("==")[0] for line in lines}
