@@ -11,6 +11,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.policy import device
 from ctpo_megatron.policy.model import DTYPES, BuiltModel
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
@@ -42,7 +43,7 @@ def build_optimizer(
         config_overrides=None if config.weight_decay_of == "matrices" else {},
     )
     for group in optimizer.param_groups:
-        if "fused" in group:  # torch's AdamW, which megatron takes where there is neither TE nor apex
+        if not device.CUDA:  # the default there is the implementation for several tensors
             group["fused"] = True
     steps = max(total_steps, config.warmup_steps + 1)
     decaying = max(1, round(steps * config.decay_fraction))
