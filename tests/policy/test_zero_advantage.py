@@ -57,12 +57,12 @@ def trajectories(count: int = 16) -> list[Trajectory]:
 
 
 def filled(policy: Policy, advantages: Sequence[float], *, skip: bool) -> MiniBatch:
-    """One optimizer step whose ratios leave 1, by as much as each token's log-prob says."""
+    """One optimizer step whose ratios leave 1, by as much as each token says: its log-prob differs with the packing."""
     (mini,) = policy.mini_batches(trajectories(), advantages, 16, skip_zero_advantage=skip)
     policy.compute_old_log_probs([mini])
     for micro in mini.micro_batches:
         if micro.old_log_probs is not None:  # of the last pipeline stage
-            micro.old_log_probs = micro.old_log_probs + 0.05 * torch.sin(100 * micro.old_log_probs)
+            micro.old_log_probs = micro.old_log_probs + 0.05 * torch.sin(100.0 * micro.token_ids)
     return mini
 
 
