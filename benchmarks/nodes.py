@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,14 @@ Side = Callable[[], torch.Tensor]
 def norm(shape: tuple[int, ...]) -> tuple[list[torch.Tensor], Side, Side]:
     """Inputs with gradients, ours and torch's."""
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
-    ours = lambda: rms_norm(x, weight, EPS)  # noqa: E731
-    return [x, weight], ours, lambda: F.rms_norm(x, (shape[-1],), weight, EPS)
+    return [x, weight], partial(rms_norm, x, weight, EPS), partial(F.rms_norm, x, (shape[-1],), weight, EPS)
 
 
 def rotation(shape: tuple[int, ...]) -> tuple[list[torch.Tensor], Side, Side]:
     """Inputs with gradients, ours and megatron's; both with the angles of each row at hand."""
     t, angles = torch.randn(shape, requires_grad=True), torch.randn(shape[0], 1, shape[-1] // 2)
     cosine, sine, both = angles.cos(), angles.sin(), torch.cat([angles, angles], dim=-1)[:, None]
-    ours = lambda: rotate(t, cosine, sine)  # noqa: E731
-    return [t], ours, lambda: _apply_rotary_pos_emb_bshd(t[:, None], both)[:, 0]
+    return [t], partial(rotate, t, cosine, sine), lambda: _apply_rotary_pos_emb_bshd(t[:, None], both)[:, 0]
 
 
 def timed(side: Side, inputs: list[torch.Tensor], way: torch.Tensor, flushed: torch.Tensor) -> float:

@@ -66,7 +66,7 @@ MEDIUM_MODEL: dict[str, Any] = {
 MEDIUM = Size(
     "medium",
     "A random Qwen3 of hidden size 512 and 8 layers (25 million parameters), 4 prompts x 8 samples, one optimizer step "
-    "a batch; a sample ends with the probability of one token of 512, so that lengths are geometric, at most 1,000.",
+    "a batch. A sample ends with the probability of one token of 512, so that lengths are geometric, at most 1,000.",
     prompts=4,
     updates=1,
     warm=0,

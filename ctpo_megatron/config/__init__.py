@@ -50,7 +50,7 @@ from ctpo_megatron.config.schema import (
 from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.system_prompt import SystemPrompt, system_prompt_text
 from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
-from ctpo_megatron.config.torchrun import node_ranks, world_size
+from ctpo_megatron.config.torchrun import available_cores, node_ranks, world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
 __all__ = [
@@ -96,6 +96,7 @@ __all__ = [
     "TrackingConfig",
     "WeightsConfig",
     "advantage_from_config",
+    "available_cores",
     "chat_template_names",
     "chat_template_text",
     "check",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+from ctpo_megatron.config import available_cores
 from ctpo_megatron.doctor.findings import Finding
 
 GIB = 1 << 30
@@ -41,8 +42,7 @@ class Wanted:
 
 def check_machine(wanted: Wanted) -> Iterator[Finding]:
     """Cores, memory, shared memory, disks, open files, ports."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("cores", "ok", f"{cores}")
+    yield Finding("cores", "ok", f"{available_cores()}")
     yield _memory(wanted.host_bytes)
     if os.path.isdir(wanted.shared_memory):
         yield _shared_memory(wanted)

@@ -23,16 +23,17 @@ from ctpo_megatron.policy.workload import length_classes
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with megatron's constructor; works under sequence parallelism (megatron's wrapper does not)."""
 
+    eps: float  # never None, as torch's may be
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self._eps = eps
         weight: Any = self.weight
         weight.sequence_parallel = config.sequence_parallel  # read by megatron's gradient reduction
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:  # torch has a kernel there
             return super().forward(x)
-        return rms_norm(x, self.weight, self._eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def packed_sequences(batch: PackedBatch, split: ContextSplit) -> PackedSeqParams:

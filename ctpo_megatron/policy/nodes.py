@@ -1,7 +1,7 @@
 """RMSNorm, rotary embedding and gathers of packed rows, each as one node of the autograd graph.
 
-Torch's own operations make some ten nodes of each, and every one reads and writes all rows: for a small model on a CPU
-that takes longer than its matrix products.
+Torch's own operations make several nodes of each, and every one reads and writes all rows: on a CPU they take longer
+(`benchmarks/nodes.py`).
 """
 
 from __future__ import annotations

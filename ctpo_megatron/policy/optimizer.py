@@ -42,8 +42,8 @@ def build_optimizer(
         list(model.wrapped),
         config_overrides=None if config.weight_decay_of == "matrices" else {},
     )
-    for group in optimizer.param_groups:
-        if not device.CUDA:  # the default there is the implementation for several tensors
+    if not device.CUDA:  # there it wants its count of steps on the device; a restored checkpoint has it on the host
+        for group in optimizer.param_groups:
             group["fused"] = True
     steps = max(total_steps, config.warmup_steps + 1)
     decaying = max(1, round(steps * config.decay_fraction))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore
 
-from ctpo_megatron.config import PolicyConfig, node_ranks
+from ctpo_megatron.config import PolicyConfig, available_cores, node_ranks
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.rank_zero import RankZero
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,11 @@ class Layout:
 
 def usable_threads(wanted: int) -> int:
     """As many as `wanted`, if all ranks of this node can have them: ranks that share a core wait for each other."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(wanted, max(1, cores // (node_ranks() or 1)))
+    cores, ranks = available_cores(), node_ranks() or 1
+    taken = min(wanted, max(1, cores // ranks))
+    if taken < wanted:
+        log.info("policy.threads: %d of %d; this node has %d cores for %d ranks", taken, wanted, cores, ranks)
+    return taken
 
 
 def init_distributed(config: PolicyConfig, seed: int) -> Layout:
