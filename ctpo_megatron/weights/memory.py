@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -80,9 +80,14 @@ class WeightMemory:
             self._progress.wait_for(lambda: self.version != version or self._filled >= end, timeout_s)
             return self.version == version and self._filled >= end
 
-    def reopened(self) -> IO[bytes]:
-        """The file, for the caller to close; it outlives this object."""
-        return os.fdopen(os.dup(self._descriptor), "rb")
+    def mapped(self, first: int, size: int) -> tuple[mmap.mmap, memoryview]:
+        """`size` bytes from `first`, to be read, and the mapping that holds them: the caller's to close, in that order.
+
+        They outlive this object. Later versions take their place.
+        """
+        before = first % mmap.ALLOCATIONGRANULARITY
+        whole = mmap.mmap(self._descriptor, before + size, prot=mmap.PROT_READ, offset=first - before)
+        return whole, memoryview(whole)[before : before + size]
 
     def close(self) -> None:
         """Release the memory, but for what is being sent."""

@@ -21,6 +21,7 @@ TENSORS = {
     "model.layers.0.b.weight": torch.randn(7),
     "model.layers.1.a.weight": torch.randn(3, 5).bfloat16(),  # at an odd place for float32, which follows
     "model.layers.1.b.weight": torch.randn(4, 4),
+    "model.layers.1.c.weight": torch.randn(0, 4),
     "scalar": torch.tensor(3.5),
 }
 
@@ -181,7 +182,7 @@ def test_layers_come_one_after_another_from_all_ranks(server: WeightServer) -> N
 def test_a_bucket_has_a_size(server: WeightServer) -> None:
     offered = share(server, list(TENSORS))
     buckets = plan([offered], 100)
-    assert [len(bucket.entries) for bucket in buckets] == [1, 2, 1, 2]
+    assert [len(bucket.entries) for bucket in buckets] == [1, 2, 1, 3]
     assert all(bucket.size <= 100 or len(bucket.entries) == 1 for bucket in buckets)
 
 
@@ -222,7 +223,8 @@ def serving() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "weights"]
 
 
-def test_a_receiver_that_stops_reading_is_left() -> None:
+def test_a_receiver_that_stops_reading_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ctpo_megatron.weights.tcp")
     server = WeightServer("127.0.0.1", SECRET, 0.3)
     try:
         big = {"big": torch.zeros(16 << 20)}  # more than the buffers of a connection
@@ -239,6 +241,7 @@ def test_a_receiver_that_stops_reading_is_left() -> None:
             ) and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert not threads
+        assert [record.message for record in caplog.records] == ["weights: connection of 127.0.0.1 ended: timed out"]
     finally:
         server.close()
 
