@@ -1,11 +1,11 @@
-"""A rank's tensors of one version in anonymous shared memory, which the next version takes over."""
+"""A rank's tensors of one version in one piece of memory, which the next version takes over."""
 
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,16 +23,14 @@ _GROWTH = 64 << 20
 
 
 class WeightMemory:
-    """Bytes of tensors one after another, in a file without a name that ends with the process.
+    """Bytes of tensors one after another.
 
     Pages are used again: to write to new ones takes several times as long, and two versions would take memory. One
     thread plans and fills; others wait for what they want of it.
     """
 
     def __init__(self) -> None:
-        self._descriptor = os.memfd_create("ctpo-weights", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, mmap.PAGESIZE)
-        self._map = mmap.mmap(self._descriptor, mmap.PAGESIZE)
+        self._map = mmap.mmap(-1, mmap.PAGESIZE)
         self._progress = threading.Condition()
         self._filled = 0
         self.version = -1
@@ -49,7 +47,10 @@ class WeightMemory:
             self.version, self.entries, self._filled = version, entries, 0
             self._progress.notify_all()
         if end > len(self._map):
-            self._map.resize(end + _GROWTH)
+            # The former one stays as long as bytes of it are being sent.
+            self._map = mmap.mmap(-1, end + _GROWTH, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def fill(self, named_tensors: Iterable[tuple[str, torch.Tensor]], checksums: Checksums | None = None) -> None:
         """Copy the planned tensors (of any device and layout) in that order; each can be had once it is there.
@@ -80,19 +81,13 @@ class WeightMemory:
             self._progress.wait_for(lambda: self.version != version or self._filled >= end, timeout_s)
             return self.version == version and self._filled >= end
 
-    def mapped(self, first: int, size: int) -> tuple[mmap.mmap, memoryview]:
-        """`size` bytes from `first`, to be read, and the mapping that holds them: the caller's to close, in that order.
-
-        They outlive this object. Later versions take their place.
-        """
-        before = first % mmap.ALLOCATIONGRANULARITY
-        whole = mmap.mmap(self._descriptor, before + size, prot=mmap.PROT_READ, offset=first - before)
-        return whole, memoryview(whole)[before : before + size]
+    def content(self, first: int, size: int) -> memoryview:
+        """`size` bytes from `first`. They outlive this object; later versions take their place."""
+        return memoryview(self._map)[first : first + size]
 
     def close(self) -> None:
         """Release the memory, but for what is being sent."""
-        self._map.close()
-        os.close(self._descriptor)
+        self._map = mmap.mmap(-1, mmap.PAGESIZE)
 
     def _place(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
         shape = torch.Size(entry[2])

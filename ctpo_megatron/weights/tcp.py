@@ -108,9 +108,8 @@ class WeightServer:
             with self._lock:
                 if self._memory is not memory:  # it may have been closed meanwhile
                     return
-                mapping, content = memory.mapped(first, length)
-            with mapping, content:
-                _send(peer, content)
+                content = memory.content(first, length)
+            _send(peer, content)
 
 
 @dataclass(frozen=True)
@@ -259,10 +258,8 @@ class _Peer:
 
 def _send(peer: socket.socket, content: memoryview) -> None:
     """All of it. Faster than sendfile, which hands over page by page; the time-out is that of each part."""
-    sent = 0
-    while sent < len(content):
-        with content[sent:] as rest:
-            sent += peer.send(rest)
+    while content:
+        content = content[peer.send(content) :]
 
 
 def _receive(peer: socket.socket, into: memoryview) -> None:
