@@ -10,9 +10,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+
+import psutil
 
 from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN_FILE
@@ -59,6 +61,27 @@ def _token(directory: Path) -> dict[str, str | None]:
     file.touch(0o600)
     file.write_text(_secret(), encoding="utf-8")
     return {AUTH_MODE: None, TOKEN_FILE: str(file)}
+
+
+def _shut_down() -> None:
+    """Ray's shutdown without its waits: it sends SIGTERM to one process after another, and gives each a second.
+
+    Those that started within `children_spared` never act on it. What a killed process has started is killed, too.
+    """
+    import ray
+
+    node = ray._private.worker._global_node
+    assert node is not None  # a Ray of this process
+    started = [each.process for kind in node.all_processes.values() for each in kind]
+    below: list[psutil.Process] = []
+    for process in started:
+        process.terminate = process.kill
+        with suppress(psutil.NoSuchProcess):
+            below += psutil.Process(process.pid).children(recursive=True)
+    ray.shutdown()
+    for process in below:
+        with suppress(psutil.NoSuchProcess):  # most end by themselves
+            process.kill()
 
 
 class RayRuntime:
@@ -160,7 +183,7 @@ class RayRuntime:
         import ray
 
         if self._owner and ray.is_initialized():
-            ray.shutdown()
+            ray.shutdown() if self._temp is None else _shut_down()
         for _ in range(20):  # Ray's processes may still be writing their last log lines
             if self._temp is None or not self._temp.exists():
                 break

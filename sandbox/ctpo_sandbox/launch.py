@@ -117,14 +117,23 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the group kill below is the answer to it
             process.wait(_STOP_TIMEOUT_S)
     # Templates and workers share the server's group; a snippet has its own but dies with its worker. They end by
-    # themselves and take their files along; the dead may be in the group for a while until they are reaped.
+    # themselves and take their files along.
     deadline = time.monotonic() + _GROUP_GRACE_S
+    while _is_alive(process.pid) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
     with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(_POLL_S)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_STOP_TIMEOUT_S)
+
+
+def _is_alive(group: int) -> bool:
+    """Whether a process of it is; the dead stay in it until they are reaped, in some containers for ever."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, _, of = status.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                return True
+    return False
 
 
 def start_server(
