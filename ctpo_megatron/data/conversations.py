@@ -185,14 +185,16 @@ def _named(place: Place) -> str:
 def _encode(
     cut: Sequence[Sequence[Segment]], places: Sequence[Place], tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectory]:
-    pieces = [text for segments in cut for text, _ in segments]
-    token_ids = iter(tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+    # Questions, answers of tools and what a template writes around them come again and again.
+    pieces = list({text: None for segments in cut for text, _ in segments})
+    encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    token_ids = dict(zip(pieces, encoded, strict=True))
     conversations: list[Trajectory] = []
     for (file, row), segments in zip(places, cut, strict=True):
         record = Trajectory(prompt_id=f"{file.stem}/{row}", sample_index=0, seed=0)
         turn = 0
-        for _, is_model in segments:
-            ids = next(token_ids)
+        for text, is_model in segments:
+            ids = token_ids[text]
             if is_model:
                 turn += 1
                 record.append_model(ids, [0.0] * len(ids), [0] * len(ids), turn)
