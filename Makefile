@@ -2,6 +2,7 @@
 # make test         fresh machine -> .venv -> the CPU test suite
 # make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
 #                  installs Debian's packages of Slurm where they are missing
+# make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
 # make lint         ruff, mypy, and the links of the documents
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-processes test-light test-slow test-cluster test-gpu mutation bench-kernels gpu-first-hour lint lint-containers locks clean
+.PHONY: quickstart test test-processes test-light test-slow test-cluster test-kernels test-gpu mutation bench-kernels gpu-first-hour lint lint-containers locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -36,7 +37,7 @@ quickstart: $(INSTALLED)
 # Coverage is of the fourth: it nearly doubles the CPU time (22 -> 39 s of three folders), and would not see forked ranks
 # and engines anyway.
 # Bytecode is kept, whatever a container says: compiling our sources again costs each of the many processes 3 CPU-s.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not slow and not gpu and not cluster"
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not slow and not gpu and not cluster and not machine"
 LIGHT := tests/config tests/data tests/doctor tests/objective $(wildcard tests/test_*.py)
 PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.doctor ctpo_megatron.objective ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
@@ -54,12 +55,17 @@ test-light:
 	status=$$?; cat $(VENV)/light.txt; exit $$status
 
 test-slow: $(INSTALLED) $(TRITON)
-	$(BIN)/python -m pytest -m "slow and not gpu and not cluster" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not cluster and not machine" $(ARGS)
 
 # Ray nodes and node programs in network namespaces of their own: needs root.
 test-cluster: $(INSTALLED)
 	@$(BIN)/python -m tests.cluster.packages $(if $(INSTALL),--install)
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
+
+# The kernels come from the system's mirror of Debian, or from DEBIAN_MIRROR, and stay in build/machines.
+test-kernels: $(INSTALLED)
+	@$(BIN)/python -m tests.machines.packages $(if $(INSTALL),--install)
+	$(BIN)/python -m pytest -m machine tests/machines $(ARGS)
 
 mutation: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.mutations $(ARGS)

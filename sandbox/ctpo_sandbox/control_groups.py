@@ -1,6 +1,6 @@
 """Memory control groups, one for each worker and its runs: the kernel counts the pages that they touch, not those that
 they map. Both versions; a group of ours is inside the server's own (version 1), or beside it (version 2, whose groups
-hold either processes or groups).
+pass memory on or hold processes; only the root group may do both, so there it is inside).
 """
 
 import contextlib
@@ -41,29 +41,28 @@ _V2 = _Files("memory.max", "memory.swap.max", "0", "memory.events")
 
 
 class MemoryGroups:
-    """Where the calling process may make groups."""
+    """`parent`: where the calling process may make groups."""
 
     def __init__(self, parent: Path, files: _Files) -> None:
-        self._parent, self._files = parent, files
+        self.parent, self._files = parent, files
 
     @classmethod
-    def find(cls) -> Self:
-        """Raises NoControlGroup."""
-        found = place(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
-        if found is None:
-            raise NoControlGroup("no memory control groups are mounted here, or the server's is not below another one")
-        parent, files = found
-        passed_on = parent / "cgroup.subtree_control"
-        if files == _V2 and "memory" not in (passed_on.read_text() if passed_on.exists() else "").split():
-            raise NoControlGroup(f"{passed_on} does not name memory")
+    def find(cls, process: Path = Path("/proc/self")) -> Self:
+        """For `process`, a directory of /proc. Raises NoControlGroup."""
+        own = place((process / "cgroup").read_text(), (process / "mountinfo").read_text())
+        if own is None:
+            raise NoControlGroup("none that holds the server is to be seen here")
+        parent = own.path if own.files == _V1 else _parent(own)
         if not os.access(parent, os.W_OK):
             raise NoControlGroup(f"{parent} is not the server's to write to")
+        if own.files == _V2:
+            _pass_memory_on(parent, may_change=parent == own.mount)
         _remove_those_of_the_dead(parent)
-        return cls(parent, files)
+        return cls(parent, own.files)
 
     def group(self, name: str, megabytes: int) -> "MemoryGroup":
         """One that nothing is in yet."""
-        return MemoryGroup(self._parent / f"{_PREFIX}{os.getpid()}-{name}", self._files, megabytes << 20)
+        return MemoryGroup(self.parent / f"{_PREFIX}{os.getpid()}-{name}", self._files, megabytes << 20)
 
 
 class MemoryGroup:
@@ -101,30 +100,61 @@ class MemoryGroup:
                 time.sleep(_POLL_S)
 
 
-def place(groups: str, mounts: str) -> tuple[Path, _Files] | None:
-    """The directory for groups of the process whose /proc files `cgroup` and `mountinfo` say this; None for none."""
+class Place(NamedTuple):
+    """A process's own memory group, and where its hierarchy is mounted: nothing above that is to be seen."""
+
+    path: Path
+    mount: Path
+    files: _Files
+
+
+def place(groups: str, mounts: str) -> Place | None:
+    """That of the process whose /proc files `cgroup` and `mountinfo` say this; None where it is not to be seen."""
     own = {names: path for _, names, path in (line.split(":", 2) for line in groups.splitlines())}
     mounted = [line.split() for line in mounts.splitlines()]
     for names, path in own.items():
         if "memory" in names.split(","):
-            top = _mounted(mounted, "cgroup", path, option="memory")
-            return None if top is None else (top, _V1)
-    top = _mounted(mounted, "cgroup2", own.get("", "/"), option="")
-    # A mount shows nothing above its root.
-    return None if top is None or str(top) in {fields[4] for fields in mounted} else (top.parent, _V2)
+            return _mounted(mounted, "cgroup", path, option="memory", files=_V1)
+    return _mounted(mounted, "cgroup2", own[""], option="", files=_V2) if "" in own else None
 
 
-def _mounted(mounts: list[list[str]], kind: str, path: str, *, option: str) -> Path | None:
-    """Where the group `path` of a hierarchy is to be seen."""
+def _mounted(mounts: list[list[str]], kind: str, path: str, *, option: str, files: _Files) -> Place | None:
     for fields in mounts:
         root, point, end = fields[3], fields[4], fields.index("-")
         if fields[end + 1] == kind and option in ["", *fields[end + 3].split(",")] and _is_below(path, root):
-            return Path(point, os.path.relpath(path, root))
+            return Place(Path(point, os.path.relpath(path, root)), Path(point), files)
     return None
 
 
+def _parent(own: Place) -> Path:
+    """Of the groups of version 2. Raises NoControlGroup where they would have to be below one with processes."""
+    if own.path != own.mount:
+        return own.path.parent
+    if (own.path / "cgroup.type").exists():  # every group has one but the root
+        raise NoControlGroup(
+            f"{own.path} is the topmost group of this container and holds the server, so it passes none on; move its "
+            "processes into a group below it (docs/sandbox.md)"
+        )
+    return own.path
+
+
+def _pass_memory_on(parent: Path, *, may_change: bool) -> None:
+    """may_change: have it do so if it does not; further down systemd would undo that, and with it the limits."""
+    passed_on = parent / "cgroup.subtree_control"
+    if not passed_on.exists() or "memory" not in (parent / "cgroup.controllers").read_text().split():
+        raise NoControlGroup(f"{parent} has no memory to pass on: its cgroup.controllers does not name it")
+    if "memory" in passed_on.read_text().split():
+        return
+    if not may_change:
+        raise NoControlGroup(f"{passed_on} does not name memory")
+    try:
+        passed_on.write_text("+memory")
+    except OSError as error:
+        raise NoControlGroup(f"{passed_on} does not take +memory: {error.strerror}") from error
+
+
 def _is_below(path: str, root: str) -> bool:
-    return path == root or path.startswith(root.rstrip("/") + "/")
+    return ".." not in path.split("/") and (path == root or path.startswith(root.rstrip("/") + "/"))
 
 
 def _remove_those_of_the_dead(parent: Path) -> None:

@@ -1,10 +1,13 @@
 """The system calls that Python has no name for, each raising OSError: mounts, namespaces, capabilities, prctl."""
 
 import ctypes
+import errno
 import os
+import re
 import struct
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
@@ -15,7 +18,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWN
     0x20000000,
     0x40000000,
 )
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 PR_SET_PDEATHSIG = 1
@@ -23,6 +26,9 @@ PR_SET_DUMPABLE = 4
 
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_SETATTR = 442  # the same number on every architecture
+_ATTRIBUTES = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MS_NOEXEC
+"""These have the same bits as MS_* and in statvfs(3)."""
+
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPABILITY_VERSION_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -86,12 +92,32 @@ def unmounting(target: str) -> Step:
 
 
 def restrict_mount(target: str, attributes: int, *, recursive: bool) -> None:
-    """Add MOUNT_ATTR_* to the mount at `target` (Linux 5.12)."""
+    """Add MOUNT_ATTR_* to the mount at `target`, and to those below it."""
     flags = _AT_RECURSIVE if recursive else 0
     wanted = struct.pack("=QQQQ", attributes, 0, 0, 0)
     path = target.encode()
     result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, flags, wanted, ctypes.c_size_t(len(wanted)))
-    check(result, f"mount_setattr {target}")
+    if result < 0 and ctypes.get_errno() == errno.ENOSYS:  # before Linux 5.12
+        for point in _mounts_below(target) if recursive else [target]:
+            _restrict_one_mount(point, attributes)
+    else:
+        check(result, f"mount_setattr {target}")
+
+
+def _restrict_one_mount(point: str, attributes: int) -> None:
+    present = os.statvfs(point).f_flag & _ATTRIBUTES  # a remount takes away what it does not name
+    mount("none", point, None, MS_REMOUNT | MS_BIND | present | attributes)
+
+
+def _mounts_below(target: str) -> list[str]:
+    """The mount at `target` and those below it. Raises OSError where `target` is none."""
+    top = os.path.realpath(target)
+    mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+    points = [line.split()[4] for line in mounts.splitlines()]
+    points = [re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), point) for point in points]
+    if top not in points:
+        raise OSError(errno.EINVAL, f"{top} is not mounted")
+    return [point for point in points if point == top or point.startswith(f"{top}/")]
 
 
 def enter_root(directory: str) -> None:

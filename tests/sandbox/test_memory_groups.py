@@ -122,12 +122,62 @@ INSIDE = "30 25 0:31 /docker/a /sys/fs/cgroup/memory ro - cgroup cgroup rw,memor
     [
         ("4:memory:/job/a\n0::/", V1, "/sys/fs/cgroup/memory/job/a"),
         ("4:memory:/docker/a/b\n0::/", INSIDE, "/sys/fs/cgroup/memory/b"),
-        ("0::/user.slice/app.slice/run-1.scope", V2, "/sys/fs/cgroup/user.slice/app.slice"),
-        ("0::/", V2, None),  # a container: what is above its own group cannot be seen
+        ("0::/user.slice/app.slice/run-1.scope", V2, "/sys/fs/cgroup/user.slice/app.slice/run-1.scope"),
+        ("0::/", V2, "/sys/fs/cgroup"),
+        ("0::/../other", V2, None),  # outside of what its namespace shows
         ("4:memory:/job\n0::/", V2, None),
         ("", "", None),
     ],
 )
-def test_where_groups_are_made(groups: str, mounts: str, expected: str | None) -> None:
+def test_the_own_group(groups: str, mounts: str, expected: str | None) -> None:
     found = place(groups, mounts)
-    assert (None if found is None else os.path.normpath(found[0])) == expected
+    assert (None if found is None else os.path.normpath(found.path)) == expected
+
+
+def _process(folder: Path, own: str, *, mount: str, slice_: str, is_root: bool, offered: str = "cpu memory") -> Path:
+    """Its directory of /proc; `mount` and `slice_`: what /sys/fs/cgroup and its group system.slice pass on."""
+    top = folder / "top"
+    for group, passed_on in ((top, mount), (top / "system.slice", slice_)):
+        group.mkdir()
+        (group / "cgroup.controllers").write_text(offered)
+        (group / "cgroup.subtree_control").write_text(passed_on)
+        if group != top or not is_root:
+            (group / "cgroup.type").write_text("domain\n")
+    (folder / "cgroup").write_text(f"0::{own}\n")
+    (folder / "mountinfo").write_text(V2.replace("/sys/fs/cgroup", str(top)))
+    return folder
+
+
+IN_SCOPE = "/system.slice/run-1.scope"
+
+
+@pytest.mark.parametrize(
+    ("own", "is_root", "mount", "slice_", "parent", "mount_after"),
+    [
+        (IN_SCOPE, True, "memory", "memory pids", "system.slice", "memory"),
+        ("/", True, "", "", ".", "+memory"),
+        ("/", True, "cpu memory", "", ".", "cpu memory"),
+        ("/init", False, "", "", ".", "+memory"),  # a container whose processes were moved out of its topmost group
+    ],
+)
+def test_groups_of_version_2_are_made_where_memory_is_passed_on(
+    tmp_path: Path, own: str, is_root: bool, mount: str, slice_: str, parent: str, mount_after: str
+) -> None:
+    process = _process(tmp_path, own, mount=mount, slice_=slice_, is_root=is_root)
+    assert os.path.normpath(MemoryGroups.find(process).parent) == os.path.normpath(tmp_path / "top" / parent)
+    assert (tmp_path / "top" / "cgroup.subtree_control").read_text() == mount_after
+
+
+@pytest.mark.parametrize(
+    ("own", "offered", "reason"),
+    [
+        ("/", "cpu memory", r"top is the topmost group of this container .* move its processes"),
+        (IN_SCOPE, "cpu memory", r"system\.slice/cgroup\.subtree_control does not name memory"),
+        (IN_SCOPE, "cpu", r"system\.slice has no memory to pass on"),
+    ],
+)
+def test_why_no_group_of_version_2_can_be_made(tmp_path: Path, own: str, offered: str, reason: str) -> None:
+    process = _process(tmp_path, own, mount="cpu", slice_="pids", is_root=False, offered=offered)
+    with pytest.raises(NoControlGroup, match=reason):
+        MemoryGroups.find(process)
+    assert (tmp_path / "top" / "system.slice" / "cgroup.subtree_control").read_text() == "pids"

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ctpo_sandbox import ExecutionResult, SandboxClient, SandboxServer, SandboxStartError
+from ctpo_sandbox.namespaces import FILES, TREES, WORK
+from tests.sandbox.conftest import runner
 from tests.support.deadlines import scaled
 
-START_WITHOUT_LANDLOCK = """
+START_AS_ON_LINUX_5_11 = """
 import errno, runpy, sys
 import pyseccomp
 rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "landlock_create_ruleset")
+for name in ("landlock_create_ruleset", "mount_setattr"):
+    rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), name)
 rules.load()
 sys.argv = ["ctpo_sandbox.server", *sys.argv[1:]]
 runpy.run_module("ctpo_sandbox.server", run_name="__main__")
 """
-"""What Linux before 5.13, or a boot option `lsm=` without it, answers."""
+"""What Linux before 5.12 answers: it has neither Landlock (5.13) nor mount_setattr."""
 
 SECRET = "the-answer-is-" + "forty-two"
 HOLD = f"""
@@ -67,22 +72,46 @@ print(sorted(found))
 """
 
 
-@pytest.mark.xdist_group("sandbox-B")
-@pytest.mark.parametrize("level", ["namespaces-root", "namespaces-user"])
-def test_neighbours_are_invisible_without_landlock(tmp_path: Path, level: str) -> None:
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", START_WITHOUT_LANDLOCK, "--slots", "2", "--level", level, "--tiers", "stdlib"]
+LIST_THE_BOX = """
+import json, os
+listed = {path: os.listdir(path) for path in ("/", "/etc", "/dev")}
+for name in ("tcp", "udp", "unix", "dev"):
+    listed[name] = [line.split()[0] for line in open(f"/proc/net/{name}")]
+print(json.dumps(listed))
+"""
+
+
+@pytest.fixture(params=["namespaces-root", "namespaces-user"])
+def as_on_linux_5_11(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SandboxServer]:
+    options = ["--slots", "2", "--level", request.param, "--tiers", "stdlib"]
     try:
-        server = SandboxServer(command, log, scaled(60))
+        server = SandboxServer([sys.executable, "-c", START_AS_ON_LINUX_5_11, *options], tmp_path / "log", scaled(60))
     except SandboxStartError as error:
         if "Operation not permitted" not in str(error):
             raise
-        pytest.skip(f"this machine does not offer {level}")
+        pytest.skip(f"this machine does not offer {request.param}")
     with server:
         assert "landlock" in server.health["missing"]
-        held, looked = asyncio.run(_both(server.url))
+        yield server
+
+
+@pytest.mark.xdist_group("sandbox-B")
+def test_neighbours_are_invisible_without_landlock(as_on_linux_5_11: SandboxServer) -> None:
+    held, looked = asyncio.run(_both(as_on_linux_5_11.url))
     assert held.stdout == "held\n", held
     assert looked.stdout == "[]\n", looked
+
+
+@pytest.mark.xdist_group("sandbox-B")
+def test_nothing_but_the_box_is_visible_without_landlock(as_on_linux_5_11: SandboxServer) -> None:
+    with runner(as_on_linux_5_11.url) as run:
+        listed = json.loads(run(LIST_THE_BOX).stdout)
+    bound = [*TREES, *FILES, sys.prefix, sys.base_prefix, WORK, "/proc", "/tmp"]
+    assert set(listed["/"]) <= {Path(path).parts[1] for path in bound}
+    assert set(listed["/etc"]) <= {"ld.so.cache", "localtime"}
+    assert set(listed["/dev"]) == {"null", "zero", "urandom", "random", "fd", "stdin", "stdout", "stderr"}
+    assert [len(listed[name]) for name in ("tcp", "udp", "unix")] == [1, 1, 1]  # the heads of tables
+    assert [name for name in listed["dev"] if name.endswith(":")] == ["lo:"]
 
 
 async def _both(url: str) -> list[ExecutionResult]:
