@@ -95,10 +95,10 @@ def test_groups_end_with_their_server_and_those_of_a_killed_one_with_the_next(tm
     with _start(tmp_path) as server:
         killed = server.process.pid
         assert _groups(killed)
-        family = psutil.Process(killed).children(recursive=True)
-        psutil.Process(killed).kill()
-        psutil.wait_procs(family, timeout=scaled(10))
-        server.process.wait(scaled(10))
+        process = psutil.Process(killed)
+        family = process.children(recursive=True)
+        process.kill()
+        psutil.wait_procs([process, *family], timeout=scaled(10))
     with _start(tmp_path) as server:
         assert _groups(killed) == []
         last = server.process.pid
