@@ -4,7 +4,7 @@
 
 Two Ray nodes run on this machine, the driver on the first, a receiver on the second, so all bytes go over loopback.
 Both sides start with the same tensors in the driver and end when the receiver has read a number of every page of each
-tensor. TCP: a copy in shared memory is made, which the receiver fetches bucket by bucket meanwhile. Ray: `ray.put` of
+tensor. TCP: a copy is made, which the receiver fetches bucket by bucket meanwhile. Ray: `ray.put` of
 the tensors as NumPy arrays (which Ray hands over without pickling their bytes), `ray.get` in the receiver. "With
 checksums" adds what the transport does for verification in the trainer, for which Ray has no counterpart.
 """

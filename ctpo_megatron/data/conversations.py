@@ -186,7 +186,7 @@ def _encode(
     cut: Sequence[Sequence[Segment]], places: Sequence[Place], tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectory]:
     # Questions, answers of tools and what a template writes around them come again and again.
-    pieces = list({text: None for segments in cut for text, _ in segments})
+    pieces = list(dict.fromkeys(text for segments in cut for text, _ in segments))
     encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     token_ids = dict(zip(pieces, encoded, strict=True))
     conversations: list[Trajectory] = []

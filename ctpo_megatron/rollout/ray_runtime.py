@@ -183,7 +183,10 @@ class RayRuntime:
         import ray
 
         if self._owner and ray.is_initialized():
-            ray.shutdown() if self._temp is None else _shut_down()
+            if self._temp is None:  # a cluster's processes are not ours to end
+                ray.shutdown()
+            else:
+                _shut_down()
         for _ in range(20):  # Ray's processes may still be writing their last log lines
             if self._temp is None or not self._temp.exists():
                 break

@@ -18,8 +18,6 @@ Entry = tuple[str, str, tuple[int, ...], int, int]
 
 ALIGNED = 64
 """Every tensor begins at a multiple of so many bytes."""
-_GROWTH = 64 << 20
-"""More bytes than needed, which take memory once they are written."""
 
 
 class WeightMemory:
@@ -48,7 +46,8 @@ class WeightMemory:
             self._progress.notify_all()
         if end > len(self._map):
             # The former one stays as long as bytes of it are being sent.
-            self._map = mmap.mmap(-1, end + _GROWTH, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map.madvise(mmap.MADV_DONTFORK)  # a forked writer of checkpoints would have it copied as it is filled
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
 

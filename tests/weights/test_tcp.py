@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +76,17 @@ def test_the_next_version_takes_the_memory_over(server: WeightServer) -> None:
         assert [entry[4] for entry in memory.entries] == [tensor.nbytes for tensor in found.values()]
         assert all(torch.equal(tensor, TENSORS[name] + version) for name, tensor in found.items())
     memory.close()
+
+
+def test_a_forked_process_does_not_get_the_copy() -> None:
+    memory, big = WeightMemory(), {"big": torch.zeros(1 << 20)}
+    memory.plan(plan_of(big), 1)
+    memory.fill(big.items())
+    address = torch.frombuffer(memory.content(0, big["big"].nbytes), dtype=torch.float32).data_ptr()
+    smaps = Path("/proc/self/smaps").read_text()
+    flags = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z ]+)$", smaps, re.M | re.S)
+    (found,) = [names.split() for first, end, names in flags if int(first, 16) <= address < int(end, 16)]
+    assert "dc" in found  # "do not copy on fork"
 
 
 def test_an_engine_that_has_everything_leaves_without_a_word(
