@@ -112,12 +112,12 @@ def test_nothing_of_the_server_is_visible(execute):
     assert execute(open_files + "print([n for n in range(200) if f(n)])").stdout == "[0, 1, 2]\n"
 
 
-def _listed(directory: Path) -> list[str] | None:
-    """Names in it; None between one run's and the next."""
+def _left_in(directory: Path) -> list[str]:
+    """Names in it; none between one run's and the next, when it does not exist."""
     try:
         return os.listdir(directory)
     except FileNotFoundError:
-        return None
+        return []
 
 
 def test_work_directory_is_removed_whatever_is_in_it(server_at, tmp_path, monkeypatch):
@@ -134,8 +134,9 @@ for _ in range(1500):
         directory = Path(execute(code).stdout.strip())
         assert directory.is_relative_to(tmp_path)
         deadline = time.monotonic() + scaled(10)
-        while _listed(directory) != [] and time.monotonic() < deadline:
+        while _left_in(directory) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert _listed(directory) == []  # the next run's, which is made ahead
+        assert _left_in(directory) == []
+        assert execute("import os; print(os.listdir())").stdout == "[]\n"
     assert Path("/usr/bin").exists()
     assert list(tmp_path.glob("ctpo-sandbox-*")) == []
