@@ -1,7 +1,7 @@
 """One thread for the network in place of one for each of gloo's groups.
 
 PyTorch gives every group a device of its own, and the thread of each wakes a hundred times a second, whether the group
-is used or not. Megatron-Core makes some 25 groups of a rank and vLLM a dozen: thousands of times a second a thread that
+is used or not. Megatron-Core alone makes more than twenty groups of a rank: two thousand times a second a thread that
 computes is interrupted. gloo's devices can be shared; PyTorch has no public way to say so (2.13).
 """
 

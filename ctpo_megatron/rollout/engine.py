@@ -63,11 +63,9 @@ class RolloutEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from ctpo_megatron.gloo import share_devices
         from ctpo_megatron.rollout.in_process import in_process_engine
         from ctpo_megatron.weights import vllm_worker
 
-        share_devices()
         activate(self._config.extensions.path or ())
         self._tools = make_toolbox(self._config, self._spec.sandbox_url)
         self._environment = make_environment(self._config.rollout)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -22,42 +25,33 @@ def watchers() -> int:
 
 
 def sums_of_a_trainer() -> tuple[list[float], int]:
-    """Of groups of every kind that megatron has made, and of one that is made and ended many times."""
+    """Of the group of all ranks and of six more, beside those that megatron makes."""
     layout = init_distributed(PolicyConfig(tensor_model_parallel_size=2), seed=0)
     found = []
     for group in [None, *(dist.new_group([0, 1]) for _ in range(6))]:
         value = torch.tensor([1.0 + layout.rank])
-        works = [dist.all_reduce(value, group=group, async_op=True)]
-        for work in works:
-            work.wait()
+        dist.all_reduce(value, group=group)
         found.append(value.item())
-        if group is not None:
-            dist.destroy_process_group(group)
     return found, watchers()
 
 
-def in_a_child_of(interface: str | None) -> tuple[list[int], list[float]]:
-    """Watchers of a process and of its child, and what groups of both say."""
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+def groups() -> tuple[float, int]:
+    """What five groups say, and how many watchers there are then."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    value = torch.ones(1)
+    for group in [dist.new_group([0]) for _ in range(4)]:
+        dist.all_reduce(value, group=group)
+    dist.destroy_process_group()
+    return value.item(), watchers()
+
+
+def here_and_in_a_child(interfaces: str) -> list[tuple[float, int]]:
+    """`groups` of a process, then of one that it forks."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interfaces
     share_devices()
-    read, write = os.pipe()
-
-    def groups() -> float:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        value = torch.ones(1)
-        for group in [dist.new_group([0]) for _ in range(4)]:
-            dist.all_reduce(value, group=group)
-        dist.destroy_process_group()
-        return value.item()
-
     here = groups()
-    if os.fork() == 0:
-        os.write(write, f"{groups()} {watchers()}".encode())
-        os._exit(0)
-    os.wait()
-    there, of_child = os.read(read, 100).decode().split()
-    return [watchers(), int(of_child)], [here, float(there)]
+    with ProcessPoolExecutor(1, get_context("fork")) as child:
+        return [here, child.submit(groups).result(60)]
 
 
 def test_ranks_of_a_trainer_have_one_network_thread() -> None:
@@ -67,16 +61,13 @@ def test_ranks_of_a_trainer_have_one_network_thread() -> None:
 
 
 def test_a_forked_process_has_a_device_of_its_own() -> None:
-    [(found, sums)] = run(in_a_child_of, None)
-    assert found == [1, 1]
-    assert sums == [1.0, 1.0]
+    assert run(here_and_in_a_child, "") == [[(1.0, 1), (1.0, 1)]]
 
 
 def test_interfaces_are_those_of_the_environment() -> None:
-    [(found, _)] = run(in_a_child_of, "lo,lo")
-    assert found == [2, 2]
+    assert run(here_and_in_a_child, "lo,lo") == [[(1.0, 2), (1.0, 2)]]
     with pytest.raises(RanksFailed, match="no-such-interface"):
-        run(in_a_child_of, "no-such-interface")
+        run(here_and_in_a_child, "no-such-interface")
 
 
 def test_the_deadline_of_a_group_is_kept() -> None:
@@ -85,8 +76,6 @@ def test_the_deadline_of_a_group_is_kept() -> None:
 
 
 def wait_for_nobody() -> None:
-    from datetime import timedelta
-
     share_devices()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
