@@ -50,7 +50,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_megatron.models",
         "ctpo_megatron.config",
         "ctpo_megatron.data",
-        "ctpo_megatron.gloo",
         "ctpo_megatron.signals",
         "ctpo_megatron.weights.tensor_file",
         "ctpo_kernels",
@@ -64,7 +63,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "ctpo_megatron.rollout": (
         "ctpo_megatron.addresses",
-        "ctpo_megatron.gloo",
         "ctpo_megatron.ray_environment",
         "ctpo_megatron.signals",
         "ctpo_megatron.data.records",

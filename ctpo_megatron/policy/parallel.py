@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore
 
 from ctpo_megatron.config import PolicyConfig, available_cores, node_ranks
-from ctpo_megatron.gloo import share_devices
 from ctpo_megatron.policy import device
 from ctpo_megatron.policy.rank_zero import RankZero
 
@@ -109,7 +108,6 @@ def init_distributed(config: PolicyConfig, seed: int) -> Layout:
     RuntimeError when a rank does not arrive.
     """
     device.install()
-    share_devices()
     torch.set_num_threads(usable_threads(config.threads))
     here = device.local_device(int(os.environ.get("LOCAL_RANK", 0)))
     timeout = timedelta(minutes=config.timeout_minutes)

@@ -20,8 +20,6 @@ from vllm.v1.engine import async_llm
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ctpo_megatron.gloo import share_devices
-
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -40,7 +38,6 @@ def in_process_engine(arguments: AsyncEngineArgs, threads: int) -> async_llm.Asy
     threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened.
     """
     torch.set_num_threads(threads)
-    share_devices()
     with _cores_made_here():
         return async_llm.AsyncLLM.from_engine_args(arguments)
 
