@@ -33,7 +33,7 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
     layers = [*files, *extra]
     sources = Sources(tuple(layers))
     values = _merge(layers, problems)
-    if OmegaConf.select(values, "extensions.path") is None and OmegaConf.is_dict(values.get("extensions")):
+    if not _is_given(values, "extensions.path") and OmegaConf.is_dict(values.get("extensions")):
         values.extensions.path = [str(Path.cwd() if path is None else Path(path).resolve().parent)]
     tree = _resolve(values, (), sources, problems)
     problems += _secrets(tree, sources)
@@ -82,14 +82,41 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
     given = OmegaConf.create({})
     for layer in layers:
         try:
-            given = cast(DictConfig, OmegaConf.merge(given, layer.values))
+            given = _over(given, layer.values)
         except OmegaConfBaseException as error:
             keys = max(layer.places, key=len, default=())
             problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
-    values = cast(DictConfig, OmegaConf.merge(defaults(Config, plain(given)), given))
-    if OmegaConf.select(given, "objective.anchor") is None and _is_stale(values):
+    values = _over(OmegaConf.create(defaults(Config, plain(given))), given)
+    if not _is_given(given, "objective.anchor") and _is_stale(values):
         values.objective.anchor = "behaviour"
     return values
+
+
+def _over(below: DictConfig, above: DictConfig) -> DictConfig:
+    """Both merged. A list and a mapping may take each other's place, as other values may; OmegaConf refuses that."""
+    for *sections, key in _replaced(plain(below), plain(above)):
+        node: Any = below
+        for section in sections:
+            node = node[section]
+        node[key] = None
+    return cast(DictConfig, OmegaConf.merge(below, above))
+
+
+def _replaced(below: Any, above: Any, keys: Keys = ()) -> Iterator[Keys]:
+    """Keys of mappings that are lists above, and of lists that are mappings."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        for key in below.keys() & above.keys():
+            yield from _replaced(below[key], above[key], (*keys, key))
+    elif {type(below), type(above)} == {dict, list}:
+        yield keys
+
+
+def _is_given(values: DictConfig, key: str) -> bool:
+    """Whether it has a value; a broken interpolation is one, and is reported where all values are resolved."""
+    try:
+        return OmegaConf.select(values, key) is not None
+    except OmegaConfBaseException:
+        return True
 
 
 def _is_stale(values: DictConfig) -> bool:

@@ -57,13 +57,16 @@ def _read_chain(file: Path, seen: tuple[Path, ...]) -> list[Layer]:
         chain = " -> ".join(_display(p) for p in (*seen[seen.index(real) :], real))
         raise ConfigError([Problem("defaults", f"the files include each other in a circle: {chain}", where=name)])
     layer = _read_file(file, name)
-    base = layer.values.pop("defaults", None)
+    where = layer.places.get(("defaults",))
+    if where is None:
+        return [layer]
+    base = plain(layer.values)["defaults"]
+    del layer.values["defaults"]
     if base is None:
         return [layer]
-    where = layer.places[("defaults",)]
     if not isinstance(base, str):
         fix = "write one file name, e.g. `defaults: base.yaml` (Hydra's lists of groups are not supported)"
-        raise ConfigError([Problem("defaults", "not a file name", fix, OmegaConf.to_container(base), where)])
+        raise ConfigError([Problem("defaults", "not a file name", fix, base, where)])
     parent = file.parent / base
     if not parent.is_file():
         here = sorted(p.name for p in file.parent.glob("*.yaml"))
@@ -75,8 +78,12 @@ def _read_file(file: Path, name: str) -> Layer:
     try:
         text = file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        places = {(): name, **dict(_places(root, (), name))}
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(error, name)]) from error
+    except RecursionError as error:
+        message = "not readable: an alias (*) inside of what it names (&), or too many levels"
+        raise ConfigError([Problem("", message, where=name)]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("", f"cannot be read: {error}", where=name)]) from error
     if root is None:
@@ -85,7 +92,6 @@ def _read_file(file: Path, name: str) -> Layer:
         raise ConfigError(
             [Problem("", "the file must be a mapping of sections, e.g. `run: {name: first}`", where=name)]
         )
-    places = {(): name, **dict(_places(root, (), name))}
     try:
         return Layer(cast(DictConfig, OmegaConf.load(file)), places)  # the root is a mapping
     except yaml.YAMLError as error:
@@ -96,7 +102,7 @@ def _read_file(file: Path, name: str) -> Layer:
         raise ConfigError([Problem(key, f"broken interpolation: {first_line(error)}", where=where)]) from error
 
 
-def _places(node: yaml.Node, keys: Keys, name: str) -> Iterator[tuple[Keys, str]]:
+def _places(node: yaml.Node | None, keys: Keys, name: str) -> Iterator[tuple[Keys, str]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             inner = (*keys, str(key.value))

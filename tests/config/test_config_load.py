@@ -72,6 +72,11 @@ def test_defaults_are_read_first_and_recursively(base: Path) -> None:
     assert (config.run.name, config.run.steps, config.run.seed) == ("first", 9, 2)
 
 
+def test_no_defaults_may_be_said(base: Path) -> None:
+    (base.parent / "child.yaml").write_text("defaults: null\n" + base.read_text())
+    assert load_config("child.yaml") == load_config("base.yaml")
+
+
 def test_defaults_refuse_a_circle_and_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text("defaults: b.yaml\n")
@@ -167,10 +172,16 @@ def test_unreadable_override_does_not_hide_the_others(refusal: Refusal) -> None:
         ("data.train=[]", "data.train = []: wrong number of items; give at least 1"),
         ("eval=null", "eval = null: a section must be a mapping"),
         ("policy=3", "policy = 3: a section must be a mapping"),
+        ("policy=[]", "policy = []: a section must be a mapping"),
+        ("policy.optimizer=[x]", 'policy.optimizer = ["x"]: a section must be a mapping'),
+        ("rollout.tools={}", "rollout.tools = {}: must be a list"),
+        ("rollout.engine.extra=[x]", 'rollout.engine.extra = ["x"]: must be an object'),
         ("sft.steps=3", "sft.data: required, but not given; add it: files with a column `messages`"),
         ("run.root=${run.rot}", "Interpolation key 'run.rot' not found; did you mean run.root?"),
         ("run.root=${oc.env:CTPO_NO_SUCH_VARIABLE}", "Environment variable 'CTPO_NO_SUCH_VARIABLE' not found"),
         ("run.root=${run.root}", "Recursive interpolation detected"),
+        ("objective.anchor=${run.nam}", "Interpolation key 'run.nam' not found; did you mean run.name?"),
+        ("extensions.path=${run.nam}", "Interpolation key 'run.nam' not found; did you mean run.name?"),
         ("rollout.top_p=0", "must be greater than 0"),
     ],
 )
@@ -253,6 +264,9 @@ def test_required_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("run: {seed: 1}\nrun: {seed: 2}\n", "bad.yaml:2: not valid YAML: found duplicate key run"),
         ("- run\n", "bad.yaml: the file must be a mapping of sections"),
         ("run:\n  name: ${x\n", "bad.yaml:2: run.name: broken interpolation: "),
+        ("run: &a [*a]\n", "bad.yaml: not readable: an alias (*) inside of what it names (&)"),
+        ("defaults: 3\n", "bad.yaml:1: defaults = 3: not a file name"),
+        ("defaults: ${run.name}\n", 'bad.yaml:1: defaults = "${run.name}": no such file'),
     ],
 )
 def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str) -> None:
