@@ -155,18 +155,48 @@ def _rendered(
     kwargs: Mapping[str, Any],
 ) -> list[str]:
     """The text of the first `count` messages of a conversation, for each (conversation, count)."""
+    import jinja2
+
     together: dict[str, list[int]] = {}
     for place, (index, _) in enumerate(beginnings):
         together.setdefault(json.dumps(conversations[index].tools), []).append(place)
     texts = [""] * len(beginnings)
     # One call for all that have the same tools: the template is looked up and compiled once.
     for places in together.values():
-        messages = [list(conversations[index].messages[:count]) for index, count in (beginnings[p] for p in places)]
-        tools = conversations[beginnings[places[0]][0]].tools
-        rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+        alike = [beginnings[place] for place in places]
+        messages = [list(conversations[index].messages[:count]) for index, count in alike]
+        tools = conversations[alike[0][0]].tools
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+        except (jinja2.TemplateError, TypeError):
+            _name_refused(conversations, alike, tokenizer, kwargs)
+            raise
         for place, text in zip(places, rendered, strict=True):
             texts[place] = text
     return texts
+
+
+def _name_refused(
+    conversations: Sequence[_Conversation],
+    beginnings: Sequence[tuple[int, int]],
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Raises DataError with the rows that the template refuses, where it does so for each alone."""
+    import jinja2
+
+    problems = Problems()
+    refused: set[int] = set()
+    for index, count in beginnings:
+        messages, tools = list(conversations[index].messages[:count]), conversations[index].tools
+        try:
+            tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+        except (jinja2.TemplateError, TypeError) as error:
+            if index not in refused:
+                reason = f"the chat template refuses it: {error}"
+                problems.row(*conversations[index].place, "messages", messages, reason)
+            refused.add(index)
+    problems.raise_if_any()
 
 
 def _not_a_prefix(place: Place, message: int) -> DataError:

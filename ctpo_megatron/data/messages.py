@@ -42,7 +42,7 @@ def _check_message(message: Mapping[str, Any], called: set[str]) -> str | None:
     if extra := sorted(key for key, cell in message.items() if key not in allowed and cell is not None):
         return f"has fields that are not supported: {', '.join(extra)}"
     answered = message.get("tool_call_id") if role == "tool" else None
-    if answered and called and answered not in called:
+    if answered and called and str(answered) not in called:
         return f"answers the call {answered!r}, which no message before it makes"
     return _check_calls(calls) if calls is not None else None
 
@@ -68,6 +68,10 @@ def check_tools(value: object) -> str | None:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return f'tool {place} is no schema {{"type": "function", "function": {{"name": ..., ...}}}}'
+    try:
+        json.dumps(tools)
+    except TypeError as error:
+        return f"cannot be written as JSON: {error}"
     return None
 
 

@@ -67,7 +67,11 @@ def read_rows(
         wanted = [column for column in (*required, *optional) if column in table.columns]
         for row, cells in enumerate(islice(table.rows(wanted), limit)):
             if isinstance(cells, dict):
-                yield row, dict.fromkeys(required) | cells
+                halves = [name for name in wanted if file.suffix in _JSON and not _is_text(cells.get(name))]
+                for name in halves:
+                    problems.row(file, row, name, cells[name], "holds half of a character (\\ud800 to \\udfff)")
+                if not halves:
+                    yield row, dict.fromkeys(required) | cells
             elif cells is not None:
                 problems.general(f"{file} row {row}: expected a JSON object, not {type(cells).__name__}")
     except (_Unreadable, pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -117,14 +121,15 @@ def _batches(batches: Any) -> Iterator[Any]:
 
 def _open_json(file: Path) -> Table:
     """One object a line, or one list of objects; an empty line is None."""
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
+    lines = text.split("\n")  # str.splitlines() also cuts at U+2028 and others, which texts may hold
     try:
         if text.lstrip().startswith("["):
             rows = json.loads(text)
         else:
-            rows = [json.loads(line) if line.strip() else None for line in text.splitlines()]
+            rows = [json.loads(line) if line.strip() else None for line in lines]
     except json.JSONDecodeError as error:
-        line = text.splitlines().index(error.doc) + 1 if error.doc != text else error.lineno
+        line = lines.index(error.doc) + 1 if error.doc != text else error.lineno
         raise _Unreadable(f"line {line}: {error.msg} at character {error.colno}") from error
     columns = list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))
     count = sum(row is not None for row in rows)
@@ -134,6 +139,15 @@ def _open_json(file: Path) -> Table:
             yield {name: row.get(name) for name in names} if isinstance(row, dict) else row
 
     return Table(columns, count, read)
+
+
+def _is_text(cell: Any) -> bool:
+    """Whether UTF-8 has all of its characters: JSON's escapes can say the half of a pair."""
+    try:
+        json.dumps(cell, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _lacks(file: Path, columns: Sequence[str], required: Sequence[str], problems: Problems) -> bool:

@@ -75,7 +75,7 @@ def load_cluster(path: Path) -> Cluster:
     """Read and check a cluster file. Raises ClusterError with all problems at once."""
     try:
         values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         raise ClusterError(f"{path}: {str(error).strip()}") from error
     if not isinstance(values, dict):
         raise ClusterError(f"{path}: must be a mapping of keys, e.g. `executor: slurm`")

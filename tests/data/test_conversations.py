@@ -59,6 +59,19 @@ def test_a_template_without_end_of_turn_is_refused(tmp_path, tokenizer):
         load_conversations([write(tmp_path / "a.parquet", [TALK])], other)
 
 
+def test_all_rows_that_the_template_refuses_are_named(tmp_path, tokenizer):
+    other = copy.deepcopy(tokenizer)
+    late = "{% if not loop.first and m.role == 'system' %}{{ raise_exception('system must come first') }}{% endif %}"
+    other.chat_template = "{% for m in messages %}" + late + "{{ m.content }}<|im_end|>{% endfor %}"
+    bad = [*TALK, {"role": "system", "content": "s"}, {"role": "assistant", "content": "t"}]
+    with pytest.raises(DataError) as caught:
+        load_conversations([write(tmp_path / "a.parquet", [TALK, bad, TALK, bad])], other)
+    message = str(caught.value)
+    assert "2 problems" in message
+    for row in (1, 3):
+        assert f"row {row} column 'messages': the chat template refuses it: system must come first" in message
+
+
 def test_bad_rows_are_reported_at_once(tmp_path, tokenizer):
     file = write(tmp_path / "a.parquet", [TALK, TALK[:1], [], [{"role": "x", "content": "y"}]])
     with pytest.raises(DataError) as caught:

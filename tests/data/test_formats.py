@@ -66,6 +66,40 @@ def test_every_kind_of_file_holds_the_same(tmp_path: Path, tokenizer) -> None:
         assert load_prompts([place], tokenizer, RULES) == expected, place
 
 
+def test_json_lines_end_at_line_feeds_alone(tmp_path: Path, tokenizer) -> None:
+    said = "1\u2028+\u0085 1\x1c?"
+    lines = [json.dumps(row(text, id=text), ensure_ascii=False) for text in (said, "2")]
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    prompts = load_prompts([str(tmp_path / "a.jsonl")], tokenizer, RULES)
+    assert [(prompt.id, prompt.messages[0]["content"]) for prompt in prompts] == [(said, said), ("2", "2")]
+
+
+def test_halves_of_characters_are_refused(tmp_path: Path, tokenizer) -> None:
+    rows = [row("\U0001f600"), row("\ud83d"), row(id="\ude00")]
+    with pytest.raises(DataError) as told:
+        load_prompts([write(tmp_path / "a.jsonl", *rows)], tokenizer, RULES)
+    assert "2 problems" in str(told.value)
+    assert "row 1 column 'prompt': holds half of a character" in str(told.value)
+    assert r"row 2 column 'id': holds half of a character (\ud800 to \udfff) (value: '\ude00')" in str(told.value)
+
+
+def test_calls_may_be_numbered(tmp_path: Path, openai) -> None:
+    call = {"id": 7, "type": "function", "function": {"name": "python", "arguments": {"code": "1"}}}
+    asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for answered in (7, "7"):
+        messages = [*asked, {"role": "tool", "tool_call_id": answered, "content": "1"}]
+        load_prompts([write(tmp_path / "a.jsonl", row(prompt=messages))], openai, RULES)
+    messages = [*asked, {"role": "tool", "tool_call_id": [7], "content": "1"}]
+    with pytest.raises(DataError, match=r"message 2 answers the call \[7\], which no message before it makes"):
+        load_prompts([write(tmp_path / "a.jsonl", row(prompt=messages))], openai, RULES)
+
+
+def test_tools_that_are_no_json_are_refused(tmp_path: Path, openai) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": b"d"}}]
+    with pytest.raises(DataError, match="row 0 column 'tools': cannot be written as JSON: Object of type bytes"):
+        load_prompts([write(tmp_path / "a.parquet", row(tools=tools))], openai, RULES)
+
+
 def test_rows_are_named_by_file_and_line(tmp_path: Path, tokenizer) -> None:
     prompts = load_prompts([write(tmp_path / "a.jsonl", row(), row("?"))], tokenizer, RULES)
     assert [prompt.id for prompt in prompts] == ["a/0", "a/1"]

@@ -60,3 +60,9 @@ def test_the_overlays_fit_what_they_say(nodes: int, model: str, engines: int) ->
     assert engine_count(config) == engines and config.cluster.nodes == nodes
     problems = [*check_placement(config, job, cuda=True), *check_gpu_memory(config, job, MODELS[model], gpu_gib=80)]
     assert [str(problem) for problem in problems] == []
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_bytes(b"job_dir: \xff\xfe\n")
+    with pytest.raises(ClusterError, match=r"bad.yaml: 'utf-8' codec can't decode"):
+        load_cluster(tmp_path / "bad.yaml")
