@@ -74,9 +74,12 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
         raise ConfigError([Problem("model.path", f"cannot read {file}: {error.strerror}", fix, str(path))]) from error
     except json.JSONDecodeError as error:
         raise ConfigError([Problem("model.path", f"{file}:{error.lineno}: not valid JSON: {error.msg}")]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem("model.path", f"{file}: not valid JSON: {error}")]) from error
     if not isinstance(raw, dict):
         raise ConfigError([Problem("model.path", "config.json must hold a JSON object", where=str(file))])
-    architecture = (raw.get("architectures") or [None])[0]
+    named = raw.get("architectures")
+    architecture = str(named[0] if isinstance(named, list) and named else None)
     if family is not None and architecture != family.architecture:
         message = f"architecture {architecture} is not that of model.family, {family.architecture}"
         raise ConfigError([Problem("model.path", message, where=str(file))])

@@ -72,7 +72,8 @@ class ModelFamily:
 
     def slides(self, raw: Mapping[str, Any]) -> bool:
         """Whether a layer attends to a window of the sequence only."""
-        return bool(raw.get("use_sliding_window")) or "sliding_attention" in (raw.get("layer_types") or ())
+        layers = raw.get("layer_types")
+        return bool(raw.get("use_sliding_window")) or (isinstance(layers, list) and "sliding_attention" in layers)
 
     def _head_refusals(self, raw: Mapping[str, Any]) -> Iterator[Refusal]:
         heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads", self.default_key_value_heads)

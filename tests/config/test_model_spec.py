@@ -87,6 +87,8 @@ def test_spec_of_the_other_families(tmp_path: Path) -> None:
             {"architectures": ["Gemma3ForCausalLM"]},
             "architecture Gemma3ForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3Moe",
         ),
+        ({"architectures": {"0": "Qwen3ForCausalLM"}}, "architecture None is not supported"),
+        ({"architectures": [["Qwen3ForCausalLM"]]}, "architecture ['Qwen3ForCausalLM'] is not supported"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rope type 'yarn' is not supported; supported",
@@ -186,4 +188,10 @@ def test_experts_that_are_not_supported_are_all_named(tmp_path: Path) -> None:
 def test_experts_that_cannot_be_routed(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(A3B | changes))
     with pytest.raises(ConfigError, match=expected):
+        read_spec(tmp_path)
+
+
+def test_a_config_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (write_model(tmp_path) / "config.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match=r"config.json: not valid JSON: 'utf-8' codec"):
         read_spec(tmp_path)
