@@ -87,7 +87,7 @@ def _index(directory: Path) -> dict[str, Path] | None:
         return None
     try:
         listed = {str(name): directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _Unreadable(f"{INDEX} is no index of tensors ({type(error).__name__}: {error})") from error
     single = directory / SINGLE
     if single.is_file() and single not in listed.values():
@@ -105,6 +105,7 @@ def _fix(directory: Path) -> str:
 
 def _header(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, which have to fill it one after another. Raises _Unreadable."""
+    size = 0
     try:
         size = file.stat().st_size
         with file.open("rb") as data:
@@ -117,7 +118,9 @@ def _header(file: Path) -> dict[str, Stored]:
         places = {name: (int(t["data_offsets"][0]), int(t["data_offsets"][1])) for name, t in header.items()}
     except FileNotFoundError as error:
         raise _Unreadable(f"{file.name} is missing") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except OSError as error:
+        raise _Unreadable(f"{file.name} cannot be read: {error.strerror}") from error
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _Unreadable(f"{file.name} ({size} bytes) is no safetensors file, or is cut short") from error
     end = 8 + length + max((end for _, end in places.values()), default=0)
     if end != size:

@@ -100,12 +100,26 @@ def test_files_that_are_not_whole_are_all_named(model: Path, problems: Callable[
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\2\0\0\0\0\0\0\0[]", b"\7\0\0\0\0\0\0\0{"]
+    "content",
+    [
+        b"",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        b"\2\0\0\0\0\0\0\0[]",
+        b"\7\0\0\0\0\0\0\0{",
+        b'\x19\0\0\0\0\0\0\0{"a": {"shape": [1e999]}}',
+    ],
 )
 def test_files_of_another_kind(model: Path, content: bytes, problems: Callable[[], list[str]]) -> None:
     (model / "first.safetensors").write_bytes(content)
     (text,) = problems()
     assert f"first.safetensors ({len(content)} bytes) is no safetensors file, or is cut short" in text
+
+
+def test_a_folder_in_the_place_of_a_file(model: Path, problems: Callable[[], list[str]]) -> None:
+    (model / "first.safetensors").unlink()
+    (model / "first.safetensors").mkdir()
+    (text,) = problems()
+    assert "first.safetensors cannot be read: Is a directory" in text
 
 
 def test_indexes_that_do_not_fit(model: Path, problems: Callable[[], list[str]]) -> None:
