@@ -169,7 +169,7 @@ def _rendered(
         try:
             rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
         except (jinja2.TemplateError, TypeError):
-            _name_refused(conversations, alike, tokenizer, kwargs)
+            _name_refused(conversations, beginnings, tokenizer, kwargs)
             raise
         for place, text in zip(places, rendered, strict=True):
             texts[place] = text
@@ -182,20 +182,21 @@ def _name_refused(
     tokenizer: PreTrainedTokenizerBase,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Raises DataError with the rows that the template refuses, where it does so for each alone."""
+    """Raises DataError with all rows that the template refuses; returns where it refuses none of them alone."""
     import jinja2
 
     problems = Problems()
     refused: set[int] = set()
     for index, count in beginnings:
+        if index in refused:
+            continue
         messages, tools = list(conversations[index].messages[:count]), conversations[index].tools
         try:
             tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
         except (jinja2.TemplateError, TypeError) as error:
-            if index not in refused:
-                reason = f"the chat template refuses it: {error}"
-                problems.row(*conversations[index].place, "messages", messages, reason)
             refused.add(index)
+            reason = f"the chat template refuses it: {error}"
+            problems.row(*conversations[index].place, "messages", messages, reason)
     problems.raise_if_any()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -64,8 +65,11 @@ def test_all_rows_that_the_template_refuses_are_named(tmp_path, tokenizer):
     late = "{% if not loop.first and m.role == 'system' %}{{ raise_exception('system must come first') }}{% endif %}"
     other.chat_template = "{% for m in messages %}" + late + "{{ m.content }}<|im_end|>{% endfor %}"
     bad = [*TALK, {"role": "system", "content": "s"}, {"role": "assistant", "content": "t"}]
+    rows = [{"messages": TALK}, {"messages": bad}, {"messages": TALK}]
+    rows.append({"messages": bad, "tools": [{"type": "function", "function": {"name": "f"}}]})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError) as caught:
-        load_conversations([write(tmp_path / "a.parquet", [TALK, bad, TALK, bad])], other)
+        load_conversations([str(tmp_path / "a.jsonl")], other)
     message = str(caught.value)
     assert "2 problems" in message
     for row in (1, 3):
