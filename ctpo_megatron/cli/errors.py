@@ -14,6 +14,7 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.environments.tokenizer": ("TokenizerError",),
     "ctpo_megatron.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
+    "ctpo_megatron.files": ("DamagedFileError",),
     "ctpo_megatron.policy": ("CheckpointError",),
     "ctpo_megatron.rollout": ("ReplayError", "TooManyQuarantined"),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from ctpo_megatron.evaluate.estimates import LEVEL, RESAMPLES, bootstrap
 from ctpo_megatron.evaluate.samples import Sample, accuracies, by_problem, by_source, conduct
+from ctpo_megatron.files import write_json
 from ctpo_megatron.rewards import canonical, last_boxed, reference_answer
 
 RESULTS_FILE = "results.json"
@@ -78,8 +78,4 @@ def _with_intervals(problems: Sequence[Mapping[str, float]], seed: int) -> dict[
 
 def write_results(directory: Path, content: Mapping[str, Any]) -> Path:
     """Write `results.json`; returns its path."""
-    path = directory / RESULTS_FILE
-    aside = path.with_name(f"{RESULTS_FILE}.tmp")
-    aside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    aside.replace(path)
-    return path
+    return write_json(directory / RESULTS_FILE, content)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ctpo_megatron.config import ConfigError, Problem
 from ctpo_megatron.evaluate.samples import Sample
+from ctpo_megatron.files import DamagedFileError, write_json
 
 SETTINGS_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
 _ADVICE = "give another --output, or delete this one, to begin anew"
@@ -40,11 +41,14 @@ class SampleStore:
     def _agree(self, directory: Path, settings: Mapping[str, Any]) -> None:
         file = directory / SETTINGS_FILE
         if not file.exists():
-            aside = file.with_name(f"{SETTINGS_FILE}.tmp")
-            aside.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-            aside.replace(file)
+            write_json(file, settings, durable=True)
             return
-        former = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            former = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            self._file.close()
+            message = f"its {SETTINGS_FILE} is damaged ({error}): which settings its samples are of is unknown"
+            raise ConfigError([Problem("--output", message, _ADVICE, str(directory))]) from error
         differing = [key for key in sorted({*former, *settings}) if former.get(key) != settings.get(key)]
         if differing:
             self._file.close()
@@ -56,13 +60,16 @@ class SampleStore:
         """All whole lines. A last line that a kill has cut is removed, since the next one would be glued to it."""
         self._file.seek(0)
         end = 0
-        for line in self._file:
+        for number, line in enumerate(self._file, start=1):
             if not line.endswith(b"\n"):
                 self._file.truncate(end)
                 break
             end += len(line)
-            record = json.loads(line)
-            yield Sample(**{**record, "calls": tuple(record["calls"])})
+            try:
+                record = json.loads(line)
+                yield Sample(**{**record, "calls": tuple(record["calls"])})
+            except (ValueError, TypeError, KeyError) as error:
+                raise DamagedFileError(f"{self._file.name}, line {number}, is damaged ({error}); {_ADVICE}") from error
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Keep samples; they are in the hands of the operating system when this returns."""

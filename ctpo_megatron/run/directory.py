@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ctpo_megatron import __version__
+from ctpo_megatron.files import DamagedFileError, read_mapping, read_note, write_json, write_text
 from ctpo_megatron.redact import redacted
 from ctpo_megatron.run.environment import describe_environment
 from ctpo_megatron.run.extensions import COPIES, changed_code, describe, loaded_files, record_extensions
@@ -71,17 +71,16 @@ def open_run_directory(config: Config) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         _own(directory)
     _write_config(directory, config)
-    _write_aside(directory / ENVIRONMENT_FILE, json.dumps(describe_environment(), indent=1) + "\n")
+    write_json(directory / ENVIRONMENT_FILE, describe_environment(), durable=True)
     record_extensions(config, directory)
     return directory
 
 
 def is_finished(config: Config) -> bool:
     """Whether `run.resume: auto` has nothing to do: the run has ended with all of `run.steps` done."""
-    environment = config.run.directory / ENVIRONMENT_FILE
-    if config.run.resume != "auto" or not environment.exists():
+    if config.run.resume != "auto":
         return False
-    if json.loads(environment.read_text(encoding="utf-8")).get("finished_steps", -1) < config.run.steps:
+    if _facts(config.run.directory).get("finished_steps", -1) < config.run.steps:
         return False
     log.info("%s has done its %d steps (run.steps): nothing is left to do", config.run.directory, config.run.steps)
     return True
@@ -89,9 +88,11 @@ def is_finished(config: Config) -> bool:
 
 def record_finish(directory: Path, steps: int) -> None:
     """Note that the run has ended with so many steps done; whoever opens the directory again takes it back."""
-    environment = directory / ENVIRONMENT_FILE
-    facts = json.loads(environment.read_text(encoding="utf-8")) | {"finished_steps": steps}
-    _write_aside(environment, json.dumps(facts, indent=1) + "\n")
+    write_json(directory / ENVIRONMENT_FILE, _facts(directory) | {"finished_steps": steps}, durable=True)
+
+
+def _facts(directory: Path) -> dict[str, Any]:
+    return read_note(directory / ENVIRONMENT_FILE, dict, {}, "which version wrote it, and whether it ended, is unknown")
 
 
 def _own(directory: Path) -> int:
@@ -109,11 +110,8 @@ def _check_resumable(directory: Path) -> None:
             f"run.resume=true, but {directory} holds no run ({CONFIG_FILE} is missing). "
             f"Type run.resume=auto to start one, or run.name=other for the run you mean"
         )
-    environment = directory / ENVIRONMENT_FILE
-    facts: dict[str, Any] = {"version": __version__}
-    if environment.exists():
-        facts = json.loads(environment.read_text(encoding="utf-8"))
-    if "version" not in facts:
+    facts = _facts(directory)
+    if facts and "version" not in facts:
         written = facts.get("packages", {}).get("ctpo-megatron", "0.1")
         raise RunDirectoryError(
             f"{directory} was written by ctpo-megatron {written}; version {__version__} has other names for settings "
@@ -176,13 +174,17 @@ def _write_config(directory: Path, config: Config) -> None:
     resolved = config.model_dump(mode="json")
     resolved["run"] |= _ONE_TIME
     resolved["checkpoint"] |= {"load": None}
-    _write_aside(directory / CONFIG_FILE, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+    write_text(directory / CONFIG_FILE, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), durable=True)
 
 
 def _report_changes(directory: Path, config: Config) -> None:
     """Log every value that differs from the run being continued, and keep the former file."""
-    former_text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
-    former = dict(_flatten(yaml.safe_load(former_text) or {}))
+    file = directory / CONFIG_FILE
+    try:
+        former = dict(_flatten(read_mapping(file)))
+    except DamagedFileError as error:
+        log.warning("%s: which values differ from those of the run is unknown", error)
+        return
     current = dict(_flatten(config.model_dump(mode="json")))
     not_compared = {"checkpoint.load", *(f"run.{name}" for name in _ONE_TIME)}
     changed = [
@@ -194,7 +196,7 @@ def _report_changes(directory: Path, config: Config) -> None:
         now, was = redacted(current.get(key), key), redacted(former.get(key), key)
         log.warning("resuming with another value: %s = %s (was %s)", key, now, was)
     if changed:
-        _write_aside(directory / "config.previous.yaml", former_text)
+        shutil.copyfile(file, directory / "config.previous.yaml")
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -203,9 +205,3 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _write_aside(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

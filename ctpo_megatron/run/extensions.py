@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import operator
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 from ctpo_megatron.config import Config, ConfigError, Extension, Problem, Sources, named_extensions, place
 from ctpo_megatron.extensions import ExtensionError, activate, load
+from ctpo_megatron.files import read_note, write_json
 from ctpo_megatron.run.doors import check_of
 
 log = logging.getLogger(__name__)
@@ -99,12 +101,8 @@ def describe(changes: Mapping[str, tuple[str | None, str | None]]) -> str:
 
 
 def recorded_digests(directory: Path) -> dict[str, str]:
-    """Name -> sha256 of the users' files that a run was begun with; empty when it had none."""
-    path = directory / RECORD
-    if not path.exists():
-        return {}
-    files: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["files"]
-    return files
+    """Name -> sha256 of the users' files that a run was begun with; empty without a record, or with a damaged one."""
+    return read_note(directory / RECORD, operator.itemgetter("files"), {}, "every file of users counts as changed")
 
 
 def record_extensions(config: Config, directory: Path) -> None:
@@ -121,8 +119,8 @@ def record_extensions(config: Config, directory: Path) -> None:
     accepted: list[Any] = []
     if begun:
         log.warning("run.accept_changed_code=true: going on with changed code\n%s", describe(changes))
-        former = json.loads((directory / RECORD).read_text(encoding="utf-8"))
-        accepted = [*former["accepted"], {name: {"was": old, "is": new} for name, (old, new) in changes.items()}]
+        accepted = read_note(directory / RECORD, operator.itemgetter("accepted"), [], "what was accepted is lost")
+        accepted.append({name: {"was": old, "is": new} for name, (old, new) in changes.items()})
         shutil.rmtree(previous, ignore_errors=True)
         if copies.exists():
             copies.rename(previous)
@@ -130,9 +128,7 @@ def record_extensions(config: Config, directory: Path) -> None:
         (copies / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copies / name)
     record = {"files": _digests(files), "accepted": accepted}
-    aside = directory / f"{RECORD}.tmp"
-    aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    aside.replace(directory / RECORD)
+    write_json(directory / RECORD, record, durable=True)
 
 
 def _digests(files: Mapping[str, Path]) -> dict[str, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from ctpo_megatron.files import read_note, write_json
 
 HEARTBEAT_FILE = "heartbeat.json"
 
@@ -31,12 +32,9 @@ class Heartbeat:
 
     def write(self, directory: Path) -> None:
         """Replace the file of a run directory; a reader sees the old one or the new one."""
-        aside = directory / f"{HEARTBEAT_FILE}.tmp"
-        aside.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        aside.replace(directory / HEARTBEAT_FILE)
+        write_json(directory / HEARTBEAT_FILE, asdict(self))
 
 
 def read_heartbeat(directory: Path) -> Heartbeat | None:
-    """The heartbeat of a run directory; None when it has none yet."""
-    path = Path(directory) / HEARTBEAT_FILE
-    return Heartbeat(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    """The heartbeat of a run directory; None when it has none yet or a damaged one."""
+    return read_note(Path(directory) / HEARTBEAT_FILE, lambda found: Heartbeat(**found), None, "no sign of life")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ctpo_megatron.files import DamagedFileError, write_text
 from ctpo_megatron.tracking.old_names import OLD_FILES, with_current_metrics
 from ctpo_megatron.tracking.trackers import Trackers
 
@@ -124,9 +125,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 log.warning("%s: the last line is incomplete (the run was interrupted); left out", path)
                 break
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+            raise DamagedFileError(f"{path}, line {number}, is damaged (no JSON: {error})") from error
         if not isinstance(record, dict) or "step" not in record:
-            raise ValueError(f"{path}, line {number}: no object with a `step`")
+            raise DamagedFileError(f"{path}, line {number}, is damaged (no object with a `step`)")
         records.append(record)
     return records
 
@@ -136,6 +137,4 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _write_aside(path: Path, records: list[dict[str, Any]]) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text("".join(map(_line, records)), encoding="utf-8")
-    aside.replace(path)
+    write_text(path, "".join(map(_line, records)), durable=True)

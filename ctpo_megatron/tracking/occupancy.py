@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 OCCUPANCY_FILE = Path("logs") / "engine_occupancy.csv"
 _POINTS = 300
@@ -19,12 +22,16 @@ def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]
     import numpy as np  # which the command line does not pay for
 
     path = run_dir / OCCUPANCY_FILE
-    text = path.read_text(encoding="ascii") if path.exists() else ""
+    text = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
     rows = [line.split(",") for line in text[: text.rfind("\n") + 1].splitlines()]
     rows = [row for row in rows if len(row) == len(rows[-1])]
     if len(rows) < 2:
         return {}
-    table = np.array(rows, dtype=float)
+    try:
+        table = np.array(rows, dtype=float)
+    except ValueError as error:
+        log.warning("%s is damaged (%s): the report goes without it", path, error)
+        return {}
     at, busy = table[:, 0] - table[0, 0], table[:, 1:]
     lasts = np.diff(at, append=at[-1])
     area = np.vstack([np.zeros(busy.shape[1]), np.cumsum(busy * np.minimum(lasts, _SILENT_S)[:, None], axis=0)[:-1]])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.files import write_text
+
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -19,7 +21,4 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(environment.get_template(template).render(**values), encoding="utf-8")
-    aside.replace(path)
-    return path
+    return write_text(path, environment.get_template(template).render(**values))

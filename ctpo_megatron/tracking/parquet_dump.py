@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ctpo_megatron.files import DamagedFileError
+
 Record = dict[str, Any]
 
 _TOKENS = {
@@ -53,9 +55,13 @@ def write_table(path: Path, records: Iterable[Record]) -> None:
 
 
 def read_table(path: Path) -> list[Record]:
-    """The records; fields that one does not have are left out."""
+    """The records; fields that one does not have are left out. Raises DamagedFileError."""
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedFileError(f"{path} is damaged ({error})") from error
     records = []
-    for row in pq.read_table(path).to_pylist():
+    for row in rows:
         other = json.loads(row.pop(_OTHER))
         # A value may be null, a per-token field is then not there.
         records.append({name: value for name, value in row.items() if value is not None or name in _VALUES} | other)

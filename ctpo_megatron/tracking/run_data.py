@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ctpo_megatron.files import read_mapping, read_note
 from ctpo_megatron.tracking.metrics import SFT_FILE, read_metrics
 from ctpo_megatron.tracking.occupancy import engine_occupancy
 from ctpo_megatron.tracking.timing import Seconds, read_stages
@@ -43,15 +41,14 @@ class RunData:
 
     @classmethod
     def load(cls, run_dir: Path) -> RunData:
-        """Read a run directory; raises FileNotFoundError when it is not one."""
+        """Read a run directory; raises FileNotFoundError when it is not one, DamagedFileError."""
         directory = Path(run_dir)
         if not (directory / CONFIG_FILE).exists():
             raise FileNotFoundError(f"{directory} is not a run directory: it has no {CONFIG_FILE}")
-        environment = directory / ENVIRONMENT_FILE
         return cls(
             directory=directory,
-            config=yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8")) or {},
-            environment=json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {},
+            config=read_mapping(directory / CONFIG_FILE),
+            environment=read_note(directory / ENVIRONMENT_FILE, dict, {}, "the machine of the run is unknown"),
             metrics=read_metrics(directory),
             sft=read_metrics(directory, SFT_FILE),
             stages=read_stages(directory),

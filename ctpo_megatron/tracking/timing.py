@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from ctpo_megatron.files import read_note, write_json
 from ctpo_megatron.tracking.old_names import OLD_STAGES
 
 STAGES_FILE = "stages.json"
@@ -81,16 +81,16 @@ class PhaseTimer:
     def _save(self) -> None:
         if self._path is None:
             return
-        aside = self._path.with_name(self._path.name + ".tmp")
-        aside.write_text(json.dumps({name: asdict(total) for name, total in self.stages.items()}, indent=1) + "\n")
-        aside.replace(self._path)
+        write_json(self._path, {name: asdict(total) for name, total in self.stages.items()})
 
 
 def read_stages(run_dir: Path) -> dict[str, Seconds]:
-    """Stage totals of a run directory in the order the stages ended; empty when none was written."""
-    path = Path(run_dir) / STAGES_FILE
-    stages = json.loads(path.read_text()) if path.exists() else {}
-    return {OLD_STAGES.get(name, name): Seconds(**total) for name, total in stages.items()}
+    """Stage totals of a run directory in the order the stages ended; empty when none was written or can be read."""
+
+    def totals(stages: dict[str, dict[str, float]]) -> dict[str, Seconds]:
+        return {OLD_STAGES.get(name, name): Seconds(**total) for name, total in stages.items()}
+
+    return read_note(Path(run_dir) / STAGES_FILE, totals, {}, "the times of earlier stages are lost")
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ctpo_megatron.files import DamagedFileError, aside
+
 if TYPE_CHECKING:
     from ctpo_megatron.data.records import Group, Trajectory
 
@@ -44,21 +46,20 @@ def write_trajectories(
     """
     path = Path(run_dir) / folder / f"step_{step:06d}.{form}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
     records = _records(groups, decode, extra or {}, TOLD_APART if form == "parquet" else None)
-    if form == "parquet":
-        from ctpo_megatron.tracking.parquet_dump import write_table
+    with aside(path) as written:
+        if form == "parquet":
+            from ctpo_megatron.tracking.parquet_dump import write_table
 
-        write_table(aside, records)
-    else:
-        with aside.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, default=_rounded) + "\n" for record in records)
-    aside.replace(path)
+            write_table(written, records)
+        else:
+            with written.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(record, default=_rounded) + "\n" for record in records)
     return path
 
 
 def read_trajectories(path: Path) -> list[Record]:
-    """The records of one dump; `trajectory_of` turns one into a Trajectory."""
+    """The records of one dump; `trajectory_of` turns one into a Trajectory. Raises DamagedFileError."""
     # Imported here: the report reads dumps on machines that have no training stack.
     from ctpo_megatron.data.records import with_current_names
 
@@ -66,8 +67,14 @@ def read_trajectories(path: Path) -> list[Record]:
         from ctpo_megatron.tracking.parquet_dump import read_table
 
         return read_table(path)
-    with Path(path).open(encoding="utf-8") as file:
-        return [with_current_names(json.loads(line)) for line in file]
+    records = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                records.append(with_current_names(json.loads(line)))
+            except (ValueError, AttributeError) as error:
+                raise DamagedFileError(f"{path}, line {number}, is damaged ({error})") from error
+    return records
 
 
 def trajectory_of(record: Mapping[str, Any]) -> Trajectory:

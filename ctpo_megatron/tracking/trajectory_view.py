@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.files import DamagedFileError
 from ctpo_megatron.tracking.trajectories import EVALUATION, TRAJECTORIES, read_trajectories, trajectory_files
+
+log = logging.getLogger(__name__)
 
 GROUPS_PER_STEP = 8
 EVALUATION_EXAMPLES = 8
@@ -67,7 +71,11 @@ def sample_views(run_dir: Path) -> list[View]:
     for source, folder in (("training", TRAJECTORIES), ("evaluation", EVALUATION)):
         files = trajectory_files(run_dir, folder)
         for step in sorted({min(files), max(files)}) if files else ():
-            records = read_trajectories(files[step])
+            try:
+                records = read_trajectories(files[step])
+            except DamagedFileError as error:
+                log.warning("%s: the report goes without it", error)
+                continue
             chosen = _best_and_worst(records) if source == "training" else _examples(records)
             views += [_view(source, step, record, budget) for record in chosen]
     return views

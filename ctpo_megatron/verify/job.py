@@ -12,6 +12,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.files import aside
 from ctpo_megatron.objective import PolicyObjective, summarize
 from ctpo_megatron.policy import Layout, Policy, destroy_distributed, gather_objects, init_distributed, policy_gradient
 from ctpo_megatron.verify.layouts import LAYOUTS
@@ -47,9 +48,8 @@ def main(folder: Path, names: list[str]) -> None:
         found = run(layout, config, work)
         gather_objects(None)  # the file says that every rank is through
         if layout.rank == 0:
-            aside = folder / f"{name}.tmp"
-            torch.save(found, aside)
-            aside.replace(folder / f"{name}.pt")
+            with aside(folder / f"{name}.pt") as written:
+                torch.save(found, written)
         mpu.destroy_model_parallel()
     destroy_distributed()
 

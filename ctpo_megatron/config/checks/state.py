@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ctpo_megatron.config.problems import Problem, error, value_at, warning
 from ctpo_megatron.config.schema import Config
+from ctpo_megatron.files import DamagedFileError, read_mapping
 
 # What decides which prompts a step draws, and how many trajectories it has.
 _DRAW = ("run.seed", "data.shuffle", "rollout.prompts_per_step", "rollout.samples_per_prompt")
@@ -74,7 +73,11 @@ def check_replay(config: Config) -> Iterator[Problem]:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         message = f"lacks {len(missing)} of {len(names)} steps: trajectories/{{{shown}}}"
         yield error(config, "rollout.replay", message, "lower run.steps, or record with tracking.trajectories: all")
-    recorded = yaml.safe_load((recording / "config.yaml").read_text(encoding="utf-8"))
+    try:
+        recorded = read_mapping(recording / "config.yaml")
+    except DamagedFileError as problem:
+        yield error(config, "rollout.replay", str(problem), "give another recording")
+        return
     if _at(recorded, "tracking.trajectories") == "sample":
         message = "has a sample of its trajectories only (tracking.trajectories)"
         yield error(config, "rollout.replay", message, "record with tracking.trajectories: all")

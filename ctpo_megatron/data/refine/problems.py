@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.refine.report import Dropped
 from ctpo_megatron.data.tables import find_files, read_rows
+from ctpo_megatron.files import aside
 
 COLUMNS = {"problem": "problem", "answer": "answer", "id": "", "data_source": "", "ability": ""}
 """What a problem needs or may have -> the column that holds it, unless `--map` says otherwise; "": none."""
@@ -92,9 +93,8 @@ def read_held_out(files: Sequence[str]) -> dict[str, str]:
 def write_prompts(problems: Sequence[RawProblem], output: Path) -> None:
     """Write a prompt file (docs/data.md); it appears whole or not at all."""
     rows = [_row(problem) for problem in problems]
-    aside = output.with_name(f".{output.name}.tmp")
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), aside)
-    aside.replace(output)
+    with aside(output) as written:
+        pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), written)
 
 
 def _row(problem: RawProblem) -> dict[str, Any]:

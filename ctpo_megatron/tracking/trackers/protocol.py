@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from ctpo_megatron.extensions import ExtensionError, load
+from ctpo_megatron.files import read_note, write_json
 
 TENSORBOARD = "tensorboard"
 _PACKAGE = "ctpo_megatron.tracking.trackers"
@@ -57,12 +58,10 @@ def identity_file(run_dir: Path, name: str) -> Path:
 def make(name: str, arguments: Mapping[str, Any], run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     """Make a tracker that goes on where the run directory says it was, and note its identity there."""
     path = identity_file(run_dir, name)
-    known = json.loads(path.read_text(encoding="utf-8"))["identity"] if path.exists() else None
+    known = read_note(path, operator.itemgetter("identity"), None, f"{name} begins a run of its own")
     tracker: Tracker = find(name)(run_dir, config, known, **arguments)
     identity = getattr(tracker, "identity", None)
     if identity is not None and identity != known:
         path.parent.mkdir(exist_ok=True)
-        aside = path.with_name(f"{path.name}.tmp")
-        aside.write_text(json.dumps({"tracker": name, "identity": identity}) + "\n", encoding="utf-8")
-        aside.replace(path)
+        write_json(path, {"tracker": name, "identity": identity}, durable=True)
     return tracker

@@ -1,0 +1,160 @@
+"""Files of a run that a machine without power, or a hand, has damaged: a note is done without, the rest is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron.cli import main
+from ctpo_megatron.config import ConfigError
+from ctpo_megatron.evaluate.store import SampleStore
+from ctpo_megatron.files import DamagedFileError, aside, write_json
+from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish
+from ctpo_megatron.tracking import MetricsWriter, read_heartbeat, read_metrics, read_trajectories
+from ctpo_megatron.tracking.occupancy import OCCUPANCY_FILE, engine_occupancy
+from ctpo_megatron.tracking.run_data import RunData
+from ctpo_megatron.tracking.timing import PhaseTimer
+from ctpo_megatron.tracking.trackers import protocol
+from ctpo_megatron.tracking.trajectory_view import sample_views
+
+LEFT = {"nothing": b"", "unwritten": b"\0" * 40, "cut": b'{"a": ', "other": b"[3]\n", "no text": b"\xff\xfe"}
+damaged = pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+
+
+@damaged
+def test_a_resume_does_without_notes(config_in, caplog, left):
+    directory = open_run_directory(config_in())
+    with PhaseTimer(directory).stage("rl"):
+        pass
+    record_finish(directory, config_in().run.steps)
+    notes = [directory / name for name in ("environment.json", "stages.json", "heartbeat.json")]
+    for note in notes:
+        note.write_bytes(left)
+    auto = config_in(run={"resume": "auto"})
+    assert not is_finished(auto)
+    assert PhaseTimer(directory).stages == {} and read_heartbeat(directory) is None
+    open_run_directory(auto)
+    for note in notes:
+        assert f"{note} is damaged" in caplog.text
+    record_finish(directory, auto.run.steps)
+    assert is_finished(auto)
+
+
+@damaged
+def test_a_resume_says_that_it_cannot_compare_configurations(config_in, caplog, left):
+    directory = open_run_directory(config_in())
+    whole = (directory / "config.yaml").read_text()
+    (directory / "config.yaml").write_bytes(left)
+    open_run_directory(config_in(run={"resume": True}))
+    assert "which values differ from those of the run is unknown" in caplog.text
+    assert (directory / "config.yaml").read_text() == whole
+    assert not (directory / "config.previous.yaml").exists()
+
+
+@damaged
+def test_without_its_record_users_code_has_to_be_accepted(config_in, tmp_path, monkeypatch, left):
+    name = tmp_path.name  # a module is imported once a process
+    (tmp_path / f"{name}.py").write_text("def f(trajectory, prompt): ...\n")
+    monkeypatch.chdir(tmp_path)
+    given = {"reward": {"function": f"{name}:f"}, "extensions": {"path": [str(tmp_path)]}}
+    directory = open_run_directory(config_in(**given))
+    (directory / "extensions.json").write_bytes(left)
+    with pytest.raises(RunDirectoryError, match=rf"{name}\.py: absent -> (?s:.*)accept_changed_code=true"):
+        open_run_directory(config_in(run={"resume": True}, **given))
+    open_run_directory(config_in(run={"resume": True, "accept_changed_code": True}, **given))
+    record = json.loads((directory / "extensions.json").read_text())
+    assert list(record["files"]) == [f"{name}.py"] and len(record["accepted"]) == 1
+    open_run_directory(config_in(run={"resume": True}, **given))
+
+
+@damaged
+def test_what_cannot_be_done_without_is_named(config_in, tmp_path, capsys, left):
+    directory = open_run_directory(config_in())
+    (directory / "config.yaml").write_bytes(left)
+    assert main(["report", str(directory)]) == 2
+    assert f"ctpo: {directory / 'config.yaml'} is damaged" in capsys.readouterr().err
+    metrics = directory / "metrics.jsonl"
+    metrics.write_bytes(b'{"step": 1}\n' + left + b'\n{"step": 2}\n')
+    with pytest.raises(DamagedFileError, match=r"metrics\.jsonl, line 2, is damaged \(no"):
+        read_metrics(directory)
+
+
+@damaged
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_the_report_leaves_out_a_damaged_dump(tmp_path, caplog, form, left):
+    dump = tmp_path / "trajectories" / f"step_000003.{form}"
+    dump.parent.mkdir()
+    dump.write_bytes(left + b"\n")
+    with pytest.raises(DamagedFileError, match=r"step_000003"):
+        read_trajectories(dump)
+    assert sample_views(tmp_path) == []
+    assert f"{dump}" in caplog.text and "the report goes without it" in caplog.text
+
+
+def test_the_report_leaves_out_a_damaged_table_of_engines(tmp_path, caplog):
+    table = tmp_path / OCCUPANCY_FILE
+    table.parent.mkdir()
+    table.write_bytes(b"1.0,3\n\0\0\0,\xff\n2.0,4\n")
+    assert engine_occupancy(tmp_path) == {}
+    assert f"{table} is damaged" in caplog.text
+
+
+@damaged
+def test_samples_of_unknown_settings_are_not_mixed(tmp_path, left):
+    SampleStore(tmp_path, {"model": "a"}).close()
+    (tmp_path / "evaluation.json").write_bytes(left)
+    with pytest.raises(ConfigError, match=r"its evaluation\.json is damaged"):
+        SampleStore(tmp_path, {"model": "a"})
+    (tmp_path / "evaluation.json").unlink()
+    (tmp_path / "samples.jsonl").write_bytes(left + b"\n")
+    with pytest.raises(DamagedFileError, match=r"samples\.jsonl, line 1, is damaged \(.*give another --output"):
+        SampleStore(tmp_path, {"model": "a"})
+
+
+@damaged
+def test_a_tracker_whose_identity_is_lost_begins_anew(config_in, tmp_path, caplog, monkeypatch, left):
+    class Remembering:
+        def __init__(self, run_dir, config, identity):
+            self.known, self.identity = identity, identity or "new"
+
+    monkeypatch.setattr(protocol, "find", lambda name: Remembering)
+    assert protocol.make("mine", {}, tmp_path, {}).known is None
+    assert protocol.make("mine", {}, tmp_path, {}).known == "new"
+    protocol.identity_file(tmp_path, "mine").write_bytes(left)
+    assert protocol.make("mine", {}, tmp_path, {}).known is None
+    assert "mine begins a run of its own" in caplog.text
+    assert protocol.make("mine", {}, tmp_path, {}).known == "new"
+
+
+def test_a_reader_of_a_recording_names_its_damaged_configuration(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: [")
+    with pytest.raises(DamagedFileError, match=r"config\.yaml is damaged \(while parsing"):
+        RunData.load(tmp_path)
+
+
+def test_nothing_stays_of_a_file_that_could_not_be_written(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "note.json", {"a": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"a": float("nan")})
+    with pytest.raises(OSError, match="disk full"), aside(path, durable=True) as written:
+        written.write_text("half")
+        raise OSError("disk full")
+    assert [file.name for file in tmp_path.iterdir()] == ["note.json"]
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_the_history_of_a_run_is_on_the_disk_before_it_is_replaced(tmp_path, monkeypatch):
+    """A resume rewrites metrics.jsonl: without that a loss of power could leave an empty one."""
+    synced = []
+    monkeypatch.setattr("ctpo_megatron.files.os.fsync", lambda descriptor: synced.append(descriptor))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with MetricsWriter(tmp_path):
+        assert len(synced) == 1
+
+
+@pytest.fixture(autouse=True)
+def warnings(caplog):
+    caplog.set_level(logging.WARNING)
