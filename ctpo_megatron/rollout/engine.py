@@ -57,8 +57,8 @@ class RolloutEngine:
         """What a function makes of the path of the log on this node."""
         return function(str(self._log), *arguments)
 
-    async def start(self) -> int:
-        """Load the users' parts, the model and the tokenizer; returns the engine process id."""
+    async def start(self) -> tuple[int, EngineFacts]:
+        """Load the users' parts, model and tokenizer; returns the process id, and what a transport has to know."""
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -90,7 +90,7 @@ class RolloutEngine:
         )
         gc.collect()
         gc.freeze()  # the imported world is large and stays: full collections would cost more than the episodes
-        return os.getpid()
+        return os.getpid(), EngineFacts(self._llm.model_config.dtype, _node_address())
 
     async def ping(self) -> str:
         """The current weight version, as the engine core itself answers."""
@@ -133,10 +133,6 @@ class RolloutEngine:
         for of_group in self._finished:
             of_group.clear()
         return taken
-
-    async def facts(self) -> EngineFacts:
-        """What a weight transport has to know."""
-        return EngineFacts(self._llm.model_config.dtype, _node_address())
 
     async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
         """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.

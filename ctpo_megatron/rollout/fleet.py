@@ -220,7 +220,7 @@ class RolloutFleet:
         """What a weight transport has to know of the engines; the first call waits until they are up."""
         if self._facts is None:
             self.wait_ready()
-            self._facts = self._engines[0].facts()
+            self._facts = self._engines[0].facts
         return self._facts
 
     def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

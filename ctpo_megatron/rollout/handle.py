@@ -39,8 +39,10 @@ class EngineHandle:
     """Owner of engine number `index`. `launch` returns at once; `ready_ref` resolves when the engine can serve.
 
     group: its place on a cluster; None where Ray is private. launches: processes so far; what an earlier one was asked
-    for is void.
+    for is void. facts: of the process that registered last, which may have died since.
     """
+
+    facts: EngineFacts
 
     def __init__(self, index: int, spec: EngineSpec, group: EngineGroup | None = None) -> None:
         self.index, self.log_path = index, spec.log_path(index)
@@ -97,7 +99,7 @@ class EngineHandle:
         with the deadline that it had.
         """
         try:
-            ray.get(self.ready_ref, timeout=0)
+            _, self.facts = ray.get(self.ready_ref, timeout=0)
         except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
             if self._begun_again(error):
                 return
@@ -167,11 +169,6 @@ class EngineHandle:
     def begin_wake(self, tags: list[str]) -> Any:
         """Begin to wake; see `RolloutEngine.wake_up`."""
         return self._actor.wake_up.remote(tags)
-
-    def facts(self) -> EngineFacts:
-        """What a transport has to know of the engine."""
-        facts: EngineFacts = ray.get(self._actor.facts.remote(), timeout=self._start_timeout_s)
-        return facts
 
     def begin_update(self, offer: dict[str, Any], weights: EngineWeights) -> tuple[Any, float]:
         """Begin a weight update; returns the reference for `check_update`, and until when it has to be done."""

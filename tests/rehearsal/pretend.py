@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ctpo_kernels import use_backend
-from tests.rehearsal.requests import Requests
+from tests.rehearsal.answers import Requests
 from tests.rehearsal.rules import Rules
 
 

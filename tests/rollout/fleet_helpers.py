@@ -195,5 +195,5 @@ def versions(groups: Sequence[Group]) -> set[int]:
 def engine_processes(stage: Stage, name: str) -> list[psutil.Process]:
     """Of the stage's only engine: its actor, or the engine core that the actor started."""
     [engine] = stage.fleet._engines
-    actor = psutil.Process(ray.get(engine.ready_ref))
+    actor = psutil.Process(ray.get(engine.ready_ref)[0])
     return [process for process in (actor, *actor.children(recursive=True)) if name in " ".join(process.cmdline())]

@@ -154,7 +154,7 @@ def test_no_update_waits_for_an_engine_that_is_replaced(shared_ray: None, tmp_pa
     fleet = stage.fleet
     try:
         stage.sync(0.01)
-        psutil.Process(ray.get(fleet.engines[1].ready_ref)).kill()
+        psutil.Process(ray.get(fleet.engines[1].ready_ref)[0]).kill()
         for stage.version in (2, 3):  # it dies in the first, and starts in the second
             fleet.sync(stage.state().items(), stage.version)
             assert [engine.live for engine in fleet.engines] == [True, False]
