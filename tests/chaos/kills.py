@@ -24,9 +24,12 @@ class Kill:
 
 
 def plan(seed: int, steps: int) -> list[Kill]:
-    """Each kind `TIMES` times, in the order of their moments; none in the last step, after which nothing would show."""
+    """Each kind `TIMES` times, in the order of their moments; none in the last two steps.
+
+    A run that samples a step ahead is through with its sandbox and its scorers by then.
+    """
     rng = random.Random(seed)
-    moments = sorted(rng.uniform(1, steps - 1) for _ in range(TIMES * len(KINDS)))
+    moments = sorted(rng.uniform(1, steps - 2) for _ in range(TIMES * len(KINDS)))
     kinds = [kind for kind in KINDS for _ in range(TIMES)]
     rng.shuffle(kinds)
     return [Kill(kind, int(at), at % 1.0) for kind, at in zip(kinds, moments, strict=True)]

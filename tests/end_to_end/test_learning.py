@@ -12,6 +12,8 @@ from tests.end_to_end.small_run import Ctpo, records
 from tests.support import children
 from tests.support.prefork import ROOT
 
+FIRST_RATIO = "pg_update/first_log_ratio_abs_max"
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
@@ -28,4 +30,6 @@ def test_quickstart_learns(tmp_path: Path, seed: int, protocol: str) -> None:
     assert statistics.fmean(rewards[-5:]) >= rewards[0] + 0.30
     assert accuracy[1] > accuracy[0]
     assert max(record["mismatch/log_prob_abs_max"] for record in metrics[1:]) <= 1e-3
-    assert max(record["pg_update/first_log_ratio_abs_max"] for record in metrics[1:]) <= 1e-5
+    # A first optimizer step whose groups are all uniform has no ratio.
+    ratios = [record[FIRST_RATIO] for record in metrics[1:] if FIRST_RATIO in record]
+    assert len(ratios) >= len(metrics) / 2 and max(ratios) <= 1e-5

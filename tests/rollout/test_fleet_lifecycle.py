@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -50,22 +51,29 @@ def test_an_engine_that_dies_while_it_loads_is_begun_again(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RolloutFleet(make_config(model_path, tmp_path), str(model_path), 0, "unused") as fleet:
+        earlier = set(engines())
         fleet.start()
-        kill_engine()
+        kill_engine(earlier)
         fleet.wait_ready()
         prompt = Prompt("p", "test", (), "", tuple(range(40)))
         assert len(fleet.generate([prompt], step=0, samples=4, sampling=Sampling())) == 1
     assert caplog.text.count("rollout engine 0 died while it started") == 1
 
 
-def kill_engine() -> None:
-    """As soon as there is one."""
+def engines() -> Iterator[psutil.Process]:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "RolloutEngine" in " ".join(process.cmdline()):
+                yield process
+
+
+def kill_engine(earlier: set[psutil.Process]) -> None:
+    """As soon as there is one that is not of an earlier test's fleet, whose processes may still be ending."""
     deadline = time.monotonic() + scaled(120)
     while time.monotonic() < deadline:
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "RolloutEngine" in " ".join(process.cmdline()):
-                    return process.kill()
+        for process in engines():
+            if process not in earlier:
+                return process.kill()
         time.sleep(0.05)
     raise AssertionError("no engine process was begun")
 
