@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,10 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     """Without packages pytest imports them by name alone, and files of two folders in one process clash."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_no_file_of_tests_hides_a_library() -> None:
+    """pytest puts folders of tests before installed libraries in `sys.path`."""
+    libraries = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
+    names = {path.stem: path for path in (ROOT / "tests").rglob("*.py") if path.stem not in ("__init__", "conftest")}
+    assert [str(names[name]) for name in sorted(names.keys() & libraries)] == []

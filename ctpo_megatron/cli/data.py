@@ -55,6 +55,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--output {args.output}: the name must end with .parquet")
     if (args.max_tokens is None) != (args.model is None):
         raise UsageError("--max-tokens and --model belong together: give both or none")
+    if not args.near > 0:  # also NaN
+        raise UsageError(f"--near {args.near:g}: give a share above 0; above 1 there are no near duplicates")
+    for name in ("ngram", "common", "max_tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: give at least 1")
+    report = args.report or args.output.with_suffix(".report.json")
+    _make_place(args.output, "--output")
+    _make_place(report, "--report")
     columns = _columns(args.map, steps.COLUMNS)
     problems, unreadable = steps.read_problems(args.files, columns, args.source, args.answer_after)
     settings = steps.Settings(args.near, args.ngram, args.common, args.max_tokens)
@@ -67,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
     )
     dropped = [*unreadable, *refined.dropped]
     read = Counter([*(each.file for each in problems), *(each.file for each in unreadable)])
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    report = args.report or args.output.with_suffix(".report.json")
     said = {**asdict(settings), "columns": columns, "against": args.against, "output": str(args.output)}
     content = steps.report_json(said, read, len(refined.kept), dropped, refined.common_phrases)
     report.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -80,6 +86,16 @@ def run(args: argparse.Namespace) -> int:
     steps.write_prompts(refined.kept, args.output)
     print(f"\nwrote {args.output}; every dropped row, with its reason: {report}")
     return 0
+
+
+def _make_place(file: Path, flag: str) -> None:
+    """The folder of a file to write, before anything else takes time. Raises UsageError."""
+    if file.is_dir():
+        raise UsageError(f"{flag} {file}: is a folder; name a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag} {file}: {error.strerror}: {error.filename}; name another file") from error
 
 
 def _columns(pairs: Sequence[str], default: dict[str, str]) -> dict[str, str]:
@@ -94,7 +110,7 @@ def _columns(pairs: Sequence[str], default: dict[str, str]) -> dict[str, str]:
 
         try:
             content = yaml.safe_load(Path(pair).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8
             raise UsageError(f"--map {pair}: neither NAME=COLUMN nor a YAML file that can be read ({error})") from error
         if not isinstance(content, dict):
             raise UsageError(f"--map {pair}: the file must hold lines NAME: COLUMN")

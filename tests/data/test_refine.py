@@ -124,6 +124,14 @@ def test_columns_are_mapped_and_the_answer_is_cut_out(tmp_path: Path, tokenizer)
             "--map: unknown question; known are problem",
         ),
         (["--output", "out.parquet", "--map", "none.yaml"], "neither NAME=COLUMN nor a YAML file"),
+        (["--output", "out.parquet", "--map", "no_text.yaml"], "neither NAME=COLUMN nor a YAML file"),
+        (["--output", "out.parquet", "--near", "nan"], "--near nan: give a share above 0"),
+        (["--output", "out.parquet", "--ngram", "0"], "--ngram 0: give at least 1"),
+        (["--output", "out.parquet", "--common", "-1"], "--common -1: give at least 1"),
+        (["--output", "out.parquet", "--max-tokens", "0", "--model", "."], "--max-tokens 0: give at least 1"),
+        (["--output", "folder.parquet", "--overwrite"], "--output folder.parquet: is a folder; name a file"),
+        (["--output", "a.jsonl/out.parquet"], "--output a.jsonl/out.parquet: File exists: a.jsonl; name another file"),
+        (["--output", "out.parquet", "--report", "folder.parquet"], "--report folder.parquet: is a folder"),
         (["--output", "out.parquet", "--map", "problem=text"], "no column 'text'; the columns are problem, answer"),
         (["--output", "out.parquet", "--against", "none.parquet"], "no such file: none.parquet"),
         (["--output", "out.parquet", "--model", ".", "--max-tokens", "9"], "the tokenizer cannot be read"),
@@ -132,6 +140,8 @@ def test_columns_are_mapped_and_the_answer_is_cut_out(tmp_path: Path, tokenizer)
 def test_a_wrong_request_is_one_message(tmp_path: Path, monkeypatch, capsys, arguments, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     source = write(tmp_path / "a.jsonl", [{"problem": "1+1?", "answer": "2"}])
+    (tmp_path / "no_text.yaml").write_bytes(b"\xff\xfe")
+    (tmp_path / "folder.parquet").mkdir()
     assert cli.main(["data", "prepare", source, *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.parquet").exists()
