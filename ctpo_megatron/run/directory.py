@@ -88,7 +88,8 @@ def is_finished(config: Config) -> bool:
 
 def record_finish(directory: Path, steps: int) -> None:
     """Note that the run has ended with so many steps done; whoever opens the directory again takes it back."""
-    write_json(directory / ENVIRONMENT_FILE, _facts(directory) | {"finished_steps": steps}, durable=True)
+    facts = {"version": __version__} | _facts(directory) | {"finished_steps": steps}
+    write_json(directory / ENVIRONMENT_FILE, facts, durable=True)
 
 
 def _facts(directory: Path) -> dict[str, Any]:

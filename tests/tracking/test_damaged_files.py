@@ -39,8 +39,10 @@ def test_a_resume_does_without_notes(config_in, caplog, left):
     open_run_directory(auto)
     for note in notes:
         assert f"{note} is damaged" in caplog.text
+    (directory / "environment.json").write_bytes(left)
     record_finish(directory, auto.run.steps)
     assert is_finished(auto)
+    open_run_directory(auto)  # not taken for a run of a version that did not write its own
 
 
 @damaged
