@@ -125,8 +125,9 @@ locks: $(UV)
 		sed -i -E '/^torch==/,/[^\\]$$/ { s/^(torch==\S+).*/\1/; /--hash/d }' $(LOCKS)/cpu-$$python.txt; \
 	done
 
-$(UV): | $(BIN)/python
-	$(PIP) uv==0.13.9
+$(UV): requirements/uv.txt | $(BIN)/python
+	$(PIP) --no-deps --require-hashes -r requirements/uv.txt
+	touch $@
 
 lint-containers: .venv-hadolint/bin/hadolint
 	.venv-hadolint/bin/hadolint launchers/containers/*.Dockerfile
