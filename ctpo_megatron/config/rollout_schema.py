@@ -9,6 +9,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.task_schema import Section
 
+COLDEST, HOTTEST = 0.01, 2.0
+"""Sampling temperatures of vLLM 0.32: it takes 0.01 for what is lower, says so in its log alone, and refuses more."""
+
 
 class EngineConfig(Section):
     """One vLLM engine. Memory and token limits are per engine."""
@@ -53,7 +56,9 @@ class RolloutConfig(Section):
 
     prompts_per_step: PositiveInt = Field(default=32, description="prompts of one batch")
     samples_per_prompt: PositiveInt = Field(default=8, description="trajectories per prompt (one group)")
-    temperature: PositiveFloat = Field(default=1.0, description="sampling temperature of training rollouts")
+    temperature: float = Field(
+        default=1.0, ge=COLDEST, le=HOTTEST, description="sampling temperature of training rollouts"
+    )
     top_p: float = Field(
         default=1.0,
         gt=0,

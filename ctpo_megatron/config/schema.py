@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
-from ctpo_megatron.config.rollout_schema import ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
+from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.task_schema import PrepareConfig, Section
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class EvalConfig(Section):
     )
     prompts: PositiveInt | None = Field(default=None, description="evaluate only the first N prompts; null: all")
     samples: PositiveInt = Field(default=1, description="trajectories per prompt")
-    temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
+    temperature: NonNegativeFloat = Field(default=0.0, le=HOTTEST, description="0: greedy; else at least 0.01")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus filter")
 
 

@@ -103,7 +103,7 @@ class EngineHandle:
         except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
             if self._begun_again(error):
                 return
-            raise FleetError(f"{self.name} did not start: {_last_line(error)}; log: {self.log_path}") from error
+            raise FleetError(f"{self.name} did not start: {_reason(error)}; log: {self.log_path}") from error
         if weights is not None:
             try:
                 with weights.offered() as offer:
@@ -217,6 +217,11 @@ class EngineHandle:
         ray.kill(self._actor, no_restart=True)
 
 
-def _last_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """One line: what was raised in an engine's process, without what pydantic adds to each of its errors, a page's
+    address; else the end of what Ray says."""
+    if isinstance(error, RayTaskError):
+        lines = f"{type(error.cause).__name__}: {error.cause}".splitlines()
+        return " ".join(line.strip() for line in lines if "https://errors.pydantic.dev" not in line)
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

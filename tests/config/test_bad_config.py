@@ -82,7 +82,13 @@ WRONG = [
         "rollout.samples_per_prompt=1",
         "rollout.samples_per_prompt = 1: gives no advantage 'group': a trajectory would be compared with itse",
     ),
-    ("rollout.temperature=-1", "rollout.temperature = -1: must be greater than 0"),
+    ("rollout.temperature=0", "rollout.temperature = 0: must be greater than or equal to 0.01"),
+    ("rollout.temperature=2.5", "rollout.temperature = 2.5: must be less than or equal to 2"),
+    ("eval.temperature=3", "eval.temperature = 3: must be less than or equal to 2"),
+    (
+        "eval.temperature=0.001",
+        "eval.temperature = 0.001: the engine would sample at 0.01 instead; set 0 for greedy decoding, or at ",
+    ),
     ("rollout.top_p=2", "rollout.top_p = 2: must be less than or equal to 1"),
     (
         "rollout.max_response_tokens=5000",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ctpo_megatron.config import EngineConfig
+from ctpo_megatron.config.rollout_schema import COLDEST, HOTTEST
 from ctpo_megatron.rollout.tasks import engine_arguments, engine_environment
 from tests.rollout.fleet_helpers import make_config
 from tests.rollout.tiny_model import build_tiny_model
@@ -24,6 +25,23 @@ def test_requests_of_an_engine_in_this_process(tmp_path: Path) -> None:
     done = prefork().run(play, tmp_path, deadline_s=120)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "RuntimeError: the step failed" in done.stdout + done.stderr
+
+
+def test_temperatures_of_the_schema_are_those_that_vllm_samples_at(tmp_path: Path) -> None:
+    done = prefork().run(try_temperatures, tmp_path, deadline_s=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def try_temperatures(_: Path) -> int:
+    os.environ.update(engine_environment("cpu", EngineConfig()))
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    assert [SamplingParams(temperature=each).temperature for each in (COLDEST, HOTTEST)] == [COLDEST, HOTTEST]
+    assert SamplingParams(temperature=COLDEST / 2).temperature == COLDEST
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        SamplingParams(temperature=HOTTEST * 1.01)
+    return 0
 
 
 def play(root: Path) -> int:

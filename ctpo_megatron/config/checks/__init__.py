@@ -26,6 +26,7 @@ from ctpo_megatron.config.checks.state import check_checkpoints, check_replay
 from ctpo_megatron.config.model_spec import PREPARED, spec_for, will_be_prepared
 from ctpo_megatron.config.placement import Job
 from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
+from ctpo_megatron.config.rollout_schema import COLDEST
 from ctpo_megatron.config.schema import Config, OptimizerConfig
 from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.models import ModelSpec
@@ -178,6 +179,9 @@ def _evaluation(config: Config) -> Iterator[Problem]:
     if both := [file for file in config.data.eval if Path(file).resolve() in training]:
         message = "is training data too: the accuracy there says nothing about other problems"
         yield Problem("data.eval", message, "give held-out prompts", ", ".join(both), severity="warning")
+    if 0 < evaluation.temperature < COLDEST:
+        fix = f"set 0 for greedy decoding, or at least {COLDEST:g}"
+        yield error(config, "eval.temperature", f"the engine would sample at {COLDEST:g} instead", fix)
     if evaluation.temperature == 0 and evaluation.samples > 1:
         fix = "set eval.temperature above 0, or samples to 1"
         yield warning(config, "eval.samples", "greedy decoding gives the same answer every time", fix)
