@@ -244,3 +244,23 @@ def test_sandbox_serve_passes_its_options(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(package, "server", server, raising=False)
     monkeypatch.setitem(sys.modules, "ctpo_sandbox", package)
     assert cli.main(["sandbox", "serve", "--port", "5"]) == 5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "a.yaml", "--gpu-gib", "{}"],
+        ["export", "run", "--tolerance", "{}"],
+        ["export", "run", "--tensor-parallel", "{}"],
+        ["verify", "--max-ranks", "{}"],
+        ["verify", "--tolerance", "{}"],
+        ["sandbox", "bench", "--url", "http://127.0.0.1:9", "--seconds", "{}"],
+        ["sandbox", "bench", "--url", "http://127.0.0.1:9", "--concurrency", "1", "{}"],
+    ],
+    ids=lambda arguments: f"{arguments[0]} {arguments[-2]}",
+)
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "many"])
+def test_numbers_that_must_be_positive(arguments: list[str], number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([argument.format(number) for argument in arguments])
+    assert f"{number} is not a positive" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
+from ctpo_sandbox.arguments import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="DIR", help="the model trained; default: as the run's config says"
     )
     parser.add_argument("--check", action="store_true", help="compare with the Megatron model; exit 1 if it differs")
-    parser.add_argument("--tolerance", type=float, help="of a logit, relative to the largest; default: by precision")
-    parser.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="ranks sharing every layer")
-    parser.add_argument("--pipeline-parallel", type=_positive, default=1, metavar="N", help="ranks sharing the stack")
+    parser.add_argument(
+        "--tolerance", type=positive(float), help="of a logit, relative to the largest; default: by precision"
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=positive(int), default=1, metavar="N", help="ranks sharing every layer"
+    )
+    parser.add_argument(
+        "--pipeline-parallel", type=positive(int), default=1, metavar="N", help="ranks sharing the stack"
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,10 +56,3 @@ def run(args: argparse.Namespace) -> int:
     rows = [(finding.what, "ok" if finding.good else "FAILED", finding.detail) for finding in findings]
     print_table(f"Check of {request.target}", ("what", "status", "detail"), rows)
     return 0 if all(finding.good for finding in findings) else 1
-
-
-def _positive(text: str) -> int:
-    """Type of an argument; argparse reports the ValueError."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
-    return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ctpo_sandbox import server
+from ctpo_sandbox.arguments import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = bench.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="address of the server")
     where.add_argument("--urls", metavar="URL,URL", help="of several; their balance and losses are shown, too")
-    bench.add_argument("--seconds", type=float, default=5.0, help="for each snippet at each concurrency")
-    bench.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    bench.add_argument("--seconds", type=positive(float), default=5.0, help="for each snippet at each concurrency")
+    bench.add_argument("--concurrency", type=positive(int), nargs="+", default=[1, 8, 32], metavar="N")
     bench.set_defaults(run=_bench)
 
 

@@ -39,6 +39,7 @@ from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.ray_environment import ADDRESS
 from ctpo_megatron.run import DataCheck, check_data
 from ctpo_megatron.run.extensions import check_extensions
+from ctpo_sandbox.arguments import positive
 
 _ASKED_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _ROWS, _HEAD = 1000, 2000
@@ -61,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuda", action="store_true", help="with --dry-run: check as for a CUDA machine, even if this one has no GPU"
     )
     parser.add_argument(
-        "--gpu-gib", type=float, default=GPU_GIB, metavar="N", help="with --dry-run: memory of a GPU (%(default)s)"
+        "--gpu-gib",
+        type=positive(float),
+        default=GPU_GIB,
+        metavar="N",
+        help="with --dry-run: memory of a GPU (%(default)s)",
     )
     parser.add_argument(
         "--shapes",

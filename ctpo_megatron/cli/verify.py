@@ -9,6 +9,7 @@ from pathlib import Path
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import PRESETS, Extension, load_family
 from ctpo_megatron.models import ModelFamily
+from ctpo_sandbox.arguments import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", metavar="MODULE:NAME", help="model family of your own, found from this folder")
     parser.add_argument("--layouts", nargs="+", metavar="NAME", help="default: all that --max-ranks allows")
     parser.add_argument("--objective", nargs="+", default=["ctpo"], metavar="PRESET", help="presets, or: all")
-    parser.add_argument("--max-ranks", type=int, metavar="N", help="default: GPU count; without GPUs max(4, cores)")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="of loss, log-probs (nats) and gradient")
+    parser.add_argument(
+        "--max-ranks", type=positive(int), metavar="N", help="default: GPU count; without GPUs max(4, cores)"
+    )
+    parser.add_argument(
+        "--tolerance", type=positive(float), default=1e-5, help="of loss, log-probs (nats) and gradient"
+    )
     parser.set_defaults(run=run)
 
 

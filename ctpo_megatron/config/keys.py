@@ -130,5 +130,6 @@ def _describe(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         return f"mappings of {', '.join(annotation.model_fields)}"
     if annotation is Extension:
         return "name or {name, arguments}"
-    bounds = [f"{sign} {getattr(c, name):g}" for c in constraints for name, sign in _BOUNDS.items() if hasattr(c, name)]
+    found = [(sign, getattr(c, name)) for name, sign in _BOUNDS.items() for c in constraints if hasattr(c, name)]
+    bounds = [f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}" for sign, bound in found]
     return " ".join([_NAMES[annotation], ", ".join(bounds)]).strip()

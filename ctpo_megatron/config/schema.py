@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
-from ctpo_megatron.config.task_schema import PrepareConfig, Section
+from ctpo_megatron.config.task_schema import LARGEST_SEED, PrepareConfig, Section
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,9 @@ class RunConfig(Section):
         pattern=r"^[A-Za-z0-9._-]+$", description="directory name of the run: letters, digits, `.`, `_`, `-`"
     )
     root: str = Field(default="runs", description="parent folder of all runs")
-    seed: NonNegativeInt = Field(default=0, description="seeds prompt order, sampling and initialization")
+    seed: NonNegativeInt = Field(
+        default=0, le=LARGEST_SEED, description="seeds prompt order, sampling and initialization"
+    )
     steps: NonNegativeInt = Field(description="CTPO batches (rollout + update) to run in all, resumed ones included")
     overwrite: bool = Field(default=False, description="delete an existing run directory of this name and start anew")
     resume: bool | Literal["auto"] = Field(

@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+LARGEST_SEED = 2**32 - 1
+"""NumPy's, with which vLLM begins."""
+
 
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
@@ -46,7 +49,9 @@ class PrepareConfig(Section):
 
     kind: Literal["toolmath"] = Field(default="toolmath", description="which synthetic task")
     directory: str = Field(description="receives model/, train.parquet, heldout.parquet, sft.parquet")
-    seed: NonNegativeInt = Field(default=0, description="seeds the task, the conversations and the weights")
+    seed: NonNegativeInt = Field(
+        default=0, le=LARGEST_SEED, description="seeds the task, the conversations and the weights"
+    )
     train_prompts: PositiveInt = Field(default=4096, description="prompts in train.parquet")
     heldout_prompts: PositiveInt = Field(default=256, description="prompts in heldout.parquet")
     sft_conversations: PositiveInt = Field(default=16384, description="conversations in sft.parquet")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from ctpo_megatron.config import PolicyConfig, check_parallel, read_spec
+from ctpo_megatron.config import ConfigError, PolicyConfig, check_parallel, read_spec, stored_tensors
 from ctpo_megatron.models import ModelFamily, ModelSpec
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.verify import batch
@@ -88,8 +88,11 @@ def verify(
     """Check layouts (names of `LAYOUTS` that fit) and objectives (preset names), one after another.
 
     model: a Hugging Face directory small enough for float64; None makes a tiny dense one and a tiny mixture of experts.
-    family: the user's, which the processes of the jobs can import; None: one of ours.
+    family: the user's, which the processes of the jobs can import; None: one of ours. Raises ConfigError for a model
+        without weights, or with others than its config.json says.
     """
+    if model is not None and (problems := stored_tensors(model, read_spec(model, family))[1]):
+        raise ConfigError(problems)
     disable_progress_bar()
     for experts in (False, True):
         chosen = [name for name in layouts if LAYOUTS[name].experts == experts]

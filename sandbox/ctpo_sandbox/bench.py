@@ -19,6 +19,8 @@ SNIPPETS = {
 }
 CONCURRENCIES = (1, 8, 32)
 _REQUEST_TIMEOUT_S = 300.0
+_FIRST_TIMEOUT_S = 10.0
+"""For a first run on each server, before anything is timed."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ async def measure(
     return Measurement(snippet, concurrency, len(latencies), len(latencies) / elapsed, p50, p90, p99, *counts)
 
 
+async def _first(url: str) -> None:
+    client = SandboxClient(url, max_concurrency=1, request_timeout_s=_FIRST_TIMEOUT_S)
+    await client.run(SNIPPETS["print"], run_timeout_s=_FIRST_TIMEOUT_S / 2)
+    await client.aclose()
+
+
 def executions(urls: Sequence[str]) -> dict[str, int]:
     """Finished runs of each server, as its `GET /health` says."""
     with httpx.Client(trust_env=False, headers=authorization()) as http:
@@ -87,7 +95,12 @@ def measure_all(urls: Sequence[str], snippet: str, concurrency: int, seconds: fl
 
 
 def run(urls: Sequence[str], seconds: float, concurrencies: Sequence[int]) -> int:
-    """Print a table; 1 when a request was lost, else 0. Of several servers, shares are in the order of `urls`."""
+    """Print a table; 1 when a request was lost, else 0. Of several servers, shares are in the order of `urls`.
+
+    Raises SandboxUnavailable for one that does not answer.
+    """
+    for url in urls:
+        asyncio.run(_first(url))
     several = len(urls) > 1
     more = f"{'lost':>6}{'retries':>9}  shares" if several else ""
     print(f"{'snippet':<10}{'concurrency':>12}{'runs/s':>10}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}{more}")

@@ -14,13 +14,14 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from ctpo_sandbox.app import ServerState, create_app
+from ctpo_sandbox.arguments import positive
 from ctpo_sandbox.channel import WorkerLost
 from ctpo_sandbox.control_groups import NoControlGroup
 from ctpo_sandbox.front import Protocol
@@ -48,16 +49,6 @@ class StartFailed(Exception):
     """The server's processes did not come up; the message says what to do."""
 
 
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not (value > 0 and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-        return value
-
-    return parse
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ctpo sandbox serve`."""
     parser.add_argument("--host", default="127.0.0.1", help=f"off loopback {TOKEN} or {TOKEN_FILE} must be set")
@@ -65,24 +56,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Linux only, as the server is; its options can be listed anywhere.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument(
-        "--slots", type=_positive(int), default=cores + 1, help="executions at once (default: cores + 1)"
+        "--slots", type=positive(int), default=cores + 1, help="executions at once (default: cores + 1)"
     )
     parser.add_argument(
         "--max-waiting",
-        type=_positive(int),
+        type=positive(int),
         default=1024,
         metavar="N",
         help="requests that may wait for a slot; more are answered 503 with Retry-After (default: 1024)",
     )
     parser.add_argument(
         "--drain-s",
-        type=_positive(float),
+        type=positive(float),
         default=25.0,
         metavar="N",
         help="on SIGTERM, time to finish what was taken on (default: 25); SIGINT gives 2 seconds",
     )
     for limit in dataclasses.fields(Limits):
-        kind = _positive(float if limit.type is float else int)
+        kind = positive(float if limit.type is float else int)
         meaning = f"{limit.metadata['meaning']} (default: {limit.default})"
         parser.add_argument(option(limit.name), type=kind, default=limit.default, metavar="N", help=meaning)
     parser.add_argument("--announce", type=Path, metavar="FILE", help="write the URL here once the server is ready")
@@ -96,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--start-timeout-s",
-        type=_positive(float),
+        type=positive(float),
         default=60.0,
         metavar="N",
         help="deadline for a tier of libraries to be imported (default: 60)",

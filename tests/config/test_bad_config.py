@@ -82,6 +82,7 @@ WRONG = [
         "rollout.samples_per_prompt=1",
         "rollout.samples_per_prompt = 1: gives no advantage 'group': a trajectory would be compared with itse",
     ),
+    ("run.seed=4294967296", "run.seed = 4294967296: must be less than or equal to 4294967295"),
     ("rollout.temperature=0", "rollout.temperature = 0: must be greater than or equal to 0.01"),
     ("rollout.temperature=2.5", "rollout.temperature = 2.5: must be less than or equal to 2"),
     ("eval.temperature=3", "eval.temperature = 3: must be less than or equal to 2"),

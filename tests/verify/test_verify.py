@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -78,6 +80,16 @@ def test_every_layout_of_its_kind_fits_a_model_made_here(made: tuple[Path, bool]
     model, experts = made
     reason = "for a dense model" if experts else "for a mixture of experts"
     assert unsupported_layouts(model) == {name: reason for name, layout in LAYOUTS.items() if layout.experts != experts}
+
+
+def test_a_model_whose_weights_are_cut_short_is_refused(
+    made: tuple[Path, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
+    os.truncate(tmp_path / "model.safetensors", 1000)
+    layout = "moe-ep2" if made[1] else "one"
+    assert cli.main(["verify", "--model", str(tmp_path), "--layouts", layout]) == 2
+    assert "model.safetensors (1000 bytes) is no safetensors file, or is cut short" in capsys.readouterr().err
 
 
 @pytest.fixture
