@@ -40,4 +40,4 @@ def _smoke(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from ctpo_sandbox import bench
 
-    return bench.run((args.urls or args.url).split(","), args.seconds, args.concurrency)
+    return bench.run((args.url if args.urls is None else args.urls).split(","), args.seconds, args.concurrency)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.resources
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,19 +24,19 @@ def config_folders() -> list[Path]:
 
 def locate(path: str | Path) -> Path:
     """The file that a user's path means. Raises ConfigError that says where was looked and what is near."""
-    wanted = Path(path).expanduser()
+    wanted = Path(os.path.expanduser(path))  # unlike Path, it leaves the home of an unknown user as it is
     candidates = list(_candidates(wanted))
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # False for a name that is too long, too
             return candidate
-    looked = ", ".join(str(c) for c in candidates if c.suffix)
+    looked = ", ".join(str(c) for c in candidates if c.suffix or not c.name)
     near = _near(wanted)
     known = f"did you mean {', '.join(near)}?" if near else "give the path of a YAML file"
     raise ConfigError([Problem("", f"no such configuration (looked for {looked})", known, where=str(path))])
 
 
 def _candidates(wanted: Path) -> Iterator[Path]:
-    names = [wanted] if wanted.suffix else [wanted, wanted.with_suffix(".yaml")]
+    names = [wanted] if wanted.suffix or not wanted.name else [wanted, wanted.with_suffix(".yaml")]
     yield from names
     if wanted.is_absolute():
         return

@@ -283,6 +283,12 @@ def test_missing_file_says_where_it_looked_and_what_is_near(base: Path) -> None:
     assert problem.endswith("did you mean base.yaml?")
 
 
+@pytest.mark.parametrize("path", ["", ".", "..", "/", "~nobody-of-this-name/a.yaml", "a" * 300])
+def test_paths_that_are_no_files_are_refused(path: str) -> None:
+    (problem,) = problems_of(path)
+    assert "no such configuration (looked for " in problem
+
+
 def test_configs_of_the_checkout_are_found_from_anywhere(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
