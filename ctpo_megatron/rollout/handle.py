@@ -218,10 +218,7 @@ class EngineHandle:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: what was raised in an engine's process, without what pydantic adds to each of its errors, a page's
-    address; else the end of what Ray says."""
-    if isinstance(error, RayTaskError):
-        lines = f"{type(error.cause).__name__}: {error.cause}".splitlines()
-        return " ".join(line.strip() for line in lines if "https://errors.pydantic.dev" not in line)
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    """What was raised in an engine's process, in one line; the end of what Ray says where that did not travel."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    lines = [line.strip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
+    return lines[-1] if isinstance(cause, RayError) else " ".join(lines)

@@ -187,9 +187,10 @@ def fetched(
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="weights"))
         peers = [stack.enter_context(_Peer(share, secret, version, timeout_s)) for share in shares]
-        buffers = _Buffers(bucket_bytes)
+        buckets = plan(shares, bucket_bytes)
+        buffers = _Buffers(min(bucket_bytes, max((bucket.size for bucket in buckets), default=0)))
         coming: deque[tuple[Bucket, Future[torch.Tensor]]] = deque()
-        for bucket in plan(shares, bucket_bytes):
+        for bucket in buckets:
             coming.append((bucket, pool.submit(peers[bucket.share].fetch, bucket, buffers)))
             if len(coming) > _AHEAD:
                 yield from _tensors(*coming.popleft())

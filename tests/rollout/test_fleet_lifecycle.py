@@ -39,12 +39,12 @@ def test_failed_and_late_starts_name_engine_and_log(model_path: Path, tmp_path: 
                 fleet.check_start()
                 time.sleep(0.2)
     small = {"max_model_len": 320, "max_num_seqs": 64, "dtype": "float32", "kv_cache_mb": 32}
-    odd = make_config(model_path, tmp_path, engine=small | {"extra": {"max_num_batched_tokens": -1}})
+    odd = make_config(model_path, tmp_path, engine=small | {"extra": {"max_num_batched_tokens": 63}})
+    refused = r"did not start: ValueError: SchedulerConfig: Value error, max_num_batched_tokens \(63\) is .*; log: "
     with RolloutFleet(odd, str(model_path), 0, "unused") as fleet:
         fleet.start()
-        with pytest.raises(FleetError, match=r"did not start: ValidationError: .*max_num_batched_tokens") as refused:
+        with pytest.raises(FleetError, match=refused):
             fleet.wait_ready()
-        assert "errors.pydantic.dev" not in str(refused.value)
     late = make_config(model_path, tmp_path, start_timeout_s=7)
     with RolloutFleet(late, str(model_path), 0, "unused") as fleet:
         fleet.start()
