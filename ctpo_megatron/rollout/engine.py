@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
@@ -61,14 +62,25 @@ class RolloutEngine:
 
     async def start(self) -> tuple[int, EngineFacts]:
         """Load the users' parts, model and tokenizer; returns the process id, and what a transport has to know."""
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from ctpo_megatron.rollout.in_process import in_process_engine
+        from ctpo_megatron.weights import vllm_worker
+
         activate(self._config.extensions.path or ())
         self._tools = make_toolbox(self._config, self._spec.sandbox_url)
         self._environment = make_environment(self._config.rollout)
-        try:
-            self._llm = self._load()
-        except ValidationError as error:  # it may hold what cannot be pickled, and no driver needs its links
-            said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ValueError(f"{error.title}: {said.removeprefix(': ')}") from error
+        backend = {"file": vllm_worker.FILE, "tcp": vllm_worker.TCP}.get(self._spec.transport, self._spec.transport)
+        arguments = engine_arguments(self._config, self._spec.model_path, self._spec.device)
+        engine = self._config.rollout.engine
+        with _refusals_in_words():
+            settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=backend), **arguments)
+            if self._spec.device == "cpu" and engine.tensor_parallel_size == 1:
+                self._llm = in_process_engine(settings, engine.threads)
+            else:
+                self._llm = AsyncLLM.from_engine_args(settings)
         await self._llm.update_weight_version(str(INITIAL_VERSION))
         self._codec = self._make_codec(self._llm.get_tokenizer())
         rollout = self._config.rollout
@@ -83,23 +95,6 @@ class RolloutEngine:
         gc.collect()
         gc.freeze()  # the imported world is large and stays: full collections would cost more than the episodes
         return os.getpid(), EngineFacts(self._llm.model_config.dtype, _node_address())
-
-    def _load(self) -> Any:
-        """vLLM's `AsyncLLM`. Raises pydantic.ValidationError for arguments that it refuses."""
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from ctpo_megatron.rollout.in_process import in_process_engine
-        from ctpo_megatron.weights import vllm_worker
-
-        backend = {"file": vllm_worker.FILE, "tcp": vllm_worker.TCP}.get(self._spec.transport, self._spec.transport)
-        arguments = engine_arguments(self._config, self._spec.model_path, self._spec.device)
-        engine = self._config.rollout.engine
-        settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=backend), **arguments)
-        if self._spec.device == "cpu" and engine.tensor_parallel_size == 1:
-            return in_process_engine(settings, engine.threads)
-        return AsyncLLM.from_engine_args(settings)
 
     async def ping(self) -> str:
         """The current weight version, as the engine core itself answers."""
@@ -244,6 +239,17 @@ class RolloutEngine:
             return _model_turn(last.outputs[0])
 
         return generate
+
+
+@contextmanager
+def _refusals_in_words() -> Iterator[None]:
+    """Arguments that vLLM refuses, as ValueError: its own error may hold what cannot be pickled, and then Ray sends a
+    traceback in its place."""
+    try:
+        yield
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ValueError(f"{error.title}: {said.removeprefix(': ')}") from error
 
 
 def _node_address() -> str:
