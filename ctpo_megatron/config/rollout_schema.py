@@ -192,17 +192,18 @@ class SandboxConfig(Section):
         default=None,
         description="CPU seconds that the kernel ends an execution after; null: its time limit rounded up, plus 1",
     )
-    memory_mb: PositiveInt = Field(default=512, description="address-space limit of one execution in MiB")
-    address_space_mb: PositiveInt | None = Field(
+    memory_mb: int = Field(default=512, ge=32, description="address-space limit of one execution in MiB")
+    address_space_mb: int | None = Field(
         default=None,
+        ge=32,
         description="MiB that one execution may map; above memory_mb it needs a memory control group; null: memory_mb",
     )
     file_mb: PositiveInt = Field(
         default=8, description="size limit of each file of one execution in MiB, each of its outputs included"
     )
-    open_files: PositiveInt = Field(default=256, description="file descriptors of one execution")
+    open_files: int = Field(default=256, ge=4, description="file descriptors of one execution")
     disk_mb: PositiveInt = Field(default=64, description="size limit of all files of one execution together in MiB")
-    disk_files: PositiveInt = Field(default=4096, description="number of files of one execution")
+    disk_files: int = Field(default=4096, ge=2, description="number of files of one execution")
     threads: PositiveInt = Field(default=128, description="threads of one execution")
     output_kb: PositiveInt = Field(
         default=1000, description="thousands of bytes of each output that a reply carries; the rest is cut"

@@ -27,8 +27,9 @@ LEVELS = {
 """Levels of isolation, the strongest first."""
 
 
-def _limit(default: float | None, meaning: str) -> Any:
-    return field(default=default, metadata={"meaning": meaning})
+def _limit(default: float | None, meaning: str, least: int = 0) -> Any:
+    """least: below it no program runs, and the self-test cannot tell that from missing isolation."""
+    return field(default=default, metadata={"meaning": meaning, "least": least})
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,23 @@ class Limits:
     """Limits of every run: the one declaration of their names, types, defaults and meanings.
 
     The options of the server, what `GET /health` and `GET /metrics` show, and the keys of a training configuration
-    follow from it. Raises ValueError for a limit that is not a positive number.
+    follow from it. Raises ValueError for a limit that is not a positive number, or below what a program needs.
     """
 
     run_timeout_s: float = _limit(60.0, "CPU seconds of one execution; it ends after twice as many seconds in any case")
     cpu_s: int | None = _limit(
         None, "CPU seconds that the kernel ends an execution after; null: its time limit rounded up, plus 1"
     )
-    memory_mb: int = _limit(512, "address-space limit of one execution in MiB")
+    memory_mb: int = _limit(512, "address-space limit of one execution in MiB", least=32)
     address_space_mb: int | None = _limit(
-        None, "MiB that one execution may map; above memory_mb it needs a memory control group; null: memory_mb"
+        None,
+        "MiB that one execution may map; above memory_mb it needs a memory control group; null: memory_mb",
+        least=32,
     )
     file_mb: int = _limit(8, "size limit of each file of one execution in MiB, each of its outputs included")
-    open_files: int = _limit(256, "file descriptors of one execution")
+    open_files: int = _limit(256, "file descriptors of one execution", least=4)
     disk_mb: int = _limit(64, "size limit of all files of one execution together in MiB")
-    disk_files: int = _limit(4096, "number of files of one execution")
+    disk_files: int = _limit(4096, "number of files of one execution", least=2)
     threads: int = _limit(128, "threads of one execution")
     output_kb: int = _limit(1000, "thousands of bytes of each output that a reply carries; the rest is cut")
     request_mb: int = _limit(16, "size limit of one request in MiB")
@@ -59,6 +62,10 @@ class Limits:
         for name, value in asdict(self).items():
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} = {value}: a limit must be a positive number")
+        for limit in fields(self):
+            value, least = getattr(self, limit.name), limit.metadata["least"]
+            if value is not None and value < least:
+                raise ValueError(f"{limit.name} = {value}: no program runs with less than {least}")
 
     @classmethod
     def of(cls, source: object) -> Self:

@@ -121,12 +121,14 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
     Raises NotEnforceable when no level satisfies `--require`, and StartFailed when something else went wrong: that says
     nothing about the isolation that the machine offers, so no weaker one is tried.
     """
+    limits = Limits.of(args)
+    _check_machine(limits)
     libraries = tiers(*(filter(None, names.split(",")) for names in (args.warm, args.tiers)))
     refused: dict[str, str] = {}
     for level in candidates(args.require, args.level):
         pool = Pool(
             slots=args.slots,
-            limits=Limits.of(args),
+            limits=limits,
             level=level,
             libraries=libraries,
             start_timeout_s=args.start_timeout_s,
@@ -145,6 +147,15 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
             pool.close()
             raise
     raise NotEnforceable(explain(args.require, refused))
+
+
+def _check_machine(limits: Limits) -> None:
+    """Raises ValueError for a limit that this machine lets no process have."""
+    of_machine = {"open_files": (resource.RLIMIT_NOFILE, "-Hn"), "threads": (resource.RLIMIT_NPROC, "-Hu")}
+    for name, (kind, shown_by) in of_machine.items():
+        value, (_, hard) = getattr(limits, name), resource.getrlimit(kind)
+        if hard != resource.RLIM_INFINITY and value > hard:
+            raise ValueError(f"{option(name)} {value}: this machine allows {hard} (ulimit {shown_by}); lower it")
 
 
 class _Server(uvicorn.Server):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic.fields import FieldInfo
 
 from ctpo_megatron.config import SandboxConfig
-from ctpo_sandbox import Limits, SandboxServer, start_server
+from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
 from ctpo_sandbox.records import option
 from ctpo_sandbox.server import add_arguments
 from tests.sandbox.sandbox_http import HTTP, post
@@ -77,6 +80,8 @@ def test_the_keys_of_a_configuration_are_the_limits() -> None:
     assert {limit.name: keys[limit.name].description for limit in fields(Limits)} == {
         limit.name: limit.metadata["meaning"] for limit in fields(Limits)
     }
+    least = {limit.name: limit.metadata["least"] for limit in fields(Limits) if limit.metadata["least"]}
+    assert least == {name: ge for name in keys for ge in bounds(keys[name]) if ge > 0}
     assert Limits.of(SandboxConfig()) == Limits(run_timeout_s=4.0)
     assert Limits.of(SandboxConfig(**asdict(LOWERED))) == LOWERED
 
@@ -86,6 +91,37 @@ def test_the_keys_of_a_configuration_are_the_limits() -> None:
 def test_a_limit_that_limits_nothing_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} = {value}: a limit must be a positive number"):
         Limits.of(SimpleNamespace(**{**asdict(Limits()), name: value}))
+
+
+@pytest.mark.parametrize(("name", "value"), [("memory_mb", 31), ("open_files", 3), ("disk_files", 1)])
+def test_a_limit_with_which_no_program_runs_is_refused(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} = {value}: no program runs with less than {value + 1}"):
+        Limits(**{name: value})
+
+
+def test_a_server_runs_with_the_least_of_every_limit(tmp_path: Path) -> None:
+    least = {limit.name: limit.metadata["least"] for limit in fields(Limits) if limit.metadata["least"]}
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"]}
+    with start_server(**options, limits=Limits(**least), log_path=tmp_path / "log") as server:
+        assert post(server, {"code": "print(6 * 7)"}).json()["run_result"]["stdout"] == "42\n"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("open_files", resource.RLIMIT_NOFILE), ("threads", resource.RLIMIT_NPROC)])
+def test_a_limit_beyond_the_machines_is_named(name: str, kind: int, tmp_path: Path) -> None:
+    hard = resource.getrlimit(kind)[1]
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("this machine has no limit")
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "log_path": tmp_path / "log"}
+    with (
+        pytest.raises(SandboxStartError, match=rf"{option(name)} {hard + 1}: this machine allows {hard} \(ulimit"),
+        start_server(**options, limits=Limits(**{name: hard + 1})),
+    ):
+        pass
+
+
+def bounds(key: FieldInfo) -> Iterator[int]:
+    """Lower bounds of an integer's key."""
+    return (constraint.ge for constraint in key.metadata if hasattr(constraint, "ge"))
 
 
 def test_health_and_metrics_show_every_limit(lowered_server: SandboxServer) -> None:
