@@ -130,6 +130,7 @@ def _describe(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         return f"mappings of {', '.join(annotation.model_fields)}"
     if annotation is Extension:
         return "name or {name, arguments}"
-    found = [(sign, getattr(c, name)) for name, sign in _BOUNDS.items() for c in constraints if hasattr(c, name)]
+    parts = [part for constraint in constraints for part in getattr(constraint, "metadata", (constraint,))]
+    found = [(sign, getattr(part, name)) for name, sign in _BOUNDS.items() for part in parts if hasattr(part, name)]
     bounds = [f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}" for sign, bound in found]
     return " ".join([_NAMES[annotation], ", ".join(bounds)]).strip()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ctpo_megatron.config.extension import Extension
-from ctpo_megatron.config.task_schema import Section
+from ctpo_megatron.config.task_schema import Seconds, Section
 
 COLDEST, HOTTEST = 0.01, 2.0
 """Sampling temperatures of vLLM 0.32: it takes 0.01 for what is lower, says so in its log alone, and refuses more."""
@@ -43,7 +43,7 @@ class WeightsConfig(Section):
         description="file: shared memory of one node; tcp: any nodes; nccl and (on shared GPUs) ipc: vLLM's own, for "
         "CUDA; nccl_m2n: not built; auto: by where the engines are",
     )
-    timeout_s: PositiveFloat = Field(
+    timeout_s: Seconds = Field(
         default=300.0, description="deadline of one update for every engine; one that is late is replaced"
     )
     bucket_mib: PositiveInt = Field(
@@ -76,7 +76,7 @@ class RolloutConfig(Section):
         description="calls that a trajectory may run; the next one ends it (`tool_budget`), as that of the last turn "
         "does; null: only `max_turns`",
     )
-    max_tool_s: PositiveFloat | None = Field(
+    max_tool_s: Seconds | None = Field(
         default=None,
         description="seconds that the calls of a trajectory may run, queueing excluded where the tool tells; then as "
         "above. Whoever is slower ends earlier, so a run is not repeatable. null: no limit",
@@ -129,8 +129,8 @@ class RolloutConfig(Section):
     )
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
-    start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all engines to be ready")
-    group_timeout_s: PositiveFloat = Field(default=1800.0, description="deadline of one group of trajectories")
+    start_timeout_s: Seconds = Field(default=600.0, description="deadline for all engines to be ready")
+    group_timeout_s: Seconds = Field(default=1800.0, description="deadline of one group of trajectories")
     max_group_retries: NonNegativeInt = Field(
         default=3,
         description="retries of a failed group; then its prompt is quarantined and another takes its place",
@@ -185,7 +185,7 @@ class SandboxConfig(Section):
         default="landlock", description="least isolation of our own server; it refuses to start with less"
     )
     slots: PositiveInt = Field(default=2, description="executions at once")
-    run_timeout_s: PositiveFloat = Field(
+    run_timeout_s: Seconds = Field(
         default=4.0, description="CPU seconds of one execution; it ends after twice as many seconds in any case"
     )
     cpu_s: PositiveInt | None = Field(
@@ -209,11 +209,9 @@ class SandboxConfig(Section):
         default=1000, description="thousands of bytes of each output that a reply carries; the rest is cut"
     )
     request_mb: PositiveInt = Field(default=16, description="size limit of one request in MiB")
-    request_timeout_s: PositiveFloat = Field(
-        default=60.0, description="deadline of one tool call as the rollout sees it"
-    )
+    request_timeout_s: Seconds = Field(default=60.0, description="deadline of one tool call as the rollout sees it")
     max_concurrency: PositiveInt = Field(default=64, description="tool requests in flight, over the whole run")
-    start_timeout_s: PositiveFloat = Field(default=60.0, description="deadline for the server to answer")
+    start_timeout_s: Seconds = Field(default=60.0, description="deadline for the server to answer")
     warm: str = Field(
         default="", description="modules that our own server imports ahead beside numpy and sympy, separated by commas"
     )

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
-from ctpo_megatron.config.task_schema import LARGEST_SEED, PrepareConfig, Section
+from ctpo_megatron.config.task_schema import LARGEST_SEED, PrepareConfig, Seconds, Section
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class RunConfig(Section):
         description="end of this job in seconds since the epoch: the trainer saves and leaves in time; null: as Slurm "
         "says (SLURM_JOB_END_TIME), if there is one",
     )
-    stall_timeout_s: PositiveFloat | None = Field(
+    stall_timeout_s: Seconds | None = Field(
         default=900.0,
         description="seconds without progress of any rank, after which all dump their stacks; null: never",
     )
@@ -206,7 +206,7 @@ class PolicyConfig(Section):
     threads: PositiveInt = Field(
         default=1, description="CPU threads of each trainer rank; fewer where the node has not a core for each"
     )
-    timeout_minutes: PositiveFloat = Field(default=30.0, description="deadline of every collective operation")
+    timeout_minutes: PositiveFloat = Field(default=30.0, le=1e7, description="deadline of every collective operation")
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
@@ -232,7 +232,7 @@ class RewardConfig(Section):
     concurrency: PositiveInt = Field(
         default=64, description="trajectories that one worker awaits at once, if the reward function is async"
     )
-    timeout_s: PositiveFloat = Field(
+    timeout_s: Seconds = Field(
         default=5.0, description="hard limit per trajectory; a reward function that exceeds it is killed"
     )
     overlong_penalty: OverlongPenaltyConfig | None = Field(
@@ -282,7 +282,7 @@ class CheckpointConfig(Section):
         description="checkpoint directory to continue from: with run.resume: true instead of the newest; with auto, if "
         "it is of another run, only while this run has none; null: none",
     )
-    grace_s: PositiveFloat = Field(
+    grace_s: Seconds = Field(
         default=120.0,
         description="seconds to finish the current step and write a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C, and "
         "before the job's end",
@@ -314,7 +314,7 @@ class TrackingConfig(Section):
         default=None,
         description="interpreter that runs the trackers whose packages this environment cannot hold; null: this one",
     )
-    timeout_s: PositiveFloat = Field(
+    timeout_s: Seconds = Field(
         default=60.0, description="deadline of one call to a tracker; one that exceeds it is switched off"
     )
     trajectories: Literal["all", "sample", "none"] = Field(

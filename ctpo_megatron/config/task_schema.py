@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 LARGEST_SEED = 2**32 - 1
 """NumPy's, with which vLLM begins."""
+LONGEST_S = 1e9
+"""30 years; what is ten times longer does not fit into the time-outs of Python and the system."""
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 
 
 class Section(BaseModel):

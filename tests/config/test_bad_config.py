@@ -82,6 +82,13 @@ WRONG = [
         "rollout.samples_per_prompt=1",
         "rollout.samples_per_prompt = 1: gives no advantage 'group': a trajectory would be compared with itse",
     ),
+    ("rollout.group_timeout_s=1e12", "rollout.group_timeout_s = 1000000000000.0: must be less than or equal to 10000"),
+    ("run.stall_timeout_s=1e12", "run.stall_timeout_s = 1000000000000.0: must be less than or equal to 1000000000"),
+    ("run.deadline=1", "run.deadline = 1.0: is in the past; give seconds since the epoch, such as $(date -d +4hours"),
+    (
+        "run.deadline=1795438000123",
+        "run.deadline = 1795438000123.0: is decades ahead; give seconds since the epoch, s",
+    ),
     ("run.seed=4294967296", "run.seed = 4294967296: must be less than or equal to 4294967295"),
     ("rollout.temperature=0", "rollout.temperature = 0: must be greater than or equal to 0.01"),
     ("rollout.temperature=2.5", "rollout.temperature = 2.5: must be less than or equal to 2"),

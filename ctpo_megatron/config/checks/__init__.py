@@ -29,6 +29,7 @@ from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
 from ctpo_megatron.config.rollout_schema import COLDEST
 from ctpo_megatron.config.schema import Config, OptimizerConfig
 from ctpo_megatron.config.sources import Sources
+from ctpo_megatron.config.task_schema import LONGEST_S
 from ctpo_megatron.models import ModelSpec
 
 
@@ -123,9 +124,9 @@ def place(problem: Problem, sources: Sources | None) -> Problem:
 def _run(config: Config) -> Iterator[Problem]:
     if config.run.resume and config.run.overwrite:
         yield error(config, "run.resume", "contradicts run.overwrite: true", "switch one of them off")
-    if config.run.deadline is not None and config.run.deadline <= time.time():
-        fix = "give seconds since the epoch, such as $(date -d +4hours +%s)"
-        yield error(config, "run.deadline", "is in the past", fix)
+    if (deadline := config.run.deadline) is not None and not 0 < deadline - time.time() < LONGEST_S:
+        message = "is in the past" if deadline <= time.time() else "is decades ahead"
+        yield error(config, "run.deadline", message, "give seconds since the epoch, such as $(date -d +4hours +%s)")
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Problem]:
