@@ -18,6 +18,7 @@ from ctpo_megatron.environments.protocol import (
     ToolParser,
     ToolUnavailable,
 )
+from ctpo_megatron.extensions import ExtensionError
 
 _STATUSES = ("success", "timeout", "runtime_error")
 
@@ -69,8 +70,12 @@ class Toolbox:
         return bool(self._tools) and self._parser.mentions_call(text)
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """The messages that show the outputs of `calls` to the model."""
-        return self._parser.render(calls)
+        """The messages that show the outputs of `calls` to the model. Raises ExtensionError where there are none."""
+        messages = self._parser.render(calls)
+        if not messages or not all(isinstance(message, Message) for message in messages):
+            by = f"{type(self._parser).__name__}.render"
+            raise ExtensionError(f"{by} gave {messages!r}; it must return the messages (Message) that show the outputs")
+        return messages
 
     async def call(self, text: str, turn: int) -> tuple[list[ToolCall], str]:
         """Run the calls in `text`, all at once; their records in order, and why one could not be run ("" if all were).

@@ -15,6 +15,7 @@ from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolResult, ToolUnavailable
 from ctpo_megatron.environments.toolbox import Toolbox, cut_middle
 from ctpo_megatron.environments.tools.python import PythonTool, shown
+from ctpo_megatron.extensions import ExtensionError
 
 
 class Interpreter:
@@ -264,3 +265,10 @@ def test_a_tool_without_required_arguments() -> None:
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="have one name"):
         Toolbox([Search(), Search()], HermesParser(), 100)
+
+
+@pytest.mark.parametrize("messages", [[], None, ["42"]])
+def test_a_parser_that_shows_nothing_is_named(messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HermesParser, "render", lambda self, calls: messages)
+    with pytest.raises(ExtensionError, match=r"HermesParser\.render gave .*; it must return the messages"):
+        Toolbox([Interpreter()], HermesParser(), 100).render([ToolCall(1, "", {}, "success", "42", 0.0)])
