@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overlap, trl_text
+from benchmarks import long_groups, overlap, trl_text
 from benchmarks.measured import Moment, Observed, between, part_of, quiet
 from benchmarks.slow_tool import LONGEST_S, SHORTEST_S, latency_s
 from benchmarks.trl_sizes import SIZES, Way, our_settings, trl_options
 from ctpo_megatron.config import load_config
+from ctpo_megatron.data.records import Prompt
 from tests.support import children
 from tests.support.prefork import ROOT
 
@@ -164,3 +165,11 @@ def test_trls_environment_has_what_the_client_of_the_sandbox_imports() -> None:
     wanted -= {name.replace("_", "-") for name in sys.stdlib_module_names} | {"ctpo-sandbox"}
     lines = (ROOT / "benchmarks" / "trl_requirements.txt").read_text(encoding="utf-8").splitlines()
     assert wanted and wanted <= {line.partition("==")[0] for line in lines}
+
+
+def test_both_sides_of_long_groups_make_the_same_turns() -> None:
+    prompt = Prompt("7", "long", (), "2", (1, 2), {"usual": 9.0})
+    longest, in_order = (long_groups.of_round(prompt, 3, side) for side in (long_groups.LONGEST, long_groups.IN_ORDER))
+    assert longest.extra["turns"] == in_order.extra["turns"] and len(longest.extra["turns"]) == long_groups.SAMPLES
+    assert longest.id == "7" != in_order.id
+    assert longest.extra["turns"] != long_groups.of_round(prompt, 4, long_groups.LONGEST).extra["turns"]
