@@ -10,7 +10,7 @@ is log-normal: `SPREAD_PROMPTS` is the sigma between prompts, which can be learn
 the answers to one prompt and from round to round, which cannot.
 
 On a CPU a step of the engine takes longer the more sequences it has, so that few at the end cost little. With a
-latency of its turns an answer takes as long alone as among others, as with tools, and nearly so on a GPU.
+latency of its turns, as of a tool, an answer takes about as long alone as among others.
 """
 
 from __future__ import annotations
