@@ -120,7 +120,7 @@ def test_everything_that_decides_a_sample_is_among_the_settings(run: Path, tmp_p
         "eval.top_p=0.9",
         "run.seed=9",
         "rollout.max_turns=3",
-        "sandbox.memory_mb=9",
+        "sandbox.memory_mb=99",
     ):
         assert settings(override) != base, override
     for override in ("eval.samples=64", "rollout.engines=4", "rollout.engine.max_num_seqs=3", "reward.workers=4"):
