@@ -151,9 +151,10 @@ def play(fleet: RolloutFleet, prompts: list[Prompt], number: int, side: str) -> 
 
 
 def measure(groups: int, rounds: int, latency_s: float) -> Figures:
-    """Seconds of each side by round, and the tokens of its answers."""
+    """Seconds and tokens of each side by round, and how long its answers are."""
     seconds: dict[str, list[float]] = {IN_ORDER: [], LONGEST: []}
     tokens: dict[str, list[int]] = {IN_ORDER: [], LONGEST: []}
+    lengths: list[int] = []
     with tempfile.TemporaryDirectory() as name:
         config = configuration(Path(name) / "task", latency_s)
         prompts = batch(config, groups)
@@ -163,16 +164,24 @@ def measure(groups: int, rounds: int, latency_s: float) -> Figures:
                 for side in list(seconds)[:: -1 if number % 2 else 1]:
                     took, found = play(fleet, prompts, number, side)
                     seconds[side].append(took)
-                    tokens[side] += found
-                    print(f"round {number}, {side}: {took:.1f} s, {sum(found)} tokens", flush=True)
+                    tokens[side].append(sum(found))
+                    lengths += found if side == LONGEST else []
+                    print(f"round {number}, {side}: {took:.1f} s, {tokens[side][-1]} tokens", flush=True)
     about = {
         "latency_s": latency_s,
         "groups": groups,
         "rounds": rounds,
         "tokens": tokens,
+        "lengths": summary(lengths),
         "environment": report.environment("cpu", 1),
     }
     return {"seconds": seconds} | about
+
+
+def summary(lengths: Sequence[int]) -> dict[str, float]:
+    """Of answers, in tokens. long: a tenth of them has as many, or more."""
+    long = statistics.quantiles(lengths, n=10)[-1]
+    return {"median": statistics.median(lengths), "long": long, "longest": max(lengths)}
 
 
 def text(results: Sequence[Figures]) -> str:
@@ -182,16 +191,16 @@ def text(results: Sequence[Figures]) -> str:
 
 
 def _section(result: Figures) -> str:
-    seconds, tokens = result["seconds"], result["tokens"][LONGEST]
+    seconds, lengths = result["seconds"], result["lengths"]
     ratios = [base / ours for base, ours in zip(seconds[IN_ORDER], seconds[LONGEST], strict=True)]
     rows = [(side, spread(took)) for side, took in seconds.items()]
-    median, ninth = statistics.median(tokens), statistics.quantiles(tokens, n=10)[-1]
     return "\n\n".join(
         [
             f"## Each turn is answered after {result['latency_s']:g} s",
             f"{result['groups']} prompts x {SAMPLES} samples of a random model of the quickstart's shape, one engine "
-            f"that plays {PLACES} at once. Answers have {median:.0f} tokens in the median, one in ten has "
-            f"{ninth:.0f} or more, the longest {max(tokens)}. {result['rounds']} rounds in alternating order.",
+            f"that plays {PLACES} at once. Answers have {lengths['median']:.0f} tokens in the median, one in ten has "
+            f"{lengths['long']:.0f} or more, the longest {lengths['longest']}. {result['rounds']} rounds in "
+            "alternating order.",
             report.markdown(("", "seconds a batch: median (range)"), rows),
             f"In the order of the batch it takes {spread(ratios)} times as long.",
         ]

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from ctpo_sandbox import SandboxClient, SandboxServer, SandboxStartError, SandboxUnavailable, bench, start_server
+from ctpo_sandbox import SandboxClient, SandboxServer, SandboxStartError, SandboxUnavailable, start_server
 from ctpo_sandbox.client import authorization
 from tests.sandbox.sandbox_http import HTTP, health, post
 from tests.support.deadlines import scaled
@@ -418,12 +418,6 @@ def test_bench_prints_its_table(sandbox_server):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == ["snippet", "print", "numpy", "integrate", "heavy", "solve"]
     assert all(float(line[2]) > 0 for line in lines[1:])
-
-
-def test_bench_ends_at_once_where_no_server_answers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench, "_FIRST_TIMEOUT_S", 0.5)
-    with pytest.raises(SandboxUnavailable, match=r"127\.0\.0\.1:9"):
-        bench.run(["http://127.0.0.1:9"], 60.0, [1])
 
 
 def test_a_level_below_what_is_required_is_refused():

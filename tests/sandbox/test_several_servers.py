@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ctpo_sandbox import ClientStats, SandboxClient, SandboxServer, start_server
+from ctpo_sandbox import ClientStats, SandboxClient, SandboxServer, SandboxUnavailable, bench, start_server
 from ctpo_sandbox.bench import measure_all
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
@@ -63,6 +63,12 @@ def test_the_bench_shows_how_servers_share_the_work(pair: Pair) -> None:
     assert list(found.shares) == urls and sum(found.shares.values()) == pytest.approx(1.0)
     # The first eight go to the two in turn. Who gets those after them depends on who answers sooner.
     assert round(min(found.shares.values()) * found.runs) >= 4
+
+
+def test_the_bench_ends_at_once_where_no_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_FIRST_TIMEOUT_S", 0.5)
+    with pytest.raises(SandboxUnavailable, match=r"127\.0\.0\.1:9"):
+        bench.run(["http://127.0.0.1:9"], 60.0, [1])
 
 
 def test_a_burst_is_balanced(pair: Pair) -> None:

@@ -136,6 +136,11 @@ def test_a_rank_that_does_not_go_on_copying_is_named() -> None:
         server.close()
 
 
+def test_a_bucket_takes_no_more_memory_than_it_carries(server: WeightServer) -> None:
+    name = next(iter(TENSORS))
+    assert torch.equal(fetch([share(server, [name])], bucket_bytes=1 << 50)[name], TENSORS[name])
+
+
 def test_memory_of_a_bucket_is_used_again_once_nobody_uses_it(server: WeightServer) -> None:
     memory, tensors = WeightMemory(), {f"layers.{n}": torch.full((1024,), float(n)) for n in range(40)}
     memory.plan(plan_of(tensors), 4)
