@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
 CLOCK = r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$"
-NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class ClusterError(Exception):
@@ -48,11 +48,11 @@ class Cluster(BaseModel):
     python: str = Field(default="python", description="interpreter on the nodes: of the container, or an absolute path")
     container_image: str | None = Field(default=None, description="image for Pyxis/Enroot; null: the nodes' own files")
     container_mounts: tuple[str, ...] = Field(default=(), description="`host:container`; job_dir is mounted anyway")
-    container_env: tuple[str, ...] = Field(
+    container_env: tuple[Variable, ...] = Field(
         default=(), description="variables that keep the job's value in the container; secrets by name only"
     )
     setup: tuple[str, ...] = Field(default=(), description="lines of the batch script before srun")
-    env: dict[str, str] = Field(default={}, description="environment of the node programs, in clear in the script")
+    env: dict[Variable, str] = Field(default={}, description="environment of the node programs, in clear in the script")
     interface: str | None = Field(
         default=None, description="network of gloo, NCCL and Ray; null: the route to the head"
     )
@@ -60,7 +60,9 @@ class Cluster(BaseModel):
     retries: NonNegativeInt = Field(
         default=3, description="restarts after failures; after preemption there is no limit"
     )
-    start_timeout_s: PositiveFloat = Field(default=600.0, description="deadline for all nodes to be ready")
+    start_timeout_s: PositiveFloat = Field(
+        default=600.0, allow_inf_nan=False, description="deadline for all nodes to be ready"
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Cluster:
@@ -68,7 +70,18 @@ class Cluster(BaseModel):
             raise ValueError("account: required for Slurm; NeMo Run writes it into the script")
         if self.executor == "slurm" and self.container_image is None and not Path(self.python).is_absolute():
             raise ValueError(f"python: {self.python!r} must be an absolute path where there is no container_image")
+        if self.executor == "slurm" and _seconds(self.time) <= self.signal_s:
+            raise ValueError(
+                f"signal_s: SIGTERM {self.signal_s} s before the end of a job of {self.time} would come as it starts: "
+                "lower it, or raise time"
+            )
         return self
+
+
+def _seconds(clock: str) -> int:
+    days, _, rest = clock.rpartition("-")
+    hours, minutes, seconds = map(int, rest.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def load_cluster(path: Path) -> Cluster:

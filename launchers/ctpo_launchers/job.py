@@ -11,6 +11,7 @@ from ctpo_launchers import network, slurm
 from ctpo_megatron.addresses import address_toward
 
 FIRST_PORT = 29400
+_LAST_PORT = 65533
 _JOBS_BEFORE_PORTS_REPEAT = 100
 _PORTS_OF_A_JOB = 16
 
@@ -43,8 +44,12 @@ class NodeJob:
         rank = args.node_rank if args.node_rank is not None else int(os.environ.get("SLURM_NODEID", "0"))
         if not 0 <= rank < len(hosts):
             raise ValueError(f"--node-rank {rank} is not one of the {len(hosts)} nodes, which are counted from 0")
+        if not 0 < (args.port or FIRST_PORT) <= _LAST_PORT:
+            raise ValueError(f"--port {args.port} is not one of 1 to {_LAST_PORT}: node 0 takes two more above it")
         if len(hosts) == 1:
             return cls(rank, hosts, "127.0.0.1", "127.0.0.1", None, 0)
+        if args.address is not None and not network.is_address(args.address):
+            raise ValueError(f"--address {args.address} is no IP address")
         try:
             head = _reachable(args.head or hosts[0])
             address = args.address or _own_address(args.interface, rank, hosts, head)

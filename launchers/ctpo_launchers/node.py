@@ -19,6 +19,7 @@ from ctpo_launchers import slurm
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.program import NodeProgram
 from ctpo_megatron.config import ConfigError, load_config
+from ctpo_sandbox.arguments import positive
 
 WRONG = 2
 """Exit status of a wrong request; the others: `NodeProgram`."""
@@ -44,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments[0], arguments[1:])
         args.nproc_per_node = args.nproc_per_node or config.placement.trainer_gpus or 1
         program = NodeProgram(args, job, config, arguments)
+        program.prepare()
     except (ConfigError, ValueError, OSError) as error:
         print(f"ctpo_launchers.node: {error}", file=sys.stderr)
         return WRONG
-    program.status_file.unlink(missing_ok=True)  # of an earlier attempt
     status = asyncio.run(program.run())
     program.status_file.write_text(f"{status}\n")
     return status
@@ -69,19 +70,35 @@ def _of_the_job(job: NodeJob, arguments: Sequence[str]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ctpo_launchers.node", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--nodes", type=int, metavar="N", help="nodes of the job (default: Slurm's, else 1)")
+    add("--nodes", type=positive(int), metavar="N", help="nodes of the job (default: Slurm's, else 1)")
     add("--node-rank", type=int, metavar="R", help="this node's number; 0 is the head (default: Slurm's)")
     add("--head", metavar="HOST", help="host of node 0 (default: the first of Slurm's)")
     add("--address", metavar="IP", help="address of this node for the others (default: that of --interface)")
     add("--interface", metavar="NAME", help="network of gloo, NCCL and Ray (default: that of the route to the head)")
-    add("--port", type=int, metavar="P", help="of node 0, which also takes free ones above it (default: by job)")
-    add("--nproc-per-node", type=int, metavar="N", help="trainer ranks (default: placement.trainer_gpus, else 1)")
+    add(
+        "--port",
+        type=positive(int),
+        metavar="P",
+        help="of node 0, which also takes free ones above it (default: by job)",
+    )
+    add(
+        "--nproc-per-node",
+        type=positive(int),
+        metavar="N",
+        help="trainer ranks (default: placement.trainer_gpus, else 1)",
+    )
     add("--directory", type=Path, metavar="DIR", help="logs of the nodes (default: RUN.nodes, next to the run)")
     add("--token-file", type=Path, metavar="FILE", help="the job's secret, mode 0600 (default: DIR/token, made)")
-    add("--start-timeout", type=float, default=300.0, metavar="S", help="deadline for all nodes (%(default)s s)")
+    add(
+        "--start-timeout",
+        type=positive(float),
+        default=300.0,
+        metavar="S",
+        help="deadline for all nodes (%(default)s s)",
+    )
     add(
         "--after-loss",
-        type=float,
+        type=positive(float),
         default=60.0,
         metavar="S",
         help="until the trainer ends when a node is lost (%(default)s)",

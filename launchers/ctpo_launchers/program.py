@@ -56,12 +56,16 @@ class NodeProgram:
         self._asked_by: int | None = None
         self._over = asyncio.Event()
 
+    def prepare(self) -> None:
+        """Make the folder of this node's logs, without the status of an earlier attempt. Raises OSError."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self.status_file.unlink(missing_ok=True)
+
     async def run(self) -> int:
         """Start everything, wait for its end; returns the exit status."""
         self._main = asyncio.current_task()
         for number in ENDING:
             asyncio.get_running_loop().add_signal_handler(number, self._asked, number)
-        self._logs.mkdir(parents=True, exist_ok=True)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if self._job.nodes == 1:
@@ -83,7 +87,11 @@ class NodeProgram:
     async def _run_head(self, stack: contextlib.AsyncExitStack) -> None:
         job, timeout_s = self._job, self._args.start_timeout
         token = await shared_token(self._token_file, 0, timeout_s)
-        ray_port, master_port = network.free_ports(job.address, job.port + 1, 2)
+        try:
+            network.check_free(job.address, job.port)
+            ray_port, master_port = network.free_ports(job.address, job.port + 1, 2)
+        except OSError as error:
+            raise NotReady(str(error)) from error
         folder = new_ray_directory() if self._needs.ray else Path()
         facts = {"ray": f"{job.address}:{ray_port}", "folder": str(folder), "master": f"{job.address}:{master_port}"}
         names = {rank: job.name(rank) for rank in range(1, job.nodes)}

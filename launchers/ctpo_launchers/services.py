@@ -31,11 +31,18 @@ _POLL_S = 0.1
 
 async def shared_token(path: Path, rank: int, timeout_s: float) -> str:
     """The job's secret, in a file of mode 0600 that node 0 makes where there is none. Raises NotReady."""
-    if rank == 0 and not path.exists():
-        aside = path.with_name(f"{path.name}.{os.getpid()}")
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        aside.rename(path)
+    try:
+        if rank == 0 and not path.exists():
+            aside = path.with_name(f"{path.name}.{os.getpid()}")
+            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            aside.rename(path)
+        return await _read_token(path, timeout_s)
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotReady(f"the job's secret cannot be made or read: {error}") from error
+
+
+async def _read_token(path: Path, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
@@ -44,9 +51,12 @@ async def shared_token(path: Path, rank: int, timeout_s: float) -> str:
                 "share (--directory), or give the same secret to each in a file of mode 0600 (--token-file)"
             )
         await asyncio.sleep(_POLL_S)
+    token = path.read_text(encoding="utf-8").strip()
     if path.stat().st_mode & 0o077:
         raise NotReady(f"{path} can be read or written by other users; type chmod 600 {path}")
-    return path.read_text(encoding="utf-8").strip()
+    if not token:
+        raise NotReady(f"{path} is empty: write a secret into it, or remove it and node 0 makes one")
+    return token
 
 
 @contextlib.asynccontextmanager

@@ -67,6 +67,8 @@ def test_one_node_needs_nothing() -> None:
         ({"nodes": 2, "node_rank": 2, "head": "127.0.0.2"}, "--node-rank 2 is not one of the 2 nodes"),
         ({"nodes": 2, "node_rank": 1, "head": "no.such.host.invalid"}, "has no address here"),
         ({"nodes": 2, "node_rank": 1, "head": "127.0.0.2", "interface": "nope0"}, "there are .*lo"),
+        ({"nodes": 2, "node_rank": 1, "head": "127.0.0.2", "address": "host"}, "--address host is no IP address"),
+        ({"nodes": 2, "node_rank": 1, "head": "127.0.0.2", "port": 65534}, "--port 65534 is not one of 1 to 65533"),
     ],
 )
 def test_wrong_flags_are_named(given: dict[str, object], message: str) -> None:
@@ -81,6 +83,8 @@ def test_addresses_and_interfaces_of_this_machine() -> None:
     assert len(set(ports)) == 3 and all(23000 <= port < 32768 for port in ports)
     with pytest.raises(OSError, match="give another --port"):
         network.free_ports("127.0.0.9", 65530, 20)
+    with pytest.raises(OSError, match=r"192\.0\.2\.1 port 23000: .*is it an address of this node"):
+        network.check_free("192.0.2.1", 23000)
 
 
 def test_the_words_of_launch_survive_the_way_to_its_environment() -> None:

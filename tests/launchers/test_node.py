@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
+import pytest
+
+from ctpo_launchers import node
 from tests.launchers.programs import running
 
 REPLAY = "rollout.replay=runs/recorded"
@@ -35,10 +39,55 @@ def test_a_node_that_does_not_come_is_named_with_what_to_look_at(tmp_path: Path)
 def test_a_head_that_does_not_answer_is_named(tmp_path: Path) -> None:
     token = tmp_path / "secret"
     token.touch(0o600)
+    token.write_text("of this job")
     options = ("--start-timeout", "1", "--token-file", str(token))
     with running(tmp_path, "run.name=done", REPLAY, ranks=[1], options=options) as job:
         assert job.statuses() == {1: 3}
         assert "the head at 127.0.0.2 port" in job.output(1) and "did not answer within 1 s" in job.output(1)
+
+
+def test_a_port_that_another_program_has_is_said_before_ray_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        port = str(other.getsockname()[1])
+        with running(tmp_path, "run.name=done", ranks=[0], options=("--port", port)) as job:
+            assert job.statuses() == {0: 3}
+            assert f"port {port} at 127.0.0.2 is taken by another program: give another --port" in job.output(0)
+            assert "Traceback" not in job.output(0) and not (tmp_path / "node0" / "ray.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("secret", "message"),
+    [("", "is empty: write a secret into it"), (None, "cannot be made or read: [Errno 21] Is a directory")],
+    ids=["empty", "folder"],
+)
+def test_a_job_without_a_secret_does_not_start(tmp_path: Path, secret: str | None, message: str) -> None:
+    file = tmp_path / "secret"
+    if secret is None:
+        file.mkdir(0o700)
+    else:
+        file.touch(0o600)
+        file.write_text(secret)
+    with running(tmp_path, "run.name=done", REPLAY, ranks=[0], options=("--token-file", str(file))) as job:
+        assert job.statuses() == {0: 3}
+        assert message in job.output(0) and "Traceback" not in job.output(0)
+
+
+@pytest.mark.parametrize(
+    "option", ["--nodes=0", "--nproc-per-node=-1", "--start-timeout=nan", "--after-loss=0", "--start-timeout=inf"]
+)
+def test_a_number_that_cannot_be_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        node.main([option, "--", "configs/quickstart.yaml"])
+    name, _, value = option.partition("=")
+    assert ended.value.code == 2
+    assert f"argument {name}: {value} is not a positive" in capsys.readouterr().err
+
+
+def test_logs_that_cannot_be_written_are_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with running(tmp_path, "run.name=done", ranks=[0], options=("--directory", str(tmp_path / "file"))) as job:
+        assert job.statuses() == {0: 2}
+        assert f"Not a directory: '{tmp_path}/file" in job.output(0) and "Traceback" not in job.output(0)
 
 
 def test_a_wrong_request_is_refused_before_anything_starts(tmp_path: Path) -> None:
