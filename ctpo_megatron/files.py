@@ -31,12 +31,20 @@ def aside(path: Path, *, durable: bool = False) -> Iterator[Path]:
     try:
         yield written
         if durable:
-            with written.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(written)
         written.replace(path)
     except BaseException:
         written.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder. Raises OSError, as where it has no room after all."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> Path:

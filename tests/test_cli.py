@@ -202,20 +202,32 @@ def test_user_errors_of_other_packages_are_messages(
     assert capsys.readouterr().err.endswith("ctpo: runs/first exists\n")
 
 
-def test_a_rank_that_stops_with_the_first_says_so_in_one_line(
-    driver: types.ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "name", "rank"),
+    [("policy", "RankZeroError", "1"), ("policy", "RankLost", "0"), ("rollout", "FleetError", "0")],
+)
+def test_what_failed_in_another_process_is_said_in_one_line(
+    driver: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    name: str,
+    rank: str,
 ) -> None:
-    module = types.ModuleType("ctpo_megatron.policy")
-    module.RankZeroError = type("RankZeroError", (RuntimeError,), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ctpo_megatron.policy", module)
-    monkeypatch.setenv("RANK", "1")
+    module = types.ModuleType(f"ctpo_megatron.{package}")
+    kind = type(name, (RuntimeError,), {})
+    setattr(module, name, kind)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("RANK", rank)
 
     def stop(_: Config) -> int:
-        raise module.RankZeroError("rank 1 stops, rank 0 failed: X: y")
+        raise type("Kind", (kind,), {})("rank 1 stops, rank 0 failed: X: y")
 
     driver.main = stop  # type: ignore[attr-defined]
     assert cli.main(["train", "first.yaml"]) == 1
-    assert capsys.readouterr() == ("", "ctpo: rank 1 stops, rank 0 failed: X: y\n")
+    out, err = capsys.readouterr()
+    said = [line for line in err.splitlines() if not line.startswith("warning: ")]
+    assert (out, said) == ("", ["ctpo: rank 1 stops, rank 0 failed: X: y"])
 
 
 def test_other_errors_keep_their_traceback(driver: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

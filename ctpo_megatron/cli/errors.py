@@ -19,7 +19,10 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.rollout": ("ReplayError", "TooManyQuarantined"),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
-_FAILED_ELSEWHERE = {"ctpo_megatron.policy": ("RankZeroError", "RankLost")}  # nothing of this rank went wrong
+_FAILED_ELSEWHERE = {  # in another rank or an engine, whose log the message names
+    "ctpo_megatron.policy": ("RankZeroError", "RankLost"),
+    "ctpo_megatron.rollout": ("FleetError",),
+}
 
 
 class UsageError(Exception):

@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from ctpo_megatron.files import sync
+
 log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE.json"
@@ -98,11 +100,11 @@ def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> P
         json.dump(content | {_DIGEST: _digest(content)}, file)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(aside)
+    sync(aside)
     final = directory / f"step_{marker.step:06d}"
     former = _hide(final) if final.exists() else None
     aside.rename(final)
-    _sync_folder(directory)
+    sync(directory)
     if former is not None:
         _delete(former)
     for old in _superfluous(complete(directory), marker.step, keep_last, keep_best):
@@ -129,7 +131,7 @@ def give_up(directory: Path, after: int) -> list[Path]:
             _delete(former)
         renamed.append(target)
     if renamed:
-        _sync_folder(directory)
+        sync(directory)
     return renamed
 
 
@@ -258,11 +260,3 @@ def _delete(hidden: Path) -> None:
 
 def _aside(directory: Path, step: int, purpose: str) -> Path:
     return directory / f".step_{step:06d}.{secrets.token_hex(4)}.{purpose}"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ctpo_megatron.config import ConfigError, Problem, is_replaceable
+from ctpo_megatron.files import sync
 from ctpo_megatron.policy.checkpoint_files import CheckpointError
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.weights.tensor_file import TensorFile
@@ -35,9 +36,9 @@ def write_directory(
     config.json gets the precision that the tensors have (all the same). chat_template: the Jinja text that the model
     was trained with, where it is not that of `source`. Who may read the files is as the umask says.
     Every tensor goes to the disk before the next one is asked for; only rank 0 writes, the others take part in the
-    gathering. Written aside and renamed; an existing model directory of that name is replaced. Raises ConfigError
-    before anything is gathered if something else is there, or `source` itself; and CheckpointError, with nothing left
-    of the new directory, when the file system refuses.
+    gathering. Written aside and renamed once the disk has it; an existing model directory of that name is replaced.
+    Raises ConfigError before anything is gathered if something else is there, or `source` itself; and CheckpointError,
+    with nothing left of the new directory, when the file system refuses.
     """
     target = target.resolve()
     layout.on_rank_zero(lambda: _check_target(source.resolve(), target))
@@ -66,6 +67,8 @@ def _write_aside(
         dtype = _write_shards(tensors, aside, shards, shard_bytes)
         _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
         (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
+        for path in (*aside.rglob("*"), aside):  # a former model is about to be deleted
+            sync(path)
     except OSError as error:
         for shard in shards:
             shard.discard()  # an open file would keep its space
@@ -111,6 +114,7 @@ def _publish(aside: Path, target: Path, problem: OSError | None) -> None:
     if target.exists():
         shutil.rmtree(target)
     aside.rename(target)
+    sync(target.parent)
 
 
 def _config_of(dtype: torch.dtype, config: Path) -> str:

@@ -196,7 +196,10 @@ class EngineHandle:
         wrong, unchecked = differences((Part(*part) for part in report.parts), sums)
         if wrong:
             names = f"{len(wrong)} tensors, e.g. {', '.join(wrong[:5])}"
-            raise WeightSyncError(f"{self.name} keeps other values than weights {version} have in {names}")
+            raise WeightSyncError(
+                f"{self.name} keeps other values than weights {version} have in {names}; so it looks, too, where they "
+                "have become NaN or infinite (see actor/grad_norm of the last steps)"
+            )
         return unchecked
 
     def responds(self) -> bool:

@@ -166,10 +166,16 @@ def test_others_may_read_an_export_as_the_umask_says(umask: int, mode: int, layo
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_sharded_directories_are_read_and_written(layout: Layout, tmp_path: Path) -> None:
+def test_sharded_directories_are_read_and_written(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = models.build("qwen3-tied", tmp_path / "one")
     policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(os.readlink(f"/proc/self/fd/{file}"))))
     write_directory(policy.weights(), tmp_path / "one", tmp_path / "many", layout, shard_bytes=200_000)
+    written = [tmp_path / ".many.writing" / file.name for file in (tmp_path / "many").iterdir()]
+    assert sorted(synced) == sorted([*written, tmp_path / ".many.writing", tmp_path])
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in policy.weights())
