@@ -19,7 +19,7 @@ from ctpo_megatron.environments.tokenizer import (
     use_chat_template,
 )
 from ctpo_megatron.environments.toolbox import example_call
-from ctpo_megatron.extensions import activate
+from ctpo_megatron.extensions import ExtensionError, activate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ def check_template(config: Config) -> tuple[list[Finding], tuple[tuple[str, str]
         use_chat_template(tokenizer, config)
         check_chat_template(tokenizer, config)
         plain, thinking = (_sample(config, tokenizer, begin) for begin in ("", _NO_THOUGHT))
-    except (TokenizerError, TemplateError) as error:
+    except (TokenizerError, TemplateError, ExtensionError) as error:
         return [Finding(_NAME, "broken", str(error))], ()
     same = next((sample for sample in (plain, thinking) if sample.built == sample.whole), None)
     if same is None:

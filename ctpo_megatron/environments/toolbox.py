@@ -33,9 +33,18 @@ def cut_middle(text: str, max_chars: int) -> str:
 
 
 def example_call(parser: ToolParser) -> tuple[str, ToolCall]:
-    """A turn that calls a tool, and the record of the call; of a parser without `example` the turn is plain text."""
+    """A turn that calls a tool, and the record of the call; of a parser without `example` the turn is plain text.
+
+    Raises ExtensionError where the parser finds no call in its example.
+    """
     said = str(getattr(parser, "example", "I call a tool."))
-    request = parser.parse(said)[0] if hasattr(parser, "example") else ToolCallRequest("", {})
+    try:
+        requests = parser.parse(said) if hasattr(parser, "example") else [ToolCallRequest("", {})]
+    except ParseError:
+        requests = []
+    if not requests:
+        raise ExtensionError(f"{type(parser).__name__}.parse finds no call in {said!r}, its own example")
+    request = requests[0]
     return said, ToolCall(1, request.name, request.arguments, "success", "42", 0.0)
 
 

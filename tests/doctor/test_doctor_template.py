@@ -67,6 +67,20 @@ def test_a_difference_is_shown_and_fails(
     assert difference in detail
 
 
+@pytest.mark.parametrize("wrong", ["    parse = lambda self, text: []", "    example = '<tool_call>{</tool_call>'"])
+def test_a_parser_that_cannot_read_its_own_example_is_named(
+    folder: Path,  # noqa: F811
+    wrong: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = "from ctpo_megatron.environments.parsers.hermes import HermesParser\n"
+    (folder / "mine.py").write_text(f"{base}class Mine(HermesParser):\n{wrong}\n")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    overrides = ("extensions.path=[.]", "rollout.tool_parser=mine:Mine")
+    assert "Mine.parse finds no call in" in result(capsys, *overrides)[1]
+
+
 def test_it_needs_a_configuration_and_no_torch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     assert cli.main(["doctor", "--template"]) == 2
     assert "ctpo doctor CONFIG --template" in capsys.readouterr().err
