@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -19,6 +20,9 @@ from ctpo_megatron.config.renames import REMOVED_KEYS, is_kl, renamed, renamed_v
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 from ctpo_megatron.redact import secrets_in
+
+_NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (\S+): node `\S+` is not a container")
+"""How OmegaConf names the key that an interpolation is of, when there is no such key or nothing that could hold it."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -145,11 +149,13 @@ def _resolve_item(node: Any, key: Any, keys: Keys, sources: Sources, problems: l
         return None
     except OmegaConfBaseException as error:
         raw = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
-        fix = ""
-        if isinstance(error, InterpolationKeyError):
-            name = first_line(error).split("'")[1]
-            fix = _did_you_mean(nearest(name))
-        problems.append(Problem(".".join(keys), first_line(error), fix, raw, sources.where(keys)))
+        message, fix = first_line(error), ""
+        if found := _NOT_FOUND.search(message):
+            name = found[1] or found[2]
+            known = name in known_paths()
+            fix = f"give the value itself, or {name}" if known else _did_you_mean(nearest(name))
+            message = f"{name} has no value here" if known else f"there is no key {name}"
+        problems.append(Problem(".".join(keys), message, fix, raw, sources.where(keys)))
         return None
     return _resolve(value, keys, sources, problems)
 

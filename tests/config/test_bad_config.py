@@ -151,7 +151,7 @@ WRONG = [
         'data.train.0 = "x": an item of a list cannot be set alone; give the whole list: data.train=[first,se',
     ),
     ("run..seed=1", 'run..seed = "1": an empty name in the path; write section.key=VALUE'),
-    ("run.name=${nothing}", "run.name = \"${nothing}\": Interpolation key 'nothing' not found"),
+    ("run.name=${nothing}", 'run.name = "${nothing}": there is no key nothing'),
     (
         "sft.steps=4",
         "sft.data: required, but not given; add it: files with a column `messages` (docs/data.md) (list of te",
