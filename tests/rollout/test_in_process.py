@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -42,6 +44,43 @@ def try_temperatures(_: Path) -> int:
     with pytest.raises(VLLMValidationError, match="temperature"):
         SamplingParams(temperature=HOTTEST * 1.01)
     return 0
+
+
+def test_memory_does_not_grow_with_the_numbers_of_tokens_that_were_in_a_step(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path / "model", favour={})
+    done = prefork().run(take_steps_of_many_sizes, tmp_path, deadline_s=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def take_steps_of_many_sizes(root: Path) -> int:
+    torch.set_num_threads(1)
+    os.environ.update(engine_environment("cpu", EngineConfig()))
+    asyncio.run(_take_steps(root))
+    return 0
+
+
+async def _take_steps(root: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import SamplingParams
+
+    from ctpo_megatron.rollout.in_process import in_process_engine
+
+    path, draw = root / "model", random.Random(0)
+    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+
+    async def generate(name: str) -> None:
+        prompt, length = draw.choices(range(5, 50), k=draw.randrange(1, 120)), draw.randrange(1, 40)
+        async for _ in llm.generate(tokens_input(prompt), SamplingParams(max_tokens=length, ignore_eos=True), name):
+            pass
+
+    sizes = []
+    for number in range(90):
+        await asyncio.gather(*(generate(f"{number}.{each}") for each in range(draw.randrange(1, 33))))
+        if number in (29, 89):
+            sizes.append(psutil.Process().memory_info().rss / 2**20)
+    llm.shutdown()
+    assert sizes[1] - sizes[0] < 25, sizes
 
 
 def play(root: Path) -> int:
