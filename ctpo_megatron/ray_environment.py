@@ -10,11 +10,13 @@ AUTH_MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKE
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",
 }
-"""Nothing is reported to anyone, an engine without a GPU of its own keeps CUDA_VISIBLE_DEVICES, and engines have the
-priority of the trainer: by Ray's default of 15 every program that a tool runs would come before the engine."""
+"""Nothing is reported to anyone, nor noted of every call for a dashboard; an engine without a GPU of its own keeps
+CUDA_VISIBLE_DEVICES; and engines have the priority of the trainer: by Ray's default of 15 every program that a tool
+runs would come before the engine."""
 
 
 def ray_with_token(file: Path) -> dict[str, str]:
