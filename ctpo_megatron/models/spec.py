@@ -40,3 +40,17 @@ class ModelSpec:
     num_experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+
+    @property
+    def unseen(self) -> dict[str, Any]:
+        """What the same weights compute something else with, and no shape of theirs shows: by name in config.json."""
+        return {
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.rope_scaling is None else dict(self.rope_scaling),
+            "num_experts_per_tok": self.num_experts_per_token,
+            "norm_topk_prob": self.norm_topk_prob,
+        }

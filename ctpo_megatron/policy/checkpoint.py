@@ -32,7 +32,7 @@ from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy import random_state
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
-from ctpo_megatron.policy.checkpoint_fit import check_fit, check_settings
+from ctpo_megatron.policy.checkpoint_fit import check_fit, check_settings, model_settings
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.signals import children_spared
@@ -107,7 +107,8 @@ class Writer:
                 async_sharded_save=True,
                 content_metadata=dict(_FORMAT),
             )
-        request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score, state.settings))
+        settings = {**state.settings, **model_settings(state.model.spec)}
+        request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score, settings))
         with _named_failure(aside):
             self._queue.schedule_async_request(request)
         if not config.asynchronous:
@@ -218,6 +219,7 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     check_settings(checkpoint, marker.settings, state.settings)
     wanted = _shards(state, is_loading=True)
     check_fit(checkpoint, wanted, state.model.spec.vocab_size)
+    check_settings(checkpoint, marker.settings, model_settings(state.model.spec))
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:
@@ -245,6 +247,7 @@ def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[st
     marker = verify(checkpoint, layout)
     wanted = {"model": model.sharded_state(_metadata())}
     check_fit(checkpoint, wanted, model.spec.vocab_size, weights_only=True)
+    check_settings(checkpoint, marker.settings, model_settings(model.spec))
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:

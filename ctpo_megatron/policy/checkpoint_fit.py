@@ -14,12 +14,17 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
 
-from ctpo_megatron.models import padded_vocabulary
+from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy.checkpoint_files import CheckpointError
 
 log = logging.getLogger(__name__)
 
 _MOST_TENSOR_PARALLEL = 64
+
+
+def model_settings(spec: ModelSpec) -> dict[str, Any]:
+    """What the model is besides its tensors, under names for `check_settings`."""
+    return {f"{name} of model.path": value for name, value in spec.unseen.items()}
 
 
 def check_settings(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import random
+import re
+import shutil
 import signal
 import sys
 import time
@@ -329,6 +331,30 @@ def test_another_precision_or_optimizer_is_refused(layout: Layout, folder: Path,
     with pytest.raises(CheckpointError, match=optimizer):
         make(layout, folder / "qwen3-tied", use_distributed_optimizer=True).load(path)
     assert make(layout, folder / "qwen3-tied").load(path) == {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "rope_parameters",
+            {"rope_type": "default", "rope_theta": 7e3},
+            "rope_theta of model.path was 10000.0 and is 7",
+        ),
+        ("rms_norm_eps", 1e-3, "rms_norm_eps of model.path was 1e-06 and is 0.001"),
+    ],
+)
+def test_a_model_that_computes_something_else_with_the_same_tensors_is_refused(
+    layout: Layout, folder: Path, tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    path = make(layout, folder / "qwen3-tied").save(tmp_path / "checkpoints", 1, {"step": 1})
+    shutil.copytree(folder / "qwen3-tied", tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {key: value}))
+    other = make(layout, tmp_path / "other")
+    for load in (other.load, other.load_weights):
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            load(path)
 
 
 def test_weights_of_another_precision_are_converted(layout: Layout, folder: Path, tmp_path: Path) -> None:
