@@ -365,7 +365,9 @@ class AsyncRollouts:
             opened[step].add(place, group, pending.result())
 
     def _wanted(self, opened: OpenBatch) -> int:
-        return self._config.prompts_per_step if self._config.oversample else opened.drawn
+        """More than a batch only after refills: a run that was resumed may have drawn by other settings before."""
+        refilled = self._config.uniform_groups == "refill" and opened.uniform.refills > 0
+        return opened.drawn if refilled else self._config.prompts_per_step
 
     def _give_up_late(self, opened: OpenBatch, turns: Turns) -> None:
         """The batch is complete without the groups that are not scored, or were scored last."""

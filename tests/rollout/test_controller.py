@@ -368,6 +368,36 @@ def test_a_batch_that_draws_more_than_it_needs_is_complete_without_the_late_ones
         assert not {drawn[step][place] for at, place in stuck if at == step + 1} & set(ids)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"oversample": 2}, {}),
+        ({"oversample": 2}, {"uniform_groups": "drop"}),
+        ({"oversample": 2}, {"uniform_groups": "refill"}),
+        ({}, {"oversample": 2}),
+        ({"uniform_groups": "refill"}, {"uniform_groups": "keep"}),
+        ({"uniform_groups": "refill"}, {"uniform_groups": "drop"}),
+    ],
+)
+def test_a_batch_that_was_drawn_by_other_settings_has_the_size_that_is_set_now(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    stuck = [(3, place) for place in range(3)] if "uniform_groups" not in before else []
+    with Run(Engines(stuck=stuck), **before).going() as run:
+        run.train(until=2)
+        while not stuck and not all(opened.batch for opened in run.source._batches):
+            time.sleep(0.01)
+        state = run.state()
+    resumed = Run(**after)
+    resumed.done = 2
+    resumed.source.load_state_dict(state)
+    with resumed.going():
+        resumed.train()
+        assert accounted(resumed.state()) == resumed.prompts.taken
+    sizes = [len(batch.groups) for batch in resumed.trained]
+    assert sizes == [4] * 4 if after.get("uniform_groups", "keep") == "keep" else max(sizes) <= 4
+
+
 def test_a_thread_that_stands_still_is_named() -> None:
     go_on = threading.Event()
 
