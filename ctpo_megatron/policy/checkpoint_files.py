@@ -169,6 +169,8 @@ def read_marker(checkpoint: Path) -> Marker:
         marker = _MARKER.validate_json(json.dumps(content))
         if not marker.files:
             raise ValueError("it lists no files")
+        if _named(checkpoint) and step_of(checkpoint) != marker.step:
+            raise ValueError(f"it is of step {marker.step}: was its folder renamed, or brought from elsewhere?")
     except FileNotFoundError as error:
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from error
     except ValidationError as error:
@@ -220,7 +222,13 @@ def advice(checkpoint: Path) -> str:
 
 
 def _all_named(directory: Path) -> list[Path]:
-    """Every `step_*` in `directory`, damaged or not, oldest first."""
+    """Every `step_*` in `directory`, damaged or not, oldest first.
+
+    Raises CheckpointError for a link to nowhere: whoever found no checkpoint there would begin anew.
+    """
+    if directory.is_symlink() and not directory.exists():
+        place = directory.readlink()
+        raise CheckpointError(f"{directory} is a link to {place}, which is not there: is its file system mounted?")
     return sorted(filter(_named, directory.iterdir()), key=step_of) if directory.is_dir() else []
 
 

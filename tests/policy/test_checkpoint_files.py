@@ -200,6 +200,26 @@ def test_a_lost_marker_of_the_newest_is_damage(tmp_path: Path) -> None:
         latest_checkpoint(tmp_path)
 
 
+def test_a_link_to_nowhere_is_not_a_run_without_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    directory = tmp_path / "checkpoints"
+    directory.symlink_to(tmp_path / "scratch")
+    path = write(directory, 1)
+    assert latest_checkpoint(directory) == path
+    (tmp_path / "scratch").rename(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match=r"checkpoints is a link to \S*scratch, which is not there"):
+        latest_checkpoint(directory)
+
+
+def test_a_renamed_one_is_not_taken_for_that_of_another_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    path = (tmp_path / "step_000002").rename(tmp_path / "step_000009")
+    with pytest.raises(CheckpointError, match=r"it is of step 2: was its folder renamed.*load=\S*step_000001$"):
+        checkpoint_files.read_marker(path)
+    assert checkpoint_files.read_marker(path.rename(tmp_path / "the_best")).step == 2
+
+
 def test_a_folder_without_marker_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         checkpoint_files.read_marker(tmp_path)
