@@ -13,7 +13,7 @@ import torch
 
 from ctpo_megatron.config import ConfigError, Problem, is_replaceable
 from ctpo_megatron.files import sync
-from ctpo_megatron.policy.checkpoint_files import CheckpointError
+from ctpo_megatron.policy.checkpoint_files import CheckpointError, discard
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.weights.tensor_file import TensorFile
 
@@ -111,10 +111,14 @@ def _publish(aside: Path, target: Path, problem: OSError | None) -> None:
             f"the model could not be written to {target}: {problem.strerror or problem}; {free:.1f} GiB were free "
             "there, and what was written of it is deleted"
         ) from problem
+    # Renamed first: a deletion cut short would leave half a model, which no later export may replace.
+    former = target.with_name(f".{target.name}.former")
+    discard(former)
     if target.exists():
-        shutil.rmtree(target)
+        target.rename(former)
     aside.rename(target)
     sync(target.parent)
+    discard(former)
 
 
 def _config_of(dtype: torch.dtype, config: Path) -> str:

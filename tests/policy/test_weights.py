@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -164,6 +165,29 @@ def test_others_may_read_an_export_as_the_umask_says(umask: int, mode: int, layo
         ("config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"), mode
     )
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_an_export_that_is_cut_short_leaves_a_whole_model_or_none(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models.build("qwen3-tied", tmp_path / "one")
+    policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    policy.export(tmp_path / "out")
+    whole = sorted(file.name for file in (tmp_path / "out").iterdir())
+    remove = shutil.rmtree
+
+    def cut_short(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists() and path.name != ".out.writing":
+            (path / "config.json").unlink()
+            raise KeyboardInterrupt
+        remove(path, ignore_errors)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", cut_short)
+        policy.export(tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == whole
+    policy.export(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "out"]
 
 
 def test_sharded_directories_are_read_and_written(
