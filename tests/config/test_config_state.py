@@ -57,8 +57,10 @@ def test_a_recording_may_be_parquet_and_must_not_be_a_sample(recording: Path, co
 
 
 def test_a_replay_of_itself_or_of_nothing_is_refused(recording: Path, config_with: Make) -> None:
-    (text,) = found(config_with("rollout.replay=runs/recorded", "run.name=recorded"))
-    assert "is this run's own directory; choose another run.name" in text
+    Path("link").symlink_to(recording, target_is_directory=True)
+    for path in ("runs/recorded", "runs/../runs/recorded", "link"):
+        (text,) = found(config_with(f"rollout.replay={path}", "run.name=recorded"))
+        assert "is this run's own directory; choose another run.name" in text
     (text,) = found(config_with("rollout.replay=runs/nothing"))
     assert "is no run directory (no config.yaml in it)" in text
 
@@ -92,6 +94,9 @@ def test_going_back_to_an_older_checkpoint_of_the_run_is_said(config_with: Make)
     for how in ("true", "auto"):
         (text,) = found(config_with(f"checkpoint.load={checkpoints}/step_000002", *resumed, f"run.resume={how}"))
         assert text.startswith("warning: checkpoint.load") and "up to step_000006, now and at every restart" in text
+    Path("link").symlink_to(checkpoints.absolute(), target_is_directory=True)
+    (text,) = found(config_with("checkpoint.load=link/discarded_step_000009", *resumed))
+    assert text.startswith("error: checkpoint.load") and "was given up by this run" in text
     another = Path("runs/another/checkpoints/step_000002")
     another.mkdir(parents=True)
     (another / "COMPLETE.json").touch()

@@ -24,7 +24,7 @@ def check_checkpoints(config: Config) -> Iterator[Problem]:
         if not (path / "COMPLETE.json").is_file():
             fix = "give a folder such as runs/first/checkpoints/step_000010"
             yield error(config, "checkpoint.load", "is no complete checkpoint (no COMPLETE.json in it)", fix)
-        of_this_run = path.absolute().is_relative_to(config.run.directory.absolute())
+        of_this_run = path.resolve().is_relative_to(config.run.directory.resolve())
         if of_this_run and not config.run.resume:
             message = "is a checkpoint of this very run, which would begin anew"
             yield error(config, "checkpoint.load", message, "add run.resume=true, or choose another run.name")
@@ -61,7 +61,7 @@ def check_replay(config: Config) -> Iterator[Problem]:
     if config.rollout.replay is None:
         return
     recording = Path(config.rollout.replay)
-    if recording.absolute() == config.run.directory.absolute():
+    if recording.resolve() == config.run.directory.resolve():
         yield error(config, "rollout.replay", "is this run's own directory", "choose another run.name")
     if not (recording / "config.yaml").is_file():
         yield error(config, "rollout.replay", "is no run directory (no config.yaml in it)", "give one, e.g. runs/first")
