@@ -21,6 +21,7 @@ warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor tha
 from ctpo_megatron.policy.checkpoint_files import CheckpointError
 from ctpo_megatron.policy.checkpoint_files import give_up as discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
+from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint_marker
 from ctpo_megatron.policy.collectives import pending_collectives
 from ctpo_megatron.policy.correction import apply_correction
 from ctpo_megatron.policy.device import capabilities, max_ranks
@@ -56,6 +57,7 @@ __all__ = [
     "peak_flops",
     "pending_collectives",
     "policy_gradient",
+    "read_checkpoint_marker",
     "summarize_updates",
     "supervised",
 ]

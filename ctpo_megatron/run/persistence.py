@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.config import Config, SftConfig
-from ctpo_megatron.policy import CheckpointError, Layout, Policy, discard_checkpoints, latest_checkpoint
+from ctpo_megatron.policy import (
+    CheckpointError,
+    Layout,
+    Policy,
+    discard_checkpoints,
+    latest_checkpoint,
+    read_checkpoint_marker,
+)
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.run.state import RunState
@@ -22,6 +29,8 @@ _AHEAD = "ahead.json.gz"
 """File of a checkpoint: what the rollouts keep under `ahead`, which may be millions of tokens."""
 _SFT = "sft"
 """Folder, within that of the RL steps, of the checkpoints of SFT; they go when RL has one."""
+_SFT_STATE = {"step"}
+"""Keys of what a checkpoint of SFT says of the run; one of RL has more."""
 
 
 class Persistence:
@@ -51,14 +60,15 @@ class Persistence:
         return latest_checkpoint(self._directory) or latest_checkpoint(self._directory / _SFT)
 
     def sft_to_do(self, checkpoint: Path | None) -> SftConfig | None:
-        """What SFT is to do before RL; None: it is over, or there is none.
+        """What SFT is to do before RL; None: it is over, or there is none. Collective.
 
-        Raises CheckpointError for a checkpoint of SFT when the configuration has none.
+        Raises CheckpointError for a damaged checkpoint, and for one of SFT when the configuration has none.
         """
         sft = self._config.sft
         if checkpoint is None:
             return sft
-        if checkpoint.resolve().parent.name != _SFT:
+        # Not by its folder: a checkpoint may have been brought from elsewhere.
+        if not self._layout.on_rank_zero(lambda: read_checkpoint_marker(checkpoint).run.keys() == _SFT_STATE):
             return None
         if sft is None:
             raise CheckpointError(

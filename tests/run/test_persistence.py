@@ -20,10 +20,11 @@ def layout() -> Iterator[Layout]:
     destroy_distributed()
 
 
-def write(directory: Path, step: int) -> Path:
+def write(directory: Path, step: int, **state: Any) -> Path:
     aside = checkpoint_files.begin(directory, step)
     (aside / "common.pt").write_bytes(b"all")
-    marker = checkpoint_files.Marker(step, None, {"step": step}, checkpoint_files.digests(aside, ["common.pt"]))
+    files = checkpoint_files.digests(aside, ["common.pt"])
+    marker = checkpoint_files.Marker(step, None, {"step": step, **state}, files)
     return checkpoint_files.publish(aside, marker, keep_last=9, keep_best=0)
 
 
@@ -53,10 +54,17 @@ def test_the_newest_of_rl_comes_before_those_of_sft_and_another_run(layout: Layo
 def test_sft_goes_before_rl_and_from_its_own_checkpoints(layout: Layout, tmp_path: Path) -> None:
     sft: dict[str, Any] = {"data": ["sft.parquet"], "steps": 9}
     with_sft, without = make_config(tmp_path, sft=sft), make_config(tmp_path)
-    of_sft, of_rl = (write(tmp_path / "demo" / "checkpoints" / folder, 3) for folder in ("sft", "."))
+    checkpoints = tmp_path / "demo" / "checkpoints"
+    of_sft, of_rl = write(checkpoints / "sft", 3), write(checkpoints, 3, rollouts={})
     assert persistence(layout, with_sft).sft_to_do(None) == with_sft.sft
     assert persistence(layout, with_sft).sft_to_do(of_sft) == with_sft.sft
     assert persistence(layout, with_sft).sft_to_do(of_rl) is None
     assert persistence(layout, without).sft_to_do(None) is persistence(layout, without).sft_to_do(of_rl) is None
     with pytest.raises(CheckpointError, match=r"sft/step_000003 is of the SFT stage, which"):
         persistence(layout, without).sft_to_do(of_sft)
+
+
+def test_a_checkpoint_is_of_the_stage_that_wrote_it_wherever_it_lies(layout: Layout, tmp_path: Path) -> None:
+    config = make_config(tmp_path, sft={"data": ["sft.parquet"], "steps": 9})
+    assert persistence(layout, config).sft_to_do(write(tmp_path / "saved" / "sft", 3, rollouts={})) is None
+    assert persistence(layout, config).sft_to_do(write(tmp_path / "saved", 3)) == config.sft
