@@ -34,10 +34,10 @@ class RunDirectoryError(Exception):
 
 
 def open_run_directory(config: Config) -> Path:
-    """Create, replace or reopen `<run.root>/<run.name>`, write config.yaml into it and return its path.
+    """Create or replace `<run.root>/<run.name>`, write config.yaml into it and return its path; or reopen it.
 
-    Call it on one process only: the directory belongs to that process until it ends. Raises RunDirectoryError when the
-    directory must not be touched as configured.
+    Call it on one process only: the directory belongs to that process until it ends. What is reopened says what it said
+    before until `take_over`. Raises RunDirectoryError when the directory must not be touched as configured.
     """
     run, directory = config.run, config.run.directory
     if run.name in (".", ".."):
@@ -50,7 +50,8 @@ def open_run_directory(config: Config) -> Path:
         _check_resumable(directory)
         _own(directory)
         _check_code(directory, config)
-        _report_changes(directory, config)
+        for key, (was, now) in (_changes(directory, config) or {}).items():
+            log.warning("resuming with another value: %s = %s (was %s)", key, redacted(now, key), redacted(was, key))
     elif exists:
         if not run.overwrite:
             raise RunDirectoryError(
@@ -70,10 +71,20 @@ def open_run_directory(config: Config) -> Path:
     if not resumed:
         directory.mkdir(parents=True, exist_ok=True)
         _own(directory)
-    _write_config(directory, config)
-    write_json(directory / ENVIRONMENT_FILE, describe_environment(), durable=True)
+        _describe(directory, config)
     record_extensions(config, directory)
     return directory
+
+
+def take_over(config: Config) -> None:
+    """Let a reopened directory say what runs in it from now on, and keep the former configuration if it differs.
+
+    To be called when nothing is left that could refuse the resume, and before anything is discarded.
+    """
+    directory = config.run.directory
+    if _changes(directory, config):
+        shutil.copyfile(directory / CONFIG_FILE, directory / "config.previous.yaml")
+    _describe(directory, config)
 
 
 def is_finished(config: Config) -> bool:
@@ -87,7 +98,7 @@ def is_finished(config: Config) -> bool:
 
 
 def record_finish(directory: Path, steps: int) -> None:
-    """Note that the run has ended with so many steps done; whoever opens the directory again takes it back."""
+    """Note that the run has ended with so many steps done; whoever takes the directory over takes it back."""
     facts = {"version": __version__} | _facts(directory) | {"finished_steps": steps}
     write_json(directory / ENVIRONMENT_FILE, facts, durable=True)
 
@@ -170,34 +181,32 @@ def _inputs(config: Config) -> list[Path]:
     return [path for path in paths if prepared is None or not path.resolve().is_relative_to(prepared)]
 
 
-def _write_config(directory: Path, config: Config) -> None:
-    """Write the resolved configuration, with the one-time switches off: the file can be trained from again safely."""
+def _describe(directory: Path, config: Config) -> None:
+    """Write the resolved configuration, with the one-time switches off: the file can be trained from again safely.
+
+    And code, command and machine of this start.
+    """
     resolved = config.model_dump(mode="json")
     resolved["run"] |= _ONE_TIME
     resolved["checkpoint"] |= {"load": None}
     write_text(directory / CONFIG_FILE, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), durable=True)
+    write_json(directory / ENVIRONMENT_FILE, describe_environment(), durable=True)
 
 
-def _report_changes(directory: Path, config: Config) -> None:
-    """Log every value that differs from the run being continued, and keep the former file."""
-    file = directory / CONFIG_FILE
+def _changes(directory: Path, config: Config) -> dict[str, tuple[Any, Any]] | None:
+    """Every key whose value differs from that of the run being continued: what it was and is; None: that is unknown."""
     try:
-        former = dict(_flatten(read_mapping(file)))
+        former = dict(_flatten(read_mapping(directory / CONFIG_FILE)))
     except DamagedFileError as error:
         log.warning("%s: which values differ from those of the run is unknown", error)
-        return
+        return None
     current = dict(_flatten(config.model_dump(mode="json")))
     not_compared = {"checkpoint.load", *(f"run.{name}" for name in _ONE_TIME)}
-    changed = [
-        key
+    return {
+        key: (former.get(key), current.get(key))
         for key in sorted(former.keys() | current.keys())
         if former.get(key) != current.get(key) and key not in not_compared
-    ]
-    for key in changed:
-        now, was = redacted(current.get(key), key), redacted(former.get(key), key)
-        log.warning("resuming with another value: %s = %s (was %s)", key, now, was)
-    if changed:
-        shutil.copyfile(file, directory / "config.previous.yaml")
+    }
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

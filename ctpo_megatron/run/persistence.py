@@ -19,6 +19,7 @@ from ctpo_megatron.policy import (
     latest_checkpoint,
     read_checkpoint_marker,
 )
+from ctpo_megatron.run.directory import take_over
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.run.state import RunState
@@ -86,6 +87,7 @@ class Persistence:
         return max(done, 0)
 
     def _rewind_sft(self, checkpoint: Path | None, done: int) -> None:
+        self._take_over()
         discard_checkpoints(self._directory / _SFT, done)
         self._report.begin_sft(done)
         if checkpoint is not None:
@@ -181,7 +183,12 @@ class Persistence:
         self._discard(state["step"], state["metrics"])
         self._report.note(f"continuing after step {state['step']}, from {checkpoint}")
 
+    def _take_over(self) -> None:
+        if self._config.run.resume:
+            take_over(self._config)
+
     def _discard(self, after: int, record: Mapping[str, Any] | None = None) -> None:
+        self._take_over()
         # Checkpoints first: a plain resume after a kill in between then rewinds to the same step again.
         renamed = discard_checkpoints(self._directory, after)
         if renamed:

@@ -12,7 +12,7 @@ from ctpo_megatron.cli import main
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.files import DamagedFileError, aside, write_json
-from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish
+from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import MetricsWriter, read_heartbeat, read_metrics, read_trajectories
 from ctpo_megatron.tracking.occupancy import OCCUPANCY_FILE, engine_occupancy
 from ctpo_megatron.tracking.run_data import RunData
@@ -51,6 +51,7 @@ def test_a_resume_says_that_it_cannot_compare_configurations(config_in, caplog, 
     whole = (directory / "config.yaml").read_text()
     (directory / "config.yaml").write_bytes(left)
     open_run_directory(config_in(run={"resume": True}))
+    take_over(config_in(run={"resume": True}))
     assert "which values differ from those of the run is unknown" in caplog.text
     assert (directory / "config.yaml").read_text() == whole
     assert not (directory / "config.previous.yaml").exists()

@@ -13,7 +13,13 @@ import sys
 import pytest
 import yaml
 
-from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish
+from ctpo_megatron.run.directory import (
+    RunDirectoryError,
+    is_finished,
+    open_run_directory,
+    record_finish,
+    take_over,
+)
 from ctpo_megatron.run.owner import claim
 
 
@@ -64,6 +70,8 @@ def test_a_run_that_has_ended_is_left_alone_by_auto_until_there_is_more_to_do(co
     assert not is_finished(config_in()) and not is_finished(config_in(run={"resume": True}))
     assert not is_finished(config_in(run={"resume": "auto", "steps": auto.run.steps + 1}))
     open_run_directory(config_in(run={"resume": True}))
+    assert is_finished(auto)  # until it is certain that the run can go on
+    take_over(config_in(run={"resume": True}))
     assert not is_finished(auto)
 
 
@@ -124,6 +132,9 @@ def test_resume_needs_a_run_and_names_what_changed(config_in, caplog):
     directory = open_run_directory(config_in())
     with caplog.at_level(logging.WARNING):
         open_run_directory(config_in(run={"resume": True, "steps": 40}))
+    assert yaml.safe_load((directory / "config.yaml").read_text())["run"]["steps"] == 20  # it may yet be refused
+    take_over(config_in(run={"resume": True, "steps": 40}))
+    assert yaml.safe_load((directory / "config.yaml").read_text())["run"]["steps"] == 40
     assert "run.steps = 40 (was 20)" in caplog.text
     assert "run.resume" not in caplog.text
     assert yaml.safe_load((directory / "config.previous.yaml").read_text())["run"]["steps"] == 20
