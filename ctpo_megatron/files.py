@@ -21,6 +21,17 @@ class DamagedFileError(ValueError):
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError that does not say which file it is about, as at a full disk, the name of this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
 def aside(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """A path beside `path` to write a file at, which then takes its name and its place: readers see the old or the new.
 
@@ -29,10 +40,11 @@ def aside(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """
     written = path.with_name(f".{path.name}.tmp")
     try:
-        yield written
-        if durable:
-            sync(written)
-        written.replace(path)
+        with naming(path):
+            yield written
+            if durable:
+                sync(written)
+            written.replace(path)
     except BaseException:
         written.unlink(missing_ok=True)
         raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import types
@@ -239,6 +241,32 @@ def test_other_errors_keep_their_traceback(driver: types.ModuleType, capsys: pyt
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert "RuntimeError: a bug" in err
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENOTDIR])
+def test_what_a_file_system_refuses_is_a_message_if_it_says_of_what(
+    driver: types.ModuleType, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def refused(_: Config) -> int:
+        raise OSError(number, os.strerror(number), "runs/first/metrics.jsonl")
+
+    def of_a_dump(_: Config) -> int:
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError as error:
+            raise RuntimeError(f"the dump of step 3 could not be written: {error}") from error
+
+    def nameless(_: Config) -> int:
+        raise OSError(number, os.strerror(number))
+
+    for fail, said in ((refused, "'runs/first/metrics.jsonl'\n"), (of_a_dump, f"{os.strerror(number)}\n")):
+        driver.main = fail  # type: ignore[attr-defined]
+        assert cli.main(["train", "first.yaml"]) == 1
+        text = capsys.readouterr().err
+        assert text.endswith(said) and "Traceback" not in text
+    driver.main = nameless  # type: ignore[attr-defined]
+    assert cli.main(["train", "first.yaml"]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_report_of_something_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

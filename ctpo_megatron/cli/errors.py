@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -23,6 +24,11 @@ _FAILED_ELSEWHERE = {  # in another rank or an engine, whose log the message nam
     "ctpo_megatron.policy": ("RankZeroError", "RankLost"),
     "ctpo_megatron.rollout": ("FleetError",),
 }
+_OF_THE_MACHINE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),
+    *(errno.ENOTDIR, errno.EISDIR),
+}
+"""What a file system refuses for reasons of its own; the message needs the path that it was about."""
 
 
 class UsageError(Exception):
@@ -37,6 +43,9 @@ def report_error(error: Exception, verb: str) -> int:
     if _is_one_of(error, _FAILED_ELSEWHERE):
         print(f"ctpo: {error}", file=sys.stderr)
         return 1
+    if _is_of_the_machine(error):
+        print(f"ctpo {verb}: {error}", file=sys.stderr)
+        return 1
     if not _is_one_of(error, _USER_ERRORS):
         traceback.print_exception(error)
         return 1
@@ -48,6 +57,14 @@ def report_error(error: Exception, verb: str) -> int:
 def is_rank_zero() -> bool:
     """Whether this process speaks for its job: RANK as torchrun sets it."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Whether a file system refused something, and the message says what: by its path, or in the words of ours."""
+    if isinstance(error, OSError):
+        return error.errno in _OF_THE_MACHINE and error.filename is not None
+    cause = error.__cause__
+    return isinstance(error, RuntimeError) and isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE
 
 
 def _is_one_of(error: Exception, kinds_of: Mapping[str, tuple[str, ...]]) -> bool:

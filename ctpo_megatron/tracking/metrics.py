@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ctpo_megatron.files import DamagedFileError, write_text
+from ctpo_megatron.files import DamagedFileError, naming, write_text
 from ctpo_megatron.tracking.old_names import OLD_FILES, with_current_metrics
 from ctpo_megatron.tracking.trackers import Trackers
 
@@ -89,7 +89,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file; the writer cannot be used afterwards."""
-        self._file.close()
+        with naming(self.path):  # what a full disk did not take is tried again
+            self._file.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -100,8 +101,9 @@ class MetricsWriter:
     def _append(self, step: int, record: Mapping[str, Any]) -> None:
         self._last = {"step": step, **{name: record[name] for name in sorted(record) if name != "step"}}
         self._last_offset = self._file.tell()
-        self._file.write(_line(self._last))
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(_line(self._last))
+            self._file.flush()
 
 
 def read_metrics(run_dir: Path, file_name: str = METRICS_FILE) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from pathlib import Path
@@ -147,6 +148,17 @@ def test_nothing_stays_of_a_file_that_could_not_be_written(tmp_path: Path) -> No
         raise OSError("disk full")
     assert [file.name for file in tmp_path.iterdir()] == ["note.json"]
     assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_a_full_disk_names_the_file_that_it_did_not_take(tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '.*note\.json'"), aside(tmp_path / "note.json"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with MetricsWriter(tmp_path) as writer:
+        writer._file.close()
+        writer._file = Path("/dev/full").open("a")  # noqa: SIM115 - the writer closes it
+        for fails in (lambda: writer.log(1, {"a": 1.0}), writer.close):
+            with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
+                fails()
 
 
 def test_the_history_of_a_run_is_on_the_disk_before_it_is_replaced(tmp_path, monkeypatch):
