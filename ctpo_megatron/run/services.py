@@ -18,7 +18,7 @@ from ctpo_megatron.rollout import AsyncRollouts, Collector, Replay, RolloutFleet
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.scoring import Scoring
 from ctpo_megatron.sampling import check_tokenizer, open_engines
-from ctpo_megatron.tracking import read_trajectories, trajectory_files, trajectory_of
+from ctpo_megatron.tracking import recorded_trajectories, trajectory_files
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callab
         return stack.enter_context(open_engines(config, directory / "logs", placement=placement, finished=finished))
     recorded = trajectory_files(Path(config.rollout.replay))
     return Replay(
-        lambda step: [trajectory_of(record) for record in read_trajectories(recorded[step])],
+        lambda step: recorded_trajectories(recorded[step]),
         config.rollout.max_quarantined,
         refills=config.rollout.uniform_groups == "refill",
     )

@@ -28,6 +28,7 @@ from ctpo_megatron.tracking.train_log import TrainLog
 from ctpo_megatron.tracking.trajectories import (
     discard_dumps,
     read_trajectories,
+    recorded_trajectories,
     trajectory_files,
     trajectory_of,
     write_trajectories,
@@ -56,6 +57,7 @@ __all__ = [
     "read_heartbeat",
     "read_metrics",
     "read_trajectories",
+    "recorded_trajectories",
     "reward_metrics",
     "sft_metrics",
     "summarize",

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,7 @@ Form = Literal["jsonl", "parquet"]
 Record = dict[str, Any]
 
 TRAJECTORIES, EVALUATION = "trajectories", "evaluation"
+_INTEGERS = ("token_ids", "response_mask", "loss_mask", "weight_version", "turn")
 TOLD_APART = 20_000
 """Tokens of a parquet dump that have `token_chars`, more than a report shows: decoding one by one costs most of all."""
 
@@ -72,7 +74,7 @@ def read_trajectories(path: Path) -> list[Record]:
         for number, line in enumerate(file, start=1):
             try:
                 records.append(with_current_names(json.loads(line)))
-            except (ValueError, AttributeError) as error:
+            except (ValueError, TypeError, AttributeError) as error:
                 raise DamagedFileError(f"{path}, line {number}, is damaged ({error})") from error
     return records
 
@@ -85,10 +87,41 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
     return Trajectory.from_json({name: value for name, value in record.items() if name in names})
 
 
+def recorded_trajectories(path: Path) -> list[Trajectory]:
+    """The trajectories of one dump, to be trained on. Raises DamagedFileError, also for one that was edited badly."""
+    found = []
+    for number, record in enumerate(read_trajectories(path), start=1):
+        try:
+            found.append(trajectory_of(record))
+            _check(found[-1])
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise DamagedFileError(f"{path}, trajectory {number}, cannot be trained on ({error})") from error
+    return found
+
+
+def _check(trajectory: Trajectory) -> None:
+    """What arrays would take without a word: lists cut short, and values that become others."""
+    integers = {name: getattr(trajectory, name) for name in _INTEGERS}
+    lengths = {name: len(values) for name, values in integers.items()}
+    lengths["rollout_log_probs"] = len(trajectory.rollout_log_probs)
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"its lists differ in length: {lengths}")
+    for name, values in integers.items():
+        if strange := [value for value in values if type(value) is not int]:
+            raise ValueError(f"{name} holds {strange[0]!r}")
+    if strange := [value for value in trajectory.response_mask if value not in (0, 1)]:
+        raise ValueError(f"response_mask holds {strange[0]!r}")
+    if strange := [value for value in trajectory.rollout_log_probs if not math.isfinite(value)]:
+        raise ValueError(f"rollout_log_probs holds {strange[0]!r}")
+    if not isinstance(trajectory.final_text, str):
+        raise TypeError(f"final_text is {trajectory.final_text!r}")
+
+
 def trajectory_files(run_dir: Path, folder: str = TRAJECTORIES) -> dict[int, Path]:
-    """Dumps of a run by step, in step order."""
+    """Dumps of a run by step, in step order; what a user has put beside them is left alone."""
     paths = sorted(path for path in (Path(run_dir) / folder).glob("step_*") if path.suffix in (".jsonl", ".parquet"))
-    return {int(path.stem.removeprefix("step_")): path for path in paths}
+    steps = {path: path.stem.removeprefix("step_") for path in paths}
+    return {int(step): path for path, step in steps.items() if step.isdecimal()}
 
 
 def discard_dumps(run_dir: Path, after: int) -> None:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
+from ctpo_megatron.files import DamagedFileError
 from ctpo_megatron.tracking import (
     DumpWriter,
     PhaseTimer,
     discard_dumps,
     read_trajectories,
+    recorded_trajectories,
     trajectory_files,
     trajectory_of,
     write_trajectories,
@@ -66,6 +72,43 @@ def test_a_parquet_dump_holds_the_same(tmp_path: Path) -> None:
         assert rows[1][name] == pytest.approx(lines[1].pop(name), abs=1e-6)
         assert rows[1].pop(name) == ratios[name].tolist()
     assert rows == lines
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_dump_is_a_recording_as_it_was_written(tmp_path: Path, form: str) -> None:
+    groups = make_groups(random.Random(0), prompts=2, samples=2, share_right=0.5)
+    path = write_trajectories(tmp_path, 1, groups, decode, form=form)
+    assert recorded_trajectories(path) == [t for group in groups for t in group.trajectories]
+    shutil.copyfile(path, path.with_stem("step_000001-mine"))
+    assert trajectory_files(tmp_path) == {1: path}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("rollout_log_probs", lambda values: values[:-1], "its lists differ in length"),
+        ("turn", lambda values: [], "its lists differ in length"),
+        ("token_ids", lambda values: [*values[:-1], 1.5], r"token_ids holds 1\.5"),
+        ("token_ids", lambda values: [*values[:-1], "3"], "token_ids holds '3'"),
+        ("response_mask", lambda values: [2 * value for value in values], "response_mask holds 2"),
+        ("rollout_log_probs", lambda values: [*values[:-1], float("nan")], "rollout_log_probs holds nan"),
+        ("rollout_log_probs", lambda values: [*values[:-1], None], "must be real number"),
+        ("final_text", lambda text: None, "final_text is None"),
+        ("tool_calls", lambda calls: None, "not iterable"),
+        ("seed", lambda seed: ..., "missing 1 required positional argument: 'seed'"),
+    ],
+)
+def test_a_recording_that_was_edited_badly_is_named(
+    tmp_path: Path, name: str, change: Callable[[Any], Any], said: str
+) -> None:
+    groups = make_groups(random.Random(0), prompts=1, samples=2, share_right=0.5)
+    path = write_trajectories(tmp_path, 1, groups, decode)
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    if (value := change(second.pop(name))) is not ...:
+        second[name] = value
+    path.write_text("".join(json.dumps(record) + "\n" for record in (first, second)))
+    with pytest.raises(DamagedFileError, match=rf"step_000001\.jsonl, \w+ 2, .*{said}"):
+        recorded_trajectories(path)
 
 
 def test_a_large_parquet_dump_tells_few_tokens_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
