@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,7 +170,12 @@ def test_a_prompt_that_was_given_up_is_left_out_and_named(run: Any, tmp_path: Pa
 
 def test_what_cannot_be_evaluated_is_said_before_anything_starts(task: Path, capsys: Any, tmp_path: Path) -> None:
     model, data, output = str(task / "model"), f"{task}/heldout.parquet", tmp_path / "out"
+    cut, mute = (str(shutil.copytree(model, tmp_path / name)) for name in ("cut", "mute"))
+    os.truncate(f"{cut}/model.safetensors", 5000)
+    Path(mute, "tokenizer.json").unlink()
     for arguments, message in (
+        ([cut, "--data", data, *SETTINGS], "model.safetensors has 5000 bytes, but its header asks for"),
+        ([mute, "--data", data, *SETTINGS], "tokenizer"),
         ([str(tmp_path)], "is no model and no run"),
         ([model], "nothing to evaluate on: give --data FILE"),
         ([model, "--data", data], "rollout.engine.max_model_len"),

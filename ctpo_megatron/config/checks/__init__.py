@@ -102,7 +102,7 @@ def validate_sampling(config: Config, *, cuda: bool, sources: Sources | None = N
     try:
         spec = spec_for(config)
         engine = [problem for problem in check_engine(config, spec, cuda=cuda) if problem.severity == "error"]
-        found += [*check_budget(config, spec), *engine]
+        found += [*check_budget(config, spec), *engine, *check_model_directory(config, spec)]
     except ConfigError as unreadable:
         found += unreadable.problems
     found += [*check_cluster(config), *check_protocol(config), *_evaluation(config), *_deadlines(config)]
