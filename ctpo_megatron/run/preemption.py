@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Self
 
@@ -117,4 +117,5 @@ def _alarm_in(seconds: float) -> None:
 
 def _say(line: str) -> None:
     # Within a signal handler: a logger's stream may be in the middle of a write.
-    os.write(_STDERR, f"{line}\n".encode())
+    with suppress(OSError):  # Ctrl-C has ended `tee`, too, or the terminal is closed
+        os.write(_STDERR, f"{line}\n".encode())

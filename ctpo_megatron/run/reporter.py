@@ -235,8 +235,7 @@ class RankZeroReporter(Reporter):
         with self.stage("report"):
             if self._config.report:
                 write_report(self._directory)
-        self._display.stop()
-        print_summary(self._directory)
+        self._display.end(partial(print_summary, self._directory))
 
     def _with_speed(self, metrics: Mapping[str, float], former: Mapping[str, Any]) -> dict[str, float]:
         """The metrics, the time since the last call, and the rates that follow.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import sys
@@ -28,12 +29,23 @@ def _harmless(method: Callable[Concatenate[Display, P], None]) -> Callable[Conca
     def guarded(self: Display, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
-        except Exception:
+        except Exception as error:
             self.mode = "off"
             self._stop_live()
-            log.warning("the display failed and is switched off; the run goes on", exc_info=True)
+            unknown = None if isinstance(error, OSError) else error  # as of a terminal that was closed
+            log.warning("the display failed (%s) and is switched off; the run goes on", error, exc_info=unknown)
 
     return guarded
+
+
+class _Screen(Console):
+    """A console that does not end the process when nobody reads its pipe any more."""
+
+    def on_broken_pipe(self) -> None:
+        try:
+            super().on_broken_pipe()  # the rest goes to /dev/null: what is left to write at exit would fail, too
+        except SystemExit as end:
+            raise BrokenPipeError(errno.EPIPE, "nobody reads standard output any more") from end
 
 
 class Display:
@@ -51,7 +63,7 @@ class Display:
         record: Callable[[str], None] = lambda line: None,
     ) -> None:
         """record: is given every plain line and every note, in all modes."""
-        self.console = console or Console()
+        self.console = console or _Screen()
         self.mode: Literal["live", "plain", "off"] = (
             ("live" if self.console.is_terminal else "plain") if mode == "auto" else mode
         )
@@ -108,6 +120,12 @@ class Display:
     def stop(self) -> None:
         """Take the panel down, leaving its last state on the screen."""
         self._stop_live()
+
+    @_harmless
+    def end(self, summary: Callable[[Console], None]) -> None:
+        """Take the panel down and have a summary printed, in all modes."""
+        self._stop_live()
+        summary(self.console)
 
     def _plain(self, line: str) -> None:
         self._record(line)

@@ -86,6 +86,22 @@ def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().err.endswith("Ctrl-C again: leaving at once, without a checkpoint\n")
 
 
+def test_a_run_that_nobody_hears_saves_as_well() -> None:
+    """Ctrl-C ends `tee`, too, and a terminal that is closed takes no more lines."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    preemption, stderr = Preemption(grace_s=60), os.dup(2)
+    try:
+        os.dup2(writer, 2)
+        with preemption.deferred():
+            send(signal.SIGINT)
+    finally:
+        os.dup2(stderr, 2)
+        for descriptor in (stderr, writer):
+            os.close(descriptor)
+    assert preemption.asked() and preemption.leave() == 130
+
+
 def test_a_grace_that_runs_out_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
     preemption = Preemption(grace_s=0.1)
     with preemption.deferred(), pytest.raises(SystemExit) as ended:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import subprocess
 import sys
 
 import pytest
@@ -142,3 +144,27 @@ def test_the_panel_shows_progress_and_the_time_left():
     Console(file=output, width=110).print(render(state, state.entered + 4.0))
     for part in ("demo", "● rl 4.0s", "step 2/30", "eta 56.0s"):
         assert part in output.getvalue()
+
+
+UNREAD = """
+from ctpo_megatron.tracking import Display
+with Display("{mode}", 30) as display:
+    for step in range(1, 4):
+        display.step(step, {metrics})
+    display.end(lambda console: console.print("summary"))
+"""
+
+
+@pytest.mark.parametrize("mode", ["plain", "off"])
+def test_a_run_whose_output_nobody_reads_goes_on(mode: str) -> None:
+    """As before `| head`, or `| tee` that the same Ctrl-C has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-c", UNREAD.format(mode=mode, metrics=METRICS)]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("nobody reads standard output any more") == 1
+    assert "Traceback" not in done.stderr
