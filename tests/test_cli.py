@@ -50,6 +50,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+@pytest.fixture
+def second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of rank 1 of 2, as torchrun makes it."""
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+
+
 HEAVY = {"torch", "transformers", "ray", "vllm", "megatron", "fastapi", "numpy", "pyarrow", "matplotlib"}
 CONFIGURATION = {"pydantic", "omegaconf", "rich", "yaml"}
 
@@ -134,6 +142,29 @@ def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeyp
     assert "data parallel              4" in capsys.readouterr().out
 
 
+def test_what_is_left_of_another_job_makes_no_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType
+) -> None:
+    """Of a shell that planned a larger job, or that another launcher has opened."""
+
+    def refusal(*more: str, **variables: str) -> str:
+        with monkeypatch.context() as patch:
+            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert cli.main(["train", "first.yaml", *more]) == 2
+        return capsys.readouterr().err
+
+    missing = "makes this process a rank of a job, which needs"
+    assert f'WORLD_SIZE = "8": {missing} RANK, MASTER_ADDR, MASTER_PORT, too' in refusal(WORLD_SIZE="8")
+    for more in ([], ["--dry-run"]):
+        said = refusal(*more, RANK="3", WORLD_SIZE="8")
+        assert f'RANK = "3": {missing} MASTER_ADDR, MASTER_PORT, too; type unset RANK' in said
+    assert 'WORLD_SIZE = "two": is no number of ranks' in refusal(WORLD_SIZE="two")
+    assert not hasattr(driver, "config")
+
+
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_all_problems_at_once_without_traceback(
     dry: list[str], capsys: pytest.CaptureFixture[str], driver: types.ModuleType
@@ -182,8 +213,8 @@ def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean first.yaml?" in capsys.readouterr().err
 
 
-def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.usefixtures("second_rank")
+def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "none.yaml"]) == 2
     assert cli.main(["train", "first.yaml", "--dry-run"]) == 0
     assert capsys.readouterr() == ("", "")
@@ -204,9 +235,9 @@ def test_user_errors_of_other_packages_are_messages(
     assert capsys.readouterr().err.endswith("ctpo: runs/first exists\n")
 
 
+@pytest.mark.usefixtures("second_rank")
 @pytest.mark.parametrize(
-    ("package", "name", "rank"),
-    [("policy", "RankZeroError", "1"), ("policy", "RankLost", "0"), ("rollout", "FleetError", "0")],
+    ("package", "name"), [("policy", "RankZeroError"), ("policy", "RankLost"), ("rollout", "FleetError")]
 )
 def test_what_failed_in_another_process_is_said_in_one_line(
     driver: types.ModuleType,
@@ -214,13 +245,11 @@ def test_what_failed_in_another_process_is_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     package: str,
     name: str,
-    rank: str,
 ) -> None:
     module = types.ModuleType(f"ctpo_megatron.{package}")
     kind = type(name, (RuntimeError,), {})
     setattr(module, name, kind)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setenv("RANK", rank)
 
     def stop(_: Config) -> int:
         raise type("Kind", (kind,), {})("rank 1 stops, rank 0 failed: X: y")

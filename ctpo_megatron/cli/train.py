@@ -30,6 +30,7 @@ from ctpo_megatron.config import (
     memory_table,
     node_ranks,
     place,
+    rank_problem,
     read_shapes,
     spec_for,
     validate,
@@ -81,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
+    if problem := rank_problem(planned=args.dry_run):
+        raise UsageError(str(problem))  # a ConfigError is shown by rank 0 alone
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
     elsewhere = args.dry_run or ADDRESS in os.environ  # a named cluster has GPUs of its own

@@ -50,7 +50,7 @@ from ctpo_megatron.config.schema import (
 from ctpo_megatron.config.sources import Sources
 from ctpo_megatron.config.system_prompt import SystemPrompt, system_prompt_text
 from ctpo_megatron.config.task_schema import CorruptionConfig, PrepareConfig, TinyModelConfig
-from ctpo_megatron.config.torchrun import available_cores, node_ranks, world_size
+from ctpo_megatron.config.torchrun import available_cores, node_ranks, rank_problem, world_size
 from ctpo_megatron.config.weight_files import Stored, stored_tensors, tokenizer_problems
 
 __all__ = [
@@ -120,6 +120,7 @@ __all__ = [
     "objective_from_config",
     "peak_memory",
     "place",
+    "rank_problem",
     "read_shapes",
     "read_spec",
     "run_chat_template",

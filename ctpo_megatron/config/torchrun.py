@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import os
 
+from ctpo_megatron.config.problems import ConfigError, Problem
+
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def rank_problem(*, planned: bool) -> Problem | None:
+    """What is wrong where the environment has some of what torchrun gives a rank, but not all.
+
+    planned: nothing is to be started, and WORLD_SIZE alone is the size of the job to plan for.
+    """
+    missing = [name for name in _OF_A_RANK if name not in os.environ]
+    name = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
+    if not missing or (name == "WORLD_SIZE" and (planned or world_size() == 1)):
+        return None
+    message = f"makes this process a rank of a job, which needs {', '.join(missing)}, too"
+    return Problem(name, message, f"type unset {name}, or start the run with torchrun", os.environ[name])
+
 
 def world_size() -> int:
-    """Ranks of this job: WORLD_SIZE as torchrun sets it, else 1."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Ranks of this job: WORLD_SIZE as torchrun sets it, else 1. Raises ConfigError for what is no number."""
+    return _count("WORLD_SIZE") or 1
 
 
 def available_cores() -> int:
@@ -16,6 +33,12 @@ def available_cores() -> int:
 
 
 def node_ranks() -> int | None:
-    """Ranks of this job on this node: LOCAL_WORLD_SIZE as torchrun sets it; None without torchrun."""
-    found = os.environ.get("LOCAL_WORLD_SIZE")
-    return None if found is None else int(found)
+    """As `world_size`, of this node: LOCAL_WORLD_SIZE; None without torchrun."""
+    return _count("LOCAL_WORLD_SIZE")
+
+
+def _count(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    if text and not (text.isdecimal() and int(text)):
+        raise ConfigError([Problem(name, "is no number of ranks", f"give 1 or more, or type unset {name}", text)])
+    return int(text) if text else None
