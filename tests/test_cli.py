@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -140,6 +141,18 @@ def test_dry_run_for_another_machine(capsys: pytest.CaptureFixture[str], monkeyp
     assert cli.main(arguments) == 2
     assert cli.main([*arguments, "--cuda"]) == 0
     assert "data parallel              4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["train", "first.yaml", "--dry-run"], ["doctor", "--json"]])
+def test_output_that_nobody_reads_is_no_error(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "ctpo_megatron.cli", *arguments]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, "Traceback" in done.stderr) == (128 + signal.SIGPIPE, False), done.stderr
 
 
 def test_what_is_left_of_another_job_makes_no_rank(

@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the verb comes first")
     args.unknown = unknown  # overrides that look like options: their reader says how to spell them
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        print(end="", flush=True)  # while somebody handles its failure
+        return status
     except KeyboardInterrupt:
         return 130
     except Exception as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -31,6 +33,9 @@ _OF_THE_MACHINE = {
 """What a file system refuses for reasons of its own; the message needs the path that it was about."""
 
 
+_STDOUT = 1
+
+
 class UsageError(Exception):
     """Arguments of a verb that cannot be met; the message says what to change."""
 
@@ -43,6 +48,8 @@ def report_error(error: Exception, verb: str) -> int:
     if _is_one_of(error, _FAILED_ELSEWHERE):
         print(f"ctpo: {error}", file=sys.stderr)
         return 1
+    if isinstance(error, BrokenPipeError) and _nobody_reads():
+        return 128 + signal.SIGPIPE
     if _is_of_the_machine(error):
         print(f"ctpo {verb}: {error}", file=sys.stderr)
         return 1
@@ -52,6 +59,18 @@ def report_error(error: Exception, verb: str) -> int:
     if is_rank_zero():  # one message per cause, not one per rank
         print(f"ctpo: {error}", file=sys.stderr)
     return 2
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has ended, as of `| head`; it is /dev/null from then on."""
+    output = select.poll()
+    output.register(_STDOUT, 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, _STDOUT)  # what is left to write at exit would fail, too
+    os.close(nothing)
+    return True
 
 
 def is_rank_zero() -> bool:
