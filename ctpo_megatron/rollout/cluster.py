@@ -24,6 +24,9 @@ from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE, TOKEN, TOKEN_FILE
 from ctpo_megatron.rollout.node_facts import Facts, Needs, differences, node_facts
 
 _POLL_S = 0.5
+_ANSWER_S = 5.0
+
+log = logging.getLogger(__name__)
 
 
 class ClusterError(Exception):
@@ -84,21 +87,31 @@ def check_token(nodes: int, environment: Mapping[str, str]) -> None:
 
 
 def await_head(address: str, deadline: float) -> None:
-    """Return when something answers at Ray's address. Raises ClusterError at `deadline` (monotonic seconds)."""
+    """Return when something answers at Ray's address, and say so if that takes time.
+
+    Raises ClusterError at `deadline` (monotonic seconds).
+    """
     if "://" in address:
         raise ClusterError(f"{ADDRESS}={address}: Ray Client is not supported; give HOST:PORT of Ray's head")
     host, separator, port = address.rpartition(":")
     if not separator:  # "auto"
         return
+    told = False
     while True:
         try:
-            socket.create_connection(
-                (host.strip("[]"), int(port)), timeout=max(1.0, deadline - time.monotonic())
-            ).close()
+            left_s = max(1.0, deadline - time.monotonic())
+            socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, _ANSWER_S)).close()
             return
         except OSError as error:
             if time.monotonic() + _POLL_S > deadline:
                 raise ClusterError(f"{ADDRESS}={address}: Ray's head does not answer: {error}") from error
+            if not told:
+                told = True
+                log.warning(
+                    "%s=%s: Ray's head does not answer (%s); waiting for it, %.0f s at most (rollout.start_timeout_s). "
+                    "Type unset %s for engines on this machine alone",
+                    *(ADDRESS, address, error, left_s, ADDRESS),
+                )
         time.sleep(_POLL_S)
 
 

@@ -51,6 +51,17 @@ def test_a_head_that_does_not_answer_is_named() -> None:
         await_head("ray://host:10001", time.monotonic())
 
 
+def test_a_head_that_is_waited_for_is_named_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """RAY_ADDRESS may be left from another project; the deadline is minutes away."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(ClusterError):
+        await_head(address, time.monotonic() + 1.4)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"RAY_ADDRESS={address}: Ray's head does not answer (")
+    assert "waiting for it, 1 s at most (rollout.start_timeout_s). Type unset RAY_ADDRESS" in said
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     for own in (None, "127.0.0.1"):
         check_address(own)
