@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -175,6 +176,16 @@ def test_what_is_left_of_another_job_makes_no_rank(
         said = refusal(*more, RANK="3", WORLD_SIZE="8")
         assert f'RANK = "3": {missing} MASTER_ADDR, MASTER_PORT, too; type unset RANK' in said
     assert 'WORLD_SIZE = "two": is no number of ranks' in refusal(WORLD_SIZE="two")
+    assert not hasattr(driver, "config")
+
+
+def test_a_temporary_directory_that_will_not_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * 80}")
+    assert cli.main(["train", "first.yaml"]) == 2
+    assert capsys.readouterr().err.startswith('ctpo train: TMPDIR = "/xxx')
+    assert cli.main(["train", "first.yaml", "--dry-run"]) == 0  # it may be for another machine
     assert not hasattr(driver, "config")
 
 

@@ -33,6 +33,7 @@ from ctpo_megatron.config import (
     rank_problem,
     read_shapes,
     spec_for,
+    temporary_problem,
     validate,
     world_size,
 )
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
-    if problem := rank_problem(planned=args.dry_run):
+    if problem := rank_problem(planned=args.dry_run) or (None if args.dry_run else temporary_problem()):
         raise UsageError(str(problem))  # a ConfigError is shown by rank 0 alone
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()

@@ -1,11 +1,31 @@
-"""Whether this machine can train on CUDA, asked without importing torch."""
+"""Whether this machine can train on CUDA, without importing torch; whether its temporary directory will do."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
+import tempfile
 from pathlib import Path
+
+from ctpo_megatron.config.problems import NO_VALUE, Problem
+
+_LONGEST = 107 - len("/c0ffee00-0000-4000-8000-c0ffee000000")
+"""Of the path of a Unix socket, what the names that vLLM gives its own leave; those of multiprocessing are shorter."""
+
+
+def temporary_problem() -> Problem | None:
+    """Why engines and scorers cannot have their files and sockets in the temporary directory."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        given = os.environ.get("TMPDIR", NO_VALUE)
+        return Problem("TMPDIR", f"{error.strerror}", "set it to a folder that can be written to", given)
+    if (length := len(os.fsencode(folder))) <= _LONGEST:
+        return None
+    message = f"has {length} characters, and sockets below it fail beyond {_LONGEST}"
+    return Problem("TMPDIR", message, "set it to a shorter path, e.g. /tmp", folder)
 
 
 def has_cuda_device() -> bool:

@@ -7,11 +7,11 @@ import resource
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from ctpo_megatron.config import available_cores
+from ctpo_megatron.config import available_cores, temporary_problem
 from ctpo_megatron.doctor.findings import Finding
 
 GIB = 1 << 30
@@ -47,6 +47,8 @@ def check_machine(wanted: Wanted) -> Iterator[Finding]:
     if os.path.isdir(wanted.shared_memory):
         yield _shared_memory(wanted)
     yield from (_disk(folder, one, kept) for folder, one, kept in wanted.disk)
+    if problem := temporary_problem():
+        yield Finding("temporary directory", "broken", str(replace(problem, fix="")), problem.fix)
     yield _open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from (_port(host, port, whose) for host, port, whose in wanted.ports)
     yield from (_server(host, port, whose) for host, port, whose in wanted.servers)

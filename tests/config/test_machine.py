@@ -1,15 +1,16 @@
-"""CUDA without torch: what its version file says, and a driver that shows no device or is not there."""
+"""A temporary directory that will not do; CUDA without torch: what the build says, and a driver without a device."""
 
 from __future__ import annotations
 
 import ctypes
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ctpo_megatron.config import has_cuda_device, machine
+from ctpo_megatron.config import has_cuda_device, machine, temporary_problem
 
 
 def test_it_agrees_with_torch() -> None:
@@ -42,3 +43,15 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert not machine._driver_shows_device()
+
+
+def test_a_temporary_directory_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters give each job a folder with a long name; a container's root may be read-only."""
+    for length, fits in ((70, True), (71, False)):
+        monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * (length - 1)}")
+        assert (temporary_problem() is None) == fits
+    assert "TMPDIR" in str(temporary_problem()) and "has 71 characters" in str(temporary_problem())
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    monkeypatch.setenv("TMPDIR", "/none")
+    assert str(temporary_problem()).startswith('TMPDIR = "/none": No usable temporary directory found in')
