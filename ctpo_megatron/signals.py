@@ -7,8 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Schedulers send the first two, a keyboard the third."""
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Schedulers send the first two, a keyboard the third, a terminal or an SSH connection that is closed the last."""
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """Those of `ENDING` that this process is to act on: under `nohup` it outlives its terminal."""
+    spared = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in ENDING if not (spared and number == signal.SIGHUP))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources, temporary_problem, validate_sampling
 from ctpo_megatron.run.extensions import check_extensions
-from ctpo_megatron.signals import ENDING
+from ctpo_megatron.signals import ENDING, heeded
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,7 +117,7 @@ def _ended_by_signals() -> Iterator[None]:
         signal.alarm(0)  # Ray's own handler, which has called this one, would abort the process in 3 s
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in ENDING}
+    before = {number: signal.signal(number, end) for number in heeded()}
     try:
         yield
     finally:

@@ -284,8 +284,8 @@ class CheckpointConfig(Section):
     )
     grace_s: Seconds = Field(
         default=120.0,
-        description="seconds to finish the current step and write a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C, and "
-        "before the job's end",
+        description="seconds to finish the current step and write a checkpoint after SIGTERM, SIGUSR1, SIGHUP or "
+        "Ctrl-C, and before the job's end",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Self
 from ctpo_megatron.config import Config
 from ctpo_megatron.policy import gather_objects
 from ctpo_megatron.run.scheduler import job_end, warn_of_short_grace
-from ctpo_megatron.signals import ENDING
+from ctpo_megatron.signals import heeded
 
 EXIT_STATUS = 128 + signal.SIGTERM
 _STDERR = 2
@@ -27,10 +27,10 @@ _CLOSING_S = 60.0
 class Preemption:
     """Ends the process at once when it is asked to end, as an exception, so that engines and sandbox are closed.
 
-    Asking are SIGTERM, SIGUSR1, Ctrl-C (SIGINT), and the clock when `grace_s` seconds are left of a job that ends at
-    `job_end` (seconds since the epoch). Inside `deferred` the state may be saved first, for at most `grace_s` seconds;
-    a second Ctrl-C ends that. A process that leaves is not interrupted by being asked again. status: of a process that
-    leaves because it was asked to.
+    Asking are SIGTERM, SIGUSR1, Ctrl-C (SIGINT), a terminal that is closed (SIGHUP), and the clock when `grace_s`
+    seconds are left of a job that ends at `job_end` (seconds since the epoch). Inside `deferred` the state may be saved
+    first, for at most `grace_s` seconds; a second Ctrl-C ends that. A process that leaves is not interrupted by being
+    asked again. status: of a process that leaves because it was asked to.
     """
 
     def __init__(self, grace_s: float, job_end: float | None = None) -> None:
@@ -40,7 +40,7 @@ class Preemption:
         self._asked_by, self._asked_at = "", 0.0
         self._left_at: float | None = None
         self._process = os.getpid()
-        for number in ENDING:
+        for number in heeded():
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
         if job_end is not None:

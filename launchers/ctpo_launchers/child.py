@@ -12,7 +12,7 @@ from types import FrameType
 
 import psutil
 
-from ctpo_megatron.signals import ENDING
+from ctpo_megatron.signals import heeded
 
 
 def torchrun(arguments: Sequence[str]) -> int:
@@ -20,13 +20,13 @@ def torchrun(arguments: Sequence[str]) -> int:
 
     A signal goes to the ranks, once, and torchrun waits for what they do. Its own handlers would start a deadline.
     """
-    for number in ENDING:
+    for number in heeded():
         signal.signal(number, _pass_on)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        run.run(run.parse_args(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments]))
+        run.run(run.parse_args(["--signals-to-handle", "SIGQUIT", *arguments]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         print(f"torchrun: rank {failure.local_rank} of this node ended with status {failure.exitcode}", file=sys.stderr)

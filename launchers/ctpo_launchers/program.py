@@ -22,7 +22,7 @@ from ctpo_launchers.roll_call import Connection, NotReady, RollCall, report
 from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
 from ctpo_megatron.config import Config
 from ctpo_megatron.ray_environment import ADDRESS, ray_with_token
-from ctpo_megatron.signals import ENDING
+from ctpo_megatron.signals import heeded
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class NodeProgram:
     async def run(self) -> int:
         """Start everything, wait for its end; returns the exit status."""
         self._main = asyncio.current_task()
-        for number in ENDING:
+        for number in heeded():
             asyncio.get_running_loop().add_signal_handler(number, self._asked, number)
         try:
             async with contextlib.AsyncExitStack() as stack:

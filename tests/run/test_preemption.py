@@ -32,7 +32,12 @@ def send(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize(
     ("number", "name", "status"),
-    [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGUSR1, "SIGUSR1", 143), (signal.SIGINT, "Ctrl-C", 130)],
+    [
+        (signal.SIGTERM, "SIGTERM", 143),
+        (signal.SIGUSR1, "SIGUSR1", 143),
+        (signal.SIGHUP, "SIGHUP", 143),
+        (signal.SIGINT, "Ctrl-C", 130),
+    ],
 )
 def test_every_way_to_ask_saves_where_there_is_something_and_ends_the_process_elsewhere(
     number: signal.Signals, name: str, status: int, capfd: pytest.CaptureFixture[str]
@@ -84,6 +89,16 @@ def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None
             send(signal.SIGINT)
     assert ended.value.code == 130
     assert capfd.readouterr().err.endswith("Ctrl-C again: leaving at once, without a checkpoint\n")
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    preemption = Preemption(grace_s=60)
+    with preemption.deferred():
+        send(signal.SIGHUP)
+        assert not preemption.asked()
+        send(signal.SIGTERM)
+        assert preemption.asked()
 
 
 def test_a_run_that_nobody_hears_saves_as_well() -> None:
