@@ -156,6 +156,16 @@ def test_output_that_nobody_reads_is_no_error(arguments: list[str]) -> None:
     assert (done.returncode, "Traceback" in done.stderr) == (128 + signal.SIGPIPE, False), done.stderr
 
 
+def test_a_current_directory_that_was_deleted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As by another shell that has cloned the repository anew."""
+    gone = folder / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err.startswith("ctpo: the current directory was deleted; cd to another")
+
+
 def test_what_is_left_of_another_job_makes_no_rank(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType
 ) -> None:

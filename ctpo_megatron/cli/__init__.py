@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if importlib.util.find_spec("ctpo_kernels") is None:
         print("ctpo: ctpo_kernels, a distribution of its own, is missing: pip install -e ./kernels", file=sys.stderr)
+        return 2
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("ctpo: the current directory was deleted; cd to another, or to the same path anew", file=sys.stderr)
         return 2
     parser = _parser(verb=argv[0] if argv else "")
     args, unknown = parser.parse_known_args(argv)
