@@ -155,7 +155,9 @@ def _refuse(text: str) -> Problem | None:
     """Spellings from other tools that would do something else than meant."""
     key, equals, value = text.partition("=")
     bare = key.strip().lstrip("+~-")
-    if key.startswith("+"):
+    if any("\udc80" <= character <= "\udcff" for character in text):  # how Python keeps a byte that it cannot decode
+        message, fix = "is not UTF-8", "rename the file or folder; where the name is UTF-8, type export LC_ALL=C.UTF-8"
+    elif key.startswith("+"):
         message, fix = "no `+` here", f"every known key can be set: {bare}={value}"
     elif key.startswith("~"):
         message, fix = "no `~` here", f"an optional section or value is switched off with {bare}=null"

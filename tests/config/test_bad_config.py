@@ -145,6 +145,7 @@ WRONG = [
     ("+run.seed=3", '+run.seed = "3": no `+` here; every known key can be set: run.seed=3'),
     ("~prepare", "~prepare: no `~` here; an optional section or value is switched off with prepare=null"),
     ("--run.seed=3", '--run.seed = "3": no dashes here; write run.seed=3'),
+    ("run.root=caf\udce9", 'run.root = "caf\udce9": is not UTF-8; rename'),
     ("run.seed", "run.seed: no `=` in this override; write run.seed=VALUE"),
     (
         "data.train.0=x",
