@@ -37,8 +37,18 @@ def open_run_directory(config: Config) -> Path:
     """Create or replace `<run.root>/<run.name>`, write config.yaml into it and return its path; or reopen it.
 
     Call it on one process only: the directory belongs to that process until it ends. What is reopened says what it said
-    before until `take_over`. Raises RunDirectoryError when the directory must not be touched as configured.
+    before until `take_over`. Raises RunDirectoryError when the directory must not be touched as configured, or cannot be
+    written to.
     """
+    try:
+        return _open(config)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"run.root={config.run.root}: {error}. Type run.root=DIR with a folder that can be written to and has space"
+        ) from error
+
+
+def _open(config: Config) -> Path:
     run, directory = config.run, config.run.directory
     if run.name in (".", ".."):
         raise RunDirectoryError(f"run.name={run.name} is not a name; type run.name=other")

@@ -32,6 +32,13 @@ def test_creates_the_directory_with_the_resolved_configuration(config_in):
     assert (directory / "environment.json").exists()
 
 
+@pytest.mark.parametrize("root", ["file", "n" * 300])
+def test_a_root_that_cannot_be_written_to_is_named(config_in, tmp_path, root):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match=rf"^run.root={tmp_path / root}: \[Errno .* Type run.root=DIR with"):
+        open_run_directory(config_in(run={"root": str(tmp_path / root)}))
+
+
 def test_an_existing_run_is_refused_with_what_to_type(config_in):
     open_run_directory(config_in())
     with pytest.raises(RunDirectoryError) as refused:
