@@ -295,6 +295,19 @@ def test_what_failed_in_another_process_is_said_in_one_line(
     assert (out, said) == ("", ["ctpo: rank 1 stops, rank 0 failed: X: y"])
 
 
+def test_a_disk_that_is_full_is_one_line(driver: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: Config) -> int:
+        try:
+            Path("/dev/full").write_text("metrics")
+        except OSError as error:
+            raise RuntimeError("the dump of step 3 could not be written") from error
+
+    driver.main = fail  # type: ignore[attr-defined]
+    assert cli.main(["train", "first.yaml"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("ctpo train: [Errno 28] No space left on device; free space where it writes")
+
+
 def test_other_errors_keep_their_traceback(driver: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_: Config) -> int:
         raise RuntimeError("a bug")

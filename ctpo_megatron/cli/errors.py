@@ -50,11 +50,11 @@ def report_error(error: Exception, verb: str) -> int:
         return 1
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return 128 + signal.SIGPIPE
-    if _is_of_the_machine(error):
-        print(f"ctpo {verb}: {error}", file=sys.stderr)
-        return 1
     if not _is_one_of(error, _USER_ERRORS):
-        traceback.print_exception(error)
+        if refused := _refused(error):
+            print(f"ctpo {verb}: {refused}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
         return 1
     if is_rank_zero():  # one message per cause, not one per rank
         print(f"ctpo: {error}", file=sys.stderr)
@@ -78,12 +78,22 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _is_of_the_machine(error: Exception) -> bool:
-    """Whether a file system refused something, and the message says what: by its path, or in the words of ours."""
-    if isinstance(error, OSError):
-        return error.errno in _OF_THE_MACHINE and error.filename is not None
-    cause = error.__cause__
-    return isinstance(error, RuntimeError) and isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE
+def _refused(error: Exception) -> str:
+    """What a file system refused for reasons of its own, by its path or in words of ours; nothing for a bug."""
+    cause = error.__cause__ if isinstance(error, RuntimeError) else error
+    named = cause is not error or getattr(cause, "filename", None) is not None
+    said = named and isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE
+    if full := _no_space(error):
+        advice = "free space where it writes, in /tmp or in /dev/shm (df -h), and start it again"
+        return f"{error if said else full}; {advice}"
+    return str(error) if said else ""
+
+
+def _no_space(error: BaseException | None) -> OSError | None:
+    """Why a file system takes no more, if that is what an error comes from: what it writes while it ends fails, too."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _is_one_of(error: Exception, kinds_of: Mapping[str, tuple[str, ...]]) -> bool:
