@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ctpo_megatron.cli.errors import report_error
+from ctpo_megatron.cli.errors import flush_output, report_error
 
 VERBS = {
     "train": "train from a configuration file",
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.unknown = unknown  # overrides that look like options: their reader says how to spell them
     try:
         status = int(args.run(args))
-        print(end="", flush=True)  # while somebody handles its failure
+        flush_output()
         return status
     except KeyboardInterrupt:
         return 130

@@ -48,7 +48,7 @@ def report_error(error: Exception, verb: str) -> int:
     if _is_one_of(error, _FAILED_ELSEWHERE):
         print(f"ctpo: {error}", file=sys.stderr)
         return 1
-    if isinstance(error, BrokenPipeError) and _nobody_reads():
+    if isinstance(error, OSError) and _nobody_reads(error):
         return 128 + signal.SIGPIPE
     if not _is_one_of(error, _USER_ERRORS):
         if refused := _refused(error):
@@ -61,8 +61,23 @@ def report_error(error: Exception, verb: str) -> int:
     return 2
 
 
-def _nobody_reads() -> bool:
-    """Whether standard output is a pipe whose reader has ended, as of `| head`; it is /dev/null from then on."""
+def flush_output() -> None:
+    """Write what is left to write. Python would do it at exit, and a failure there would be the status."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if not _nobody_reads(error):
+            raise
+
+
+def _nobody_reads(error: OSError) -> bool:
+    """Whether it comes of a pipe whose reader has ended, as of `| head`, or of a terminal that was closed.
+
+    Standard output is /dev/null from then on.
+    """
+    if error.errno not in (errno.EPIPE, errno.EIO):
+        return False
     output = select.poll()
     output.register(_STDOUT, 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):

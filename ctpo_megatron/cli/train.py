@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
@@ -122,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     except SystemExit as ended:  # asked to end while there was nothing to save
         status = ended.code if isinstance(ended.code, int) else 1
     if status in _ASKED_TO_END and is_rank_zero():
-        print(f"continue with: {_resume_command(args)}", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be closed
+            print(f"continue with: {_resume_command(args)}", file=sys.stderr)
     return status
 
 
