@@ -218,6 +218,13 @@ def test_what_is_left_of_another_job_makes_no_rank(
     assert not hasattr(driver, "config")
 
 
+def test_python_without_docstrings_is_refused() -> None:
+    command = [sys.executable, "-OO", "-m", "ctpo_megatron.cli", "train", "first.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ctpo train: PYTHONOPTIMIZE = 2: leaves out docstrings, without which Ray")
+
+
 def test_a_temporary_directory_that_will_not_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, driver: types.ModuleType
 ) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
-from ctpo_megatron.config import Config, Sources, temporary_problem, validate_sampling
+from ctpo_megatron.config import Config, Sources, docstring_problem, temporary_problem, validate_sampling
 from ctpo_megatron.run.extensions import check_extensions
 from ctpo_megatron.signals import ENDING, heeded
 
@@ -77,7 +77,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _check(config: Config, sources: Sources) -> None:
     if not config.data.eval:
         raise UsageError("nothing to evaluate on: give --data FILE")
-    if problem := temporary_problem():
+    if problem := docstring_problem() or temporary_problem():
         raise UsageError(str(problem))
     for warning in validate_sampling(config, cuda=torch_has_cuda(), sources=sources):
         print(f"warning: {warning}", file=sys.stderr)

@@ -24,6 +24,7 @@ from ctpo_megatron.config import (
     Problem,
     Split,
     check_prompts,
+    docstring_problem,
     dump,
     has_cuda_device,
     load_with_sources,
@@ -83,7 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
-    if problem := rank_problem(planned=args.dry_run) or (None if args.dry_run else temporary_problem()):
+    here = None if args.dry_run else docstring_problem() or temporary_problem()
+    if problem := rank_problem(planned=args.dry_run) or here:
         raise UsageError(str(problem))  # a ConfigError is shown by rank 0 alone
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()

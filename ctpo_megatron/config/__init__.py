@@ -13,7 +13,7 @@ from ctpo_megatron.config.checks.protocol import check_protocol
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.gpu_memory import GpuMemory
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
-from ctpo_megatron.config.machine import has_cuda_device, temporary_problem
+from ctpo_megatron.config.machine import docstring_problem, has_cuda_device, temporary_problem
 from ctpo_megatron.config.memory import GPU_GIB, Memory, Split, head_chunk_rows, layer_activations, stage_memory
 from ctpo_megatron.config.memory import parameters as model_parameters
 from ctpo_megatron.config.memory import peak as peak_memory
@@ -103,6 +103,7 @@ __all__ = [
     "check_parallel",
     "check_prompts",
     "check_protocol",
+    "docstring_problem",
     "dump",
     "engine_count",
     "family_for",

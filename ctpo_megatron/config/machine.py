@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,14 @@ from ctpo_megatron.config.problems import NO_VALUE, Problem
 
 _LONGEST = 107 - len("/c0ffee00-0000-4000-8000-c0ffee000000")
 """Of the path of a Unix socket, what the names that vLLM gives its own leave; those of multiprocessing are shorter."""
+
+
+def docstring_problem() -> Problem | None:
+    """Why Ray, which adds to docstrings when it is imported, does not start: Python was told to leave them out."""
+    if sys.flags.optimize < 2:
+        return None
+    message = "leaves out docstrings, without which Ray does not start"
+    return Problem("PYTHONOPTIMIZE", message, "type unset PYTHONOPTIMIZE, or leave out -OO", sys.flags.optimize)
 
 
 def temporary_problem() -> Problem | None:
