@@ -25,14 +25,13 @@ _USER_ERRORS = {  # their message is all the user needs
 _FAILED_ELSEWHERE = {  # in another rank or an engine, whose log the message names
     "ctpo_megatron.policy": ("RankZeroError", "RankLost"),
     "ctpo_megatron.rollout": ("FleetError",),
+    "ctpo_megatron.rollout.cluster": ("ClusterError",),
 }
 _OF_THE_MACHINE = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),
     *(errno.ENOTDIR, errno.EISDIR),
 }
 """What a file system refuses for reasons of its own; the message needs the path that it was about."""
-
-
 _STDOUT = 1
 
 

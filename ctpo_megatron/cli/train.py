@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(problem))  # a ConfigError is shown by rank 0 alone
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
-    elsewhere = args.dry_run or ADDRESS in os.environ  # a named cluster has GPUs of its own
+    elsewhere = args.dry_run or bool(os.environ.get(ADDRESS))  # a named cluster has GPUs of its own
     job = Job(world_size(), node_ranks(), None if elsewhere else visible_gpus())
     gpu_gib = args.gpu_gib if args.dry_run else None
     shapes = _shapes(args)

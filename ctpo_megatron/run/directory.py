@@ -37,8 +37,8 @@ def open_run_directory(config: Config) -> Path:
     """Create or replace `<run.root>/<run.name>`, write config.yaml into it and return its path; or reopen it.
 
     Call it on one process only: the directory belongs to that process until it ends. What is reopened says what it said
-    before until `take_over`. Raises RunDirectoryError when the directory must not be touched as configured, or cannot be
-    written to.
+    before until `take_over`. Raises RunDirectoryError when the directory must not be touched as configured, or cannot
+    be written to.
     """
     try:
         return _open(config)
