@@ -20,6 +20,7 @@ from tests.tracking.synthetic_run import make_config
 @pytest.fixture(autouse=True)
 def former_handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGALRM)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in before.items():
