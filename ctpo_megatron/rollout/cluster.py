@@ -25,6 +25,7 @@ from ctpo_megatron.rollout.node_facts import Facts, Needs, differences, node_fac
 
 _POLL_S = 0.5
 _ANSWER_S = 5.0
+_LAST_PORT = 65535
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,8 @@ def await_head(address: str, deadline: float) -> None:
     host, separator, port = address.rpartition(":")
     if not separator:  # "auto"
         return
+    if not port.isdecimal() or int(port) > _LAST_PORT:
+        raise ClusterError(f"{ADDRESS}={address}: {port!r} is no port; give HOST:PORT of Ray's head")
     told = False
     while True:
         try:

@@ -44,7 +44,7 @@ class NodeJob:
         rank = args.node_rank if args.node_rank is not None else int(os.environ.get("SLURM_NODEID", "0"))
         if not 0 <= rank < len(hosts):
             raise ValueError(f"--node-rank {rank} is not one of the {len(hosts)} nodes, which are counted from 0")
-        if not 0 < (args.port or FIRST_PORT) <= _LAST_PORT:
+        if (args.port or FIRST_PORT) > _LAST_PORT:
             raise ValueError(f"--port {args.port} is not one of 1 to {_LAST_PORT}: node 0 takes two more above it")
         if len(hosts) == 1:
             return cls(rank, hosts, "127.0.0.1", "127.0.0.1", None, 0)

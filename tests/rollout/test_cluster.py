@@ -49,6 +49,9 @@ def test_a_head_that_does_not_answer_is_named() -> None:
         await_head(address, time.monotonic())
     with pytest.raises(ClusterError, match="Ray Client is not supported"):
         await_head("ray://host:10001", time.monotonic())
+    for port in ("redis", "", "65536"):
+        with pytest.raises(ClusterError, match=f"'{port}' is no port; give HOST:PORT"):
+            await_head(f"127.0.0.1:{port}", time.monotonic())
 
 
 def test_a_head_that_is_waited_for_is_named_at_once(caplog: pytest.LogCaptureFixture) -> None:
