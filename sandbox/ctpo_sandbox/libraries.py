@@ -33,19 +33,22 @@ _STANDARD = (
     "_multiprocessing bisect cmath collections copy datetime decimal fractions functools heapq inspect io itertools "
     "json math numbers operator random re statistics string textwrap time typing"
 )
-# One call of each kind that answers often use: sympy imports and builds much of itself at the first of a kind.
+# Two calls of each kind that answers often use: sympy imports and builds much of itself at the first of a kind, and what
+# Python and sympy change at the second, every run would change in a copy of its own.
 _SYMPY = """
 from sympy import *
 x, y = symbols("x y")
-integrate(x**2 * exp(-x), x), integrate(cos(2 * x) * exp(-x), x), integrate(1 / (x**2 + 4), (x, 0, 1))
-solve(x**2 - 5 * x + 6, x), solve([x + y - 3, x - y - 1], [x, y]), solve(x**3 - 6 * x**2 + 11 * x - 6, x)
-solve(sin(x) - Rational(1, 3), x), solve(x**2 < 9, x), solveset(x**2 - 2, x), nsolve(cos(x) - 2 * x, x, 1)
-simplify(sin(x) ** 2 + cos(x) ** 2), simplify((x**2 - 1) / (x - 1)), trigsimp(sin(2 * x) / cos(x))
-factor(x**3 - 8), expand((x + y) ** 3), apart(1 / (x**2 - 1), x), Poly(x**4 - 16, x).all_roots()
-series(exp(2 * x), x, 0, 4), limit(sin(3 * x) / x, x, 0), summation(x**2, (x, 1, y)), diff(tan(x) * log(x), x)
-Matrix([[2, 1], [1, 3]]).eigenvals(), Matrix([[1, 2], [3, 4]]).inv(), lambdify(x, x**2 + 1)(3)
-factorint(2**32 + 1), isprime(10**9 + 7), divisors(360), binomial(20, 10), N(pi, 30), nsimplify(0.25)
-str(sqrt(x) / y), latex(x**2 / y)
+for n in (1, 2):
+    integrate(x**2 * exp(-n * x), x), integrate(cos(2 * x) * exp(-n * x), x), integrate(n / (x**2 + 4), (x, 0, 1))
+    integrate(x**n + n * x, x), summation(x**n, (x, 1, y)), diff(tan(n * x) * log(x), x), limit(sin(n * x) / x, x, 0)
+    solve(x**2 - (n + 4) * x + n + 3, x), solve([x + n * y - 3, x - y - 1], [x, y]), solve(x**2 < n + 8, x)
+    solve(x**3 - (n + 5) * x**2 + (5 * n + 6) * x - 6 * n, x), solve(sin(x) - Rational(1, n + 2), x)
+    solveset(x**2 - n - 1, x), nsolve(cos(x) - n * x, x, 1), Poly(x**4 - n**4, x).all_roots()
+    simplify(sin(x) ** 2 + n * cos(x) ** 2), simplify((x**2 - n**2) / (x - n)), trigsimp(sin(2 * n * x) / cos(n * x))
+    factor(x**3 - n**3), expand((x + n * y) ** 3), apart(1 / (x**2 - n**2), x), series(exp(n * x), x, 0, 4)
+    Matrix([[2, 1], [1, n + 2]]).eigenvals(), Matrix([[1, 2], [3, n + 3]]).inv(), lambdify(x, x**2 + n)(3)
+    factorint(2**32 + n), isprime(10**9 + 6 + n), divisors(360 * n), binomial(20, 10 + n), N(pi, 30 * n)
+    nsimplify(n / 4), str(sqrt(n * x) / y), latex(x**2 / (n * y))
 """
 BUILT_IN = (
     Library("stdlib", tuple(_STANDARD.split())),
