@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.data.records import Group, Prompt, RolloutBatch, ToolCall, Trajectory
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.conversations import batches, load_conversations
+    from ctpo_megatron.data.conversations import batches, batches_of, load_conversations
     from ctpo_megatron.data.packing import PackedBatch, PackingRules, micro_batch_count, pack, split_evenly
     from ctpo_megatron.data.problems import DataError
     from ctpo_megatron.data.prompt_set import Cell, PromptRules, PromptSet
@@ -32,6 +32,7 @@ _MODULES = {
     "TokenArrays": "sequences",
     "TokenSequence": "sequences",
     "batches": "conversations",
+    "batches_of": "conversations",
     "count_all_rows": "tables",
     "load_conversations": "conversations",
     "load_prompts": "prompts",
@@ -59,6 +60,7 @@ __all__ = [
     "ToolCall",
     "Trajectory",
     "batches",
+    "batches_of",
     "count_all_rows",
     "load_conversations",
     "load_prompts",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -99,6 +101,18 @@ def batches(conversations: Sequence[Trajectory], per_step: int, seed: int) -> It
             f"{len(conversations)} conversations cannot fill a batch of {per_step}: lower sft.conversations_per_step"
         )
     return _endless_batches(conversations, per_step, Random(f"{seed}/batches"))
+
+
+def batches_of(conversations: Sequence[Trajectory], per_step: int, seed: int) -> dict[str, Any]:
+    """What the order of `batches` follows from, to be compared with that of a checkpoint.
+
+    conversations: blake2b-128, in hexadecimal, of all tokens and loss masks.
+    """
+    digest = blake2b(digest_size=16)
+    for conversation in conversations:
+        digest.update(array("i", [len(conversation), *conversation.token_ids]))
+        digest.update(bytes(conversation.loss_mask))
+    return {"seed": seed, "conversations_per_step": per_step, "conversations": digest.hexdigest()}
 
 
 def _endless_batches(conversations: Sequence[Trajectory], per_step: int, rng: Random) -> Iterator[list[Trajectory]]:

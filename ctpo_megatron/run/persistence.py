@@ -30,8 +30,8 @@ _AHEAD = "ahead.json.gz"
 """File of a checkpoint: what the rollouts keep under `ahead`, which may be millions of tokens."""
 _SFT = "sft"
 """Folder, within that of the RL steps, of the checkpoints of SFT; they go when RL has one."""
-_SFT_STATE = {"step"}
-"""Keys of what a checkpoint of SFT says of the run; one of RL has more."""
+_SFT_STATE = {"step", "batches"}
+"""Keys of what a checkpoint of SFT says of the run; one of RL has others, too."""
 
 
 class Persistence:
@@ -69,7 +69,7 @@ class Persistence:
         if checkpoint is None:
             return sft
         # Not by its folder: a checkpoint may have been brought from elsewhere.
-        if not self._layout.on_rank_zero(lambda: read_checkpoint_marker(checkpoint).run.keys() == _SFT_STATE):
+        if not self._layout.on_rank_zero(lambda: read_checkpoint_marker(checkpoint).run.keys() <= _SFT_STATE):
             return None
         if sft is None:
             raise CheckpointError(
@@ -77,11 +77,16 @@ class Persistence:
             )
         return sft
 
-    def restore_sft(self, policy: Policy, total_steps: int, checkpoint: Path | None) -> int:
-        """Put policy and `sft.jsonl` where `checkpoint` was saved, or at the beginning; returns the SFT steps done."""
+    def restore_sft(self, policy: Policy, total_steps: int, checkpoint: Path | None, batches: Mapping[str, Any]) -> int:
+        """Put policy and `sft.jsonl` where `checkpoint` was saved, or at the beginning; returns the SFT steps done.
+
+        batches: what their order follows from (`data.batches_of`). Raises CheckpointError for those of other data.
+        """
         done = -1
         if checkpoint is not None:
-            done = policy.load(checkpoint)["step"]
+            state = policy.load(checkpoint)
+            _same_batches(checkpoint, state.get("batches"), batches)
+            done = state["step"]
             policy.set_scheduler_step(done / total_steps)
         self._layout.on_rank_zero(lambda: self._rewind_sft(checkpoint, done))
         return max(done, 0)
@@ -93,10 +98,10 @@ class Persistence:
         if checkpoint is not None:
             self._report.note(f"continuing after SFT step {done}, from {checkpoint}")
 
-    def save_sft(self, policy: Policy, step: int) -> None:
-        """Checkpoint the policy after so many SFT steps."""
+    def save_sft(self, policy: Policy, step: int, batches: Mapping[str, Any]) -> None:
+        """Checkpoint the policy after so many SFT steps over `batches`."""
         settings = self._config.checkpoint.model_copy(update={"keep_best": 0})
-        policy.save(self._directory / _SFT, step, {"step": step}, settings)
+        policy.save(self._directory / _SFT, step, {"step": step, "batches": dict(batches)}, settings)
 
     def restore(self, policy: Policy, run: RunState, checkpoint: Path | None) -> None:
         """Put policy, rollouts and `run` where `checkpoint` was saved; without one the run starts from its beginning.
@@ -199,6 +204,30 @@ class Persistence:
                 ", ".join(path.name for path in reversed(renamed)),
             )
         self._report.discard(after, record)
+
+
+_BATCHES_FROM = {
+    "seed": "run.seed",
+    "conversations_per_step": "sft.conversations_per_step",
+    "conversations": "sft.data, data.system_prompt, data.tool_in_prompt, tokenizer or chat template",
+}
+"""What a batch follows from -> the keys that decide it."""
+
+
+def _same_batches(checkpoint: Path, saved: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> None:
+    if saved is None:
+        log.warning("%s is of an earlier version: whether sft.data has changed cannot be told", checkpoint)
+        return
+    changed = [
+        f"{name} ({saved.get(key)}, now {ours[key]})"
+        for key, name in _BATCHES_FROM.items()
+        if ours[key] != saved.get(key)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint} is in the middle of other batches: changed {'; '.join(changed)}. Give SFT what it was begun "
+            "with, or begin it again in a run of another name"
+        )
 
 
 def _sampled_ahead(state: Mapping[str, Any]) -> dict[str, bytes]:

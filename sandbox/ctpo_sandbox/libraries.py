@@ -33,7 +33,7 @@ _STANDARD = (
     "_multiprocessing bisect cmath collections copy datetime decimal fractions functools heapq inspect io itertools "
     "json math numbers operator random re statistics string textwrap time typing"
 )
-# Two calls of each kind that answers often use: sympy imports and builds much of itself at the first of a kind, and what
+# Two calls of each kind that answers often use: sympy imports and builds much of itself at the first of a kind. What
 # Python and sympy change at the second, every run would change in a copy of its own.
 _SYMPY = """
 from sympy import *

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ctpo_megatron.config import Config, PolicyConfig
-from ctpo_megatron.policy import CheckpointError, Layout, checkpoint_files, destroy_distributed, init_distributed
+from ctpo_megatron.policy import (
+    CheckpointError,
+    Layout,
+    Policy,
+    checkpoint_files,
+    destroy_distributed,
+    init_distributed,
+)
 from ctpo_megatron.run import Persistence, Reporter
 from tests.tracking.synthetic_run import make_config
 
@@ -68,3 +75,35 @@ def test_a_checkpoint_is_of_the_stage_that_wrote_it_wherever_it_lies(layout: Lay
     config = make_config(tmp_path, sft={"data": ["sft.parquet"], "steps": 9})
     assert persistence(layout, config).sft_to_do(write(tmp_path / "saved" / "sft", 3, rollouts={})) is None
     assert persistence(layout, config).sft_to_do(write(tmp_path / "saved", 3)) == config.sft
+
+
+class Saved:
+    """Of a policy what the place in the batches needs: what its checkpoint says of the run."""
+
+    def __init__(self, **state: Any) -> None:
+        self._state = state
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        return self._state
+
+    def set_scheduler_step(self, share: float) -> None:
+        assert share == self._state["step"] / 9
+
+
+def test_sft_goes_on_with_the_batches_it_was_begun_with(
+    layout: Layout, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, sft={"data": ["sft.parquet"], "steps": 9})
+    config.run.directory.mkdir()
+    checkpoint = tmp_path / "step_000003"
+    ours = {"seed": 0, "conversations_per_step": 8, "conversations": "aa"}
+
+    def restored(**saved: Any) -> int:
+        return persistence(layout, config).restore_sft(cast(Policy, Saved(step=3, **saved)), 9, checkpoint, ours)
+
+    assert restored(batches=dict(ours)) == 3 and not caplog.records
+    with pytest.raises(CheckpointError) as refused:
+        restored(batches={"seed": 0, "conversations_per_step": 4, "conversations": "bb"})
+    assert "sft.conversations_per_step (4, now 8); sft.data, " in str(refused.value)
+    assert "(bb, now aa)" in str(refused.value) and "run.seed" not in str(refused.value)
+    assert restored() == 3 and "whether sft.data has changed cannot be told" in caplog.text
