@@ -5,17 +5,21 @@ Standard library only: it is made by whatever Python runs `ctpo launch`.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements" / "launch.txt"
 FOLDER = ROOT / ".venv-launch"
 _INSTALL_S = 1800.0
+_LOOK_S = 0.2
 
 
 class NoEnvironment(Exception):
@@ -36,11 +40,45 @@ def _python() -> Path:
     if not REQUIREMENTS.is_file():
         raise NoEnvironment(f"ctpo launch works from a checkout: there is no {REQUIREMENTS}")
     wanted, stamp = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), FOLDER / "requirements.sha256"
-    python = FOLDER / "bin" / "python"
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return python
+
+    def made() -> bool:
+        return stamp.is_file() and stamp.read_text() == wanted
+
+    if not made():
+        with _alone():
+            if not made():  # by the one that was waited for
+                _make()
+                stamp.write_text(wanted)
+    return FOLDER / "bin" / "python"
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Of the calls that would make the environment."""
+    try:
+        FOLDER.mkdir(exist_ok=True)
+        lock = (FOLDER / "making.lock").open("a")
+    except OSError as error:
+        raise NoEnvironment(f"{FOLDER}: {error}") from error
+    with lock:
+        deadline, told = time.monotonic() + _INSTALL_S, False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise NoEnvironment(f"another ctpo launch has made {FOLDER} for {_INSTALL_S:g} s") from None
+            if not told:
+                print(f"ctpo launch: waiting for another one, which makes {FOLDER}", file=sys.stderr)
+                told = True
+            time.sleep(_LOOK_S)
+        yield
+
+
+def _make() -> None:
     print(f"ctpo launch: making {FOLDER} (a minute, about 600 MB)", file=sys.stderr)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in ([sys.executable, "-m", "venv", str(FOLDER)], [*pip, "--requirement", str(REQUIREMENTS)]):
         try:
             done = subprocess.run(command, stdout=sys.stderr, timeout=_INSTALL_S)
@@ -48,5 +86,3 @@ def _python() -> Path:
             raise NoEnvironment(f"{' '.join(command)}: {error}") from error
         if done.returncode:
             raise NoEnvironment(f"{' '.join(command)} ended with status {done.returncode}; its output is above")
-    stamp.write_text(wanted)
-    return python

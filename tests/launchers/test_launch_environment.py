@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,29 @@ def test_what_cannot_be_installed_is_named(
         environment.launch([])
     assert "no such package" in capfd.readouterr().err
     assert not (tmp_path / "venv" / "requirements.sha256").exists()
+
+
+def test_two_launches_make_it_once(tmp_path: Path) -> None:
+    """The interpreter is a script here, too: it counts its calls, and takes its time for one."""
+    (tmp_path / "launch.txt").write_text("nemo-run==0\n")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$2" >>{tmp_path}/calls\n'
+        '[ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin" && sleep 4\ntrue\n'
+    )
+    python.chmod(0o755)
+    program = (
+        "import sys; from pathlib import Path; from ctpo_launchers import environment as e; "
+        f"e.REQUIREMENTS, e.FOLDER = Path({str(tmp_path / 'launch.txt')!r}), Path({str(tmp_path / 'venv')!r}); "
+        f"sys.executable = {str(python)!r}; e.launch([])"
+    )
+    called = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], env=called, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    # Made by one; then each goes on as the launcher, which is this interpreter again.
+    assert sorted((tmp_path / "calls").read_text().split()) == ["ctpo_launchers.launch"] * 2 + ["pip", "venv"]
+    assert sum("waiting for another one" in text for text in said) == 1
