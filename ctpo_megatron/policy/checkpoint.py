@@ -95,9 +95,6 @@ class Writer:
         _start_results_queue()
         aside: Path = self._layout.on_rank_zero(lambda: files.begin(directory, step))
         self._aside = aside
-        with _named_failure(aside):
-            for name, content in attached.items():
-                (aside / name).write_bytes(content)
         # What is neither model nor optimizer is written at once, by torch's own archive writer.
         with _named_failure(aside, RuntimeError):
             request = dist_checkpointing.save(
@@ -107,6 +104,9 @@ class Writer:
                 async_sharded_save=True,
                 content_metadata=dict(_FORMAT),
             )
+        with _named_failure(aside):  # a folder with files in it megatron would take for a broken checkpoint
+            for name, content in attached.items():
+                (aside / name).write_bytes(content)
         settings = {**state.settings, **model_settings(state.model.spec)}
         request.add_finalize_fn(partial(self._publish, aside, step, run_state, config, score, settings))
         with _named_failure(aside):
