@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -23,9 +22,11 @@ def expected_best(scores: Sequence[float], draws: int) -> float:
     """
     if not 1 <= draws <= len(scores):
         raise ValueError(f"{draws} draws of {len(scores)} scores")
-    subsets = math.comb(len(scores), draws)
-    ranked = sorted(scores)  # the i-th smallest is the largest of a subset whose other members come before it
-    return sum(score * (math.comb(i, draws - 1) / subsets) for i, score in enumerate(ranked))
+    # With i scores below it, a score is the largest of C(i, draws - 1) subsets: a share of draws / k for the largest of
+    # all, and from one to the next lower i smaller by (i - draws + 1) / i.
+    below = np.arange(len(scores) - 1, draws - 1, -1)
+    shares = draws / len(scores) * np.cumprod([1.0, *((below - draws + 1) / below)])
+    return float(shares @ np.sort(scores)[::-1][: len(shares)])
 
 
 def majority(scores: Sequence[float], answers: Sequence[str | None]) -> float:
