@@ -175,10 +175,12 @@ def _delete(directory: Path, config: Config) -> None:
             f"run.overwrite=true would delete what this run needs: {listing}. Move it out of {directory}, "
             f"or type run.name=other"
         )
+    place = directory.resolve()  # a link, say to a larger disk, stays, and the new run is written there, too
     # Renamed first: a deletion cut short must not leave half a run that is no longer recognized as one.
-    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    directory.rename(aside / directory.name)
+    aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    place.rename(aside / place.name)
     shutil.rmtree(aside)
+    place.mkdir()
 
 
 def _inputs(config: Config) -> list[Path]:

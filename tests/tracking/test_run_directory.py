@@ -91,6 +91,19 @@ def test_overwrite_starts_anew_and_is_not_written_down(config_in):
     assert [path.name for path in directory.parent.iterdir()] == ["demo"]
 
 
+def test_overwrite_starts_anew_behind_a_link(config_in, tmp_path):
+    config, elsewhere = config_in(), tmp_path / "large disk" / "demo"
+    elsewhere.mkdir(parents=True)
+    config.run.directory.parent.mkdir(parents=True, exist_ok=True)
+    config.run.directory.symlink_to(elsewhere)
+    open_run_directory(config)
+    (elsewhere / "metrics.jsonl").write_text("{}\n")
+    open_run_directory(config_in(run={"overwrite": True}))
+    assert config.run.directory.is_symlink() and (elsewhere / "config.yaml").exists()
+    assert not (elsewhere / "metrics.jsonl").exists()
+    assert [path.name for path in elsewhere.parent.iterdir()] == ["demo"]
+
+
 def test_a_foreign_directory_is_never_touched(config_in):
     config = config_in(run={"overwrite": True})
     config.run.directory.mkdir(parents=True)
