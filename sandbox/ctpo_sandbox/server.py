@@ -149,13 +149,23 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
     raise NotEnforceable(explain(args.require, refused))
 
 
+_OF_MACHINE = {
+    "open_files": (resource.RLIMIT_NOFILE, "-Hn", 1),
+    "threads": (resource.RLIMIT_NPROC, "-Hu", 1),
+    "memory_mb": (resource.RLIMIT_AS, "-Hv", 1 << 20),
+    "address_space_mb": (resource.RLIMIT_AS, "-Hv", 1 << 20),
+    "file_mb": (resource.RLIMIT_FSIZE, "-Hf", 1 << 20),
+}
+"""A limit of a run -> the kernel's, what shows it in a shell, and how many of its units one is."""
+
+
 def _check_machine(limits: Limits) -> None:
     """Raises ValueError for a limit that this machine lets no process have."""
-    of_machine = {"open_files": (resource.RLIMIT_NOFILE, "-Hn"), "threads": (resource.RLIMIT_NPROC, "-Hu")}
-    for name, (kind, shown_by) in of_machine.items():
+    for name, (kind, shown_by, unit) in _OF_MACHINE.items():
         value, (_, hard) = getattr(limits, name), resource.getrlimit(kind)
-        if hard != resource.RLIM_INFINITY and value > hard:
-            raise ValueError(f"{option(name)} {value}: this machine allows {hard} (ulimit {shown_by}); lower it")
+        if value is not None and hard != resource.RLIM_INFINITY and value * unit > hard:
+            allowed = f"this machine allows {hard // unit} (ulimit {shown_by})"
+            raise ValueError(f"{option(name)} {value}: {allowed}; lower it")
 
 
 class _Server(uvicorn.Server):

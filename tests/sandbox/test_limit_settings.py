@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -117,6 +119,21 @@ def test_a_limit_beyond_the_machines_is_named(name: str, kind: int, tmp_path: Pa
         start_server(**options, limits=Limits(**{name: hard + 1})),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown_by", "options", "said"),
+    [
+        ("4096", "f", (), "--file-mb 8: this machine allows 4 "),
+        ("3145728", "v", ("--memory-mb", "4096"), "--memory-mb 4096: this machine allows 3072 "),
+        ("3145728", "v", ("--address-space-mb", "4096"), "--address-space-mb 4096: this machine allows 3072 "),
+    ],
+)
+def test_a_limit_beyond_the_shells_is_named(limit: str, shown_by: str, options: tuple[str, ...], said: str) -> None:
+    serve = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", *options]
+    command = ["bash", "-c", f'ulimit -H{shown_by} {limit}; ulimit -S{shown_by} {limit}; exec "$@"', "bash", *serve]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
+    assert ended.returncode != 0 and f"{said}(ulimit -H{shown_by}); lower it" in ended.stderr, ended.stderr[-2000:]
 
 
 def bounds(key: FieldInfo) -> Iterator[int]:
