@@ -16,7 +16,7 @@ import pytest
 from tests.end_to_end.small_run import Ctpo, read
 from tests.support.deadlines import scaled
 
-EARLY, LATE, STEPS = 100, 380, 400
+EARLY, LATE, STEPS = 130, 390, 400
 GROWTH_MB = 40.0
 """Of a process. Those that grow with the steps grew by 60 and more."""
 SETTINGS = (
