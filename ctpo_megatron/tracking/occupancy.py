@@ -16,7 +16,7 @@ _SILENT_S = 30.0
 def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]]:
     """Engine -> minutes since the first row, and trajectories in flight, each a mean over a few seconds or more.
 
-    Empty without a file, or when it holds less than two rows. Rows of another number of engines than the last one has
+    Empty without a file, or when its rows cover no time. Rows of another number of engines than the last one has
     (the run was resumed with others), and one that was cut off, are left out.
     """
     import numpy as np  # which the command line does not pay for
@@ -32,7 +32,9 @@ def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]
     except ValueError as error:
         log.warning("%s is damaged (%s): the report goes without it", path, error)
         return {}
-    at, busy = table[:, 0] - table[0, 0], table[:, 1:]
+    at, busy = np.maximum.accumulate(table[:, 0] - table[0, 0]), table[:, 1:]  # a clock may have been set back
+    if not at[-1] > 0:
+        return {}
     lasts = np.diff(at, append=at[-1])
     area = np.vstack([np.zeros(busy.shape[1]), np.cumsum(busy * np.minimum(lasts, _SILENT_S)[:, None], axis=0)[:-1]])
     edges = np.linspace(0.0, at[-1], min(_POINTS, max(2, int(at[-1] / 2))) + 1)

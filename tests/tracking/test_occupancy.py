@@ -44,6 +44,15 @@ def test_points_are_means_over_time(tmp_path: Path) -> None:
     assert sum(groups) * 1900 / len(groups) == pytest.approx(120)
 
 
+@pytest.mark.filterwarnings("error")
+def test_rows_of_one_moment_and_of_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    write(tmp_path, "100.00,4\n100.00,0\n")
+    assert engine_occupancy(tmp_path) == {}
+    write(tmp_path, "100.00,4\n140.00,2\n90.00,4\n150.00,0\n")
+    [(minutes, groups)] = engine_occupancy(tmp_path).values()
+    assert minutes == sorted(minutes) and sum(groups) * 50 / len(groups) == pytest.approx(4 * 30 + 4 * 10)
+
+
 def test_the_report_draws_it(demo_run: Path, tmp_path: Path) -> None:
     run = RunData.load(demo_run)
     assert not [panel for panel in panels(run) if panel.name == "occupancy"]  # a synthetic run has no engines
