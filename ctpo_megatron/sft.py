@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from ctpo_megatron.config import SftConfig
-from ctpo_megatron.data import batches, batches_of, load_conversations
+from ctpo_megatron.data import batch_order, batches, load_conversations
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.policy import Policy, summarize_updates, supervised
@@ -42,10 +42,9 @@ def fine_tune(
     )
     policy.use_optimizer(sft.optimizer, sft.steps)
     with run.preemption.deferred():
-        of = (conversations, sft.conversations_per_step, run.config.run.seed)
-        place = batches_of(*of)
-        done = persistence.restore_sft(policy, sft.steps, checkpoint, place)
-        stream = islice(batches(*of), done, sft.steps)
+        order = batch_order(conversations, sft.conversations_per_step, run.config.run.seed)
+        done = persistence.restore_sft(policy, sft.steps, checkpoint, order)
+        stream = islice(batches(conversations, sft.conversations_per_step, run.config.run.seed), done, sft.steps)
         for step, batch in enumerate(stream, start=done + 1):
             if step % _CHECKED_EVERY == 0:
                 check()
@@ -54,7 +53,7 @@ def fine_tune(
                 metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
             report.log_sft(step, sft.steps, metrics)
             if run.notice() or (every and step % every == 0):
-                persistence.save_sft(policy, step, place)
+                persistence.save_sft(policy, step, order)
             policy.finish_save(wait=run.preempted or step == sft.steps)
             if run.preempted:
                 return

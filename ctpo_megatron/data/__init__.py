@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.data.records import Group, Prompt, RolloutBatch, ToolCall, Trajectory
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.conversations import batches, batches_of, load_conversations
+    from ctpo_megatron.data.conversations import batch_order, batches, load_conversations
     from ctpo_megatron.data.packing import PackedBatch, PackingRules, micro_batch_count, pack, split_evenly
     from ctpo_megatron.data.problems import DataError
     from ctpo_megatron.data.prompt_set import Cell, PromptRules, PromptSet
@@ -31,8 +31,8 @@ _MODULES = {
     "PromptSet": "prompt_set",
     "TokenArrays": "sequences",
     "TokenSequence": "sequences",
+    "batch_order": "conversations",
     "batches": "conversations",
-    "batches_of": "conversations",
     "count_all_rows": "tables",
     "load_conversations": "conversations",
     "load_prompts": "prompts",
@@ -59,8 +59,8 @@ __all__ = [
     "TokenSequence",
     "ToolCall",
     "Trajectory",
+    "batch_order",
     "batches",
-    "batches_of",
     "count_all_rows",
     "load_conversations",
     "load_prompts",

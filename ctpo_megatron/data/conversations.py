@@ -103,7 +103,7 @@ def batches(conversations: Sequence[Trajectory], per_step: int, seed: int) -> It
     return _endless_batches(conversations, per_step, Random(f"{seed}/batches"))
 
 
-def batches_of(conversations: Sequence[Trajectory], per_step: int, seed: int) -> dict[str, Any]:
+def batch_order(conversations: Sequence[Trajectory], per_step: int, seed: int) -> dict[str, Any]:
     """What the order of `batches` follows from, to be compared with that of a checkpoint.
 
     conversations: blake2b-128, in hexadecimal, of all tokens and loss masks.

@@ -30,7 +30,7 @@ _AHEAD = "ahead.json.gz"
 """File of a checkpoint: what the rollouts keep under `ahead`, which may be millions of tokens."""
 _SFT = "sft"
 """Folder, within that of the RL steps, of the checkpoints of SFT; they go when RL has one."""
-_SFT_STATE = {"step", "batches"}
+_SFT_STATE = {"step", "order"}
 """Keys of what a checkpoint of SFT says of the run; one of RL has others, too."""
 
 
@@ -77,15 +77,15 @@ class Persistence:
             )
         return sft
 
-    def restore_sft(self, policy: Policy, total_steps: int, checkpoint: Path | None, batches: Mapping[str, Any]) -> int:
+    def restore_sft(self, policy: Policy, total_steps: int, checkpoint: Path | None, order: Mapping[str, Any]) -> int:
         """Put policy and `sft.jsonl` where `checkpoint` was saved, or at the beginning; returns the SFT steps done.
 
-        batches: what their order follows from (`data.batches_of`). Raises CheckpointError for those of other data.
+        order: what that of the batches follows from (`data.batch_order`). Raises CheckpointError if it was another.
         """
         done = -1
         if checkpoint is not None:
             state = policy.load(checkpoint)
-            _same_batches(checkpoint, state.get("batches"), batches)
+            _check_order(checkpoint, state.get("order"), order)
             done = state["step"]
             policy.set_scheduler_step(done / total_steps)
         self._layout.on_rank_zero(lambda: self._rewind_sft(checkpoint, done))
@@ -98,10 +98,10 @@ class Persistence:
         if checkpoint is not None:
             self._report.note(f"continuing after SFT step {done}, from {checkpoint}")
 
-    def save_sft(self, policy: Policy, step: int, batches: Mapping[str, Any]) -> None:
-        """Checkpoint the policy after so many SFT steps over `batches`."""
+    def save_sft(self, policy: Policy, step: int, order: Mapping[str, Any]) -> None:
+        """Checkpoint the policy after so many SFT steps over batches in this order."""
         settings = self._config.checkpoint.model_copy(update={"keep_best": 0})
-        policy.save(self._directory / _SFT, step, {"step": step, "batches": dict(batches)}, settings)
+        policy.save(self._directory / _SFT, step, {"step": step, "order": dict(order)}, settings)
 
     def restore(self, policy: Policy, run: RunState, checkpoint: Path | None) -> None:
         """Put policy, rollouts and `run` where `checkpoint` was saved; without one the run starts from its beginning.
@@ -206,21 +206,21 @@ class Persistence:
         self._report.discard(after, record)
 
 
-_BATCHES_FROM = {
+_ORDERED_BY = {
     "seed": "run.seed",
     "conversations_per_step": "sft.conversations_per_step",
     "conversations": "sft.data, data.system_prompt, data.tool_in_prompt, tokenizer or chat template",
 }
-"""What a batch follows from -> the keys that decide it."""
+"""What the order of batches follows from -> the keys that decide it."""
 
 
-def _same_batches(checkpoint: Path, saved: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> None:
+def _check_order(checkpoint: Path, saved: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> None:
     if saved is None:
         log.warning("%s is of an earlier version: whether sft.data has changed cannot be told", checkpoint)
         return
     changed = [
         f"{name} ({saved.get(key)}, now {ours[key]})"
-        for key, name in _BATCHES_FROM.items()
+        for key, name in _ORDERED_BY.items()
         if ours[key] != saved.get(key)
     ]
     if changed:

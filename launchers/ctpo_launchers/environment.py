@@ -69,6 +69,8 @@ def _alone() -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise NoEnvironment(f"another ctpo launch has made {FOLDER} for {_INSTALL_S:g} s") from None
+            except OSError:  # a file system without locks
+                break
             if not told:
                 print(f"ctpo launch: waiting for another one, which makes {FOLDER}", file=sys.stderr)
                 told = True

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data import DataError, Trajectory, batches, batches_of, load_conversations
+from ctpo_megatron.data import DataError, Trajectory, batch_order, batches, load_conversations
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
@@ -109,15 +109,15 @@ def test_batches_are_full_reproducible_and_use_every_conversation_once_an_epoch(
 
 
 def test_the_order_of_batches_is_known_by_what_it_follows_from(records):
-    ours = batches_of(records, 32, 0)
-    assert ours == batches_of([replace(record) for record in records], 32, 0)
-    assert batches_of(records, 8, 1) == {**ours, "seed": 1, "conversations_per_step": 8}
+    ours = batch_order(records, 32, 0)
+    assert ours == batch_order([replace(record) for record in records], 32, 0)
+    assert batch_order(records, 8, 1) == {**ours, "seed": 1, "conversations_per_step": 8}
     last = records[-1]
     for name in ("token_ids", "loss_mask"):
         values = list(getattr(last, name))
         values[-1] = 1 - values[-1] if name == "loss_mask" else values[-1] + 1
-        assert batches_of([*records[:-1], replace(last, **{name: values})], 32, 0) != ours
-    assert batches_of([records[1], records[0], *records[2:]], 32, 0) != ours
+        assert batch_order([*records[:-1], replace(last, **{name: values})], 32, 0) != ours
+    assert batch_order([records[1], records[0], *records[2:]], 32, 0) != ours
 
 
 def test_batches_hold_conversations_of_similar_length(records):

@@ -101,9 +101,9 @@ def test_sft_goes_on_with_the_batches_it_was_begun_with(
     def restored(**saved: Any) -> int:
         return persistence(layout, config).restore_sft(cast(Policy, Saved(step=3, **saved)), 9, checkpoint, ours)
 
-    assert restored(batches=dict(ours)) == 3 and not caplog.records
+    assert restored(order=dict(ours)) == 3 and not caplog.records
     with pytest.raises(CheckpointError) as refused:
-        restored(batches={"seed": 0, "conversations_per_step": 4, "conversations": "bb"})
+        restored(order={"seed": 0, "conversations_per_step": 4, "conversations": "bb"})
     assert "sft.conversations_per_step (4, now 8); sft.data, " in str(refused.value)
     assert "(bb, now aa)" in str(refused.value) and "run.seed" not in str(refused.value)
     assert restored() == 3 and "whether sft.data has changed cannot be told" in caplog.text
