@@ -131,7 +131,7 @@ def test_a_limit_beyond_the_machines_is_named(name: str, kind: int, tmp_path: Pa
 )
 def test_a_limit_beyond_the_shells_is_named(limit: str, shown_by: str, options: tuple[str, ...], said: str) -> None:
     serve = [sys.executable, "-m", "ctpo_sandbox.server", "--port", "0", *options]
-    command = ["bash", "-c", f'ulimit -H{shown_by} {limit}; ulimit -S{shown_by} {limit}; exec "$@"', "bash", *serve]
+    command = ["bash", "-c", f'ulimit -{shown_by} {limit} && exec "$@"', "bash", *serve]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
     assert ended.returncode != 0 and f"{said}(ulimit -H{shown_by}); lower it" in ended.stderr, ended.stderr[-2000:]
 
