@@ -179,8 +179,8 @@ def _delete(directory: Path, config: Config) -> None:
     # Renamed first: a deletion cut short must not leave half a run that is no longer recognized as one.
     aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     place.rename(aside / place.name)
-    shutil.rmtree(aside)
     place.mkdir()
+    shutil.rmtree(aside)
 
 
 def _inputs(config: Config) -> list[Path]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements" / "launch.txt"
@@ -61,21 +62,26 @@ def _alone() -> Iterator[None]:
     except OSError as error:
         raise NoEnvironment(f"{FOLDER}: {error}") from error
     with lock:
-        deadline, told = time.monotonic() + _INSTALL_S, False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise NoEnvironment(f"another ctpo launch has made {FOLDER} for {_INSTALL_S:g} s") from None
-            except OSError:  # a file system without locks
-                break
-            if not told:
-                print(f"ctpo launch: waiting for another one, which makes {FOLDER}", file=sys.stderr)
-                told = True
-            time.sleep(_LOOK_S)
+        _await(lock)
         yield
+
+
+def _await(lock: TextIO) -> None:
+    deadline, told = time.monotonic() + _INSTALL_S, False
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                said = f"another ctpo launch has been making {FOLDER} for {_INSTALL_S:g} s; end it, and start again"
+                raise NoEnvironment(said) from None
+        except OSError as error:
+            print(f"ctpo launch: {lock.name} cannot be locked ({error}): start no other one now", file=sys.stderr)
+            return None
+        if not told:
+            print(f"ctpo launch: waiting for another one, which makes {FOLDER}", file=sys.stderr)
+            told = True
+        time.sleep(_LOOK_S)
 
 
 def _make() -> None:

@@ -17,6 +17,7 @@ from tests.end_to_end.small_run import Ctpo, read
 from tests.support.deadlines import scaled
 
 EARLY, LATE, STEPS = 130, 390, 400
+"""Between two saves: the processes that write one share the trainer's pages."""
 GROWTH_MB = 40.0
 """Of a process. Those that grow with the steps grew by 60 and more."""
 SETTINGS = (

@@ -11,6 +11,7 @@ import pytest
 
 from ctpo_launchers import environment
 from ctpo_megatron import cli
+from tests.support.deadlines import scaled
 
 
 def test_an_installation_without_a_checkout_says_so(
@@ -59,7 +60,7 @@ def test_two_launches_make_it_once(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", program], env=called, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=60)[1] for process in both]
+    said = [process.communicate(timeout=scaled(60))[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     # Made by one; then each goes on as the launcher, which is this interpreter again.
     assert sorted((tmp_path / "calls").read_text().split()) == ["ctpo_launchers.launch"] * 2 + ["pip", "venv"]
