@@ -7,6 +7,7 @@ rank has not copied yet is sent as soon as it is there. There is no encryption; 
 from __future__ import annotations
 
 import hmac
+import itertools
 import logging
 import socket
 import struct
@@ -30,11 +31,13 @@ log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 Buffer = npt.NDArray[np.uint8]
 _REQUEST = struct.Struct("!QQQ")
-_CONNECTIONS = 256
+_STREAMS = 2
+"""Connections of an engine to a rank, which take turns. One would be as slow as the thread that sends."""
+_CONNECTIONS = 256 * _STREAMS
 _SECRET_TIMEOUT_S = 10.0
 _PAUSE_S = 0.2
-_AHEAD = 1
-"""Buckets that are fetched while one is loaded."""
+_PORTION = 1 << 20
+"""Bytes for which a receiver is woken: to wake it for every packet costs the sender time."""
 
 
 class WeightServer:
@@ -185,14 +188,16 @@ def fetched(
     late or gone, does not have this version, or refuses the secret.
     """
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="weights"))
-        peers = [stack.enter_context(_Peer(share, secret, version, timeout_s)) for share in shares]
+        pool = stack.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="weights"))
+        streams = [
+            [stack.enter_context(_Peer(share, secret, version, timeout_s)) for share in shares] for _ in range(_STREAMS)
+        ]
         buckets = plan(shares, bucket_bytes)
         buffers = _Buffers(min(bucket_bytes, max((bucket.size for bucket in buckets), default=0)))
         coming: deque[tuple[Bucket, Future[torch.Tensor]]] = deque()
-        for bucket in buckets:
+        for bucket, peers in zip(buckets, itertools.cycle(streams), strict=False):
             coming.append((bucket, pool.submit(peers[bucket.share].fetch, bucket, buffers)))
-            if len(coming) > _AHEAD:
+            if len(coming) == _STREAMS:  # the connection that is next has nothing to do
                 yield from _tensors(*coming.popleft())
         while coming:
             yield from _tensors(*coming.popleft())
@@ -251,7 +256,7 @@ class _Peer:
         content = buffers.take(bucket.size)
         try:
             self._socket.sendall(_REQUEST.pack(self._version, bucket.first, bucket.size))
-            _receive(self._socket, content.data)
+            _receive(self._socket, content.data, _PORTION)
         except OSError as error:
             raise ConnectionError(f"{self._name}, version {self._version}: {error}") from error
         return torch.from_numpy(content)
@@ -263,9 +268,13 @@ def _send(peer: socket.socket, content: memoryview) -> None:
         content = content[peer.send(content) :]
 
 
-def _receive(peer: socket.socket, into: memoryview) -> None:
-    """Fill `into`; raises ConnectionError when the other side ends before, TimeoutError when it is late."""
+def _receive(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
+    """Fill `into`, in parts of `portion` bytes at least or of what is missing.
+
+    Raises ConnectionError when the other side ends before, TimeoutError when a part is late.
+    """
     while into:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(portion, len(into)))
         count = peer.recv_into(into)
         if count == 0:
             raise ConnectionError(f"closed by the other side, {len(into)} bytes short")

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,17 @@ def fetch(
     return dict(fetched(shares, secret, version, bucket_bytes, scaled(timeout_s)))
 
 
+def serving() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "weights"]
+
+
+def wait_until(seen: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + scaled(10)
+    while not seen() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert seen()
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 def test_every_tensor_arrives_as_often_as_it_is_asked_for(server: WeightServer, bucket_bytes: int) -> None:
     offered = share(server, list(TENSORS))
@@ -94,9 +105,7 @@ def test_an_engine_that_has_everything_leaves_without_a_word(
 ) -> None:
     caplog.set_level("INFO")
     fetch([share(server, list(TENSORS))])
-    for thread in threading.enumerate():
-        if thread.name == "weights":
-            thread.join(scaled(10))
+    wait_until(lambda: not serving())
     assert caplog.messages == []
 
 
@@ -123,6 +132,29 @@ def test_an_engine_fetches_what_is_there_while_the_rest_is_copied(server: Weight
     memory.fill(copied())
     thread.join(scaled(10))
     assert found.keys() == TENSORS.keys() and all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_the_next_bucket_comes_while_one_is_used(server: WeightServer) -> None:
+    asked: list[int] = []
+
+    class Watched(WeightMemory):
+        def content(self, first: int, size: int) -> memoryview:
+            asked.append(first)
+            return super().content(first, size)
+
+    memory, names = Watched(), list(TENSORS)
+    memory.plan(plan_of(TENSORS), 4)
+    memory.fill(TENSORS.items())
+    server.serve(memory)
+    coming = fetched([Share(*server.address, memory.entries)], SECRET, 4, 1, scaled(5))
+    assert next(coming)[0] == names[0]
+    wait_until(lambda: len(asked) == 2)
+    assert asked == [entry[3] for entry in memory.entries[:2]]
+    server.serve(None)
+    name, tensor = next(coming)
+    assert name == names[1] and torch.equal(tensor, TENSORS[name])
+    with pytest.raises(ConnectionError, match="closed by the other side"):
+        next(coming)
 
 
 def test_a_rank_that_does_not_go_on_copying_is_named() -> None:
@@ -212,7 +244,8 @@ def test_who_does_not_know_the_secret_gets_nothing(server: WeightServer, caplog:
             assert peer.recv(1) == b""
         with pytest.raises(ConnectionError, match=rf"weights of 127\.0\.0\.1:{server.address[1]}"):
             fetch([offered], secret=secret)
-    assert caplog.text.count("does not know the secret") == 4
+    refused = 2 * (1 + 2)  # an engine has two connections
+    wait_until(lambda: caplog.text.count("does not know the secret") == refused)
     assert SECRET.hex() not in caplog.text
 
 
@@ -237,10 +270,6 @@ def test_a_rank_that_is_late_or_gone_is_named() -> None:
         fetch([offered])
 
 
-def serving() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "weights"]
-
-
 def test_a_receiver_that_stops_reading_is_left(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ctpo_megatron.weights.tcp")
     server = WeightServer("127.0.0.1", SECRET, 0.3)
@@ -253,12 +282,7 @@ def test_a_receiver_that_stops_reading_is_left(caplog: pytest.LogCaptureFixture)
         with socket.create_connection(server.address) as peer:
             peer.sendall(SECRET + (1).to_bytes(8) + bytes(8) + big["big"].nbytes.to_bytes(8))
             peer.recv(1)
-            deadline = time.monotonic() + scaled(5)
-            while (
-                threads := [t for t in threading.enumerate() if t.name == "weights"]
-            ) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert not threads
+            wait_until(lambda: not serving())
         assert [record.message for record in caplog.records] == ["weights: connection of 127.0.0.1 ended: timed out"]
     finally:
         server.close()
