@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 OUTAGE_S = 20.0
+PROMPTS = 96
+"""Are sampled for several times as long as a test waits before it breaks something."""
 
 
 class Set:
@@ -120,7 +122,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_is_replaced(nodes: Set) -> 
 
 
 def test_nothing_is_lost_while_the_network_is_gone(nodes: Set) -> None:
-    answer = nodes.driver.begin("generate", prompts=24, step=3)
+    answer = nodes.driver.begin("generate", prompts=PROMPTS, step=3)
     time.sleep(0.5)
     nodes.cluster.cable.unplug()
     nodes.cluster.cable.reset()
@@ -129,33 +131,33 @@ def test_nothing_is_lost_while_the_network_is_gone(nodes: Set) -> None:
     began = time.monotonic()
     outcome = answer()
     print(f"network back after {OUTAGE_S:g} s: all groups {time.monotonic() - began:.1f} s later, {outcome['stats']}")
-    check(outcome, 24)
+    check(outcome, PROMPTS)
     assert outcome["seconds"] > OUTAGE_S
     assert outcome["stats"]["engine_restarts"] == 0
 
 
 def test_a_sandbox_that_is_killed_costs_no_group(nodes: Set) -> None:
-    answer = nodes.driver.begin("generate", prompts=12, step=4)
+    answer = nodes.driver.begin("generate", prompts=PROMPTS, step=4)
     time.sleep(0.2)
     [server] = [process for process in nodes.sandbox.processes("ctpo_sandbox.server") if "--port" in process.cmdline()]
     server.kill()
     began = time.monotonic()
     outcome = answer()
     print(f"sandbox killed: all groups {time.monotonic() - began:.1f} s later, retries {outcome['stats']}")
-    check(outcome, 12)
+    check(outcome, PROMPTS)
     assert outcome["stats"]["engine_restarts"] == 0
 
 
 def test_a_worker_node_that_dies_gives_its_engine_to_its_successor(nodes: Set) -> None:
     """Which sees the run directory."""
-    answer = nodes.driver.begin("generate", prompts=24, step=5)
+    answer = nodes.driver.begin("generate", prompts=PROMPTS, step=5)
     time.sleep(0.5)
     nodes.worker.kill()
     began = time.monotonic()
     nodes.worker = nodes.start_worker(hidden=[])
     outcome = answer()
     print(f"Ray node killed: all groups {time.monotonic() - began:.1f} s later, {outcome['stats']}")
-    check(outcome, 24)
+    check(outcome, PROMPTS)
     assert outcome["stats"]["engine_restarts"] == 1
     nodes.say("in the run directory")
     assert "in the run directory" in nodes.log
@@ -165,12 +167,12 @@ def test_a_node_that_is_cut_off_for_good_gives_its_engine_to_another(nodes: Set)
     """Nobody is told: no connection is broken."""
     with sandbox_of_worker(nodes.cluster, here=True) as sandbox:
         nodes.cluster.start_worker(environment=sandbox.environment, here=True)
-        answer = nodes.driver.begin("generate", prompts=24, step=6)
+        answer = nodes.driver.begin("generate", prompts=PROMPTS, step=6)
         time.sleep(0.5)
         nodes.cluster.cable.unplug()
         began = time.monotonic()
         outcome = answer()
         print(f"Ray node cut off: all groups {time.monotonic() - began:.1f} s later, {outcome['stats']}")
-        check(outcome, 24)
+        check(outcome, PROMPTS)
         assert outcome["stats"]["engine_restarts"] == 1
         assert nodes.driver.call("engines") == [f"rollout engine 0 on {nodes.cluster.cable.here}"]
