@@ -149,7 +149,7 @@ def test_the_next_bucket_comes_while_one_is_used(server: WeightServer) -> None:
     coming = fetched([Share(*server.address, memory.entries)], SECRET, 4, 1, scaled(5))
     assert next(coming)[0] == names[0]
     wait_until(lambda: len(asked) == 2)
-    assert asked == [entry[3] for entry in memory.entries[:2]]
+    assert sorted(asked) == [entry[3] for entry in memory.entries[:2]]  # each over a connection of its own
     server.serve(None)
     name, tensor = next(coming)
     assert name == names[1] and torch.equal(tensor, TENSORS[name])
