@@ -1,9 +1,11 @@
-"""vLLM's engine core in the process that uses it, against one in a process of its own, on a CPU, in turns.
+"""vLLM's engine core in the process that uses it, against others, on a CPU, in turns.
 
     PYTHONPATH=.:kernels python -m benchmarks.engine_process [--rounds 7] [--quick] [--out benchmarks/results]
 
-Both sides are `AsyncLLM` with the arguments of a run, in a process each. They play the same two-turn conversations with
-a Qwen3 of the quickstart's size: 256 at once, about 80 sampled tokens each. The tokens of both must be equal.
+All sides are `AsyncLLM` with the arguments of a run, in a process each: as we run it, without padded products
+(`rollout/products.py`), and with the core in a process of its own. They play the same two-turn conversations with a
+Qwen3 of the quickstart's size: 256 at once, about 80 sampled tokens each, after an update of the weights in each round.
+The tokens of all must be equal.
 CPU-seconds and memory (PSS) are those of the process and of what it started.
 """
 
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -27,11 +30,13 @@ from typing import Any
 import psutil
 
 from benchmarks.kernels import report
+from benchmarks.measured import spread
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.rollout.tasks import engine_arguments, engine_environment
 
-OURS, OF_VLLM = "in the actor", "a process of its own"
-_VOCABULARY, _DEADLINE_S = 2048, 300.0
+OURS, UNPADDED, OF_VLLM = "in the actor", "in the actor, unpadded", "a process of its own"
+UNITS = {"cpu": "CPU-seconds", "wall": "seconds", "memory": "memory"}
+_VOCABULARY, _DEADLINE_S = 512, 300.0
 
 
 def make_model(path: Path) -> None:
@@ -71,18 +76,34 @@ def side(name: str, path: str, conversations: int, pipe: Connection) -> None:
     asyncio.run(_side(name, config, path, conversations, pipe))
 
 
+async def take_weights(llm: Any, path: str) -> None:
+    """As at every training step; the same ones."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await llm.pause_generation(mode="keep", clear_cache=True)
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": f"{path}/model.safetensors"}))
+    await llm.finish_weight_update()
+    await llm.resume_generation()
+
+
 async def _side(name: str, config: Config, path: str, conversations: int, pipe: Connection) -> None:
+    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from ctpo_megatron.rollout.in_process import in_process_engine
+    from ctpo_megatron.rollout.products import SMALL_MATRIX
+    from ctpo_megatron.weights.vllm_worker import FILE
 
     arguments = engine_arguments(config, path, "cpu") | {"skip_tokenizer_init": True}
-    del arguments["worker_extension_cls"]
-    settings = AsyncEngineArgs(**arguments)
-    llm = in_process_engine(settings, threads=1) if name == OURS else AsyncLLM.from_engine_args(settings)
+    settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=FILE), **arguments)
+    if name == OF_VLLM:
+        llm = AsyncLLM.from_engine_args(settings)
+    else:
+        llm = in_process_engine(settings, threads=1, small_matrix=SMALL_MATRIX if name == OURS else 0)
     pipe.send(of_this_tree()[0])
 
     async def play(number: int, round_number: int) -> list[int]:
@@ -104,6 +125,7 @@ async def _side(name: str, config: Config, path: str, conversations: int, pipe: 
         return ids
 
     while (round_number := await asyncio.to_thread(pipe.recv)) is not None:
+        await take_weights(llm, path)
         before, began = of_this_tree()[0], time.perf_counter()
         tokens = await asyncio.gather(*(play(number, round_number) for number in range(conversations)))
         wall = time.perf_counter() - began
@@ -122,7 +144,7 @@ def answer(pipe: Connection, name: str) -> Any:
 def run(conversations: int, rounds: int) -> dict[str, Any]:
     """Seconds of each side and round. Raises RuntimeError when the sides sample different tokens."""
     load, spawn = os.getloadavg()[0], multiprocessing.get_context("spawn")
-    found: dict[str, list[dict[str, float]]] = {OURS: [], OF_VLLM: []}
+    found: dict[str, list[dict[str, float]]] = {OURS: [], UNPADDED: [], OF_VLLM: []}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         make_model(Path(folder))
         pipes, start = {}, {}
@@ -142,7 +164,7 @@ def run(conversations: int, rounds: int) -> dict[str, Any]:
                 tokens.append(said.pop("tokens"))
                 if number:  # the first round warms up
                     found[name].append(said)
-            if tokens[0] != tokens[1]:
+            if any(each != tokens[0] for each in tokens):
                 raise RuntimeError(f"round {number}: the sides sampled different tokens")
     settings = {"conversations": conversations, "rounds": rounds, "start_cpu": start, "load": load}
     return {"found": found, **settings, "environment": report.environment("cpu", 1)}
@@ -156,18 +178,17 @@ def text(result: dict[str, Any]) -> str:
         figures = (f"{middle['cpu']:.2f}", f"{middle['wall']:.2f}", f"{middle['memory']:.0f}")
         rows.append((name, *figures, f"{result['start_cpu'][name]:.1f}"))
     spans = []
-    for key, unit in (("cpu", "CPU-seconds"), ("wall", "seconds"), ("memory", "memory")):
-        pairs = zip(result["found"][OURS], result["found"][OF_VLLM], strict=True)
-        ratios = [ours[key] / theirs[key] for ours, theirs in pairs]
-        spans.append((unit, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"))
+    for other, (key, unit) in product((UNPADDED, OF_VLLM), UNITS.items()):
+        pairs = zip(result["found"][OURS], result["found"][other], strict=True)
+        spans.append((other, unit, spread([ours[key] / theirs[key] for ours, theirs in pairs])))
     return "\n\n".join(
         [
-            "# vLLM's engine core in the actor, or in a process of its own",
+            "# vLLM's engine core in the actor, with and without padded products, or in a process of its own",
             f"{result['conversations']} conversations of two turns at once, a Qwen3 of the quickstart's size, one "
-            f"thread each. {result['rounds']} rounds in alternating order, after one that is not counted. Medians. "
-            "Both sides sampled the same tokens.",
+            f"thread each. {result['rounds']} rounds in alternating order, each with new weights, after one that is not counted. "
+            "Medians. All sampled the same tokens.",
             report.markdown(["engine core", "CPU-s a round", "seconds a round", "MiB (PSS)", "CPU-s to start"], rows),
-            report.markdown(["in the actor / of its own", "median", "range"], spans),
+            report.markdown(["in the actor / other", "of", "median (least to most)"], spans),
             f"{report.describe(result['environment'])} Load average of a minute before it began: {result['load']:.1f}.",
         ]
     )

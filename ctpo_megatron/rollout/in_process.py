@@ -20,6 +20,8 @@ from vllm.v1.engine import async_llm
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from ctpo_megatron.rollout.products import SMALL_MATRIX, pad_small_products
+
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -32,12 +34,16 @@ _SHUTDOWN_S = 2.0
 """For the step that is under way and the release of the model, where the caller names no deadline."""
 
 
-def in_process_engine(arguments: AsyncEngineArgs, threads: int) -> async_llm.AsyncLLM:
+def in_process_engine(
+    arguments: AsyncEngineArgs, threads: int, small_matrix: int = SMALL_MATRIX
+) -> async_llm.AsyncLLM:
     """An AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
 
-    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened.
+    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. small_matrix: numbers of
+    the largest one that is multiplied with padding (`pad_small_products`).
     """
     torch.set_num_threads(threads)
+    pad_small_products(small_matrix)
     with _cores_made_here():
         return async_llm.AsyncLLM.from_engine_args(arguments)
 

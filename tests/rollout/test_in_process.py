@@ -67,7 +67,8 @@ async def _take_steps(root: Path) -> None:
     from ctpo_megatron.rollout.in_process import in_process_engine
 
     path, draw = root / "model", random.Random(0)
-    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+    settings = AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu"))
+    llm = in_process_engine(settings, threads=1, small_matrix=0)  # every number of tokens is compiled
 
     async def generate(name: str) -> None:
         prompt, length = draw.choices(range(5, 50), k=draw.randrange(1, 120)), draw.randrange(1, 40)
@@ -81,6 +82,49 @@ async def _take_steps(root: Path) -> None:
             sizes.append(psutil.Process().memory_info().rss / 2**20)
     llm.shutdown()
     assert sizes[1] - sizes[0] < 25, sizes
+
+
+def test_small_products_are_padded_to_few_numbers_of_tokens_with_the_same_bits(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path / "model", favour={})
+    done = prefork().run(multiply, tmp_path, deadline_s=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def multiply(root: Path) -> int:
+    torch.set_num_threads(1)
+    os.environ.update(engine_environment("cpu", EngineConfig()))
+    asyncio.run(_multiply(root))
+    return 0
+
+
+async def _multiply(root: Path) -> None:
+    from vllm import _custom_ops
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from ctpo_megatron.rollout.in_process import in_process_engine
+
+    path, of_vllm, multiplied = root / "model", _custom_ops.onednn_mm, set()
+
+    def onednn_mm(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        multiplied.add(len(x))
+        return of_vllm(handler, x, bias)
+
+    _custom_ops.onednn_mm = onednn_mm
+    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+    core: Any = llm.engine_core
+    model = core.core.model_executor.driver_worker.worker.get_model()
+    layers = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    assert len(layers) >= 9  # four in each of two, and the head
+    for layer in layers:
+        width = layer.embedding_dim if hasattr(layer, "embedding_dim") else layer.input_size
+        tokens = torch.randn(70, width)
+        whole = layer.cpu_linear(tokens, layer.weight, None)
+        multiplied.clear()
+        for count in range(1, 70):
+            found = layer.cpu_linear(tokens[:count], layer.weight, None)
+            assert torch.equal(found, whole[:count]), (layer, count)
+        assert multiplied == {8, 16, 24, 32, 40, 48, 56, 64, 80}
+    llm.shutdown()
 
 
 def play(root: Path) -> int:
