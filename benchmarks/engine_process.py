@@ -185,8 +185,8 @@ def text(result: dict[str, Any]) -> str:
         [
             "# vLLM's engine core in the actor, with and without padded products, or in a process of its own",
             f"{result['conversations']} conversations of two turns at once, a Qwen3 of the quickstart's size, one "
-            f"thread each. {result['rounds']} rounds in alternating order, each with new weights, after one that is not counted. "
-            "Medians. All sampled the same tokens.",
+            f"thread each. {result['rounds']} rounds in alternating order, each with new weights, after one that is "
+            "not counted. Medians. All sampled the same tokens.",
             report.markdown(["engine core", "CPU-s a round", "seconds a round", "MiB (PSS)", "CPU-s to start"], rows),
             report.markdown(["in the actor / other", "of", "median (least to most)"], spans),
             f"{report.describe(result['environment'])} Load average of a minute before it began: {result['load']:.1f}.",

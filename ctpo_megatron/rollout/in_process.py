@@ -34,9 +34,7 @@ _SHUTDOWN_S = 2.0
 """For the step that is under way and the release of the model, where the caller names no deadline."""
 
 
-def in_process_engine(
-    arguments: AsyncEngineArgs, threads: int, small_matrix: int = SMALL_MATRIX
-) -> async_llm.AsyncLLM:
+def in_process_engine(arguments: AsyncEngineArgs, threads: int, small_matrix: int = SMALL_MATRIX) -> async_llm.AsyncLLM:
     """An AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
 
     threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. small_matrix: numbers of

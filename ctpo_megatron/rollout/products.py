@@ -7,10 +7,13 @@ tokens with a matrix of the quickstart 0.1 to 0.2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+_Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 SMALL_MATRIX = 1 << 18
 """Numbers in a matrix: up to here 256 tokens are multiplied about as fast as oneDNN compiles."""
@@ -32,7 +35,7 @@ def pad_small_products(largest: int = SMALL_MATRIX) -> None:
 
     of_vllm = utils.dispatch_cpu_unquantized_gemm
 
-    def choose_product(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def choose_product(layer: Any, remove_weight: bool) -> None:
         numbers = layer.weight.numel()
         of_vllm(layer, remove_weight)
         if hasattr(layer, "cpu_linear") and numbers <= largest:
@@ -44,7 +47,7 @@ def pad_small_products(largest: int = SMALL_MATRIX) -> None:
 class _Padded:
     """A layer's product `[tokens, in] -> [tokens, out]` with zeros behind the tokens."""
 
-    def __init__(self, product: Any) -> None:
+    def __init__(self, product: _Product) -> None:
         self.product = product
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
