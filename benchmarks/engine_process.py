@@ -2,10 +2,10 @@
 
     PYTHONPATH=.:kernels python -m benchmarks.engine_process [--rounds 7] [--quick] [--out benchmarks/results]
 
-All sides are `AsyncLLM` with the arguments of a run, in a process each: as we run it, without padded products
-(`rollout/products.py`), and with the core in a process of its own. They play the same two-turn conversations with a
-Qwen3 of the quickstart's size: 256 at once, about 80 sampled tokens each, after an update of the weights in each round.
-The tokens of all must be equal.
+All sides are `AsyncLLM` with the arguments of a run, in a process each: as we run it, without what saves work in each
+step (`in_process_engine(lean=False)`), and with the core in a process of its own. They play the same two-turn
+conversations with a Qwen3 of the quickstart's size: 256 at once, about 80 sampled tokens each, after an update of the
+weights in each round. The tokens must be equal but for one conversation in a hundred, as norms are rounded otherwise.
 CPU-seconds and memory (PSS) are those of the process and of what it started.
 """
 
@@ -34,9 +34,11 @@ from benchmarks.measured import spread
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.rollout.tasks import engine_arguments, engine_environment
 
-OURS, UNPADDED, OF_VLLM = "in the actor", "in the actor, unpadded", "a process of its own"
+OURS, PLAIN, OF_VLLM = "in the actor, lean", "in the actor", "a process of its own"
 UNITS = {"cpu": "CPU-seconds", "wall": "seconds", "memory": "memory"}
 _VOCABULARY, _DEADLINE_S = 512, 300.0
+_MAY_DIFFER = 0.01
+"""Share of the conversations of a round."""
 
 
 def make_model(path: Path) -> None:
@@ -95,7 +97,6 @@ async def _side(name: str, config: Config, path: str, conversations: int, pipe: 
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from ctpo_megatron.rollout.in_process import in_process_engine
-    from ctpo_megatron.rollout.products import SMALL_MATRIX
     from ctpo_megatron.weights.vllm_worker import FILE
 
     arguments = engine_arguments(config, path, "cpu") | {"skip_tokenizer_init": True}
@@ -103,7 +104,7 @@ async def _side(name: str, config: Config, path: str, conversations: int, pipe: 
     if name == OF_VLLM:
         llm = AsyncLLM.from_engine_args(settings)
     else:
-        llm = in_process_engine(settings, threads=1, small_matrix=SMALL_MATRIX if name == OURS else 0)
+        llm = in_process_engine(settings, threads=1, lean=name == OURS)
     pipe.send(of_this_tree()[0])
 
     async def play(number: int, round_number: int) -> list[int]:
@@ -142,9 +143,10 @@ def answer(pipe: Connection, name: str) -> Any:
 
 
 def run(conversations: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each side and round. Raises RuntimeError when the sides sample different tokens."""
+    """Seconds of each side and round. Raises RuntimeError when the sides differ in too many conversations."""
     load, spawn = os.getloadavg()[0], multiprocessing.get_context("spawn")
-    found: dict[str, list[dict[str, float]]] = {OURS: [], UNPADDED: [], OF_VLLM: []}
+    found: dict[str, list[dict[str, float]]] = {OURS: [], PLAIN: [], OF_VLLM: []}
+    differing = 0
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         make_model(Path(folder))
         pipes, start = {}, {}
@@ -164,9 +166,17 @@ def run(conversations: int, rounds: int) -> dict[str, Any]:
                 tokens.append(said.pop("tokens"))
                 if number:  # the first round warms up
                     found[name].append(said)
-            if any(each != tokens[0] for each in tokens):
-                raise RuntimeError(f"round {number}: the sides sampled different tokens")
-    settings = {"conversations": conversations, "rounds": rounds, "start_cpu": start, "load": load}
+            different = sum(any(each != alike[0] for each in alike) for alike in zip(*tokens, strict=True))
+            if different > conversations * _MAY_DIFFER:
+                raise RuntimeError(f"round {number}: the sides sampled different tokens in {different} conversations")
+            differing += different
+    settings = {
+        "conversations": conversations,
+        "rounds": rounds,
+        "differing": differing,
+        "start_cpu": start,
+        "load": load,
+    }
     return {"found": found, **settings, "environment": report.environment("cpu", 1)}
 
 
@@ -178,17 +188,18 @@ def text(result: dict[str, Any]) -> str:
         figures = (f"{middle['cpu']:.2f}", f"{middle['wall']:.2f}", f"{middle['memory']:.0f}")
         rows.append((name, *figures, f"{result['start_cpu'][name]:.1f}"))
     spans = []
-    for other, (key, unit) in product((UNPADDED, OF_VLLM), UNITS.items()):
+    for other, (key, unit) in product((PLAIN, OF_VLLM), UNITS.items()):
         pairs = zip(result["found"][OURS], result["found"][other], strict=True)
         spans.append((other, unit, spread([ours[key] / theirs[key] for ours, theirs in pairs])))
     return "\n\n".join(
         [
-            "# vLLM's engine core in the actor, with and without padded products, or in a process of its own",
+            "# vLLM's engine core in the actor, with and without what saves work, or in a process of its own",
             f"{result['conversations']} conversations of two turns at once, a Qwen3 of the quickstart's size, one "
             f"thread each. {result['rounds']} rounds in alternating order, each with new weights, after one that is "
-            "not counted. Medians. All sampled the same tokens.",
+            f"not counted. Medians. The sides sampled the same tokens but in {result['differing']} of "
+            f"{result['conversations'] * (result['rounds'] + 1)} conversations.",
             report.markdown(["engine core", "CPU-s a round", "seconds a round", "MiB (PSS)", "CPU-s to start"], rows),
-            report.markdown(["in the actor / other", "of", "median (least to most)"], spans),
+            report.markdown(["in the actor, lean / other", "of", "median (least to most)"], spans),
             f"{report.describe(result['environment'])} Load average of a minute before it began: {result['load']:.1f}.",
         ]
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,10 @@ from vllm.v1.engine import async_llm
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ctpo_megatron.rollout.products import SMALL_MATRIX, pad_small_products
+from ctpo_megatron.rollout.draws import draw_ahead
+from ctpo_megatron.rollout.gathered import Gathered, take_log_probs_of_many_tokens
+from ctpo_megatron.rollout.norms import use_kernel_for_norms
+from ctpo_megatron.rollout.products import pad_small_products
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -34,24 +38,28 @@ _SHUTDOWN_S = 2.0
 """For the step that is under way and the release of the model, where the caller names no deadline."""
 
 
-def in_process_engine(arguments: AsyncEngineArgs, threads: int, small_matrix: int = SMALL_MATRIX) -> async_llm.AsyncLLM:
+def in_process_engine(arguments: AsyncEngineArgs, threads: int, lean: bool = True) -> async_llm.AsyncLLM:
     """An AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
 
-    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. small_matrix: numbers of
-    the largest one that is multiplied with padding (`pad_small_products`).
+    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. lean: False leaves vLLM
+    all the work that `products`, `norms`, `draws` and `gathered` save.
     """
     torch.set_num_threads(threads)
-    pad_small_products(small_matrix)
-    with _cores_made_here():
+    if lean:
+        pad_small_products()
+        use_kernel_for_norms(arguments)
+        draw_ahead()
+        take_log_probs_of_many_tokens()
+    with _cores_made_here(gather=lean):
         return async_llm.AsyncLLM.from_engine_args(arguments)
 
 
 @contextmanager
-def _cores_made_here() -> Iterator[None]:
+def _cores_made_here(*, gather: bool) -> Iterator[None]:
     # AsyncLLM takes no client, and vLLM's own for one process cannot be used with asyncio.
     factory: Any = async_llm.EngineCoreClient
     of_vllm = factory.make_async_mp_client
-    factory.make_async_mp_client = InProcessCore.make
+    factory.make_async_mp_client = partial(InProcessCore.make, gather)
     try:
         yield
     finally:
@@ -60,7 +68,7 @@ def _cores_made_here() -> Iterator[None]:
 
 def _call(name: str) -> Callable[..., Awaitable[Any]]:
     async def call(self: InProcessCore, *arguments: Any, **named: Any) -> Any:
-        return await self.in_turn(partial(getattr(self.core, name), *arguments, **named))
+        return await self.in_turn(partial(self._ask, name, *arguments, **named))
 
     return call
 
@@ -75,18 +83,22 @@ class InProcessCore:
 
     engine_ranks_managed = (0,)
 
-    def __init__(self, vllm_config: Any, executor_class: Any, log_stats: bool) -> None:
+    def __init__(self, vllm_config: Any, executor_class: Any, log_stats: bool, gather: bool) -> None:
         self._thread = ThreadPoolExecutor(1, "engine-core", torch.set_num_threads, (torch.get_num_threads(),))
         self.core = self._thread.submit(EngineCore, vllm_config, executor_class, log_stats).result()
         self.resources = SimpleNamespace(engine_dead=False)
         self._loop = asyncio.get_running_loop()
         self._work = asyncio.Event()
         self._closed = False
+        self._gathered = Gathered() if gather and not log_stats else None  # statistics are of single steps
+        self._ready: deque[EngineCoreOutputs] = deque()
 
     @classmethod
-    def make(cls, vllm_config: Any, executor_class: Any, log_stats: bool, **_of_processes: Any) -> InProcessCore:
-        """As `EngineCoreClient.make_async_mp_client` is called."""
-        return cls(vllm_config, executor_class, log_stats)
+    def make(
+        cls, gather: bool, vllm_config: Any, executor_class: Any, log_stats: bool, **_of_processes: Any
+    ) -> InProcessCore:
+        """As `EngineCoreClient.make_async_mp_client` is called, behind `gather`."""
+        return cls(vllm_config, executor_class, log_stats, gather)
 
     async def in_turn(self, function: Callable[[], Any]) -> Any:
         """Call a function in the thread, after what was asked before. Raises EngineDeadError after a failed step."""
@@ -103,26 +115,37 @@ class InProcessCore:
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Step until there are outputs. Raises EngineDeadError when a step fails, and so does all that comes later."""
-        while True:
+        while not self._ready:
             await self._work.wait()
             self._work.clear()
             try:
-                outputs = await self.in_turn(self._step)
+                outputs, executed = await self.in_turn(self._step)
             except Exception:
                 log.exception("vLLM's engine core failed")
                 self.resources.engine_dead = True
                 raise EngineDeadError from None
-            if outputs:
-                return outputs
-            await asyncio.sleep(_NOTHING_TO_DO_S)
+            self._ready.extend(outputs)
+            if not executed and not outputs:
+                await asyncio.sleep(_NOTHING_TO_DO_S)
+        return self._ready.popleft()
 
-    def _step(self) -> EngineCoreOutputs | None:
+    def _step(self) -> tuple[list[EngineCoreOutputs], bool]:
         outputs, executed = self.core.step_fn()
         self.core.post_step(executed)
-        return (outputs or {}).get(0)
+        if (mine := (outputs or {}).get(0)) is None:
+            return [], executed
+        return [mine] if self._gathered is None else self._gathered.take(mine), executed
 
     def _add(self, request: EngineCoreRequest) -> None:
         self.core.add_request(*self.core.preprocess_add_request(request))
+        if self._gathered is not None:
+            self._gathered.expect(request)
+
+    def _ask(self, name: str, *arguments: Any, **named: Any) -> Any:
+        answer = getattr(self.core, name)(*arguments, **named)
+        if self._gathered is not None:
+            self._gathered.keep_only(self.core.scheduler.requests.keys())
+        return answer
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Queue a request."""

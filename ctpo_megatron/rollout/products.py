@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 _Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
-SMALL_MATRIX = 1 << 18
+_SMALL_MATRIX = 1 << 18
 """Numbers in a matrix: up to here 256 tokens are multiplied about as fast as oneDNN compiles."""
 _LEAST, _PER_DOUBLING = 8, 4
 
@@ -26,8 +26,8 @@ def padded_tokens(tokens: int) -> int:
     return tokens + -tokens % step
 
 
-def pad_small_products(largest: int = SMALL_MATRIX) -> None:
-    """From now on, layers of up to `largest` numbers multiply `padded_tokens`; in this process.
+def pad_small_products() -> None:
+    """From now on, layers whose matrices are small multiply `padded_tokens`; in this process.
 
     The tokens of a step get the same bits: oneDNN's products of a row do not depend on the others.
     """
@@ -38,7 +38,7 @@ def pad_small_products(largest: int = SMALL_MATRIX) -> None:
     def choose_product(layer: Any, remove_weight: bool) -> None:
         numbers = layer.weight.numel()
         of_vllm(layer, remove_weight)
-        if hasattr(layer, "cpu_linear") and numbers <= largest:
+        if hasattr(layer, "cpu_linear") and numbers <= _SMALL_MATRIX:
             layer.cpu_linear = _Padded(layer.cpu_linear)
 
     utils.dispatch_cpu_unquantized_gemm = choose_product

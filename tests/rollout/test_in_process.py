@@ -68,7 +68,7 @@ async def _take_steps(root: Path) -> None:
 
     path, draw = root / "model", random.Random(0)
     settings = AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu"))
-    llm = in_process_engine(settings, threads=1, small_matrix=0)  # every number of tokens is compiled
+    llm = in_process_engine(settings, threads=1, lean=False)  # every number of tokens is compiled
 
     async def generate(name: str) -> None:
         prompt, length = draw.choices(range(5, 50), k=draw.randrange(1, 120)), draw.randrange(1, 40)
@@ -124,6 +124,123 @@ async def _multiply(root: Path) -> None:
             found = layer.cpu_linear(tokens[:count], layer.weight, None)
             assert torch.equal(found, whole[:count]), (layer, count)
         assert multiplied == {8, 16, 24, 32, 40, 48, 56, 64, 80}
+    llm.shutdown()
+
+
+def test_outputs_are_those_that_vllm_would_have_given_token_by_token(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path / "model", favour={})
+    done = prefork().run(compare_with_vllm, tmp_path, deadline_s=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def compare_with_vllm(root: Path) -> int:
+    os.environ.update(engine_environment("cpu", EngineConfig()))
+    asyncio.run(_compare_with_vllm(root))
+    return 0
+
+
+async def _compare_with_vllm(root: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    from ctpo_megatron.rollout.in_process import InProcessCore, in_process_engine
+
+    of_vllm = TopKTopPSampler.forward_cpu, LogprobsProcessor._update_sample_logprobs
+    path = root / "model"
+    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+    core: Any = llm.engine_core
+    assert isinstance(core, InProcessCore)
+    requests, rounds = core.core.scheduler.requests, 0
+
+    async def generate(number: int, length: int, **settings: Any) -> tuple[Any, ...]:
+        # The sampler draws for every row; a request without a seed must not disturb those that have one.
+        shared = {"seed": number or None, "ignore_eos": True, "logprobs": 0, "flat_logprobs": True}
+        final = {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
+        params = SamplingParams(max_tokens=length, **shared | final | settings)
+        prompt, last = tokens_input([5 + number % 40, 9, 8]), None
+        async for output in llm.generate(prompt, params, f"{rounds}-{number}-{length}"):
+            last = output.outputs[0]
+        assert last is not None
+        flat, spans = last.logprobs, last.weight_versions
+        indices = (flat.start_indices, flat.end_indices, flat.token_ids, flat.logprobs, flat.ranks, flat.decoded_tokens)
+        versions = [(span.version, span.start, span.end) for span in spans]
+        total = round(last.cumulative_logprob, 4)
+        return last.token_ids, indices, total, last.finish_reason, last.stop_reason, last.text, versions
+
+    async def play() -> list[tuple[Any, ...]]:
+        await llm.update_weight_version("3")
+        seeded = [generate(number, 20 + number % 50) for number in range(1, 40)]
+        stopped = [generate(number, 90, stop_token_ids=list(range(5, 20))) for number in range(90, 99)]
+        read = [generate(99, 30, stop=["1", "2"], detokenize=True, output_kind=RequestOutputKind.CUMULATIVE)]
+        tasks = [asyncio.create_task(each) for each in (*seeded, *stopped, *read)]
+        noise = asyncio.create_task(generate(0, 60))
+        given_up = asyncio.create_task(generate(100, 200))
+        while not under_way("-100-"):
+            await asyncio.sleep(0.001)
+        await llm.pause_generation(mode="keep", clear_cache=True)
+        await llm.update_weight_version("4")
+        await llm.resume_generation()
+        given_up.cancel()
+        found = await asyncio.gather(*tasks)
+        await noise
+        assert core._gathered is None or not core._gathered._held
+        return found
+
+    def under_way(name: str) -> bool:
+        return any(name in each and request.num_output_tokens > 5 for each, request in requests.items())
+
+    ours = await play()
+    assert {version for each in ours for version, *_ in each[-1]} == {"3", "4"}
+    rounds, core._gathered = 1, None
+    TopKTopPSampler.forward_cpu, LogprobsProcessor._update_sample_logprobs = of_vllm
+    core.core.model_executor.driver_worker.worker.model_runner.sampler.topk_topp_sampler.forward = (
+        core.core.model_executor.driver_worker.worker.model_runner.sampler.topk_topp_sampler.forward_cpu
+    )
+    for mine, theirs in zip(ours, await play(), strict=True):
+        assert mine[:-1] == theirs[:-1]  # the versions change at another token of each
+        assert mine[-1][-1][-1] == theirs[-1][-1][-1] == len(mine[0])
+    llm.shutdown()
+
+
+def test_norms_are_computed_by_the_kernel(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path / "model", favour={})
+    done = prefork().run(normalize, tmp_path, deadline_s=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def normalize(root: Path) -> int:
+    os.environ.update(engine_environment("cpu", EngineConfig()))
+    asyncio.run(_normalize(root))
+    return 0
+
+
+async def _normalize(root: Path) -> None:
+    from vllm import ir
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from ctpo_megatron.rollout.in_process import in_process_engine
+
+    path = root / "model"
+    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+    norm, added = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
+    assert [op.get_priority()[0] for op in (norm, added)] == ["ctpo_cpu", "ctpo_cpu"]
+    for width, dtype, limit in ((32, torch.float32, 3e-6), (96, torch.float32, 3e-6), (128, torch.bfloat16, 0.02)):
+        both = torch.randn(70, 3 * width).to(dtype)
+        weight = torch.randn(width).to(dtype)
+        for x in (both[:, :width].contiguous(), both[:, width : 2 * width], both.view(70, 3, width)[:, 1:]):
+            right = norm.impls["native"].impl_fn(x, weight, 1e-6)
+            assert norm.dispatch(x, weight, 1e-6).provider == "ctpo_cpu"
+            torch.testing.assert_close(norm(x, weight, 1e-6), right, atol=limit, rtol=limit)
+        x, residual = both[:, :width].contiguous(), both[:, width : 2 * width].contiguous()
+        right = added.impls["native"].impl_fn(x, residual, weight, 1e-6)
+        for found, expected in zip(added.maybe_inplace(x.clone(), residual.clone(), weight, 1e-6), right, strict=True):
+            torch.testing.assert_close(found, expected, atol=limit, rtol=limit)
+    odd, ones = torch.randn(7, 40), torch.ones(40)
+    assert norm.dispatch(odd, ones, 1e-6).provider == added.dispatch(odd, odd, ones, 1e-6).provider == "native"
+    assert added.dispatch(odd[:, :32], odd[:, :32], ones[:32], 1e-6).provider == "native"
     llm.shutdown()
 
 

@@ -1,0 +1,108 @@
+"""What the steps of an engine made of a request, handed over once it has ended.
+
+After every step vLLM's front looks at the outputs of all requests, one by one. Of requests whose end alone is asked for
+it needs none before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+
+
+class Gathered:
+    """Outputs that are held back, by request; for one thread.
+
+    All that are held are handed over when the weights change: vLLM labels tokens with the version that comes with them.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[EngineCoreOutput]] = {}
+        self._version: str | None = None
+
+    def expect(self, request: EngineCoreRequest) -> None:
+        """A new request, whose outputs are held back unless someone reads on, or looks for stop strings in its text."""
+        params = request.sampling_params
+        if params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and not params.detokenize:
+            self._held[request.request_id] = []
+
+    def keep_only(self, requests: Collection[str]) -> None:
+        """Forget all others: they were aborted."""
+        for request_id in self._held.keys() - requests:
+            del self._held[request_id]
+
+    def take(self, outputs: EngineCoreOutputs) -> list[EngineCoreOutputs]:
+        """Outputs of a step -> what is to be handed over now, in this order."""
+        ready = []
+        if outputs.weight_version != self._version:
+            if earlier := [_together(held) for held in self._held.values() if held]:
+                ready.append(EngineCoreOutputs(outputs=earlier, weight_version=self._version))
+            for held in self._held.values():
+                held.clear()
+            self._version = outputs.weight_version
+        outputs.outputs = [whole for output in outputs.outputs if (whole := self._whole(output)) is not None]
+        if outputs.outputs or outputs.scheduler_stats is not None:
+            ready.append(outputs)
+        return ready
+
+    def _whole(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        held = self._held.get(output.request_id)
+        if held is None:
+            return output
+        held.append(output)
+        if output.finish_reason is None:
+            return None
+        return _together(self._held.pop(output.request_id))
+
+
+def _together(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """One output with the tokens of all, the statistics of the first and the end of the last."""
+    first, last = parts[0], parts[-1]
+    if len(parts) > 1:
+        log_probs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
+        last.new_token_ids = [token for part in parts for token in part.new_token_ids]
+        last.new_logprobs = _rows(log_probs) if log_probs else None
+        last.prefill_stats = first.prefill_stats
+        last.new_prompt_logprobs_tensors = first.new_prompt_logprobs_tensors
+        last.prompt_token_id_logprobs = first.prompt_token_id_logprobs
+    return last
+
+
+def _rows(parts: list[LogprobsLists]) -> LogprobsLists:
+    token_ids, log_probs, ranks, _ = zip(*parts, strict=True)
+    return LogprobsLists(np.concatenate(token_ids), np.concatenate(log_probs), np.concatenate(ranks))
+
+
+def take_log_probs_of_many_tokens() -> None:
+    """From now on vLLM's front takes the log-probs of an output in one go, not token by token; in this process.
+
+    Where those of the sampled tokens alone are asked for, as flat lists.
+    """
+    of_vllm: Any = LogprobsProcessor._update_sample_logprobs
+
+    def update(self: LogprobsProcessor, lists: LogprobsLists) -> None:
+        flat = self.logprobs
+        if self.num_logprobs != 0 or self.tokenizer is not None or not isinstance(flat, FlatLogprobs):
+            of_vllm(self, lists)
+            return
+        log_probs = lists.logprobs[:, 0].tolist()
+        start = len(flat.logprobs)
+        flat.start_indices.extend(range(start, start + len(log_probs)))
+        flat.end_indices.extend(range(start + 1, start + len(log_probs) + 1))
+        flat.token_ids.extend(lists.logprob_token_ids[:, 0].tolist())
+        flat.logprobs.extend(log_probs)
+        flat.ranks.extend(lists.sampled_token_ranks.tolist())
+        flat.decoded_tokens.extend([None] * len(log_probs))
+        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(log_probs)
+
+    LogprobsProcessor._update_sample_logprobs = update
