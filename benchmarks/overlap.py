@@ -69,6 +69,7 @@ def play(side: str, latency: str, threads: int, start: tuple[Path, Path]) -> Fig
             folder / "log",
             environment=runs.environment(),
             deadline_s=DEADLINE_S,
+            memory=False,
         )
     measured.end_all()
     found = figures(observed, WARM + COUNTED[latency])

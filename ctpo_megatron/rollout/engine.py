@@ -175,9 +175,10 @@ class RolloutEngine:
         try:
             await self._llm.finish_weight_update(weight_version=str(version))
             answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
+            taken = await self.ping()  # later it would wait for a step that computes all caches anew
         finally:
             await self._go_on()
-        return UpdateReport(await self.ping(), [tuple(part) for of_worker in answers for part in of_worker])
+        return UpdateReport(taken, [tuple(part) for of_worker in answers for part in of_worker])
 
     async def _go_on(self) -> None:
         """With the requests that an update froze, if it did."""

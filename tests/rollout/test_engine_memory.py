@@ -36,6 +36,7 @@ class RecordedLLM:
         return [[("weight", "", False, 7)]]
 
     async def get_weight_version(self) -> str:
+        self.calls.append(("get_weight_version", ()))
         return "3"
 
     async def is_paused(self) -> bool:
@@ -67,7 +68,7 @@ def recorded_calls(*, asleep: bool) -> list[str]:
     return [f"{name} {detail}" if name in ("sleep", "wake_up") else name for name, detail in recorder.calls]
 
 
-UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "ctpo_checksums"]
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "ctpo_checksums", "get_weight_version"]
 
 
 def test_the_cache_comes_back_after_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
