@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
 
+_MOST_PARTS = 64
+"""Of a request: an output for each of thousands of tokens would take ten times the memory of one output of them all."""
+
+
 class Gathered:
     """Outputs that are held back, by request; for one thread.
 
@@ -60,9 +64,11 @@ class Gathered:
         if held is None:
             return output
         held.append(output)
-        if output.finish_reason is None:
-            return None
-        return _together(self._held.pop(output.request_id))
+        if output.finish_reason is not None:
+            return _together(self._held.pop(output.request_id))
+        if len(held) == _MOST_PARTS:
+            held[:] = [_together(held)]
+        return None
 
 
 def _together(parts: list[EngineCoreOutput]) -> EngineCoreOutput:

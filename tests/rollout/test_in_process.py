@@ -172,7 +172,7 @@ async def _compare_with_vllm(root: Path) -> None:
 
     async def play() -> list[tuple[Any, ...]]:
         await llm.update_weight_version("3")
-        seeded = [generate(number, 20 + number % 50) for number in range(1, 40)]
+        seeded = [generate(number, 20 + 4 * number) for number in range(1, 40)]
         stopped = [generate(number, 90, stop_token_ids=list(range(5, 20))) for number in range(90, 99)]
         read = [generate(99, 30, stop=["1", "2"], detokenize=True, output_kind=RequestOutputKind.CUMULATIVE)]
         tasks = [asyncio.create_task(each) for each in (*seeded, *stopped, *read)]
@@ -184,9 +184,14 @@ async def _compare_with_vllm(root: Path) -> None:
         await llm.update_weight_version("4")
         await llm.resume_generation()
         given_up.cancel()
+        most_held = 0
+        while not noise.done() or not all(task.done() for task in tasks):
+            held = core._gathered._held.values() if core._gathered else ()
+            most_held = max([most_held, *map(len, list(held))])
+            await asyncio.sleep(0.001)
         found = await asyncio.gather(*tasks)
-        await noise
         assert core._gathered is None or not core._gathered._held
+        assert most_held <= 64
         return found
 
     def under_way(name: str) -> bool:
