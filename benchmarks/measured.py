@@ -153,8 +153,8 @@ def watch(
                     step = int(lines_of(marks)[-1]["step"])
                     moments.append(Moment(step, time.monotonic() - began, cpu, machine))
                 if memory and now - looked > _MEMORY_S:
-                    looked, memory = now, memory_mib(tree(root))
-                    peak = max(peak, memory, key=lambda parts: sum(parts.values()))
+                    looked, used = now, memory_mib(tree(root))
+                    peak = max(peak, used, key=lambda parts: sum(parts.values()))
                 time.sleep(_POLL_S)
         finally:
             if process.poll() is None:

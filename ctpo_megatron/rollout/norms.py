@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from vllm import ir
-from vllm.config.kernel import IrOpPriorityConfig, KernelConfig
+from vllm.config.kernel import KernelConfig
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -39,7 +39,10 @@ def _fused_add_rms_norm(
 
 
 def use_kernel_for_norms(arguments: AsyncEngineArgs) -> None:
-    """Have an engine that is made of `arguments`, in this process, compute RMSNorm by vLLM's kernel where it can."""
+    """Have an engine that is made of `arguments`, in this process, compute RMSNorm by vLLM's kernel where it can.
+
+    An order of implementations that the arguments name stays.
+    """
     if _PROVIDER not in ir.ops.rms_norm.impls:
         ir.ops.rms_norm.register_impl(
             _PROVIDER,
@@ -54,6 +57,7 @@ def use_kernel_for_norms(arguments: AsyncEngineArgs) -> None:
         )(_fused_add_rms_norm)
     config = arguments.kernel_config
     config = KernelConfig(**config) if isinstance(config, dict) else config or KernelConfig()
-    order = [_PROVIDER, "native"]
-    config.ir_op_priority = IrOpPriorityConfig(rms_norm=order, fused_add_rms_norm=order)
+    for op in ("rms_norm", "fused_add_rms_norm"):
+        if not getattr(config.ir_op_priority, op):
+            setattr(config.ir_op_priority, op, [_PROVIDER, "native"])
     arguments.kernel_config = config

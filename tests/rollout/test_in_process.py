@@ -201,9 +201,8 @@ async def _compare_with_vllm(root: Path) -> None:
     assert {version for each in ours for version, *_ in each[-1]} == {"3", "4"}
     rounds, core._gathered = 1, None
     TopKTopPSampler.forward_cpu, LogprobsProcessor._update_sample_logprobs = of_vllm
-    core.core.model_executor.driver_worker.worker.model_runner.sampler.topk_topp_sampler.forward = (
-        core.core.model_executor.driver_worker.worker.model_runner.sampler.topk_topp_sampler.forward_cpu
-    )
+    sampler = core.core.model_executor.driver_worker.worker.model_runner.sampler.topk_topp_sampler
+    sampler.forward = sampler.forward_cpu  # bound when it was made
     for mine, theirs in zip(ours, await play(), strict=True):
         assert mine[:-1] == theirs[:-1]  # the versions change at another token of each
         assert mine[-1][-1][-1] == theirs[-1][-1][-1] == len(mine[0])
@@ -227,9 +226,15 @@ async def _normalize(root: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from ctpo_megatron.rollout.in_process import in_process_engine
+    from ctpo_megatron.rollout.norms import use_kernel_for_norms
 
     path = root / "model"
-    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+    settings = engine_arguments(make_config(path, root), str(path), "cpu")
+    decided = AsyncEngineArgs(**settings, kernel_config={"ir_op_priority": {"rms_norm": ["native"]}})
+    use_kernel_for_norms(decided)
+    order = decided.kernel_config.ir_op_priority
+    assert (order.rms_norm, order.fused_add_rms_norm) == (["native"], ["ctpo_cpu", "native"])
+    llm = in_process_engine(AsyncEngineArgs(**settings), threads=1)
     norm, added = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
     assert [op.get_priority()[0] for op in (norm, added)] == ["ctpo_cpu", "ctpo_cpu"]
     for width, dtype, limit in ((32, torch.float32, 3e-6), (96, torch.float32, 3e-6), (128, torch.bfloat16, 0.02)):
