@@ -181,7 +181,7 @@ class AsyncRollouts:
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutSource`; within `updating`."""
-        self._engines.sync(named_tensors, version)
+        self._engines.begin_sync(named_tensors, version)
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,6 +22,7 @@ from ctpo_megatron.environments.tokenizer import use_chat_template
 from ctpo_megatron.extensions import activate
 from ctpo_megatron.rollout.expected import leave_out_expected
 from ctpo_megatron.rollout.logs import path_here, redirect_output
+from ctpo_megatron.rollout.precedence import Precedence
 from ctpo_megatron.rollout.tasks import (
     INITIAL_VERSION,
     EngineDied,
@@ -34,6 +37,9 @@ from ctpo_megatron.rollout.tasks import (
 )
 from ctpo_megatron.weights import EngineFacts
 
+_CPU_SHARE = 4
+"""On a CPU, so small a part of `max_num_seqs` is enough for its matrix products; a GPU wants all that there are."""
+
 
 class RolloutEngine:
     """One engine; made a Ray actor by the fleet. `start` loads the model, everything else needs it."""
@@ -47,6 +53,8 @@ class RolloutEngine:
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         self._spec, self._config = spec, spec.config
         self._requests = 0
+        self._version, self._updated = INITIAL_VERSION, asyncio.Condition()
+        self._precedence = Precedence(_room(spec))
         self._asleep = False
         self._finished: list[list[Trajectory]] = []
 
@@ -101,7 +109,12 @@ class RolloutEngine:
         return str(await self._llm.get_weight_version())
 
     async def run_group(self, task: GroupTask) -> GroupOutcome:
-        """Play all samples of one prompt at once; siblings of an episode that fails are cancelled."""
+        """Play all samples of one prompt at once; siblings of an episode that fails are cancelled.
+
+        Waits for the weights of the task, until the fleet takes the group back or replaces this engine.
+        """
+        async with self._updated:
+            await self._updated.wait_for(lambda: self._version >= task.version)
         trajectories = [
             Trajectory(task.prompt.id, i, trajectory_seed(self._spec.run_seed, task.step, task.prompt.id, i))
             for i in task.samples
@@ -111,9 +124,10 @@ class RolloutEngine:
             self._finished.append(finished)
 
         async def play_one(episode: Episode) -> None:
-            finished.append(await play(self._environment, episode))
+            with self._precedence.trajectory(task.step):
+                finished.append(await play(self._environment, episode))
 
-        generate = self._turn_generator(task.sampling)
+        generate = self._turn_generator(task.sampling, task.step)
         parts: dict[str, Any] = {"codec": self._codec, "tools": self._tools, "limits": self._limits}
         episodes = [Episode(task.prompt, trajectory, engine=generate, **parts) for trajectory in trajectories]
         try:
@@ -145,10 +159,12 @@ class RolloutEngine:
         anew. They go on after a failure, too: vLLM's engine dies of layers without weights then, and they with it, so
         that nobody waits for them. An engine that sleeps has no requests.
         """
+        began = time.monotonic()
         try:
             await self.start_weight_update()
             await self.receive_weights(offer)
-            return await self.finish_weight_update(version)
+            report = await self.finish_weight_update(version)
+            return replace(report, seconds=time.monotonic() - began)
         finally:
             await self._go_on()
 
@@ -178,6 +194,9 @@ class RolloutEngine:
             taken = await self.ping()  # later it would wait for a step that computes all caches anew
         finally:
             await self._go_on()
+        async with self._updated:
+            self._version = version
+            self._updated.notify_all()
         return UpdateReport(taken, [tuple(part) for of_worker in answers for part in of_worker])
 
     async def _go_on(self) -> None:
@@ -207,7 +226,7 @@ class RolloutEngine:
             template.frame(self._tools.render([ToolCall(1, "", {}, "success", "", 0.0)]))
         return TokenizerCodec(tokenizer, template, stops)
 
-    def _turn_generator(self, sampling: Sampling) -> Callable[..., Awaitable[ModelTurn]]:
+    def _turn_generator(self, sampling: Sampling, step: int) -> Callable[..., Awaitable[ModelTurn]]:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -231,10 +250,14 @@ class RolloutEngine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,
             )
-            self._requests += 1
-            last = None
-            async for output in self._llm.generate(tokens_input(list(token_ids)), params, f"r{self._requests}"):
-                last = output
+            await self._precedence.begin(step)
+            try:
+                self._requests += 1
+                last = None
+                async for output in self._llm.generate(tokens_input(list(token_ids)), params, f"r{self._requests}"):
+                    last = output
+            finally:
+                self._precedence.end()
             if last is None or last.outputs[0].finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"the engine ended a request with {last and last.outputs[0].finish_reason!r}")
             return _model_turn(last.outputs[0])
@@ -251,6 +274,12 @@ def _refusals_in_words() -> Iterator[None]:
     except ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ValueError(f"{error.title}: {said.removeprefix(': ')}") from error
+
+
+def _room(spec: EngineSpec) -> int:
+    """Turns at once, within which a batch shares the engine with an earlier one."""
+    most = spec.config.rollout.engine.max_num_seqs
+    return most if spec.device == "cuda" else max(1, most // _CPU_SHARE)
 
 
 def _node_address() -> str:

@@ -224,22 +224,24 @@ class RolloutFleet:
         return self._facts
 
     def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Give all engines these weights (Hugging Face names and full shapes) by a file; see `update`."""
-        dtype, began = self.engine_facts().dtype, time.monotonic()
-        self.update(FileWeights(named_tensors, version, dtype), began)
-
-    def update(self, weights: EngineWeights, began: float) -> None:
-        """Give all engines these weights: `begin_update`, then `finish_update`."""
-        self.begin_update(weights, began)
+        """Give all engines these weights: `begin_sync`, then `finish_update`."""
+        self.begin_sync(named_tensors, version)
         self.finish_update()
+
+    def begin_sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Begin to give all engines these weights (Hugging Face names, full shapes) by a file; see `begin_update`."""
+        dtype, began = self.engine_facts().dtype, time.monotonic()
+        self.begin_update(FileWeights(named_tensors, version, dtype), began)
 
     def begin_update(self, weights: EngineWeights, began: float) -> None:
         """All engines that serve begin to take these weights, of a version >= 0, which are closed with the next ones.
 
-        Waits until one does. Engines that sleep wake for their weights; their caches sleep on. began: when the weights
-        began to be made, on the monotonic clock. Raises WeightSyncError when a tensor of the model is missing: engines
-        would silently keep the old one.
+        What is submitted from now on is played with them. Waits until one serves, and for an update before this one.
+        Engines that sleep wake for their weights; their caches sleep on. began: when the weights began to be made, on
+        the monotonic clock. Raises WeightSyncError when a tensor of the model is missing: engines would silently keep
+        the old one.
         """
+        self.finish_update()
         self._await_one()
         try:
             check_complete(weights, self._spec.model_path)
@@ -254,23 +256,25 @@ class RolloutFleet:
         self._update = Update(weights, serving, began)
 
     def finish_update(self) -> None:
-        """Return when all these engines have the weights. One that died or is late is replaced; the new one gets them
-        when it is up, which nobody waits for here.
+        """Return when all engines have the weights of the last `begin_update`. One that died or is late is replaced;
+        the new one gets them when it is up, which nobody waits for here.
 
-        Raises WeightSyncError when an engine answers with another version or keeps other values.
+        Whoever plays groups in turns does it as soon as there is nothing to wait for. Raises WeightSyncError when an
+        engine answers with another version or keeps other values.
         """
-        update, self._update = self._update, None
-        if update is None:
-            raise FleetError("begin_update comes before finish_update")
-        failed, unchecked = update.finish()
-        self._memory.dead += failed
-        if not self._memory.asleep:
-            self._replace_dead()
-        self._count_update(unchecked, update.began, update.weights.size)
+        with self.lock:
+            update, self._update = self._update, None
+            if update is None:
+                return
+            failed, unchecked, seconds = update.finish()
+            self._memory.dead += failed
+            if not self._memory.asleep:
+                self._replace_dead()
+            self._count_update(unchecked, seconds, update.weights.size)
 
-    def _count_update(self, unchecked: list[str], began: float, size: int) -> None:
+    def _count_update(self, unchecked: list[str], seconds: float, size: int) -> None:
         self._read_back.note(unchecked)
-        self._add_seconds("sync_s", began)
+        self._seconds["sync_s"] = self._seconds.get("sync_s", 0.0) + seconds
         self._counts.update({"sync_bytes": size, f"{UPDATES_BY}{self._spec.transport}": 1})
 
     @property
@@ -294,7 +298,7 @@ class RolloutFleet:
         for engine in self._engines:
             if engine not in failed:
                 engine.admit()
-        self._count_update(unchecked, began, size)
+        self._count_update(unchecked, time.monotonic() - began, size)
 
     def sleep(self, level: int) -> None:
         """All engines give their GPU memory back: 1 keeps the weights in host memory, 2 keeps nothing. Idempotent.
@@ -302,10 +306,12 @@ class RolloutFleet:
         Raises FleetError when an engine refuses. A dead one is restarted at `wake`, when there is memory for it.
         """
         self.wait_ready()
+        self.finish_update()
         self._memory.sleep(self._engines, level)
 
     def wake(self) -> None:
         """All engines take their memory again and can sample. Raises FleetError when one cannot."""
+        self.finish_update()
         self._memory.wake(self._engines, WEIGHTS, CACHE)
         self._revive()
 
@@ -321,7 +327,7 @@ class RolloutFleet:
         return dead
 
     def stats(self) -> dict[str, float]:
-        """Counts and seconds since the last call, then reset.
+        """Counts and seconds since the last call, then reset; of updates that were over by then.
 
         group_retries, late_groups, quarantined (prompts), engine_restarts; sync_s, sync_bytes (of one engine), and
         their rate sync_gb_per_s and sync_by_<transport> (updates) where there was a sync; lost_<status>: tool calls of
@@ -331,9 +337,6 @@ class RolloutFleet:
         self._counts.clear()
         self._seconds.clear()
         return stats
-
-    def _add_seconds(self, name: str, started: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
 
     def close(self) -> None:
         """Stop engines and a Ray instance of our own; release the weights. Idempotent, waits seconds at most."""
@@ -359,7 +362,12 @@ class RolloutFleet:
         engine.launch()
 
     def _readmit(self) -> None:
-        """Register restarted engines that are up; raises FleetError when one failed or is late."""
+        """Finish an update that is over, and register restarted engines that are up.
+
+        Raises FleetError when one failed or is late, and as `finish_update`.
+        """
+        if self._update is not None and self._update.is_over:
+            self.finish_update()
         for engine in self._engines:
             starting = not engine.live and not engine.parked
             if starting and (ray.wait([engine.ready_ref], timeout=0)[0] or engine.deadline <= time.monotonic()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -14,7 +15,15 @@ from ctpo_megatron.rollout.cluster import described, listed, living_nodes
 from ctpo_megatron.rollout.engine import RolloutEngine
 from ctpo_megatron.rollout.engine_group import EngineGroup
 from ctpo_megatron.rollout.logs import LogCopy, seat_of
-from ctpo_megatron.rollout.tasks import EngineLate, EngineSpec, FleetError, GroupTask, UpdateReport, WeightSyncError
+from ctpo_megatron.rollout.tasks import (
+    INITIAL_VERSION,
+    EngineLate,
+    EngineSpec,
+    FleetError,
+    GroupTask,
+    UpdateReport,
+    WeightSyncError,
+)
 from ctpo_megatron.weights import EngineFacts, EngineWeights
 from ctpo_megatron.weights.checksum import Part, Sums, differences
 
@@ -39,7 +48,8 @@ class EngineHandle:
     """Owner of engine number `index`. `launch` returns at once; `ready_ref` resolves when the engine can serve.
 
     group: its place on a cluster; None where Ray is private. launches: processes so far; what an earlier one was asked
-    for is void. facts: of the process that registered last, which may have died since.
+    for is void. version: of the weights that its process was told to take. facts: of the process that registered last,
+    which may have died since.
     """
 
     facts: EngineFacts
@@ -75,6 +85,7 @@ class EngineHandle:
         self.live = self.parked = False
         self.launches += 1
         self._begun += 1
+        self.version = INITIAL_VERSION
         resources = self._spec.resources
         remote: Any = ray.remote(RolloutEngine)
         self._actor = remote.options(
@@ -142,8 +153,8 @@ class EngineHandle:
         return bool(lost)
 
     def submit(self, task: GroupTask) -> Any:
-        """Begin a group; returns the object reference of its GroupOutcome."""
-        return self._actor.run_group.remote(task)
+        """Begin a group, with weights as new as it was told to take; the object reference of its GroupOutcome."""
+        return self._actor.run_group.remote(replace(task, version=self.version))
 
     def take_finished(self) -> list[Trajectory]:
         """Samples of groups still played that finished before the last call, which asked for them; never waits."""
@@ -173,12 +184,14 @@ class EngineHandle:
     def begin_update(self, offer: dict[str, Any], weights: EngineWeights) -> tuple[Any, float]:
         """Begin a weight update; returns the reference for `check_update`, and until when it has to be done."""
         reference = self._actor.update_weights.remote(offer, weights.version)
+        self.version = weights.version
         return reference, time.monotonic() + self._update_timeout_s
 
-    def check_update(self, reference: Any, deadline: float, weights: EngineWeights) -> list[str]:
-        """Wait for an update and compare what the engine has with `weights`: tensors that cannot be read back from it.
+    def check_update(self, reference: Any, deadline: float, weights: EngineWeights) -> tuple[list[str], float]:
+        """Wait for an update and compare what the engine has with `weights`.
 
-        Raises EngineLate, and WeightSyncError when the engine has another version or other weights.
+        Returns tensors that cannot be read back from it, and the seconds that it took. Raises EngineLate, and
+        WeightSyncError when the engine has another version or other weights.
         """
         try:
             report: UpdateReport = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
@@ -187,10 +200,10 @@ class EngineHandle:
             raise EngineLate(
                 f"{self.name} has not loaded weights {weights.version} in {limit}; log: {self.log_path}"
             ) from error
-        return self.check_report(report, weights.version, weights.sums)
+        return self.check_report(report, weights.version, weights.sums), report.seconds
 
     def check_report(self, report: UpdateReport, version: int, sums: Sums) -> list[str]:
-        """See `check_update`."""
+        """Tensors that cannot be read back; raises WeightSyncError as `check_update`."""
         if report.version != str(version):
             raise WeightSyncError(f"{self.name} reports weights {report.version!r} after being sent {version}")
         wrong, unchecked = differences((Part(*part) for part in report.parts), sums)

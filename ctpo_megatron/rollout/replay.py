@@ -118,7 +118,7 @@ class Replay:
         self._counts["quarantined"] += len(lost)
         return played
 
-    def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def begin_sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take the weights, as the ranks that give them expect, and forget them."""
         for _ in named_tensors:
             pass

@@ -35,7 +35,10 @@ class RolloutSource(Protocol):
         """The batch of RL step `step`; None when the run is asked to end, and no prompt counts as consumed then."""
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Sample with these weights (Hugging Face names, full shapes) from now on, and say so: they are `version`."""
+        """Sample with these weights (Hugging Face names, full shapes) from now on, and say so: they are `version`.
+
+        Returns when the tensors are not needed any more, perhaps before the engines have taken them.
+        """
 
     def updating(self, version: int) -> AbstractContextManager[None]:
         """Within, the engines are given weights `version`, by `publish` or otherwise; later samples are of them."""
@@ -72,8 +75,8 @@ class Engines(Protocol):
     def quarantined(self) -> list[Quarantined]:
         """Prompts that failed too often, oldest first; a resumed run puts those here that it had before."""
 
-    def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take these weights as `version`."""
+    def begin_sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take these weights as `version`: what is asked for from now on is of them."""
 
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the last call."""
@@ -200,7 +203,7 @@ class SampledRollouts:
 
     def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutSource`."""
-        self._engines.sync(named_tensors, version)
+        self._engines.begin_sync(named_tensors, version)
 
     def updating(self, version: int) -> AbstractContextManager[None]:
         """See `RolloutSource`; nothing is in flight then."""

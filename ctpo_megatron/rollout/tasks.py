@@ -89,7 +89,8 @@ class Request:
 class GroupTask:
     """One prompt to be played once for each index in `samples`.
 
-    early: finished samples can be fetched before the group is complete (`RolloutEngine.take_finished`).
+    early: finished samples can be fetched before the group is complete (`RolloutEngine.take_finished`). version: of the
+    weights that its engine was told to take before: older ones play none of it.
     """
 
     prompt: Prompt
@@ -97,6 +98,7 @@ class GroupTask:
     samples: tuple[int, ...]
     sampling: Sampling
     early: bool = False
+    version: int = INITIAL_VERSION
 
 
 @dataclass(slots=True)
@@ -130,10 +132,12 @@ class EngineDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """An engine's own account of a weight update. parts: fields of each `Part` that its workers keep."""
+    """An engine's own account of a weight update. parts: fields of each `Part` that its workers keep. seconds: how long
+    it took, where the engine led it."""
 
     version: str
     parts: list[tuple[str, str, bool, int]]
+    seconds: float = 0.0
 
 
 def choose_transport(config: Config, device: Device, *, cluster: bool) -> Transport:

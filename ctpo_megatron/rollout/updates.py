@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import ray
 from ray.exceptions import RayError
 
 from ctpo_megatron.rollout.handle import EngineHandle
@@ -24,30 +26,45 @@ def check_complete(weights: EngineWeights, model_path: str) -> None:
 
 
 class Update:
-    """Weights that all engines were told to take, at once."""
+    """Weights that all engines were told to take, at once. began: when they began to be made, monotonic clock."""
 
     def __init__(self, weights: EngineWeights, engines: Sequence[EngineHandle], began: float) -> None:
-        """began: when the weights began to be made, on the monotonic clock."""
-        self.weights, self.began = weights, began
+        self.weights = weights
         with ExitStack() as stack:
             offer = stack.enter_context(weights.offered())
-            self._begun = [(engine, engine.begin_update(offer, weights)) for engine in engines]
+            self._begun = [(engine, engine.launches, *engine.begin_update(offer, weights)) for engine in engines]
             self._offered = stack.pop_all()
+        self._making_s = time.monotonic() - began
 
-    def finish(self) -> tuple[list[EngineHandle], list[str]]:
-        """Engines that died or are late; names of tensors that cannot be read back from the others.
+    @property
+    def is_over(self) -> bool:
+        """Whether every engine has answered, or is late."""
+        now = time.monotonic()
+        expected = [reference for _, _, reference, deadline in self._begun if deadline > now]
+        return not expected or len(ray.wait(expected, num_returns=len(expected), timeout=0)[0]) == len(expected)
 
-        Raises WeightSyncError when an engine keeps something else than was sent.
+    def finish(self) -> tuple[list[EngineHandle], list[str], float]:
+        """Engines that died or are late; names of tensors that cannot be read back from the others; seconds that the
+        weights took until the last engine had them.
+
+        An engine that was replaced meanwhile is given the weights when it is up. Raises WeightSyncError when one keeps
+        something else than was sent.
         """
-        failed, unchecked, version = [], [], self.weights.version
+        failed, unchecked, version = list[EngineHandle](), list[str](), self.weights.version
+        slowest_s = 0.0
         with self._offered:
-            for engine, update in self._begun:
+            for engine, launch, reference, deadline in self._begun:
+                if launch != engine.launches:
+                    continue
                 try:
-                    unchecked += engine.check_update(*update, self.weights)
+                    names, seconds = engine.check_update(reference, deadline, self.weights)
                 except (EngineLate, RayError) as error:
                     log.warning("%s is replaced, it did not take weights %d: %s", engine.name, version, error)
                     failed.append(engine)
-        return failed, list(dict.fromkeys(unchecked))
+                    continue
+                unchecked += names
+                slowest_s = max(slowest_s, seconds)
+        return failed, list(dict.fromkeys(unchecked)), self._making_s + slowest_s
 
 
 class ReadBack:

@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import RolloutBatch
-from ctpo_megatron.policy import Layout, Policy
+from ctpo_megatron.policy import Layout, Policy, capabilities
 from ctpo_megatron.rollout import RolloutFleet
+from ctpo_megatron.run.priority import give_way_to_engines
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.run.transports import make_transport
@@ -36,6 +37,7 @@ class Bridge:
         self._transport: WeightTransport | None = None
         self._shared, self._awake = shared, True
         self._ahead = config.rollout.max_staleness > 0
+        self._yields = self._ahead and not capabilities().cuda
         self._evaluating = False
         self.give_way(level=2)
 
@@ -49,6 +51,9 @@ class Bridge:
             return None if batch is None else RolloutBatch([], weight_versions=batch.weight_versions)
 
         self._wake(policy)
+        if self._yields:  # now that the thread of the rollouts has begun, which would do the same
+            self._yields = False
+            give_way_to_engines()
         # A source that samples only now times what it does.
         with self._report.phase("wait_rollout") if self._ahead else nullcontext():
             outline = self._layout.on_rank_zero(sample)
@@ -101,8 +106,8 @@ class Bridge:
     def evaluate(self, step: int, policy: Policy, *, awaited: bool) -> None:
         """Answer the held-out prompts with the weights at hand, for the line of `step`.
 
-        Where engines sample ahead the trainer goes on meanwhile, unless the result is `awaited`: `end_evaluation` comes
-        before the next weights, as all answers are to be those of one version.
+        Where engines sample ahead the trainer goes on meanwhile, unless the result is `awaited`: `settle` comes before
+        the next weights, as all answers are to be those of one version.
         """
         if self._ahead and not awaited:
             self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.begin(step))
@@ -111,11 +116,17 @@ class Bridge:
         self._wake(policy)
         self._report.log(step, self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.run(step)))
 
-    def end_evaluation(self) -> None:
-        """Wait for the evaluation that goes on, if there is one, and add it to the line of its step, the latest."""
+    def settle(self) -> None:
+        """Wait for what goes on behind the training: engines that take weights, and an evaluation, which is added to
+        the line of its step, the latest. Raises what became of them."""
         if self._evaluating:
             self._evaluating = False
             self._report.log_evaluation(*self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.end()))
+        self._layout.on_rank_zero(self._finish_update)
+
+    def _finish_update(self) -> None:
+        if (fleet := self._rank_zero.fleet) is not None:  # a recording has none
+            fleet.finish_update()
 
     def lacks_evaluation(self) -> bool:
         """Whether the latest step was logged without an evaluation."""

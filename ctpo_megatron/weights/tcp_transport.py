@@ -77,7 +77,8 @@ class TcpTransport:
         """See `WeightTransport`."""
         if self._server is None:
             raise RuntimeError("init comes before send")
-        # Until they are up: a replaced engine is given the former version first, which is gone afterwards.
+        self._ranks.on_rank_zero(lambda: self._rank_zero.finish_update())  # whose copies are gone afterwards
+        # Until they are up: a replaced engine is given the former version first.
         facts = self._ranks.on_rank_zero(lambda: self._rank_zero.engine_facts())
         began = time.monotonic()
         self._memory.plan(source.own_weight_shapes(), version)
@@ -91,7 +92,6 @@ class TcpTransport:
         self._memory.fill(source.own_weights(), checksums)
         for sums in self._ranks.gather(checksums.sums):
             served.sums.update(sums)
-        self._ranks.on_rank_zero(lambda: self._rank_zero.finish_update())
 
     def close(self) -> None:
         """See `WeightTransport`."""

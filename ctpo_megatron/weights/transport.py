@@ -79,14 +79,14 @@ class EngineFleet(Protocol):
         """
 
     def finish_update(self) -> None:
-        """Return when all engines have them, and were checked."""
+        """Return when all engines have the weights of the last `begin_update`, and were checked."""
 
 
 class WeightReceiver(Protocol):
     """Takes the weights: a rollout source."""
 
     def publish(self, named_tensors: NamedTensors, version: int) -> None:
-        """Sample with these weights from now on; they are `version`."""
+        """Sample with these weights from now on; they are `version`, and not needed afterwards."""
 
 
 class WeightTransport(Protocol):
@@ -96,9 +96,11 @@ class WeightTransport(Protocol):
         """Prepare what lasts for the run, once; collective."""
 
     def send(self, source: WeightSource, version: int) -> None:
-        """Return when every engine has the weights, has said that they are `version`, and was checked. Collective.
+        """Give every engine the weights; what is sampled afterwards is of them. Collective.
 
-        An engine that is late by `rollout.weights.timeout_s` or dies is replaced, and the new one is given them.
+        Returns when the trainer can change them. Engines that take a copy of them may still be at it: each says then
+        that they are `version`, and is checked (`EngineFleet.finish_update`). An engine that is late by
+        `rollout.weights.timeout_s` or dies is replaced, and the new one is given them.
         """
 
     def close(self) -> None:

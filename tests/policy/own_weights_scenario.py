@@ -26,6 +26,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
+        self.weights: EngineWeights | None = None
 
     def engine_facts(self) -> EngineFacts:
         return EngineFacts(torch.bfloat16, "127.0.0.1")
@@ -34,7 +35,9 @@ class Receiver:
         self.weights = weights
 
     def finish_update(self) -> None:
-        weights = self.weights
+        if (weights := self.weights) is None:
+            return
+        self.weights = None
         with weights.offered() as offer:
             shares = [Share(*share) for share in offer["shares"]]
             more = bytes.fromhex(offer["secret"]), offer["version"], offer["bucket_bytes"], offer["timeout_s"]
@@ -58,6 +61,8 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     transport.init()
     for version in (1, 2):
         transport.send(policy, version)
+    if layout.is_rank_zero:
+        receiver.finish_update()
     whole = {name: tensor.clone() for name, tensor in policy.weights()}
     transport.close()
     declared = policy.weight_shapes()

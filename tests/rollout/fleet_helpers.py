@@ -140,6 +140,7 @@ class Stage:
         if self.transport is None:
             self.transport = self._tcp(self.fleet)
         self.transport.send(Source(state), version)
+        self.fleet.finish_update()
 
     def _tcp(self, engines: EngineFleet) -> TcpTransport:
         timeout_s = self.config.rollout.weights.timeout_s

@@ -49,7 +49,7 @@ class Engines:
     def dispatcher(self) -> Engines:
         return self
 
-    def sync(self, named_tensors: Any, version: int) -> None:
+    def begin_sync(self, named_tensors: Any, version: int) -> None:
         self.in_update = self.in_flight
         self.version = version
 

@@ -53,7 +53,7 @@ class RecordedLLM:
 def recorded_calls(*, asleep: bool) -> list[str]:
     engine = object.__new__(RolloutEngine)  # without vLLM, which needs a GPU to sleep
     recorder = RecordedLLM()
-    engine._llm, engine._asleep = recorder, False
+    engine._llm, engine._asleep, engine._updated = recorder, False, asyncio.Condition()
 
     async def step() -> None:
         if asleep:

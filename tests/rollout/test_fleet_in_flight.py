@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from ctpo_megatron.data.records import Group, Prompt, Trajectory
 from ctpo_megatron.rollout.dispatch import Dispatcher
 from ctpo_megatron.rollout.lengths import Lengths
-from ctpo_megatron.rollout.tasks import Request, Sampling
-from tests.rollout.fleet_helpers import Stage, tokens, trajectories, versions
+from ctpo_megatron.rollout.tasks import GroupTask, Request, Sampling
+from tests.rollout.fleet_helpers import Stage, largest_log_prob_error, tokens, trajectories, versions
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.timeout(600)
@@ -71,6 +71,24 @@ def test_every_token_has_the_log_prob_of_the_version_that_it_is_stamped_with(sta
     assert len(groups) == 4 and len(versions(groups)) > 1 and versions(groups) <= set(models)
     assert largest_error(models, groups) <= 1e-4
     assert largest_error(dict.fromkeys(models, stage.model), groups) > 0.01
+
+
+def test_what_is_asked_for_during_an_update_is_of_the_new_weights(stage: Stage) -> None:
+    """Nobody waits for the update: an engine begins a group when it has the weights that were sent before it."""
+    stage.sync(0.0)
+    [prompt] = stage.prompts(1)
+    task = GroupTask(prompt, 29, (0, 1), Sampling(), version=stage.version + 1)
+    reference = stage.fleet.engines[0].call("run_group", task)
+    assert not ray.wait([reference], timeout=1.0)[0]
+    stage.sync(0.0)
+    outcome = ray.get(reference, timeout=scaled(60))
+    assert versions([Group(prompt, outcome.trajectories)]) == {stage.version}
+    stage.fleet.stats()
+    stage.version += 1
+    stage.fleet.begin_sync(stage.state().items(), stage.version)
+    groups = stage.generate(stage.prompts(3), step=30)
+    assert versions(groups) == {stage.version} and largest_log_prob_error(stage.model, groups) <= 1e-4
+    assert stage.fleet.stats()["sync_by_file"] == 1
 
 
 def test_groups_that_somebody_waits_for_are_played_among_others(stage: Stage) -> None:

@@ -23,7 +23,7 @@ from ctpo_megatron.rollout import RolloutFleet, Sampling, WeightSyncError
 from ctpo_megatron.rollout.tasks import Request
 from ctpo_megatron.weights import EngineFacts, EngineWeights
 from ctpo_megatron.weights.checksum import Checksums
-from tests.rollout.fleet_helpers import Stage, engine_processes, largest_log_prob_error, versions
+from tests.rollout.fleet_helpers import Source, Stage, engine_processes, largest_log_prob_error, versions
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.timeout(600)
@@ -94,6 +94,10 @@ def test_other_values_in_an_engine_are_seen(users_stage: Stage) -> None:
         for name in CHANGES:
             with pytest.raises(WeightSyncError, match=rf"in 1 tensors, e\.g\. {name}; so it looks"):
                 stage.send(state | {name: changed[name]}, stage.version)
+        assert stage.transport is not None
+        stage.transport.send(Source(state | changed), stage.version)  # it is seen by who samples, too
+        with pytest.raises(WeightSyncError, match="engine 0 keeps other values"):
+            stage.generate(stage.prompts(1), step=13)
     stage.send(state, stage.version)
 
 

@@ -113,7 +113,7 @@ def test_a_recording_that_lost_prompts_do_not_explain_is_refused(limit: int) -> 
 
 def test_weights_are_taken_to_the_end_and_the_counts_have_the_fleets_names() -> None:
     left = iter([("a", None), ("b", None)])
-    replay("a").sync(left, 1)
+    replay("a").begin_sync(left, 1)
     assert list(left) == []
     counts = replay("a").stats()
     assert set(counts.values()) == {0.0}

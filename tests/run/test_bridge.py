@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +17,7 @@ from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data import RolloutBatch
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import Bridge
+from ctpo_megatron.run.priority import BEHIND_ENGINES
 from ctpo_megatron.run.services import Services
 
 ONE_RANK = Layout(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, torch.device("cpu"))
@@ -52,6 +57,9 @@ class Recorder:
 
     def publish(self, named_tensors: Any, version: int) -> None:
         self.calls.append(f"engines take weights {version}: {[name for name, _ in named_tensors]}")
+
+    def finish_update(self) -> None:
+        self.calls.append("engines have them")
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
@@ -99,6 +107,12 @@ def a_bridge(*, shared: bool, ahead: int = 0) -> tuple[Bridge, Recorder]:
 
 
 def a_run(bridge: Bridge, recorder: Any) -> list[str]:
+    """In a thread, which gives way to engines for good."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(a_run_in_this_thread, bridge, recorder).result()
+
+
+def a_run_in_this_thread(bridge: Bridge, recorder: Any) -> list[str]:
     """As `train.py` calls it: start, SFT, publish, evaluation, checkpoint, one step, export."""
     recorder.work("build the model and SFT")
     bridge.publish(recorder, 0)
@@ -107,7 +121,7 @@ def a_run(bridge: Bridge, recorder: Any) -> list[str]:
     recorder.release()
     assert bridge.next_batch(1, recorder) is not None
     recorder.work("update")
-    bridge.end_evaluation()
+    bridge.settle()
     bridge.publish(recorder, 1)
     recorder.batch = None
     assert bridge.next_batch(2, recorder) is None
@@ -132,6 +146,7 @@ def test_no_gpu_holds_both_sides() -> None:
         "sample 1",
         "engines sleep 2",
         "update",
+        "engines have them",
         "engines take weights 1: ['weight']",
         "trainer leaves",
         "engines wake",
@@ -161,12 +176,26 @@ def test_sampling_ahead_stops_for_an_update_alone() -> None:
     assert "wait_rollout" not in recorder.phases and recorder.logged == [{}]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_trainer_alone_gives_way_to_engines_that_sample_ahead(ahead: int) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def train() -> int:
+        a_run_in_this_thread(*a_bridge(shared=False, ahead=ahead))
+        return niceness()
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(train).result() == (max(niceness(), BEHIND_ENGINES) if ahead else niceness())
+
+
 def test_an_evaluation_that_something_needs_is_waited_for_when_sampling_ahead() -> None:
     bridge, recorder = a_bridge(shared=False, ahead=1)
     policy: Any = recorder
     bridge.evaluate(0, policy, awaited=True)
-    bridge.end_evaluation()
-    assert recorder.calls == ["evaluate 0"] and recorder.logged == [{}]
+    bridge.settle()
+    assert recorder.calls == ["evaluate 0", "engines have them"] and recorder.logged == [{}]
 
 
 @pytest.mark.parametrize("shared", [True, False])

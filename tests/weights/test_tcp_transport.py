@@ -41,7 +41,8 @@ class Fleet:
         self.updates.append(weights)
 
     def finish_update(self) -> None:
-        self._take()
+        if self.updates:
+            self._take()
 
     def _take(self) -> None:
         arriving = Checksums(self.updates[-1].version, torch.float32)
@@ -66,6 +67,7 @@ def sent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     [weights] = fleet.updates
     yield weights
     transport.send(Source({name: tensor + 1 for name, tensor in TENSORS.items()}), 4)
+    fleet.finish_update()
     transport.close()
     for taken, added in zip(fleet.taken, (0, 0, 1), strict=True):
         assert all(torch.equal(taken[name], TENSORS[name] + added) for name in TENSORS)
