@@ -153,16 +153,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trl", description=__doc__)
     parser.add_argument("--size", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
-    threads: dict[str, Any] = {"type": int, "nargs": "+", "default": (1, 2)}
-    parser.add_argument("--our-threads", **threads, help="of several the fastest in a shorter run is taken")
-    parser.add_argument("--trl-threads", **threads)
+    parser.add_argument(
+        "--our-threads",
+        type=Way.of,
+        nargs="+",
+        default=(Way(1), Way(2), Way(2, engine_threads=1)),
+        metavar="TRAINER[:ENGINE]",
+        help="of several the fastest in a shorter run is taken",
+    )
+    parser.add_argument("--trl-threads", type=int, nargs="+", default=(1, 2))
     caches: tuple[dict[str, str], ...] = ({}, {"cache_implementation": "static"})
     parser.add_argument("--trl-config", type=json.loads, nargs="+", default=caches, help="of GRPOConfig, as JSON")
     parser.add_argument("--cache", type=Path, default=runs.CACHE, help="for TRL's environment and the start weights")
     parser.add_argument("--out", type=Path, help="folder for trl-SIZE.json and trl-SIZE.md")
     options = parser.parse_args(argv)
     ways = {
-        OURS: [Way(threads) for threads in options.our_threads],
+        OURS: options.our_threads,
         TRL: [Way(threads, config) for threads in options.trl_threads for config in options.trl_config],
     }
     measured.adopt_orphans()

@@ -42,14 +42,23 @@ class Size:
 
 @dataclass(frozen=True)
 class Way:
-    """How a side is run. threads: of the trainer and of the engine, each; config: fields of TRL's GRPOConfig."""
+    """How a side is run. threads: of the trainer and of the engine, each, unless that has `engine_threads`; config:
+    fields of TRL's GRPOConfig."""
 
     threads: int
     config: Mapping[str, Any] = field(default_factory=dict)
+    engine_threads: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Way:
+        """`TRAINER` or `TRAINER:ENGINE`. Raises ValueError."""
+        trainer, _, engine = text.partition(":")
+        return cls(int(trainer), engine_threads=int(engine) if engine else None)
 
     def __str__(self) -> str:
         rest = "".join(f", {key}={value}" for key, value in self.config.items())
-        return f"{self.threads} thread{'s' if self.threads > 1 else ''}{rest}"
+        engine = "" if self.engine_threads is None else f", engine {self.engine_threads}"
+        return f"{self.threads} thread{'s' if self.threads > 1 else ''}{engine}{rest}"
 
 
 MEDIUM_MODEL: dict[str, Any] = {
@@ -129,7 +138,7 @@ def our_settings(size: Size, start: tuple[Path, Path], way: Way, steps: int, fol
         f"policy.threads={way.threads}",
         f"policy.mini_batch_prompts={size.prompts // size.updates}",
         f"policy.optimizer.lr={size.lr}",
-        f"rollout.engine.threads={way.threads}",
+        f"rollout.engine.threads={way.engine_threads or way.threads}",
         f"rollout.prompts_per_step={size.prompts}",
         f"rollout.samples_per_prompt={size.samples_per_prompt}",
         f"rollout.max_turns={size.max_turns}",

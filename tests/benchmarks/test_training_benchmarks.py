@@ -15,7 +15,7 @@ import pytest
 from benchmarks import long_groups, overlap, trl_text
 from benchmarks.measured import Moment, Observed, between, part_of, quiet
 from benchmarks.slow_tool import LONGEST_S, SHORTEST_S, latency_s
-from benchmarks.trl_sizes import SIZES, Way, our_settings, trl_options
+from benchmarks.trl_sizes import QUICKSTART, SIZES, Way, our_settings, trl_options
 from ctpo_megatron.config import load_config
 from ctpo_megatron.data.records import Prompt
 from tests.support import children
@@ -106,6 +106,13 @@ def test_both_sides_are_told_the_same_work(tmp_path: Path, size: Any) -> None:
     assert policy.optimizer.lr == told["lr"] and policy.threads == rollout.engine.threads == told["threads"] == 2
     assert config.model.path == told["model"] and list(config.data.train) == [told["data"]] and not config.data.shuffle
     assert config.sandbox.run_timeout_s == told["run_timeout_s"] and told["config"] == way.config
+
+
+def test_the_engine_may_have_threads_of_its_own(tmp_path: Path) -> None:
+    way, start = Way.of("2:1"), (tmp_path / "model", tmp_path / "train.parquet")
+    config = load_config(ROOT / "configs" / "quickstart.yaml", our_settings(QUICKSTART, start, way, 3, tmp_path))
+    assert (config.policy.threads, config.rollout.engine.threads) == (2, 1) and str(way) == "2 threads, engine 1"
+    assert Way.of("2") == Way(2) and str(Way.of("1")) == "1 thread"
 
 
 def run(samples: float, cpu: float, wall: float = 10.0) -> dict[str, Any]:
