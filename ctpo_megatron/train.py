@@ -84,10 +84,11 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         policy.use_optimizer(config.policy.optimizer, config.run.steps * run.updates_per_step)
         persistence.restore(policy, run, checkpoint)
         reinforce(config, policy, run, rollouts, persistence, report)
-        rollouts.settle()
         if run.preempted:
+            rollouts.end_evaluation()
             persistence.ensure_saved(policy, run)
             return preemption.leave()
+        rollouts.settle()
         policy.finish_save()
     if config.export.enabled:
         with report.stage("export"):
@@ -127,7 +128,7 @@ def reinforce(
                 dumped, anchor = config.tracking.trajectories != "none", config.objective.anchor
                 diagnostics = policy.token_diagnostics(mini_batches[-1], objective, anchor) if dumped else {}
             version = run.advance()
-            rollouts.settle()
+            rollouts.end_evaluation()
             if not run.notice():
                 rollouts.publish(policy, version)
         report.log_step(step, batch, metrics | {"weights/version": float(version)}, diagnostics)

@@ -106,8 +106,8 @@ class Bridge:
     def evaluate(self, step: int, policy: Policy, *, awaited: bool) -> None:
         """Answer the held-out prompts with the weights at hand, for the line of `step`.
 
-        Where engines sample ahead the trainer goes on meanwhile, unless the result is `awaited`: `settle` comes before
-        the next weights, as all answers are to be those of one version.
+        Where engines sample ahead the trainer goes on meanwhile, unless the result is `awaited`: `end_evaluation` comes
+        before the next weights, as all answers are to be those of one version.
         """
         if self._ahead and not awaited:
             self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.begin(step))
@@ -116,12 +116,18 @@ class Bridge:
         self._wake(policy)
         self._report.log(step, self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.run(step)))
 
-    def settle(self) -> None:
-        """Wait for what goes on behind the training: engines that take weights, and an evaluation, which is added to
-        the line of its step, the latest. Raises what became of them."""
+    def end_evaluation(self) -> None:
+        """Wait for the evaluation that goes on, if there is one, and add it to the line of its step, the latest."""
         if self._evaluating:
             self._evaluating = False
             self._report.log_evaluation(*self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.end()))
+
+    def settle(self) -> None:
+        """Wait for what goes on behind the training: an evaluation, and engines that take the last weights.
+
+        Raises what became of them.
+        """
+        self.end_evaluation()
         self._layout.on_rank_zero(self._finish_update)
 
     def _finish_update(self) -> None:

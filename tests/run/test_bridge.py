@@ -121,10 +121,11 @@ def a_run_in_this_thread(bridge: Bridge, recorder: Any) -> list[str]:
     recorder.release()
     assert bridge.next_batch(1, recorder) is not None
     recorder.work("update")
-    bridge.settle()
+    bridge.end_evaluation()
     bridge.publish(recorder, 1)
     recorder.batch = None
     assert bridge.next_batch(2, recorder) is None
+    bridge.settle()
     recorder.work("save, to end")
     return recorder.calls
 
@@ -146,12 +147,12 @@ def test_no_gpu_holds_both_sides() -> None:
         "sample 1",
         "engines sleep 2",
         "update",
-        "engines have them",
         "engines take weights 1: ['weight']",
         "trainer leaves",
         "engines wake",
         "trainer leaves",
         "sample 2",
+        "engines have them",
         "engines sleep 1",
         "save, to end",
     ]
