@@ -53,8 +53,8 @@ class Dispatcher:
     lock: held while anything changes, free while a turn waits. load: groups in flight by engine, of all dispatchers.
     lengths: what is expected to take longest is begun first, within a step. occupancy: is told what is in flight.
     patient: others that play on the engines go first, and fill them with what they have. `restart` replaces an engine,
-    `readmit` registers those that came back; `finished` is called when a group is complete. Counts go to `counts`:
-    group_retries, quarantined and lost_<status>.
+    `readmit` registers those that came back and finishes an update of the weights; `finished` is called when a group is
+    complete. Counts go to `counts`: group_retries, quarantined and lost_<status>.
     """
 
     def __init__(

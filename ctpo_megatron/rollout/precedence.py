@@ -16,7 +16,8 @@ class Precedence:
 
     Where more turns at once take longer, an engine that shares itself equally between two batches completes both late
     and together: the trainer first waits for the one, then has the other before it needs it, and the engine has nothing
-    to do. For one event loop.
+    to do. (vLLM's `scheduling_policy: priority` orders what is beyond `max_num_seqs`: it would sample all at once.) For
+    one event loop.
     """
 
     def __init__(self, room: int) -> None:
