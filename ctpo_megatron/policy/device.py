@@ -134,7 +134,7 @@ def release_cached_memory() -> None:
 
 
 def synchronize() -> None:
-    """Wait for the device, so that a clock read next has seen the work queued so far."""
+    """Wait for all streams of the device: a clock read next includes the work queued so far, and any stream may read."""
     if CUDA:
         torch.cuda.synchronize()
 

@@ -87,6 +87,18 @@ class Policy:
             self._offload.reclaim()
             yield
 
+    @contextmanager
+    def _complete_weights(self) -> Iterator[None]:
+        """At work, with every parameter complete for readers on any stream.
+
+        The gather of `overlap_param_gather` is awaited by the current stream alone, and vLLM's NCCL producer reads on
+        streams of its own. The same holds for the copies of `Offload.reclaim`.
+        """
+        with self._at_work():
+            self._model.finish_param_gather()
+            device.synchronize()
+            yield
+
     def use_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps.
 
@@ -309,14 +321,12 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end."""
-        with self._at_work():
-            self._model.finish_param_gather()
+        with self._complete_weights():
             yield from hf.export(self._model, self.layout)
 
     def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of `weights` that this rank is to send: each is of one rank. Collective; iterate to the end."""
-        with self._at_work():
-            self._model.finish_param_gather()
+        with self._complete_weights():
             yield from hf.export_share(self._model, self.layout)
 
     def own_weight_shapes(self) -> hf.Declared:
@@ -344,8 +354,7 @@ class Policy:
         attached: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Path:
         """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `checkpoint.Writer`."""
-        with self._at_work():
-            self._model.finish_param_gather()
+        with self._complete_weights():
             settings = config or CheckpointConfig()
             return self._writer.save(directory, step, self._train_state(), run_state, settings, score, attached)
 
