@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ctpo_megatron.config.schema import Config
+if TYPE_CHECKING:
+    from ctpo_megatron.config.schema import Config
 
 _OURS = Path(__file__).with_name("chat_templates")
 _SUFFIX = ".jinja"
@@ -15,9 +17,14 @@ def chat_template_names() -> list[str]:
     return sorted(file.name.removesuffix(_SUFFIX) for file in _OURS.glob(f"*{_SUFFIX}"))
 
 
+def is_template_file(value: str) -> bool:
+    """Whether `model.chat_template` names a file."""
+    return value.endswith(_SUFFIX)
+
+
 def chat_template_text(value: str) -> str:
     """The Jinja text of `model.chat_template`. Raises OSError or UnicodeDecodeError for one that cannot be read."""
-    file = Path(value) if value.endswith(_SUFFIX) else _OURS / f"{value}{_SUFFIX}"
+    file = Path(value) if is_template_file(value) else _OURS / f"{value}{_SUFFIX}"
     return file.read_text(encoding="utf-8")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from ctpo_megatron.config.reads import Reads, exists
 
 
 class Extension(BaseModel):
@@ -19,7 +21,7 @@ class Extension(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = Field(min_length=1)
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], Reads(exists)] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod

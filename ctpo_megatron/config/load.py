@@ -51,7 +51,7 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
         problems += told.values()
     if problems:
         raise ConfigError(problems)
-    return config, sources
+    return config.read_from(sources.files), sources
 
 
 def dump(config: Config) -> str:

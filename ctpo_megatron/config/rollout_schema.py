@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.reads import Reads, exists
 from ctpo_megatron.config.task_schema import Seconds, Section
 
 COLDEST, HOTTEST = 0.01, 2.0
@@ -32,7 +33,9 @@ class EngineConfig(Section):
     model_runner: Literal["v1", "v2"] = Field(
         default="v1", description="vLLM's model runner: v1 is the tested one; v2, vLLM's own choice on GPUs, needs CUDA"
     )
-    extra: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, passed as they are")
+    extra: Annotated[dict[str, Any], Reads(exists)] = Field(
+        default_factory=dict, description="further vLLM engine arguments, passed as they are"
+    )
 
 
 class WeightsConfig(Section):
@@ -138,7 +141,7 @@ class RolloutConfig(Section):
     max_quarantined: NonNegativeInt = Field(
         default=16, description="prompts that may be given up after these retries; the run stops when one more fails"
     )
-    replay: str | None = Field(
+    replay: Annotated[str | None, Reads()] = Field(
         default=None,
         description="run directory whose recorded trajectories are trained on; no engine, no sandbox, no evaluation",
     )

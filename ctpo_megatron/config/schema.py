@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    field_validator,
+)
 
+from ctpo_megatron.config.chat_template import is_template_file
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
+from ctpo_megatron.config.reads import Reads, exists, input_paths
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
+from ctpo_megatron.config.system_prompt import is_prompt_file
 from ctpo_megatron.config.task_schema import LARGEST_SEED, PrepareConfig, Seconds, Section
 
 log = logging.getLogger(__name__)
@@ -54,12 +66,12 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The model to train: a directory in Hugging Face format."""
 
-    path: str = Field(description="directory with config.json, weights and tokenizer")
+    path: Annotated[str, Reads()] = Field(description="directory with config.json, weights and tokenizer")
     family: Extension | None = Field(
         default=None,
         description="your own model family, `package.module:Name` (docs/extend.md); null: one of ours",
     )
-    chat_template: str | None = Field(
+    chat_template: Annotated[str | None, Reads(is_template_file)] = Field(
         default=None,
         description="template for prompts and conversations, and of the export: `qwen3`, `qwen2.5` or a .jinja file "
         "(docs/rollout.md); null: the tokenizer's own",
@@ -72,10 +84,10 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompt files in the schema of docs/data.md (`data_source`, `prompt`, `reward_model`, ...)."""
 
-    train: tuple[str, ...] = Field(
+    train: Annotated[tuple[str, ...], Reads()] = Field(
         min_length=1, description="training prompts: parquet or JSON lines, folders of `datasets`, or patterns"
     )
-    eval: tuple[str, ...] = Field(default=(), description="held-out prompts; empty: no evaluation")
+    eval: Annotated[tuple[str, ...], Reads()] = Field(default=(), description="held-out prompts; empty: no evaluation")
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
     overlong: Literal["refuse", "drop"] = Field(
         default="refuse", description="training prompts longer than that: an error, or left out and counted"
@@ -90,7 +102,7 @@ class DataConfig(Section):
         description="give the tools' schemas to the chat template; null: as rollout.tool_parser needs it "
         "(hermes: true, fenced: false)",
     )
-    system_prompt: str | None = Field(
+    system_prompt: Annotated[str | None, Reads(is_prompt_file)] = Field(
         default=None,
         description="text before every conversation, or a .txt or .md file that holds it; null: that of "
         'rollout.tool_parser (`fenced` has one); "": none',
@@ -125,7 +137,9 @@ class OptimizerConfig(Section):
 class SftConfig(Section):
     """Stage (b): supervised stage on conversations (column `messages`), through the same policy step."""
 
-    data: tuple[str, ...] = Field(min_length=1, description="files with a column `messages` (docs/data.md)")
+    data: Annotated[tuple[str, ...], Reads()] = Field(
+        min_length=1, description="files with a column `messages` (docs/data.md)"
+    )
     steps: PositiveInt = Field(description="optimizer steps")
     conversations_per_step: PositiveInt = Field(
         default=32, description="conversations per optimizer step, over all ranks"
@@ -256,7 +270,7 @@ class EvalConfig(Section):
 class ExtensionsConfig(Section):
     """Users' own parts, named `package.module:Name` elsewhere in the configuration."""
 
-    path: tuple[str, ...] | None = Field(
+    path: Annotated[tuple[str, ...] | None, Reads()] = Field(
         default=None, description="folders that they are imported from; null: the folder of the configuration file"
     )
 
@@ -277,7 +291,7 @@ class CheckpointConfig(Section):
     sft_every: NonNegativeInt = Field(
         default=0, description="SFT steps between checkpoints; 0: one only when the run is asked to end"
     )
-    load: str | None = Field(
+    load: Annotated[str | None, Reads()] = Field(
         default=None,
         description="checkpoint directory to continue from: with run.resume: true instead of the newest; with auto, if "
         "it is of another run, only while this run has none; null: none",
@@ -310,7 +324,7 @@ class TrackingConfig(Section):
         default=(Extension(name="tensorboard"),),
         description="besides metrics.jsonl: tensorboard, wandb, mlflow, prometheus, or `package.module:Name`",
     )
-    python: str | None = Field(
+    python: Annotated[str | None, Reads(exists)] = Field(
         default=None,
         description="interpreter that runs the trackers whose packages this environment cannot hold; null: this one",
     )
@@ -360,6 +374,22 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()
+    _files: tuple[Path, ...] = PrivateAttr(default=())
+
+    def read_from(self, files: Iterable[Path]) -> Self:
+        """The same configuration, which remembers its YAML files. They are no part of its value."""
+        self._files = tuple(files)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def inputs(self) -> Iterator[tuple[str, Path]]:
+        """Key and path of everything that this run reads (`Reads` in the schema), and of its own YAML files."""
+        yield from input_paths(self)
+        yield from (("configuration", file) for file in self._files)
 
     @property
     def leaves_out_zero_advantage(self) -> bool:

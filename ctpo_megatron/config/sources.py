@@ -25,6 +25,7 @@ class Layer:
 
     values: DictConfig
     places: dict[Keys, str] = field(default_factory=dict)
+    file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Sources:
                 if keys[:end] in layer.places:
                     return layer.places[keys[:end]]
         return ""
+
+    @property
+    def files(self) -> Iterator[Path]:
+        """The files of the layers."""
+        return (layer.file for layer in self.layers if layer.file is not None)
 
     def has(self, keys: Keys) -> bool:
         """Whether the key itself was written somewhere (false: its value is a default)."""
@@ -87,13 +93,13 @@ def _read_file(file: Path, name: str) -> Layer:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("", f"cannot be read: {error}", where=name)]) from error
     if root is None:
-        return Layer(OmegaConf.create({}), {(): name})
+        return Layer(OmegaConf.create({}), {(): name}, file)
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(
             [Problem("", "the file must be a mapping of sections, e.g. `run: {name: first}`", where=name)]
         )
     try:
-        return Layer(cast(DictConfig, OmegaConf.load(file)), places)  # the root is a mapping
+        return Layer(cast(DictConfig, OmegaConf.load(file)), places, file)  # the root is a mapping
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(error, name)]) from error
     except OmegaConfBaseException as error:

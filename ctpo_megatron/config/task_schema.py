@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from ctpo_megatron.config.reads import Reads
+
 LARGEST_SEED = 2**32 - 1
 """NumPy's, with which vLLM begins."""
 LONGEST_S = 1e9
@@ -51,7 +53,9 @@ class PrepareConfig(Section):
     """Stage (a): build the synthetic tool-arithmetic task, its tokenizer and a tiny model. Absent for real models."""
 
     kind: Literal["toolmath"] = Field(default="toolmath", description="which synthetic task")
-    directory: str = Field(description="receives model/, train.parquet, heldout.parquet, sft.parquet")
+    directory: Annotated[str, Reads()] = Field(
+        description="receives model/, train.parquet, heldout.parquet, sft.parquet"
+    )
     seed: NonNegativeInt = Field(
         default=0, le=LARGEST_SEED, description="seeds the task, the conversations and the weights"
     )

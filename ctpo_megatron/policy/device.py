@@ -134,7 +134,7 @@ def release_cached_memory() -> None:
 
 
 def synchronize() -> None:
-    """Wait for all streams of the device: a clock read next includes the work queued so far, and any stream may read."""
+    """Wait for all streams: a clock read next includes the work queued so far, and any stream may read its results."""
     if CUDA:
         torch.cuda.synchronize()
 

@@ -166,7 +166,7 @@ def _is_occupied(directory: Path, config: Config) -> bool:
 
 def _delete(directory: Path, config: Config) -> None:
     """Remove a run directory, unless something that is not a product of the run lives inside of it."""
-    inside = [path for path in _inputs(config) if path.resolve().is_relative_to(directory.resolve())]
+    inside = list(dict.fromkeys(p for p in _inputs(config) if p.resolve().is_relative_to(directory.resolve())))
     if Path.cwd().resolve().is_relative_to(directory.resolve()):
         inside.append(Path.cwd())
     if inside:
@@ -185,10 +185,7 @@ def _delete(directory: Path, config: Config) -> None:
 
 def _inputs(config: Config) -> list[Path]:
     """Files that the run reads and its `prepare` stage does not build again."""
-    sft = config.sft.data if config.sft else ()
-    former = [path for path in (config.checkpoint.load, config.rollout.replay) if path is not None]
-    paths = [Path(path) for path in (config.model.path, *config.data.train, *config.data.eval, *sft, *former)]
-    paths += loaded_files(config).values()
+    paths = [*(path for _, path in config.inputs()), *loaded_files(config).values()]
     prepared = Path(config.prepare.directory).resolve() if config.prepare else None
     return [path for path in paths if prepared is None or not path.resolve().is_relative_to(prepared)]
 

@@ -1,4 +1,4 @@
-"""Weights are read on vLLM's streams only after everything that wrote them: its NCCL producer over our policy's tensors."""
+"""vLLM's NCCL producer reads our policy's weights, on streams of its own, only after everything that wrote them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def check_export(config: Config) -> Iterator[Problem]:
         yield error(config, key, what, "choose another, e.g. model")
         return
     target = (config.run.directory / name).resolve()
-    needed = [f"{name} ({path})" for name, path in _inputs(config) if Path(path).resolve().is_relative_to(target)]
+    needed = [f"{name} ({path})" for name, path in config.inputs() if path.resolve().is_relative_to(target)]
     if needed:
         message = f"in {config.run.directory} would be replaced, but holds {', '.join(needed)}"
         yield error(config, key, message, "choose another name")
@@ -69,19 +69,3 @@ def is_replaceable(target: Path) -> bool:
     if target.is_dir():
         return (target / "config.json").is_file() or not any(target.iterdir())
     return not target.exists()
-
-
-def _inputs(config: Config) -> Iterator[tuple[str, str]]:
-    """Key and path of everything that the run reads, `prepare.directory` included."""
-    lists = {"data.train": config.data.train, "data.eval": config.data.eval}
-    if config.sft:
-        lists["sft.data"] = config.sft.data
-    for key, paths in lists.items():
-        yield from ((key, path) for path in paths)
-    single = {
-        "model.path": config.model.path,
-        "prepare.directory": config.prepare.directory if config.prepare else None,
-        "checkpoint.load": config.checkpoint.load,
-        "rollout.replay": config.rollout.replay,
-    }
-    yield from ((key, path) for key, path in single.items() if path is not None)
