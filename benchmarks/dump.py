@@ -14,7 +14,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.kernels import report
-from ctpo_megatron.data.records import Group, Prompt, Trajectory
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.run.reporter import decoder
 from ctpo_megatron.tracking import read_trajectories, trajectory_of, write_trajectories
 

@@ -32,7 +32,7 @@ import psutil
 from benchmarks.kernels import report
 from benchmarks.measured import spread
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.rollout.tasks import engine_arguments, engine_environment
+from ctpo_megatron.engines.tasks import engine_arguments, engine_environment
 
 OURS, PLAIN, OF_VLLM = "in the actor, lean", "in the actor", "a process of its own"
 UNITS = {"cpu": "CPU-seconds", "wall": "seconds", "memory": "memory"}
@@ -96,8 +96,8 @@ async def _side(name: str, config: Config, path: str, conversations: int, pipe: 
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from ctpo_megatron.rollout.in_process import in_process_engine
-    from ctpo_megatron.weights.vllm_worker import FILE
+    from ctpo_megatron.engines.cpu.core_client import in_process_engine
+    from ctpo_megatron.engines.weights.receiver import FILE
 
     arguments = engine_arguments(config, path, "cpu") | {"skip_tokenizer_init": True}
     settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=FILE), **arguments)

@@ -26,15 +26,16 @@ from transformers import AutoTokenizer
 from benchmarks.kernels import report
 from ctpo_megatron.config import Config, PrepareConfig
 from ctpo_megatron.data import Group, Prompt, prepare
+from ctpo_megatron.engines import EnginePool, Sampling
+from ctpo_megatron.engines.open import open_engines
+from ctpo_megatron.environments.prompts import held_out_prompts
 from ctpo_megatron.evaluate import find_target, read_config
 from ctpo_megatron.evaluate.answering import Answers, play
 from ctpo_megatron.evaluate.results import Scorer, results
 from ctpo_megatron.evaluate.store import SampleStore
-from ctpo_megatron.prompts import held_out_prompts
 from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollout import Collector, RolloutFleet, Sampling
-from ctpo_megatron.run.scoring import Scoring
-from ctpo_megatron.sampling import open_engines
+from ctpo_megatron.rollouts import Collector
+from ctpo_megatron.rollouts.scoring import Scoring
 
 GOAL = 1.1
 QUICKSTART = [
@@ -59,14 +60,14 @@ def configuration(run: Path | None, folder: Path, prompts: int, samples: int) ->
     return read_config(find_target(folder / "task" / "model", None), [*QUICKSTART, *settings, data], 0)[0]
 
 
-def train_side(config: Config, prompts: Sequence[Prompt], fleet: RolloutFleet, pool: RewardPool) -> list[Group]:
+def train_side(config: Config, prompts: Sequence[Prompt], fleet: EnginePool, pool: RewardPool) -> list[Group]:
     """What a training step does to get its batch."""
     how: dict[str, Any] = {"step": 0, "samples": config.eval.samples, "sampling": Sampling(1.0, 1.0, 0)}
     return Collector(fleet, Scoring(pool), lambda: False).collect(prompts, **how, phase=lambda _: nullcontext())[0]
 
 
 def eval_side(
-    config: Config, prompts: Sequence[Prompt], fleet: RolloutFleet, pool: RewardPool, folder: Path, tokenizer: Any
+    config: Config, prompts: Sequence[Prompt], fleet: EnginePool, pool: RewardPool, folder: Path, tokenizer: Any
 ) -> dict[tuple[str, int], tuple[float, int]]:
     """What `ctpo eval` does with engines that are up; score and length of every sample."""
     with SampleStore(folder, {}) as store:

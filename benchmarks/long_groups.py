@@ -37,12 +37,12 @@ from benchmarks.kernels import report
 from benchmarks.measured import spread
 from ctpo_megatron.config import Config, PrepareConfig
 from ctpo_megatron.data import Prompt, prepare
-from ctpo_megatron.data.records import ToolCall
+from ctpo_megatron.data.trajectory import ToolCall
+from ctpo_megatron.engines import EnginePool, Sampling
+from ctpo_megatron.engines.open import open_engines
 from ctpo_megatron.environments.episode import Episode
 from ctpo_megatron.environments.protocol import Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.evaluate import find_target, read_config
-from ctpo_megatron.rollout import RolloutFleet, Sampling
-from ctpo_megatron.sampling import open_engines
 
 SAMPLES, PLACES = 4, 16
 MEDIAN_TURNS, MOST_TURNS, ROOM = 4.0, 40, 4096
@@ -141,7 +141,7 @@ def of_round(prompt: Prompt, number: int, side: str) -> Prompt:
     return replace(prompt, id=id_, extra={"turns": turns, "play": f"{side}, {number}, {prompt.id}"})
 
 
-def play(fleet: RolloutFleet, prompts: list[Prompt], number: int, side: str) -> tuple[float, list[int]]:
+def play(fleet: EnginePool, prompts: list[Prompt], number: int, side: str) -> tuple[float, list[int]]:
     """Seconds of one batch, and the tokens of its answers."""
     prompts = [of_round(prompt, number, side) for prompt in prompts]
     began = time.perf_counter()

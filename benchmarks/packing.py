@@ -32,7 +32,7 @@ from benchmarks.kernels import report
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Trajectory
 from ctpo_megatron.objective import objective_from_config
-from ctpo_megatron.policy import MiniBatch, Policy, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import MiniBatch, Trainer, destroy_distributed, init_distributed, policy_gradient
 
 HERE = Path(__file__).parent
 LENGTHS = HERE / "packing_lengths.json"
@@ -97,7 +97,7 @@ class Bench:
             )
         ).save_pretrained(directory)
         layout = init_distributed(config.policy, seed=0)
-        self.policy = Policy(config.policy, layout, directory, temperature=config.rollout.temperature)
+        self.policy = Trainer(config.policy, layout, directory, temperature=config.rollout.temperature)
         self.policy.use_optimizer(config.policy.optimizer, 10**6)
         self.loss = policy_gradient(objective_from_config(config.objective), config.objective.anchor)
         self.size = config.policy.mini_batch_prompts * config.rollout.samples_per_prompt

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from benchmarks.kernels import report
-from ctpo_megatron.weights.checksum import Checksums
-from ctpo_megatron.weights.memory import WeightMemory
-from ctpo_megatron.weights.tcp import SECRET_BYTES, Share, WeightServer, fetched
+from ctpo_megatron.engines.weights.checksums import Checksums
+from ctpo_megatron.engines.weights.memory import WeightMemory
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Share, WeightServer, fetched
 
 GOAL = 3.0
 HOST = "127.0.0.2"

@@ -18,7 +18,7 @@ from ctpo_megatron.config import (
     world_size,
 )
 from ctpo_megatron.models import ModelFamily
-from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed, latest_checkpoint
+from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, latest_checkpoint
 from ctpo_megatron.verify import Finding, check_exported
 
 _OPTIONS = {
@@ -140,7 +140,7 @@ def export(
     config = layout_of(request, tensor_parallel, pipeline_parallel)
     layout: Layout = init_distributed(config, seed=0)
     try:
-        policy = Policy(config, layout, request.model, temperature=1.0, family=request.family)
+        policy = Trainer(config, layout, request.model, temperature=1.0, family=request.family)
         if request.checkpoint is not None:
             policy.load_weights(request.checkpoint)
             policy.export(request.target, request.chat_template)

@@ -10,7 +10,7 @@ from ctpo_megatron.config import SftConfig
 from ctpo_megatron.data import batch_order, batches, load_conversations
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.tokenizer import training_tokenizer
-from ctpo_megatron.policy import Policy, summarize_updates, supervised
+from ctpo_megatron.policy import Trainer, summarize_updates, supervised
 from ctpo_megatron.run import Persistence, Reporter, RunState
 
 _CHECKED_EVERY = 10
@@ -18,7 +18,7 @@ _CHECKED_EVERY = 10
 
 def fine_tune(
     sft: SftConfig,
-    policy: Policy,
+    policy: Trainer,
     run: RunState,
     persistence: Persistence,
     report: Reporter,

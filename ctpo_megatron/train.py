@@ -9,20 +9,20 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import Config, advantage_from_config, family_for, run_chat_template, shares_gpus
 from ctpo_megatron.data import prepare
-from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import batch_advantages, objective_from_config
 from ctpo_megatron.policy import (
     BatchStart,
     Layout,
-    Policy,
+    Trainer,
     capabilities,
     configured_loss,
     destroy_distributed,
     init_distributed,
 )
-from ctpo_megatron.rollout import check_mismatch
+from ctpo_megatron.rollouts import check_mismatch
 from ctpo_megatron.run import (
     Bridge,
     Persistence,
@@ -71,7 +71,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         )
         rollouts = stack.enter_context(Bridge(layout, services, report, config, shared=shares_gpus(config)))
         path, temperature, family = Path(config.model.path), config.rollout.temperature, family_for(config)
-        policy = Policy(config.policy, layout, path, temperature=temperature, family=family, claim=rollouts.give_way)
+        policy = Trainer(config.policy, layout, path, temperature=temperature, family=family, claim=rollouts.give_way)
     persistence = Persistence(config, layout, directory, services, report)
     run, checkpoint = RunState(config, preemption), persistence.find()
     if (sft := persistence.sft_to_do(checkpoint)) is not None:
@@ -99,7 +99,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
 
 
 def reinforce(
-    config: Config, policy: Policy, run: RunState, rollouts: Bridge, persistence: Persistence, report: Reporter
+    config: Config, policy: Trainer, run: RunState, rollouts: Bridge, persistence: Persistence, report: Reporter
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
     objective, advantage = objective_from_config(config.objective), advantage_from_config(config.objective)

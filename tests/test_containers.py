@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.redact import is_secret
+from ctpo_megatron.base.redact import is_secret
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "launchers" / "containers").glob("*.Dockerfile"))

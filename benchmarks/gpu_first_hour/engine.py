@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, PromptRules, load_prompts, prepare
-from ctpo_megatron.rollout import RolloutFleet, Sampling
+from ctpo_megatron.engines import EnginePool, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SAMPLES = 32, 8
@@ -43,7 +43,7 @@ def measure(config: Config) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
     prompts = load_prompts(config.data.train, tokenizer, PromptRules(config.data.max_prompt_tokens))[:PROMPTS]
     figures: dict[str, float] = {}
-    fleet = RolloutFleet(config, str(config.model.path), config.run.seed, "unused")  # one turn: no tool is called
+    fleet = EnginePool(config, str(config.model.path), config.run.seed, "unused")  # one turn: no tool is called
     clock = time.perf_counter()
     fleet.start()
     try:

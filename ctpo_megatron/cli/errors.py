@@ -15,17 +15,17 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
     "ctpo_megatron.environments.tokenizer": ("TokenizerError",),
-    "ctpo_megatron.extensions": ("ExtensionError",),
+    "ctpo_megatron.base.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
-    "ctpo_megatron.files": ("DamagedFileError",),
+    "ctpo_megatron.base.files": ("DamagedFileError",),
     "ctpo_megatron.policy": ("CheckpointError",),
-    "ctpo_megatron.rollout": ("ReplayError", "TooManyQuarantined"),
+    "ctpo_megatron.rollouts": ("ReplayError", "TooManyQuarantined"),
     "ctpo_sandbox": ("SandboxUnavailable", "SandboxStartError"),
 }
 _FAILED_ELSEWHERE = {  # in another rank or an engine, whose log the message names
     "ctpo_megatron.policy": ("RankZeroError", "RankLost"),
-    "ctpo_megatron.rollout": ("FleetError",),
-    "ctpo_megatron.rollout.cluster": ("ClusterError",),
+    "ctpo_megatron.engines": ("FleetError",),
+    "ctpo_megatron.engines.cluster": ("ClusterError",),
 }
 _OF_THE_MACHINE = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),

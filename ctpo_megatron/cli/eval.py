@@ -14,11 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources, docstring_problem, temporary_problem, validate_sampling
 from ctpo_megatron.run.extensions import check_extensions
-from ctpo_megatron.signals import ENDING, heeded
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,10 +85,10 @@ def _check(config: Config, sources: Sources) -> None:
 
 
 def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome:
+    from ctpo_megatron.engines import check_tokenizer
+    from ctpo_megatron.environments.prompts import held_out_prompts, usable
     from ctpo_megatron.environments.tokenizer import training_tokenizer
     from ctpo_megatron.evaluate import evaluate
-    from ctpo_megatron.prompts import held_out_prompts, usable
-    from ctpo_megatron.sampling import check_tokenizer
     from ctpo_megatron.tracking import Display
 
     logging.basicConfig(format="%(message)s")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError, is_rank_zero
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
@@ -39,7 +40,6 @@ from ctpo_megatron.config import (
     world_size,
 )
 from ctpo_megatron.models import ModelSpec
-from ctpo_megatron.ray_environment import ADDRESS
 from ctpo_megatron.run import DataCheck, check_data
 from ctpo_megatron.run.extensions import check_extensions
 from ctpo_sandbox.arguments import positive

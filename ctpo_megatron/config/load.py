@@ -14,12 +14,12 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from ctpo_megatron.base.redact import secrets_in
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
 from ctpo_megatron.config.renames import REMOVED_KEYS, is_kl, renamed, renamed_value
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
-from ctpo_megatron.redact import secrets_in
 
 _NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (\S+): node `\S+` is not a container")
 """How OmegaConf names the key that an interpolation is of, when there is no such key or nothing that could hold it."""

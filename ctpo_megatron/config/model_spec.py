@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.locate import locate
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.task_schema import TinyModelConfig
-from ctpo_megatron.extensions import ExtensionError, activate, load
 from ctpo_megatron.models import FAMILIES, ModelFamily, ModelSpec
 
 PREPARED = ("model", "train.parquet", "heldout.parquet", "sft.parquet")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ctpo_megatron.redact import redacted
+from ctpo_megatron.base.redact import redacted
 
 NO_VALUE: Any = object()
 """A problem without an offending value, e.g. a missing key."""

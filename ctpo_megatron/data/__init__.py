@@ -8,7 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.data.records import Group, Prompt, RolloutBatch, ToolCall, Trajectory
+from ctpo_megatron.data.batch import Batch, Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.conversations import batch_order, batches, load_conversations
@@ -45,6 +47,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Batch",
     "Cell",
     "DataError",
     "Group",
@@ -54,7 +57,6 @@ __all__ = [
     "PromptRules",
     "PromptSampler",
     "PromptSet",
-    "RolloutBatch",
     "TokenArrays",
     "TokenSequence",
     "ToolCall",

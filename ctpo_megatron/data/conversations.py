@@ -21,8 +21,8 @@ from ctpo_megatron.data.messages import (
     plain_tools,
 )
 from ctpo_megatron.data.problems import DataError, Problems
-from ctpo_megatron.data.records import Trajectory
 from ctpo_megatron.data.tables import find_files, read_rows
+from ctpo_megatron.data.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.prompt import Prompt
 
 _EXAMPLES = 5
 

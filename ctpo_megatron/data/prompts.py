@@ -18,8 +18,8 @@ from ctpo_megatron.data.messages import (
     plain_tools,
 )
 from ctpo_megatron.data.problems import Problems
+from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.prompt_set import Cell, Place, PromptRules, PromptSet
-from ctpo_megatron.data.records import Prompt
 from ctpo_megatron.data.tables import count_rows, find_files, read_rows
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.prompt import Prompt
 
 log = logging.getLogger(__name__)
 

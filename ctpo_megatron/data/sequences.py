@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ctpo_megatron.data.records import Trajectory
+from ctpo_megatron.data.trajectory import Trajectory
 
 
 class TokenArrays(NamedTuple):

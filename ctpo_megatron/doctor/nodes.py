@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE
 from ctpo_megatron.doctor.deep import free_port, meet
 from ctpo_megatron.doctor.findings import Finding
 from ctpo_megatron.doctor.machine import Wanted
 from ctpo_megatron.doctor.packages import PACKAGES
 from ctpo_megatron.doctor.report import diagnose
-from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE
 
 _NODE_S = 180.0
 _SKEW_S = 2.0

@@ -6,13 +6,13 @@ import os
 import platform
 import sys
 
+from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN_FILE
 from ctpo_megatron.doctor.deep import check_collectives, check_imports
 from ctpo_megatron.doctor.devices import check_devices, gpus, torch_cuda
 from ctpo_megatron.doctor.findings import Finding
 from ctpo_megatron.doctor.machine import Wanted, check_machine
 from ctpo_megatron.doctor.packages import check_packages, version_of
 from ctpo_megatron.doctor.sandbox import check_sandbox
-from ctpo_megatron.ray_environment import ADDRESS, AUTH_MODE, TOKEN_FILE
 
 
 def diagnose(wanted: Wanted) -> list[Finding]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import (
     Config,
     ConfigError,
@@ -33,7 +34,6 @@ from ctpo_megatron.environments.tokenizer import (
     read_tokenizer,
     use_chat_template,
 )
-from ctpo_megatron.extensions import activate
 from ctpo_megatron.models import ModelSpec
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.extensions import ExtensionError, activate
 from ctpo_megatron.config import Config, check_protocol, tokenizer_problems
 from ctpo_megatron.doctor.findings import Finding
 from ctpo_megatron.environments.factory import make_parser, offered_schemas, system_prompt, tool_schemas
@@ -19,7 +20,6 @@ from ctpo_megatron.environments.tokenizer import (
     use_chat_template,
 )
 from ctpo_megatron.environments.toolbox import example_call
-from ctpo_megatron.extensions import ExtensionError, activate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

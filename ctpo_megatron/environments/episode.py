@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ctpo_megatron.data.records import FinishReason, Prompt, Trajectory
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import FinishReason, Trajectory
 from ctpo_megatron.environments.parsers.thinking import left_open
 from ctpo_megatron.environments.protocol import Environment, Message, ToolUnavailable
 from ctpo_megatron.environments.seeds import turn_seed

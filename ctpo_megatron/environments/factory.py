@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from ctpo_megatron.base.extensions import ExtensionError, load
 from ctpo_megatron.config import Extension, RolloutConfig, SystemPrompt, engine_count, system_prompt_text
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
@@ -15,7 +16,6 @@ from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Environment, Schema, Tool, ToolParser
 from ctpo_megatron.environments.toolbox import Toolbox
 from ctpo_megatron.environments.tools.python import PythonTool
-from ctpo_megatron.extensions import ExtensionError, load
 
 TOOLS: dict[str, Any] = {"python": PythonTool}
 PARSERS: dict[str, Any] = {"hermes": HermesParser, "fenced": FencedParser}

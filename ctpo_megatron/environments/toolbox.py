@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from ctpo_megatron.data.records import ToolCall
+from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.data.trajectory import ToolCall
 from ctpo_megatron.environments.arguments import check_arguments
 from ctpo_megatron.environments.protocol import (
     Message,
@@ -18,7 +19,6 @@ from ctpo_megatron.environments.protocol import (
     ToolParser,
     ToolUnavailable,
 )
-from ctpo_megatron.extensions import ExtensionError
 
 _STATUSES = ("success", "timeout", "runtime_error")
 

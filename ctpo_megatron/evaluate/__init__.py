@@ -1,17 +1,16 @@
-"""Evaluation on held-out prompts: in training with the weights that the engines hold, or alone (`ctpo eval`)."""
+"""`ctpo eval`: held-out prompts answered and scored without a trainer."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.evaluate.evaluation import Evaluation
 from ctpo_megatron.evaluate.target import Target, find_target, read_config
 
 if TYPE_CHECKING:
     from ctpo_megatron.evaluate.command import Outcome, evaluate
 
-__all__ = ["Evaluation", "Outcome", "Target", "evaluate", "find_target", "read_config"]
+__all__ = ["Outcome", "Target", "evaluate", "find_target", "read_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctpo_megatron.config import Config, Extension
-from ctpo_megatron.data.records import Group, Prompt, Trajectory
-from ctpo_megatron.evaluate.samples import Sample
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.engines import EnginePool, Sampling, open_engines
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.rewards import REFERENCE, PendingScores, RewardPool
-from ctpo_megatron.rollout import RolloutFleet, Sampling
-from ctpo_megatron.sampling import open_engines
+from ctpo_megatron.rollouts import Sample
 from ctpo_megatron.tracking import Display
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def answer(
     logs: Path,
     display: Display,
 ) -> None:
-    """Play the samples that the store lacks. Raises what `RolloutFleet.generate` and `RewardPool.score` raise."""
+    """Play the samples that the store lacks. Raises what `EnginePool.generate` and `RewardPool.score` raise."""
     samples = config.eval.samples
     lacking = [prompt for prompt in prompts if not store.complete(prompt.id, samples)]
     total = sum(samples - sum(index < samples for index in store.played.get(prompt.id, ())) for prompt in lacking)
@@ -93,7 +94,7 @@ def answer(
 
     display.stage("start")
     with ExitStack() as stack:
-        fleet: RolloutFleet = stack.enter_context(open_engines(config, logs, placement=None))
+        fleet: EnginePool = stack.enter_context(open_engines(config, logs, placement=None))
         pool = stack.enter_context(RewardPool(config.reward, config.extensions.path))
         fleet.wait_ready()
         display.stage("evaluation")
@@ -102,7 +103,7 @@ def answer(
             display.note(f"[evaluation] prompt {prompt.prompt_id} was given up: {prompt.cause}")
 
 
-def play(config: Config, prompts: Sequence[Prompt], store: SampleStore, fleet: RolloutFleet, answers: Answers) -> None:
+def play(config: Config, prompts: Sequence[Prompt], store: SampleStore, fleet: EnginePool, answers: Answers) -> None:
     """Sample with engines that are up, as `eval` of the configuration says, and score and keep what they answer."""
 
     def look() -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron import __version__
 from ctpo_megatron.config import Config, Extension
-from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.answering import answer, reference_scores
 from ctpo_megatron.evaluate.page import write_evaluation_page
 from ctpo_megatron.evaluate.results import REFERENCE_SCORER, Scorer, results, write_results

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.results import Scorer, said
-from ctpo_megatron.evaluate.samples import Sample
+from ctpo_megatron.rollouts import Sample
 from ctpo_megatron.tracking import LIGHT, drawn, write_page
 
 if TYPE_CHECKING:

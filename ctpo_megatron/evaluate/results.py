@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ctpo_megatron.evaluate.estimates import LEVEL, RESAMPLES, bootstrap
-from ctpo_megatron.evaluate.samples import Sample, accuracies, by_problem, by_source, conduct
-from ctpo_megatron.files import write_json
+from ctpo_megatron.base.files import write_json
 from ctpo_megatron.rewards import canonical, last_boxed, reference_answer
+from ctpo_megatron.rollouts import LEVEL, RESAMPLES, Sample, accuracies, bootstrap, by_problem, by_source, conduct
 
 RESULTS_FILE = "results.json"
 REFERENCE_SCORER = "reference"

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.files import DamagedFileError, write_json
 from ctpo_megatron.config import ConfigError, Problem
-from ctpo_megatron.evaluate.samples import Sample
-from ctpo_megatron.files import DamagedFileError, write_json
+from ctpo_megatron.rollouts import Sample
 
 SETTINGS_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
 _ADVICE = "give another --output, or delete this one, to begin anew"

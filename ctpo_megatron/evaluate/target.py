@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.config import (
     ClusterConfig,
     Config,
@@ -24,8 +25,7 @@ from ctpo_megatron.config import (
     load_with_sources,
     run_chat_template,
 )
-from ctpo_megatron.data.records import Prompt
-from ctpo_megatron.ray_environment import ADDRESS
+from ctpo_megatron.data.prompt import Prompt
 
 _COPIES = "extensions"
 """Folder of a run directory with the source files of users' parts (`run.extensions`)."""

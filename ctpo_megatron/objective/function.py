@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ctpo_megatron.base.extensions import ExtensionError, load
 from ctpo_megatron.config import Extension, PolicyObjective
-from ctpo_megatron.extensions import ExtensionError, load
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
 from ctpo_megatron.objective.policy_loss import PolicyLossOutput
 from ctpo_megatron.objective.ratios import token_log_ratio

@@ -29,10 +29,10 @@ from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import configured_loss, policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.parallel import Layout, destroy_distributed, gather_objects, init_distributed
-from ctpo_megatron.policy.policy import Policy
 from ctpo_megatron.policy.rank_zero import RankLost, RankZero, RankZeroError
 from ctpo_megatron.policy.reports import Diagnostics, Update, summarize_updates
 from ctpo_megatron.policy.start import BatchStart
+from ctpo_megatron.policy.trainer import Trainer
 
 __all__ = [
     "BatchStart",
@@ -40,10 +40,10 @@ __all__ = [
     "Diagnostics",
     "Layout",
     "MiniBatch",
-    "Policy",
     "RankLost",
     "RankZero",
     "RankZeroError",
+    "Trainer",
     "Update",
     "apply_correction",
     "capabilities",

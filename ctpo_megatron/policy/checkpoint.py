@@ -28,6 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 # Torch derives it from BaseException.
 from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
 
+from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.policy import checkpoint_files as files
 from ctpo_megatron.policy import random_state
@@ -35,7 +36,6 @@ from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
 from ctpo_megatron.policy.checkpoint_fit import check_fit, check_settings, model_settings
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
-from ctpo_megatron.signals import children_spared
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ctpo_megatron.files import sync
+from ctpo_megatron.base.files import sync
 
 log = logging.getLogger(__name__)
 

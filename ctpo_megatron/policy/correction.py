@@ -26,7 +26,7 @@ def apply_correction(
 ) -> dict[str, float]:
     """Give the mini-batches weights and take rejected tokens out of their loss; metrics, on rank zero only.
 
-    `Policy.compute_old_log_probs` comes first: the log-probs of the start of the batch decide. Denominators count what
+    `Trainer.compute_old_log_probs` comes first: the log-probs of the start of the batch decide. Denominators count what
     is left: a rejected token is in no mean, and a sequence that lost all its tokens counts as every masked one does
     (`count_masked_sequences`). equal_weights: the batch was sampled by the weights it starts from, so that
     `mismatch/*` is no difference of policies. Collective.

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
+from ctpo_megatron.base.files import sync
+from ctpo_megatron.base.tensor_file import TensorFile
 from ctpo_megatron.config import ConfigError, Problem, is_replaceable
-from ctpo_megatron.files import sync
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, discard
 from ctpo_megatron.policy.parallel import Layout
-from ctpo_megatron.weights.tensor_file import TensorFile
 
 _CONFIG = "config.json"
 _MODE = 0o666  # less the umask

@@ -56,7 +56,7 @@ class Clock:
 
 
 def diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Anchor) -> Diagnostics:
-    """`Policy.token_diagnostics` of one micro-batch."""
+    """`Trainer.token_diagnostics` of one micro-batch."""
     reference = micro.rollout_log_probs if anchor == "behaviour" else old_log_probs_of(micro)
     if micro.log_probs is None:
         raise ValueError("token diagnostics are those of an update, which comes first")

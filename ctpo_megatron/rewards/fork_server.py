@@ -8,9 +8,9 @@ from multiprocessing.context import BaseContext
 
 from pebble import CONSTS
 
-from ctpo_megatron.signals import children_spared
+from ctpo_megatron.base.signals import children_spared
 
-_ALWAYS = ["__main__", "ctpo_megatron.rewards.pool", "ctpo_megatron.data.records"]
+_ALWAYS = ["__main__", "ctpo_megatron.rewards.pool", "ctpo_megatron.data.batch"]
 
 
 def fork_server(*, math: bool) -> BaseContext:

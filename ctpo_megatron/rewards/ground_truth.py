@@ -17,7 +17,7 @@ from ctpo_megatron.rewards.math import parse_expression, score_math
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import RewardConfig
-    from ctpo_megatron.data.records import Prompt
+    from ctpo_megatron.data.prompt import Prompt
 
 _PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 _NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?!\w)")

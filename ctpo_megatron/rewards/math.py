@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from ctpo_megatron.rewards.protocol import Reward
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.records import Prompt, Trajectory
+    from ctpo_megatron.data.prompt import Prompt
+    from ctpo_megatron.data.trajectory import Trajectory
 
 _BOX = "\\boxed{"
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from ctpo_megatron.extensions import ExtensionError
+from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import RESERVED, Reward
@@ -27,7 +27,8 @@ from ctpo_megatron.rewards.worker import Failure, Outcome, Pair, Routes
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
-    from ctpo_megatron.data.records import Group, Trajectory
+    from ctpo_megatron.data.batch import Group
+    from ctpo_megatron.data.trajectory import Trajectory
 
 _START_TIMEOUT_S = 120.0
 # Several trajectories that one worker awaits are given up one by one; the process is killed only if it does not.

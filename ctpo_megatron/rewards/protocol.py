@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ctpo_megatron.extensions import call_problem
+from ctpo_megatron.base.extensions import call_problem
 from ctpo_megatron.rewards.overlong import OVERLONG
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.records import Prompt, Trajectory
+    from ctpo_megatron.data.prompt import Prompt
+    from ctpo_megatron.data.trajectory import Trajectory
 
 WORDS: Mapping[str, str] = {"math_verify": "ctpo_megatron.rewards.math:MathVerify"}
 """Our own reward functions by the word that names them in a configuration."""

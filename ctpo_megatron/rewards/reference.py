@@ -16,7 +16,8 @@ from ctpo_megatron.rewards.math import last_boxed
 from ctpo_megatron.rewards.protocol import Reward
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.records import Prompt, Trajectory
+    from ctpo_megatron.data.prompt import Prompt
+    from ctpo_megatron.data.trajectory import Trajectory
 
 REFERENCE = "ctpo_megatron.rewards.reference:ReferenceMath"
 """Import path of the reward function, for `reward.function`."""

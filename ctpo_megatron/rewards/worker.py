@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.extensions import activate, load
+from ctpo_megatron.base.extensions import activate, load
+from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.rewards.protocol import WORDS, Reward
-from ctpo_megatron.signals import ENDING
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.records import Prompt, Trajectory
+    from ctpo_megatron.data.prompt import Prompt
+    from ctpo_megatron.data.trajectory import Trajectory
 
 Pair = tuple["Trajectory", "Prompt"]
 Routes = Mapping[str | None, tuple[str, Mapping[str, Any]]]

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 
 from ctpo_megatron.config import Config
-from ctpo_megatron.data import RolloutBatch
-from ctpo_megatron.policy import Layout, Policy, capabilities
-from ctpo_megatron.rollout import RolloutFleet
-from ctpo_megatron.run.priority import give_way_to_engines
+from ctpo_megatron.data import Batch
+from ctpo_megatron.engines import EnginePool
+from ctpo_megatron.engines.cpu.priority import give_way_to_engines
+from ctpo_megatron.engines.weights import WeightTransport
+from ctpo_megatron.policy import Layout, Trainer, capabilities
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.run.transports import make_transport
-from ctpo_megatron.weights import WeightTransport
 
 
 class Bridge:
@@ -41,14 +41,14 @@ class Bridge:
         self._evaluating = False
         self.give_way(level=2)
 
-    def next_batch(self, step: int, policy: Policy) -> RolloutBatch | None:
+    def next_batch(self, step: int, policy: Trainer) -> Batch | None:
         """The batch of a step, without groups and metrics on ranks other than zero; None when the run is to end."""
-        batch: RolloutBatch | None = None
+        batch: Batch | None = None
 
-        def sample() -> RolloutBatch | None:
+        def sample() -> Batch | None:
             nonlocal batch
             batch = self._rank_zero.rollouts.next_batch(step)
-            return None if batch is None else RolloutBatch([], weight_versions=batch.weight_versions)
+            return None if batch is None else Batch([], weight_versions=batch.weight_versions)
 
         self._wake(policy)
         if self._yields:  # now that the thread of the rollouts has begun, which would do the same
@@ -61,7 +61,7 @@ class Bridge:
             self.give_way(level=2)  # these weights are used up: the next ones come before the next sampling
         return batch if self._layout.is_rank_zero else outline
 
-    def publish(self, policy: Policy, version: int) -> None:
+    def publish(self, policy: Trainer, version: int) -> None:
         """Send the current weights to every engine as `version`, then free the trainer's device memory for them."""
         transport = self._transport or self._start()
         with self._report.phase("publish"), self._updating(version):
@@ -103,7 +103,7 @@ class Bridge:
         if self._transport is not None:
             self._transport.close()
 
-    def evaluate(self, step: int, policy: Policy, *, awaited: bool) -> None:
+    def evaluate(self, step: int, policy: Trainer, *, awaited: bool) -> None:
         """Answer the held-out prompts with the weights at hand, for the line of `step`.
 
         Where engines sample ahead the trainer goes on meanwhile, unless the result is `awaited`: `end_evaluation` comes
@@ -136,7 +136,8 @@ class Bridge:
 
     def lacks_evaluation(self) -> bool:
         """Whether the latest step was logged without an evaluation."""
-        return self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.lacks(self._report.latest))
+        lacks: bool = self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.lacks(self._report.latest))
+        return lacks
 
     def give_way(self, level: int = 1) -> None:
         """Before the trainer uses shared GPUs: the engines sleep. Level 1 keeps their weights, 2 does not."""
@@ -144,7 +145,7 @@ class Bridge:
             self._layout.on_rank_zero(lambda: self._fleet.sleep(level))
             self._awake = False
 
-    def _wake(self, policy: Policy) -> None:
+    def _wake(self, policy: Trainer) -> None:
         """Before engines sample on shared GPUs: every rank leaves them, then the engines wake."""
         if self._shared and not self._awake:
             policy.release()
@@ -158,6 +159,6 @@ class Bridge:
         return self._services
 
     @property
-    def _fleet(self) -> RolloutFleet:
+    def _fleet(self) -> EnginePool:
         assert self._rank_zero.fleet is not None  # a recording shares no GPUs
         return self._rank_zero.fleet

@@ -34,8 +34,8 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
     if report.not_checked:
         report.train_rows = _count(config)
         return report
+    from ctpo_megatron.environments.prompts import chat_tokenizer, held_out_prompts, training_prompts
     from ctpo_megatron.environments.tokenizer import TokenizerError
-    from ctpo_megatron.prompts import chat_tokenizer, held_out_prompts, training_prompts
 
     try:
         tokenizer = chat_tokenizer(config)

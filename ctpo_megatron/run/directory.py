@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ctpo_megatron import __version__
-from ctpo_megatron.files import DamagedFileError, read_mapping, read_note, write_json, write_text
-from ctpo_megatron.redact import redacted
+from ctpo_megatron.base.files import DamagedFileError, read_mapping, read_note, write_json, write_text
+from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.run.environment import describe_environment
 from ctpo_megatron.run.extensions import COPIES, changed_code, describe, loaded_files, record_extensions
 from ctpo_megatron.run.owner import OWNER_FILE, claim

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ctpo_megatron.base.extensions import load
 from ctpo_megatron.config import Config, Extension
-from ctpo_megatron.extensions import load
 
 Check = Callable[[Extension, Config], str]
 """Why this part cannot be used, or "". Imports what it needs; makes nothing."""
@@ -49,7 +49,7 @@ def _family(part: Extension, config: Config) -> str:
 
 
 def _filter(part: Extension, _config: Config) -> str:
-    from ctpo_megatron.rollout import filter_problem
+    from ctpo_megatron.rollouts import filter_problem
 
     return filter_problem(part)
 

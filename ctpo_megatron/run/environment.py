@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ctpo_megatron import __version__
-from ctpo_megatron.redact import redacted
+from ctpo_megatron.base.redact import redacted
 
 _GIT_TIMEOUT_S = 10.0
 _PACKAGES = (

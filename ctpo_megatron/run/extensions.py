@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.extensions import ExtensionError, activate, load
+from ctpo_megatron.base.files import read_note, write_json
 from ctpo_megatron.config import Config, ConfigError, Extension, Problem, Sources, named_extensions, place
-from ctpo_megatron.extensions import ExtensionError, activate, load
-from ctpo_megatron.files import read_note, write_json
 from ctpo_megatron.run.doors import check_of
 
 log = logging.getLogger(__name__)

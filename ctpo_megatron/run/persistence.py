@@ -14,7 +14,7 @@ from ctpo_megatron.config import Config, SftConfig
 from ctpo_megatron.policy import (
     CheckpointError,
     Layout,
-    Policy,
+    Trainer,
     discard_checkpoints,
     latest_checkpoint,
     read_checkpoint_marker,
@@ -77,7 +77,7 @@ class Persistence:
             )
         return sft
 
-    def restore_sft(self, policy: Policy, total_steps: int, checkpoint: Path | None, order: Mapping[str, Any]) -> int:
+    def restore_sft(self, policy: Trainer, total_steps: int, checkpoint: Path | None, order: Mapping[str, Any]) -> int:
         """Put policy and `sft.jsonl` where `checkpoint` was saved, or at the beginning; returns the SFT steps done.
 
         order: what that of the batches follows from (`data.batch_order`). Raises CheckpointError if it was another.
@@ -98,12 +98,12 @@ class Persistence:
         if checkpoint is not None:
             self._report.note(f"continuing after SFT step {done}, from {checkpoint}")
 
-    def save_sft(self, policy: Policy, step: int, order: Mapping[str, Any]) -> None:
+    def save_sft(self, policy: Trainer, step: int, order: Mapping[str, Any]) -> None:
         """Checkpoint the policy after so many SFT steps over batches in this order."""
         settings = self._config.checkpoint.model_copy(update={"keep_best": 0})
         policy.save(self._directory / _SFT, step, {"step": step, "order": dict(order)}, settings)
 
-    def restore(self, policy: Policy, run: RunState, checkpoint: Path | None) -> None:
+    def restore(self, policy: Trainer, run: RunState, checkpoint: Path | None) -> None:
         """Put policy, rollouts and `run` where `checkpoint` was saved; without one the run starts from its beginning.
 
         What lies beyond is set aside: checkpoints, dumps and lines of metrics get names that nothing reads. Raises
@@ -125,7 +125,7 @@ class Persistence:
         run.done, run.version = state["step"], state["weights_version"]
         run.resumed = True
 
-    def save(self, policy: Policy, run: RunState) -> None:
+    def save(self, policy: Trainer, run: RunState) -> None:
         """Checkpoint the policy and the state of the run after the steps done."""
         with self._report.phase("checkpoint"):
             settings, state = self._config.checkpoint, self._state(run)
@@ -137,7 +137,7 @@ class Persistence:
         self._saved = run.done
         self._report.log(run.done, {})
 
-    def ensure_saved(self, policy: Policy, run: RunState) -> None:
+    def ensure_saved(self, policy: Trainer, run: RunState) -> None:
         """Make sure that a complete checkpoint of the steps done exists."""
         self._report.timer.metrics()  # of a step that was cut short, they belong to no line
         policy.finish_save()

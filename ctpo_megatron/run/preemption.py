@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Self
 
+from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.config import Config
 from ctpo_megatron.policy import gather_objects
 from ctpo_megatron.run.scheduler import job_end, warn_of_short_grace
-from ctpo_megatron.signals import heeded
 
 EXIT_STATUS = 128 + signal.SIGTERM
 _STDERR = 2

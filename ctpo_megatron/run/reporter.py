@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ctpo_megatron.config import Config, engine_count
-from ctpo_megatron.data import Group, RolloutBatch
+from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.policy import Layout, peak_flops
 from ctpo_megatron.run.progress import Progress
 from ctpo_megatron.run.watchdog import Watchdog
@@ -87,7 +87,7 @@ class Reporter:
     def log_step(
         self,
         step: int,
-        batch: RolloutBatch,
+        batch: Batch,
         metrics: Mapping[str, float],
         diagnostics: Mapping[int, Mapping[str, Any]],
     ) -> None:
@@ -171,7 +171,7 @@ class RankZeroReporter(Reporter):
     def log_step(
         self,
         step: int,
-        batch: RolloutBatch,
+        batch: Batch,
         metrics: Mapping[str, float],
         diagnostics: Mapping[int, Mapping[str, Any]],
     ) -> None:
@@ -254,7 +254,7 @@ class RankZeroReporter(Reporter):
 
 
 def _dumped(
-    batch: RolloutBatch, diagnostics: Mapping[int, Mapping[str, Any]], most: int | None
+    batch: Batch, diagnostics: Mapping[int, Mapping[str, Any]], most: int | None
 ) -> tuple[list[Group], dict[int, Mapping[str, Any]]]:
     """Sampled groups, and what is known of their trajectories by place among them; of dropped ones `dropped`.
 

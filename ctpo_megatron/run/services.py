@@ -9,15 +9,13 @@ from pathlib import Path
 
 from ctpo_megatron.config import Config, Job, Placement, node_ranks, world_size
 from ctpo_megatron.data import PromptSampler
+from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
+from ctpo_megatron.environments.prompts import held_out_prompts, training_prompts, usable
 from ctpo_megatron.environments.tokenizer import training_tokenizer
-from ctpo_megatron.evaluate import Evaluation
 from ctpo_megatron.policy import capabilities
-from ctpo_megatron.prompts import held_out_prompts, training_prompts, usable
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollout import AsyncRollouts, Collector, Replay, RolloutFleet, RolloutSource, SampledRollouts
+from ctpo_megatron.rollouts import AsyncRollouts, Collector, Evaluation, Replay, RolloutSource, SampledRollouts, Scoring
 from ctpo_megatron.run.reporter import Reporter
-from ctpo_megatron.run.scoring import Scoring
-from ctpo_megatron.sampling import check_tokenizer, open_engines
 from ctpo_megatron.tracking import recorded_trajectories, trajectory_files
 
 
@@ -27,7 +25,7 @@ class Services:
 
     rollouts: RolloutSource
     evaluation: Evaluation
-    fleet: RolloutFleet | None = None
+    fleet: EnginePool | None = None
     """The engines; None for a recording."""
 
 
@@ -69,9 +67,7 @@ def start_services(
         collector = Collector(engines, Scoring(scorers), cancelled)
         reporting = (report.dump_evaluation, report.phase, report.note)
         evaluation = Evaluation(config.eval, collector, held_out, *reporting, cancelled)
-        yield Services(
-            rollouts, stack.enter_context(evaluation), engines if isinstance(engines, RolloutFleet) else None
-        )
+        yield Services(rollouts, stack.enter_context(evaluation), engines if isinstance(engines, EnginePool) else None)
 
 
 def _overlong_penalty(config: Config) -> OverlongPenalty | None:
@@ -80,7 +76,7 @@ def _overlong_penalty(config: Config) -> OverlongPenalty | None:
     return OverlongPenalty(settings.buffer, settings.penalty, config.rollout.max_response_tokens)
 
 
-def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callable[[], None]) -> RolloutFleet | Replay:
+def _engines(config: Config, directory: Path, stack: ExitStack, finished: Callable[[], None]) -> EnginePool | Replay:
     if config.rollout.replay is None:
         placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
         return stack.enter_context(open_engines(config, directory / "logs", placement=placement, finished=finished))

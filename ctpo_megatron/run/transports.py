@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from ctpo_megatron.config import Config
+from ctpo_megatron.engines.weights import FileTransport, WeightTransport
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run.services import Services
-from ctpo_megatron.weights import FileTransport, WeightTransport
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ def make_transport(layout: Layout, services: Services | None, config: Config) ->
     if kind == "file":
         return FileTransport(None if services is None else services.rollouts)
     if kind == "tcp":
-        from ctpo_megatron.weights.tcp_transport import TcpTransport
+        from ctpo_megatron.engines.weights.tcp_transport import TcpTransport
 
         return TcpTransport(layout, fleet, bucket_bytes=bucket_bytes, timeout_s=timeout_s, address=address)
-    from ctpo_megatron.rollout import WeightClient
-    from ctpo_megatron.weights.vllm_trainer import VllmTransport
+    from ctpo_megatron.engines import WeightClient
+    from ctpo_megatron.engines.weights.vllm import VllmTransport
 
     client = None if fleet is None else WeightClient(fleet, config.rollout.engine.tensor_parallel_size, timeout_s)
     return VllmTransport(

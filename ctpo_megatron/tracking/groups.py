@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.records import Group
+    from ctpo_megatron.data.batch import Group
 
 
 class ScoreReport(Protocol):

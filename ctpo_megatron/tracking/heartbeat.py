@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ctpo_megatron.files import read_note, write_json
+from ctpo_megatron.base.files import read_note, write_json
 
 HEARTBEAT_FILE = "heartbeat.json"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ctpo_megatron.files import DamagedFileError, naming, write_text
+from ctpo_megatron.base.files import DamagedFileError, naming, write_text
 from ctpo_megatron.tracking.old_names import OLD_FILES, with_current_metrics
 from ctpo_megatron.tracking.trackers import Trackers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.files import write_text
+from ctpo_megatron.base.files import write_text
 
 _TEMPLATES = Path(__file__).parent / "templates"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ctpo_megatron.files import DamagedFileError
+from ctpo_megatron.base.files import DamagedFileError
 
 Record = dict[str, Any]
 

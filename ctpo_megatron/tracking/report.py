@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ctpo_megatron.redact import redacted
+from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.tracking.display_view import duration
 from ctpo_megatron.tracking.figures import write_figures
 from ctpo_megatron.tracking.learning import Check, learning_checks

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.files import read_mapping, read_note
+from ctpo_megatron.base.files import read_mapping, read_note
 from ctpo_megatron.tracking.metrics import SFT_FILE, read_metrics
 from ctpo_megatron.tracking.occupancy import engine_occupancy
 from ctpo_megatron.tracking.timing import Seconds, read_stages

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ctpo_megatron.files import read_note, write_json
+from ctpo_megatron.base.files import read_note, write_json
 from ctpo_megatron.tracking.old_names import OLD_STAGES
 
 STAGES_FILE = "stages.json"

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ctpo_megatron.files import DamagedFileError, aside
+from ctpo_megatron.base.files import DamagedFileError, aside
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.records import Group, Trajectory
+    from ctpo_megatron.data.batch import Group
+    from ctpo_megatron.data.trajectory import Trajectory
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens kept (`lambda ids: tokenizer.decode(ids, skip_special_tokens=False)`)."""
@@ -63,7 +64,7 @@ def write_trajectories(
 def read_trajectories(path: Path) -> list[Record]:
     """The records of one dump; `trajectory_of` turns one into a Trajectory. Raises DamagedFileError."""
     # Imported here: the report reads dumps on machines that have no training stack.
-    from ctpo_megatron.data.records import with_current_names
+    from ctpo_megatron.data.trajectory import with_current_names
 
     if path.suffix == ".parquet":
         from ctpo_megatron.tracking.parquet_dump import read_table
@@ -81,7 +82,7 @@ def read_trajectories(path: Path) -> list[Record]:
 
 def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
     """The Trajectory in a record of a dump."""
-    from ctpo_megatron.data.records import Trajectory
+    from ctpo_megatron.data.trajectory import Trajectory
 
     names = {field.name for field in dataclasses.fields(Trajectory)}
     return Trajectory.from_json({name: value for name, value in record.items() if name in names})

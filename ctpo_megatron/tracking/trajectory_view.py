@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.files import DamagedFileError
+from ctpo_megatron.base.files import DamagedFileError
 from ctpo_megatron.tracking.trajectories import EVALUATION, TRAJECTORIES, read_trajectories, trajectory_files
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ctpo_megatron.config import tokenizer_problems
-from ctpo_megatron.policy import Layout, Policy
+from ctpo_megatron.policy import Layout, Trainer
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest difference of a logit that rounding explains, relative to the largest logit (policy.dtype)."""
@@ -32,12 +32,12 @@ class Finding:
     detail: str
 
 
-def check_exported(directory: Path, policy: Policy, layout: Layout, tolerance: float | None = None) -> list[Finding]:
+def check_exported(directory: Path, policy: Trainer, layout: Layout, tolerance: float | None = None) -> list[Finding]:
     """Tokenizer, chat template, generation settings, every tensor, and logits of fixed random sequences; collective.
 
     The directory is loaded by transformers in float32 on rank 0, where the findings are; other ranks get an empty list.
     tolerance: of a logit, relative to the largest one; None: `TOLERANCE` of the policy's precision. policy: as
-    `Policy.logits` needs it.
+    `Trainer.logits` needs it.
     """
     vocabulary = policy.spec.vocab_size
     draw = random.Random(0)
@@ -91,7 +91,7 @@ def _tokenizer(directory: Path) -> tuple[Any, str]:
     return tokenizer, "" if back == text else f"makes {back!r} of {text!r}"
 
 
-def _tensors(directory: Path, policy: Policy, layout: Layout) -> Finding:
+def _tensors(directory: Path, policy: Trainer, layout: Layout) -> Finding:
     """Every tensor bit for bit, one at a time."""
     where: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")) if layout.rank == 0 else ():

@@ -11,16 +11,16 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from ctpo_megatron.base.files import aside
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.files import aside
 from ctpo_megatron.objective import PolicyObjective, summarize
-from ctpo_megatron.policy import Layout, Policy, destroy_distributed, gather_objects, init_distributed, policy_gradient
+from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, gather_objects, init_distributed, policy_gradient
 from ctpo_megatron.verify.layouts import LAYOUTS
 
 
 def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str, Any]:
     """Log-probs, losses and gradients of one layout, the same on every rank."""
-    policy = Policy(config, layout, Path(work["model"]), temperature=work["temperature"], family=work["family"])
+    policy = Trainer(config, layout, Path(work["model"]), temperature=work["temperature"], family=work["family"])
     (mini_batch,) = policy.mini_batches(work["trajectories"], work["advantages"], size=len(work["trajectories"]))
     policy.compute_old_log_probs([mini_batch])
     keys = [(trajectory.prompt_id, trajectory.sample_index) for trajectory in work["trajectories"]]

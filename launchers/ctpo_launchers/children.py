@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from ctpo_megatron.signals import children_spared
+from ctpo_megatron.base.signals import children_spared
 
 _POLL_S = 0.1
 _KILL_S = 10.0

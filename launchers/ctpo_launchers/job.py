@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 
 from ctpo_launchers import network, slurm
-from ctpo_megatron.addresses import address_toward
+from ctpo_megatron.base.addresses import address_toward
 
 FIRST_PORT = 29400
 _LAST_PORT = 65533

@@ -20,9 +20,9 @@ from ctpo_launchers.job import NodeJob
 from ctpo_launchers.needs import Needs
 from ctpo_launchers.roll_call import Connection, NotReady, RollCall, report
 from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
+from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
+from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.config import Config
-from ctpo_megatron.ray_environment import ADDRESS, ray_with_token
-from ctpo_megatron.signals import heeded
 
 log = logging.getLogger(__name__)
 

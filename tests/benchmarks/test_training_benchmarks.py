@@ -17,7 +17,7 @@ from benchmarks.measured import Moment, Observed, between, part_of, quiet
 from benchmarks.slow_tool import LONGEST_S, SHORTEST_S, latency_s
 from benchmarks.trl_sizes import QUICKSTART, SIZES, Way, our_settings, trl_options
 from ctpo_megatron.config import load_config
-from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.prompt import Prompt
 from tests.support import children
 from tests.support.prefork import ROOT
 

@@ -77,11 +77,11 @@ class _Served:
 
     def refusal(self, model: str, root: str, sandbox_url: str | None = "unused", **rollout: Any) -> str:
         """Why a fleet of this configuration does not start."""
-        from ctpo_megatron.rollout import FleetError, RolloutFleet
-        from tests.rollout.fleet_helpers import make_config
+        from ctpo_megatron.engines import EnginePool, FleetError
+        from tests.engines.pool_helpers import make_config
 
         config = make_config(Path(model), Path(root), **rollout)
-        with RolloutFleet(config, model, 0, sandbox_url, cluster=config.cluster) as fleet:
+        with EnginePool(config, model, 0, sandbox_url, cluster=config.cluster) as fleet:
             try:
                 fleet.start()
                 fleet.wait_ready()
@@ -91,7 +91,7 @@ class _Served:
 
     def start(self, root: str, **options: Any) -> float:
         """Start the fleet of a tiny model; returns the seconds until it serves."""
-        from tests.rollout.fleet_helpers import Stage
+        from tests.engines.pool_helpers import Stage
 
         started = time.monotonic()
         self.stage = Stage(Path(root), **options)
@@ -110,7 +110,7 @@ class _Served:
 
     def generate(self, prompts: int, step: int) -> dict[str, Any]:
         """Play groups; what became of them, and how far their log-probs are from the model's."""
-        from tests.rollout.fleet_helpers import largest_log_prob_error, trajectories, versions
+        from tests.engines.pool_helpers import largest_log_prob_error, trajectories, versions
 
         started = time.monotonic()
         groups = self.stage.generate(self.stage.prompts(prompts), step=step)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from ctpo_megatron.ray_environment import ADDRESS, ray_with_token
+from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
 from tests.support.deadlines import scaled
 
 ROOT = Path(__file__).resolve().parents[2]

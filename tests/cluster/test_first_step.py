@@ -26,11 +26,11 @@ LAYOUTS = {
 def main() -> int:
     """`ctpo train`; every rank leaves the old log-probs of its rows, token by token, by place in the step."""
     from ctpo_megatron import cli
-    from ctpo_megatron.policy import Policy
+    from ctpo_megatron.policy import Trainer
 
-    begin = Policy.begin
+    begin = Trainer.begin
 
-    def begun(policy: Policy, mini_batches: Sequence[Any], start: Any) -> dict[str, float]:
+    def begun(policy: Trainer, mini_batches: Sequence[Any], start: Any) -> dict[str, float]:
         policy.compute_old_log_probs(mini_batches)  # in `begin` those of the first update are not there yet
         found = {
             f"{number} {key}": micro.old_log_probs[place].tolist()
@@ -41,7 +41,7 @@ def main() -> int:
         Path(os.environ[FOLDER], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
         return begin(policy, mini_batches, start)
 
-    Policy.begin = begun  # type: ignore[method-assign]
+    Trainer.begin = begun  # type: ignore[method-assign]
     return cli.main(["train", *sys.argv[1:]])
 
 

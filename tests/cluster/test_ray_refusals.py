@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.driver import Driver, Refused
 from tests.cluster.nodes import TwoNodes, missing, two_nodes
-from tests.rollout.tiny_model import build_tiny_model
+from tests.engines.tiny_model import build_tiny_model
 from tests.support.deadlines import scaled
 
 pytestmark = [

@@ -163,7 +163,7 @@ def test_evaluation_prompts_are_never_left_out(own: Path, capsys: pytest.Capture
 
 def test_what_is_left_out_is_written_down(own: Path, caplog) -> None:
     from ctpo_megatron.config import load_config
-    from ctpo_megatron.prompts import chat_tokenizer, training_prompts, usable
+    from ctpo_megatron.environments.prompts import chat_tokenizer, training_prompts, usable
 
     write(own / "train.jsonl", row("a"), row("b", "#### 72"), row("7 " * 400), row("c", id="mine"))
     config = load_config(own / "own.yaml", ["data.overlong=drop", "data.unverifiable=drop"])

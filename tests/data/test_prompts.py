@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron.data import DataError, PromptRules, PromptSampler, load_prompts
-from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.prompt import Prompt
 
 
 def row(question: str = "What is 1+1?", **changes: Any) -> dict[str, Any]:

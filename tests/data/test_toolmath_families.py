@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from ctpo_megatron.config.task_schema import CorruptionConfig
-from ctpo_megatron.data.records import ToolCall
 from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, draw_problem, run
+from ctpo_megatron.data.trajectory import ToolCall
 from ctpo_megatron.environments.factory import PARSERS
 
 CLEAN = CorruptionConfig(guess=0, wrong_common=0, wrong_rare=0, no_print=0, no_box=0)

@@ -11,7 +11,7 @@ from ctpo_megatron import cli
 from ctpo_megatron.config import Job, load_with_sources
 from ctpo_megatron.doctor import Finding, Gpu, Wanted, diagnose_run
 from ctpo_megatron.doctor.sandbox import NODE
-from tests.rollout.tiny_model import CHATML, build_tiny_model, tiny_tokenizer
+from tests.engines.tiny_model import CHATML, build_tiny_model, tiny_tokenizer
 
 TOOLS = "{%- if tools %}{{ tools | tojson }}{%- endif %}" + CHATML
 CONFIG = """\

@@ -42,15 +42,15 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     """Point -> owner, function, and what to do just before the kill, which comes before the function."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from ctpo_megatron.policy import Policy, checkpoint_files
+    from ctpo_megatron.policy import Trainer, checkpoint_files
     from ctpo_megatron.rewards import RewardPool
-    from ctpo_megatron.rollout import Replay
+    from ctpo_megatron.rollouts import Replay
     from ctpo_megatron.tracking import MetricsWriter
 
     return {
         "sample": (Replay, "generate", None),
         "score": (RewardPool, "begin", None),
-        "update": (Policy, "update", None),
+        "update": (Trainer, "update", None),
         "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
         "publish": (checkpoint_files, "publish", None),
         "log": (MetricsWriter, "_append", half_a_line),

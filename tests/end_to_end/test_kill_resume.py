@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, Prompt, PromptRules, PromptSampler, Trajectory, load_prompts, prepare
-from ctpo_megatron.rollout.uniform import UniformGroups
+from ctpo_megatron.rollouts.groups import UniformGroups
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests.end_to_end import killed_train
@@ -205,7 +205,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
 
 
-@pytest.mark.slow  # of the source alone: tests/rollout/test_uniform_groups.py
+@pytest.mark.slow  # of the source alone: tests/rollouts/test_uniform_groups.py
 @pytest.mark.parametrize("mode", ["drop", "refill"])
 def test_a_killed_run_without_uniform_groups_goes_on_bit_for_bit(folder: Path, mode: str) -> None:
     """The schedule of the learning rate is not constant, and optimizer steps are missing."""

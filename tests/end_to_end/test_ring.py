@@ -127,7 +127,7 @@ def assert_same_course(run: Path, other: Path) -> None:
         assert ours == theirs
 
 
-@pytest.mark.slow  # where a resumed source goes on: tests/rollout/test_source.py; the rest without engines
+@pytest.mark.slow  # where a resumed source goes on: tests/rollouts/test_source.py; the rest without engines
 def test_a_resumed_run_samples_what_the_uninterrupted_one_did(ctpo: Ctpo, finished: Path) -> None:
     run = ctpo.directory / "runs" / "resumed"
     shutil.copytree(finished, run)
@@ -225,7 +225,7 @@ def test_two_ranks_run_the_same_driver(ctpo: Ctpo, finished: Path, layout: str) 
     assert theirs[1]["weights/version"] == ours[1]["weights/version"]
 
 
-@pytest.mark.slow  # of the fleet alone: tests/rollout/test_fleet.py
+@pytest.mark.slow  # of the fleet alone: tests/engines/test_pool.py
 def test_a_tool_that_never_answers_stops_the_run_with_a_reason(ctpo: Ctpo) -> None:
     done = ctpo.train(
         "run.name=deaf",

@@ -24,10 +24,10 @@ from rich.console import Console
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Prompt, Trajectory, prepare
+from ctpo_megatron.environments.prompts import held_out_prompts
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.evaluate import Outcome, answering, evaluate, find_target, read_config
-from ctpo_megatron.prompts import held_out_prompts
-from ctpo_megatron.rollout import Quarantined
+from ctpo_megatron.rollouts import Quarantined
 from ctpo_megatron.tracking import Display
 from tests.data.toolmath_small import small_config
 from tests.end_to_end.small_run import ROOT, Ctpo
@@ -189,8 +189,8 @@ def test_what_cannot_be_evaluated_is_said_before_anything_starts(task: Path, cap
 
 def test_nothing_of_an_evaluation_imports_megatron() -> None:
     code = (
-        "import sys, ctpo_megatron.cli.eval, ctpo_megatron.evaluate.command, ctpo_megatron.rollout.engine\n"
-        "from ctpo_megatron.rollout import RolloutFleet\n"
+        "import sys, ctpo_megatron.cli.eval, ctpo_megatron.evaluate.command, ctpo_megatron.engines.engine\n"
+        "from ctpo_megatron.engines import EnginePool\n"
         "assert not [name for name in sys.modules if name.partition('.')[0] == 'megatron']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=Ctpo(ROOT).environment, timeout=scaled(120))

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.page import write_evaluation_page
 from ctpo_megatron.evaluate.results import Scorer, results, said, write_results
-from ctpo_megatron.evaluate.samples import Sample, by_problem
+from ctpo_megatron.rollouts.samples import Sample, by_problem
 
 
 def sample(source: str, prompt: str, index: int, box: str | None, truth: str = "7") -> Sample:

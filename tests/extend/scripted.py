@@ -9,12 +9,13 @@ from pathlib import Path
 
 import yaml
 
+from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import Config, load_config
-from ctpo_megatron.data.records import Prompt, Trajectory
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments.episode import Episode, Limits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.protocol import Message
-from ctpo_megatron.extensions import activate
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_EXAMPLE = 25

@@ -15,7 +15,7 @@ from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config, ConfigError, OptimizerConfig, family_for, load_config, spec_for
 from ctpo_megatron.export import resolve
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.verify import batch, job, run
 from tests.support import ranks
 
@@ -64,7 +64,7 @@ def test_a_family_from_a_file_trains_and_exports(config: Config, tmp_path: Path)
     reference = SeedOssForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     layout = init_distributed(config.policy, seed=0)
     try:
-        policy = Policy(config.policy, layout, source, temperature=1.0, family=family_for(config))
+        policy = Trainer(config.policy, layout, source, temperature=1.0, family=family_for(config))
         policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=1)
         (mini_batch,) = policy.mini_batches(batch.trajectories(VOCAB), batch.advantages(), size=batch.SEQUENCES)
         policy.compute_old_log_probs([mini_batch])

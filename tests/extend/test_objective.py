@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 
+from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import ObjectiveConfig
-from ctpo_megatron.extensions import activate
 from ctpo_megatron.objective import (
     Denominators,
     ObjectiveInputs,

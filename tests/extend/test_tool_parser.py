@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.config import Config, Extension
 from ctpo_megatron.environments.factory import check_tool_parser
-from ctpo_megatron.extensions import ExtensionError
 from tests.extend.scripted import played, saved_example
 
 

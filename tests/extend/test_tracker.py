@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import load_config
-from ctpo_megatron.extensions import activate
 from ctpo_megatron.tracking import MetricsWriter, open_trackers, tracker_problem
 
 ROOT = Path(__file__).resolve().parents[2]

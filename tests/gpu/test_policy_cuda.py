@@ -10,7 +10,7 @@ import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
 from tests.policy import models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -21,7 +21,7 @@ def test_log_probs_and_one_update(family: str, tmp_path: Path) -> None:
     model = models.build(family, tmp_path)
     layout = init_distributed(PolicyConfig(), seed=0)
     try:
-        policy = Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+        policy = Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
         policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=1)
         (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
         policy.compute_old_log_probs([mini_batch])
@@ -46,7 +46,7 @@ def test_offloading_gives_memory_back_and_changes_no_loss(tmp_path: Path) -> Non
         losses, held, reserved = {}, {}, {}
         for offload in ("none", "all"):
             config = PolicyConfig(dtype="bfloat16", use_distributed_optimizer=True, offload=offload)
-            policy = Policy(config, layout, tmp_path, temperature=1.0)
+            policy = Trainer(config, layout, tmp_path, temperature=1.0)
             policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=4)
             losses[offload] = []
             for _ in range(3):

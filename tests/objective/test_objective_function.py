@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ctpo_megatron.base.extensions import ExtensionError, activate
 from ctpo_megatron.config import Extension
-from ctpo_megatron.extensions import ExtensionError, activate
 from ctpo_megatron.objective import (
     Denominators,
     ObjectiveInputs,

@@ -13,8 +13,8 @@ import pytest
 from ctpo_megatron import weights
 from ctpo_megatron.config.rollout_schema import EngineConfig
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.rollout import WeightClient
-from ctpo_megatron.rollout.tasks import Device, engine_arguments, engine_environment
+from ctpo_megatron.engines import WeightClient
+from ctpo_megatron.engines.tasks import Device, engine_arguments, engine_environment
 from tests.optional.signatures import Sources, parsed
 
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import Policy, destroy_distributed, gather_objects, init_distributed
-from ctpo_megatron.weights.shared_file import WeightSnapshot
+from ctpo_megatron.engines.weights.file import WeightSnapshot
+from ctpo_megatron.policy import Trainer, destroy_distributed, gather_objects, init_distributed
 from tests.policy.jobs import Results, Scenarios
 
 
@@ -36,7 +36,7 @@ def peak_of(action: Callable[[], Any]) -> int:
 def run(model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = PolicyConfig(timeout_minutes=2.0, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
-    policy = Policy(config, layout, model, temperature=1.0)
+    policy = Trainer(config, layout, model, temperature=1.0)
 
     def sync() -> None:
         if layout.rank == 0:

@@ -18,7 +18,7 @@ from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective, summarize
 from ctpo_megatron.policy import (
     MiniBatch,
-    Policy,
+    Trainer,
     apply_correction,
     destroy_distributed,
     init_distributed,
@@ -32,7 +32,7 @@ from tests.policy.jobs import Results, Scenarios
 def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Metrics, old log-probs, token diagnostics and the gradient by Hugging Face name, over all ranks."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, head=head, **settings.get("policy", {}))
-    policy = Policy(config, init_distributed(config, seed=0), model, temperature=0.9)
+    policy = Trainer(config, init_distributed(config, seed=0), model, temperature=0.9)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
     anchor = policy.compute_old_log_probs([mini_batch])
     log_probs = [micro.old_log_probs for micro in mini_batch.micro_batches]
@@ -57,7 +57,7 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def corrected(policy: Policy, mini_batch: MiniBatch, config: CorrectionConfig) -> dict[str, float]:
+def corrected(policy: Trainer, mini_batch: MiniBatch, config: CorrectionConfig) -> dict[str, float]:
     """As if a sampler that differs a little had sampled the mini-batch."""
     for micro in mini_batch.micro_batches:
         if micro.old_log_probs is not None:

@@ -15,7 +15,7 @@ from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, Split, layer_activations, stage_memory
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, destroy_distributed, gather_objects, init_distributed, policy_gradient
+from ctpo_megatron.policy import Trainer, destroy_distributed, gather_objects, init_distributed, policy_gradient
 from tests.policy import models
 from tests.policy.jobs import Results, Scenarios
 
@@ -24,7 +24,7 @@ def count(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def optimizer_bytes(policy: Policy) -> int:
+def optimizer_bytes(policy: Trainer) -> int:
     """Adam's moments, and the float32 copies where the model's own weights are not float32."""
     optimizers = getattr(policy._optimizer, "chained_optimizers", [policy._optimizer])
     found = 0
@@ -35,7 +35,7 @@ def optimizer_bytes(policy: Policy) -> int:
     return found
 
 
-def saved_bytes(policy: Policy, step: Any) -> int:
+def saved_bytes(policy: Trainer, step: Any) -> int:
     """Memory that autograd keeps for the backward pass of an optimizer step, without the weights."""
     weights = {p.untyped_storage().data_ptr() for chunk in policy._model.gpt for p in chunk.parameters()}
     kept: dict[int, int] = {}
@@ -54,7 +54,7 @@ def saved_bytes(policy: Policy, step: Any) -> int:
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=2048, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
-    policy = Policy(config, layout, model, temperature=1.0)
+    policy = Trainer(config, layout, model, temperature=1.0)
     policy.use_optimizer(OptimizerConfig(lr=1e-4), total_steps=2)
     batch = [copy.deepcopy(models.trajectories(1)[0]) for _ in range(8)]  # one length: attention pads nothing
     (step,) = policy.mini_batches(batch, models.advantages(8), size=8)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig
-from ctpo_megatron.extensions import activate
 from ctpo_megatron.policy import (
     Layout,
-    Policy,
+    Trainer,
     apply_correction,
     configured_loss,
     destroy_distributed,
@@ -22,7 +22,7 @@ from tests.policy import models
 def one_update(layout: Layout, model: Path, objective: ObjectiveConfig, head: str) -> dict[str, Any]:
     """Metrics, and the weights after a step that follows the gradient in size too (AdamW with epsilon 1)."""
     config = PolicyConfig(head=head, micro_batch_tokens=256)
-    policy = Policy(config, layout, model, temperature=1.0)
+    policy = Trainer(config, layout, model, temperature=1.0)
     policy.use_optimizer(OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0), total_steps=1)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
     policy.compute_old_log_probs([mini_batch])

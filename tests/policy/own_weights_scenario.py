@@ -13,11 +13,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed
-from ctpo_megatron.weights import EngineFacts, EngineWeights
-from ctpo_megatron.weights.checksum import Checksums
-from ctpo_megatron.weights.tcp import Share, fetched
-from ctpo_megatron.weights.tcp_transport import TcpTransport
+from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
+from ctpo_megatron.engines.weights.checksums import Checksums
+from ctpo_megatron.engines.weights.tcp import Share, fetched
+from ctpo_megatron.engines.weights.tcp_transport import TcpTransport
+from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed
 from tests.policy.jobs import Results, Scenarios
 
 
@@ -55,7 +55,7 @@ class Receiver:
 def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = PolicyConfig(timeout_minutes=2.0, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
-    policy = Policy(config, layout, model, temperature=1.0)
+    policy = Trainer(config, layout, model, temperature=1.0)
     receiver = Receiver()
     transport = TcpTransport(layout, receiver if layout.is_rank_zero else None, bucket_bytes=20_000, timeout_s=60)
     transport.init()

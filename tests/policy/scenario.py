@@ -17,7 +17,7 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
-    Policy,
+    Trainer,
     destroy_distributed,
     gather_objects,
     init_distributed,
@@ -31,7 +31,7 @@ MEASURED = ("time/", "memory/")
 """Metrics that are never the same twice."""
 
 
-def watch_routers(policy: Policy) -> list[float]:
+def watch_routers(policy: Trainer) -> list[float]:
     """Filled by every later pass: by how much (logits) the last chosen expert leads the next, least over its tokens."""
     margins: list[float] = []
 
@@ -52,7 +52,7 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Train for a few RL steps on recorded trajectories; every rank returns metrics and full weights."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
-    policy = Policy(config, layout, model, temperature=0.9)
+    policy = Trainer(config, layout, model, temperature=0.9)
     policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", betas=(0.9, 0.95)), total_steps=20)
     margins = watch_routers(policy)
     before = {name: tensor.clone() for name, tensor in policy.weights()}

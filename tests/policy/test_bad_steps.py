@@ -14,7 +14,7 @@ from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     Layout,
-    Policy,
+    Trainer,
     Update,
     destroy_distributed,
     init_distributed,
@@ -31,13 +31,13 @@ OVERFLOWING = [1e37] + [0.0] * 15
 NAN = [math.nan] * 16
 
 
-def start(layout: Layout, model: Path, settings: dict[str, Any]) -> Policy:
-    policy = Policy(PolicyConfig(**settings), layout, model, temperature=1.0)
+def start(layout: Layout, model: Path, settings: dict[str, Any]) -> Trainer:
+    policy = Trainer(PolicyConfig(**settings), layout, model, temperature=1.0)
     policy.use_optimizer(OptimizerConfig(lr=1e-3, warmup_steps=4), total_steps=4)
     return policy
 
 
-def update(policy: Policy, seed: int, advantages: list[float]) -> Update:
+def update(policy: Trainer, seed: int, advantages: list[float]) -> Update:
     (mini_batch,) = policy.mini_batches(models.trajectories(seed=seed), advantages, size=16)
     policy.compute_old_log_probs([mini_batch])
     return policy.update(mini_batch, LOSS)

@@ -15,7 +15,7 @@ from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     BatchStart,
     Layout,
-    Policy,
+    Trainer,
     apply_correction,
     configured_loss,
     destroy_distributed,
@@ -57,7 +57,7 @@ class Run:
     def __init__(self, model: Path, layout: Layout, objective: ObjectiveConfig, size: int, **config: Any) -> None:
         settings = PolicyConfig(micro_batch_tokens=256, **config)
         self.objective, self.layout, self.size = objective, layout, size
-        self.policy = Policy(settings, layout, model, temperature=1.0)
+        self.policy = Trainer(settings, layout, model, temperature=1.0)
         self.policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=2)
         self.mini_batches = self.policy.mini_batches(models.trajectories(), models.advantages(), size)
         self.passes = 0

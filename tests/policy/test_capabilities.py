@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
-from ctpo_megatron.policy import Policy, capabilities, destroy_distributed, device, init_distributed
+from ctpo_megatron.policy import Trainer, capabilities, destroy_distributed, device, init_distributed
 from ctpo_megatron.policy.model import resolve_layer_spec, transformer_config
 from tests.policy import models, scenario
 from tests.policy.jobs import run_job
@@ -119,7 +119,7 @@ def test_the_logged_adam_is_the_one_that_steps(tmp_path: Path) -> None:
     models.build("qwen3-tied", tmp_path)
     layout = init_distributed(PolicyConfig(), seed=0)
     try:
-        policy = Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+        policy = Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
         policy.use_optimizer(OptimizerConfig(), total_steps=1)
         (inner,) = [optimizer.optimizer for optimizer in policy._optimizer.chained_optimizers]
     finally:

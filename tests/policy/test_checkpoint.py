@@ -24,7 +24,14 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import CheckpointError, Layout, Policy, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import (
+    CheckpointError,
+    Layout,
+    Trainer,
+    destroy_distributed,
+    init_distributed,
+    policy_gradient,
+)
 from ctpo_megatron.policy.checkpoint import _inner_adamw
 from tests.end_to_end.small_run import Ctpo
 from tests.policy import models
@@ -54,23 +61,23 @@ def make(
     model: Path,
     optimizer: OptimizerConfig = LINEAR,
     **settings: object,
-) -> Policy:
-    policy = Policy(PolicyConfig(micro_batch_tokens=256, **settings), layout, model, temperature=0.9)
+) -> Trainer:
+    policy = Trainer(PolicyConfig(micro_batch_tokens=256, **settings), layout, model, temperature=0.9)
     policy.use_optimizer(optimizer, total_steps=20)
     return policy
 
 
-def step(policy: Policy, seed: int) -> float:
+def step(policy: Trainer, seed: int) -> float:
     (mini_batch,) = policy.mini_batches(models.trajectories(seed=seed), models.advantages(), size=16)
     policy.compute_old_log_probs([mini_batch])
     return policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal")).grad_norm
 
 
-def weights(policy: Policy) -> dict[str, torch.Tensor]:
+def weights(policy: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.weights()}
 
 
-def assert_equal(found: Policy, expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(found: Trainer, expected: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.weights())
 
 
@@ -161,7 +168,7 @@ def test_the_schedule_goes_on_where_the_run_stands(layout: Layout, folder: Path,
         step(policy, seed)
     path = policy.save(tmp_path, 5, {"step": 5})
     rate = policy._optimizer.param_groups[0]["lr"]
-    fewer = Policy(PolicyConfig(micro_batch_tokens=256), layout, folder / "qwen3-tied", temperature=0.9)
+    fewer = Trainer(PolicyConfig(micro_batch_tokens=256), layout, folder / "qwen3-tied", temperature=0.9)
     fewer.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear"), total_steps=10)  # half as many a step
     fewer.load(path)
     fewer.set_scheduler_step(5 / 10)

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.policy import CheckpointError, Policy, destroy_distributed, init_distributed
+from ctpo_megatron.policy import CheckpointError, Trainer, destroy_distributed, init_distributed
 from tests.policy import scenario
 from tests.policy.jobs import run_job
 
@@ -39,7 +39,7 @@ def test_a_vocabulary_may_be_padded_differently_but_not_be_another_one(tmp_path:
             assert resumed["steps"][0][name] == pytest.approx(one["steps"][1][name], rel=1e-4, abs=1e-7)
     layout = init_distributed(PolicyConfig(), seed=0)
     try:
-        policy = Policy(PolicyConfig(), layout, tmp_path / "larger", temperature=1.0)
+        policy = Trainer(PolicyConfig(), layout, tmp_path / "larger", temperature=1.0)
         with pytest.raises(CheckpointError, match=r"embedding.*768x96 in the checkpoint and float32 1024x96 here"):
             policy.load_weights(tmp_path / "two" / "step_000001")
     finally:

@@ -16,7 +16,7 @@ from ctpo_megatron.config import OptimizerConfig, chat_template_text, dump, load
 from ctpo_megatron.data import prepare
 from ctpo_megatron.export import layout_of, resolve
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
 from tests.policy import models
 from tests.support import ranks
 from tests.support.prefork import ROOT
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "config.yaml").write_text(dump(config))
     layout = init_distributed(config.policy, seed=0)
     try:
-        policy = Policy(config.policy, layout, Path(config.model.path), temperature=1.0)
+        policy = Trainer(config.policy, layout, Path(config.model.path), temperature=1.0)
         policy.use_optimizer(OptimizerConfig(lr=1e-2), total_steps=2)
         trajectories = models.trajectories(8)
         for trajectory in trajectories:
@@ -109,7 +109,7 @@ def test_wrong_weights_are_found_by_their_logits(run: Path, copy: Path, capsys: 
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     layout = init_distributed(PolicyConfig(), seed=0)
     try:
-        policy = Policy(PolicyConfig(head="logits"), layout, run.parent / "data" / "model", temperature=1.0)
+        policy = Trainer(PolicyConfig(head="logits"), layout, run.parent / "data" / "model", temperature=1.0)
         policy.load_weights(run / "checkpoints" / STEP)
         found = {finding.what: finding for finding in check_exported(copy, policy, layout)}
     finally:

@@ -10,7 +10,7 @@ import torch
 
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, policy_gradient
 from ctpo_megatron.verify import batch
 from ctpo_megatron.verify.oracle import Reference
 from tests.policy import models
@@ -37,7 +37,7 @@ def test_gradient_equals_transformers(family: str, layout: Layout, tmp_path: Pat
             for t, (value, sampled) in enumerate(zip(log_probs, trajectory.response_mask, strict=True))
         ]
     expected = reference.evaluate(trajectories, batch.advantages(), {"ctpo": objective}).gradient["ctpo"]
-    policy = Policy(PolicyConfig(), layout, tmp_path, temperature=TEMPERATURE)
+    policy = Trainer(PolicyConfig(), layout, tmp_path, temperature=TEMPERATURE)
     (mini_batch,) = policy.mini_batches(trajectories, batch.advantages(), size=len(trajectories))
     policy.compute_old_log_probs([mini_batch])
     _, gradients = policy.gradients(mini_batch, policy_gradient(objective, "behaviour"))

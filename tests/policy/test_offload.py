@@ -10,7 +10,7 @@ import torch
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Layout, Policy, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.policy import Layout, Trainer, destroy_distributed, init_distributed, policy_gradient
 from tests.policy import models
 
 
@@ -20,7 +20,7 @@ def layout() -> Iterator[Layout]:
     destroy_distributed()
 
 
-def buffer_bytes(policy: Policy) -> tuple[int, int]:
+def buffer_bytes(policy: Trainer) -> tuple[int, int]:
     """Of parameters and of gradients."""
     buffers = [buffer for chunk in policy._model.wrapped for buffer in chunk.buffers]
     sizes = [[data.untyped_storage().size() for data in (b.param_data, b.grad_data)] for b in buffers]
@@ -35,7 +35,7 @@ def test_buffers_are_gone_until_they_are_needed(
 ) -> None:
     models.build("qwen3-tied", tmp_path)
     config = PolicyConfig(dtype="bfloat16", use_distributed_optimizer=True, offload=offload)
-    policy = Policy(config, layout, tmp_path, temperature=1.0)
+    policy = Trainer(config, layout, tmp_path, temperature=1.0)
     policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=4)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     held = buffer_bytes(policy)

@@ -11,23 +11,23 @@ import torch
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, RolloutConfig
 from ctpo_megatron.data import DataError, Trajectory
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Policy, destroy_distributed, init_distributed, policy_gradient
-from ctpo_megatron.rollout import check_mismatch
+from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
+from ctpo_megatron.rollouts import check_mismatch
 from tests.policy import models
 
 LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     directory = tmp_path_factory.mktemp("update")
     models.build("qwen3-tied", directory)
     config = PolicyConfig(max_bad_steps=1)
-    yield Policy(config, init_distributed(config, seed=0), directory, temperature=1.0)
+    yield Trainer(config, init_distributed(config, seed=0), directory, temperature=1.0)
     destroy_distributed()
 
 
-def test_the_gradient_norm_is_reported_without_clipping_too(policy: Policy) -> None:
+def test_the_gradient_norm_is_reported_without_clipping_too(policy: Trainer) -> None:
     norms = []
     for clip in (1e-3, 0.0):
         policy.use_optimizer(OptimizerConfig(lr=1e-12, clip_grad=clip), total_steps=1)
@@ -37,7 +37,7 @@ def test_the_gradient_norm_is_reported_without_clipping_too(policy: Policy) -> N
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[1] > 0
 
 
-def test_every_trajectory_of_every_optimizer_step_keeps_its_advantage(policy: Policy) -> None:
+def test_every_trajectory_of_every_optimizer_step_keeps_its_advantage(policy: Trainer) -> None:
     advantages = [0.25 * index - 1 for index in range(16)]
     found = {
         place: set(micro.advantages[tokens].tolist())
@@ -48,7 +48,7 @@ def test_every_trajectory_of_every_optimizer_step_keeps_its_advantage(policy: Po
     assert found == {place: {advantage} for place, advantage in enumerate(advantages)}
 
 
-def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Policy) -> None:
+def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Trainer) -> None:
     policy.use_optimizer(OptimizerConfig(lr=1.0), total_steps=1)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     (mini_batch,) = policy.mini_batches(models.trajectories(), [math.nan] * 16, size=16)
@@ -60,7 +60,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Polic
 
 @pytest.mark.parametrize("token", [models.VOCAB, 511, 512, -1])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_token_beyond_the_vocabulary_is_named(policy: Policy, token: int, sampled: bool) -> None:
+def test_a_token_beyond_the_vocabulary_is_named(policy: Trainer, token: int, sampled: bool) -> None:
     """Megatron pads the vocabulary to 512 rows, which would be trained."""
     trajectories = models.trajectories()
     position = trajectories[6].response_mask.index(int(sampled))
@@ -72,12 +72,12 @@ def test_a_token_beyond_the_vocabulary_is_named(policy: Policy, token: int, samp
 
 
 @pytest.mark.parametrize("count", [15, 17])
-def test_every_trajectory_has_one_advantage(policy: Policy, count: int) -> None:
+def test_every_trajectory_has_one_advantage(policy: Trainer, count: int) -> None:
     with pytest.raises(ValueError, match=f"{count} advantages for 16 trajectories"):
         policy.mini_batches(models.trajectories(), [0.5] * count, size=16)
 
 
-def test_a_batch_without_a_token_of_the_model_has_old_log_probs(policy: Policy) -> None:
+def test_a_batch_without_a_token_of_the_model_has_old_log_probs(policy: Trainer) -> None:
     prompts = [Trajectory(f"p{index}", 0, seed=0) for index in range(2)]
     for prompt in prompts:
         prompt.append_context([1, 2, 3], turn=0)
@@ -85,7 +85,7 @@ def test_a_batch_without_a_token_of_the_model_has_old_log_probs(policy: Policy) 
     assert found == {"mismatch/tokens": 0}
 
 
-def test_sampler_and_trainer_are_compared_at_tokens_of_the_same_weights_only(policy: Policy) -> None:
+def test_sampler_and_trainer_are_compared_at_tokens_of_the_same_weights_only(policy: Trainer) -> None:
     trajectories = models.trajectories(2)
     for trajectory in trajectories:  # the last sampled token alone is of version 7
         last = len(trajectory) - 1 - trajectory.response_mask[::-1].index(1)
@@ -104,7 +104,7 @@ def test_sampler_and_trainer_are_compared_at_tokens_of_the_same_weights_only(pol
     assert none == {"mismatch/tokens": 0, "actor/entropy": whole["actor/entropy"]}
 
 
-def test_the_same_sample_twice_has_two_diagnostics(policy: Policy) -> None:
+def test_the_same_sample_twice_has_two_diagnostics(policy: Trainer) -> None:
     twice = [models.trajectories(1)[0] for _ in range(2)]
     (mini_batch,) = policy.mini_batches(twice, [1.0, -1.0], size=2)
     policy.compute_old_log_probs([mini_batch])

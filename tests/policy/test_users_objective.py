@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import CorrectionConfig, Extension, ObjectiveConfig, PolicyConfig
-from ctpo_megatron.extensions import activate
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from tests.policy import models, objective_scenario
 from tests.support import ranks

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctpo_megatron.config import ConfigError, PolicyConfig, read_spec
-from ctpo_megatron.policy import CheckpointError, Layout, Policy, destroy_distributed, init_distributed
+from ctpo_megatron.policy import CheckpointError, Layout, Trainer, destroy_distributed, init_distributed
 from ctpo_megatron.policy.hf_directory import write_directory
 from tests.policy import models
 
@@ -46,7 +46,7 @@ def test_log_probs_equal_transformers_and_weights_return_unchanged(
     held = {name: tuple(tensor.shape) for name, tensor in load_file(directory / "model.safetensors").items()}
     spec = read_spec(directory)
     assert spec.family.tensors(spec) == held
-    policy = Policy(PolicyConfig(micro_batch_tokens=300), layout, directory, temperature=0.7)
+    policy = Trainer(PolicyConfig(micro_batch_tokens=300), layout, directory, temperature=0.7)
     (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
     policy.compute_old_log_probs([mini_batch])
     assert len(mini_batch.micro_batches) > 1
@@ -78,7 +78,7 @@ def test_misfit_weights_are_all_named(layout: Layout, tmp_path: Path) -> None:
     weights["model.layers.0.mlp.up_proj.weight"] = torch.zeros(193, 96)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="4 problems") as caught:
-        Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+        Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
     assert "missing: model.norm.weight" in str(caught.value)
     assert "not used by this architecture: model.layers.1.mlp.bonus" in str(caught.value)
     assert "mlp.gate_proj.weight is (191, 96), but config.json makes it (192, 96)" in str(caught.value)
@@ -91,9 +91,9 @@ def test_a_number_that_is_not_finite_is_named_by_tensor(layout: Layout, tmp_path
     weights["model.norm.weight"][0] = 3.4e38  # infinite in bfloat16
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"too large for float32\): model\.layers\.1\.self_attn\.k_proj\.weight;"):
-        Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+        Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
     with pytest.raises(ConfigError, match=r"bfloat16\): model\.layers\.1\S*k_proj\.weight, model\.norm\.weight;"):
-        Policy(PolicyConfig(dtype="bfloat16"), layout, tmp_path, temperature=1.0)
+        Trainer(PolicyConfig(dtype="bfloat16"), layout, tmp_path, temperature=1.0)
 
 
 def test_a_tied_model_with_another_head_is_refused(layout: Layout, tmp_path: Path) -> None:
@@ -101,16 +101,16 @@ def test_a_tied_model_with_another_head_is_refused(layout: Layout, tmp_path: Pat
     weights = load_file(tmp_path / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+    Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
     weights["lm_head.weight"][-1, -1] += 1
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="set tie_word_embeddings: false there"):
-        Policy(PolicyConfig(), layout, tmp_path, temperature=1.0)
+        Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
 
 
 def test_an_export_replaces_nothing_but_an_export(layout: Layout, tmp_path: Path) -> None:
     models.build("qwen3-tied", tmp_path / "one")
-    policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    policy = Trainer(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
     (tmp_path / "link").symlink_to("one")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").touch()
@@ -128,7 +128,7 @@ def test_an_export_that_does_not_fit_on_the_disk_leaves_nothing(
     layout: Layout, tmp_path: Path, file_limit: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     models.build("qwen3-tied", tmp_path / "one")
-    policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    policy = Trainer(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
     message = rf"could not be written to {tmp_path}/out: File too large; \d+\.\d GiB were free there"
     with file_limit(300_000), pytest.raises(CheckpointError, match=message):
         policy.export(tmp_path / "out")
@@ -144,7 +144,7 @@ def test_an_export_says_its_precision_and_keeps_templates(key: str, layout: Layo
     (tmp_path / "one" / "config.json").write_text(json.dumps(settings | {key: "float16"}))
     (tmp_path / "one" / "additional_chat_templates").mkdir()
     (tmp_path / "one" / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
-    Policy(PolicyConfig(dtype="bfloat16"), layout, tmp_path / "one", temperature=1.0).export(tmp_path / "out")
+    Trainer(PolicyConfig(dtype="bfloat16"), layout, tmp_path / "one", temperature=1.0).export(tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == settings | {"dtype": "bfloat16", key: "bfloat16"}
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
@@ -158,7 +158,7 @@ def test_others_may_read_an_export_as_the_umask_says(umask: int, mode: int, layo
         file.chmod(0o600)
     before = os.umask(umask)
     try:
-        Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0).export(tmp_path / "out", "{{ messages }}")
+        Trainer(PolicyConfig(), layout, tmp_path / "one", temperature=1.0).export(tmp_path / "out", "{{ messages }}")
     finally:
         os.umask(before)
     assert {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == dict.fromkeys(
@@ -171,7 +171,7 @@ def test_an_export_that_is_cut_short_leaves_a_whole_model_or_none(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models.build("qwen3-tied", tmp_path / "one")
-    policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    policy = Trainer(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
     policy.export(tmp_path / "out")
     whole = sorted(file.name for file in (tmp_path / "out").iterdir())
     remove = shutil.rmtree
@@ -194,7 +194,7 @@ def test_sharded_directories_are_read_and_written(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models.build("qwen3-tied", tmp_path / "one")
-    policy = Policy(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
+    policy = Trainer(PolicyConfig(), layout, tmp_path / "one", temperature=1.0)
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(os.readlink(f"/proc/self/fd/{file}"))))
     write_directory(policy.weights(), tmp_path / "one", tmp_path / "many", layout, shard_bytes=200_000)
@@ -203,6 +203,6 @@ def test_sharded_directories_are_read_and_written(
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in policy.weights())
-    again = Policy(PolicyConfig(), layout, tmp_path / "many", temperature=1.0)
+    again = Trainer(PolicyConfig(), layout, tmp_path / "many", temperature=1.0)
     for name, tensor in again.weights():
         assert torch.equal(tensor, model.state_dict()[name]), name

@@ -18,7 +18,7 @@ from ctpo_megatron.data import Trajectory
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
     MiniBatch,
-    Policy,
+    Trainer,
     destroy_distributed,
     init_distributed,
     policy_gradient,
@@ -56,7 +56,7 @@ def trajectories(count: int = 16) -> list[Trajectory]:
     return result
 
 
-def filled(policy: Policy, advantages: Sequence[float], *, skip: bool) -> MiniBatch:
+def filled(policy: Trainer, advantages: Sequence[float], *, skip: bool) -> MiniBatch:
     """One optimizer step whose ratios leave 1, by as much as each token says: its log-prob differs with the packing."""
     (mini,) = policy.mini_batches(trajectories(), advantages, 16, skip_zero_advantage=skip)
     policy.compute_old_log_probs([mini])
@@ -66,7 +66,7 @@ def filled(policy: Policy, advantages: Sequence[float], *, skip: bool) -> MiniBa
     return mini
 
 
-def gradient(policy: Policy, mini: MiniBatch, objective: PolicyObjective) -> torch.Tensor:
+def gradient(policy: Trainer, mini: MiniBatch, objective: PolicyObjective) -> torch.Tensor:
     """float32, all parameters in one."""
     _, named = policy.gradients(mini, policy_gradient(objective, "proximal"))
     return torch.cat([value.flatten() for _, value in named])
@@ -81,13 +81,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def policy(folder: Path) -> Iterator[Policy]:
+def policy(folder: Path) -> Iterator[Trainer]:
     config = PolicyConfig(micro_batch_tokens=60)
-    yield Policy(config, init_distributed(config, seed=0), folder / "qwen3-tied", temperature=1.0)
+    yield Trainer(config, init_distributed(config, seed=0), folder / "qwen3-tied", temperature=1.0)
     destroy_distributed()
 
 
-def test_the_gradient_is_that_of_the_whole_step(policy: Policy) -> None:
+def test_the_gradient_is_that_of_the_whole_step(policy: Trainer) -> None:
     """To the bit, where packing is the same: other packing rounds otherwise, with or without them."""
     whole, rest = (filled(policy, models.advantages(), skip=skip) for skip in (False, True))
     assert (len(whole.micro_batches), len(rest.micro_batches)) == (16, 12)
@@ -101,7 +101,7 @@ def test_the_gradient_is_that_of_the_whole_step(policy: Policy) -> None:
             assert torch.equal(found, expected), (preset, aggregation)
 
 
-def test_a_step_without_any_advantage_is_still_an_optimizer_step(policy: Policy) -> None:
+def test_a_step_without_any_advantage_is_still_an_optimizer_step(policy: Trainer) -> None:
     policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", weight_decay=0.0), total_steps=2)
     mini_batches = policy.mini_batches(trajectories(), [0.0] * 8 + [1.0] * 8, 8, skip_zero_advantage=True)
     policy.compute_old_log_probs(mini_batches)
@@ -111,7 +111,7 @@ def test_a_step_without_any_advantage_is_still_an_optimizer_step(policy: Policy)
     assert metrics["pg_update/loss_tokens"] == sum(sum(t.loss_mask) for t in trajectories()[8:])
 
 
-def test_a_batch_without_any_advantage_reports_no_mean_over_nothing(policy: Policy) -> None:
+def test_a_batch_without_any_advantage_reports_no_mean_over_nothing(policy: Trainer) -> None:
     policy.use_optimizer(OptimizerConfig(), total_steps=1)
     mini_batches = policy.mini_batches(trajectories(), [0.0] * 16, 16, skip_zero_advantage=True)
     assert policy.compute_old_log_probs(mini_batches) == {"mismatch/tokens": 0.0}
@@ -125,7 +125,7 @@ def on_every_rank(folder: Path) -> dict[str, tuple[torch.Tensor, ...]]:
     found = {}
     for name, (family, options) in LAYOUTS.items():
         config = PolicyConfig(micro_batch_tokens=128, timeout_minutes=2.0, **options)
-        policy = Policy(config, init_distributed(config, seed=0), folder / family, temperature=1.0)
+        policy = Trainer(config, init_distributed(config, seed=0), folder / family, temperature=1.0)
         policy.use_optimizer(OptimizerConfig(), total_steps=1)
         gradients = [gradient(policy, filled(policy, ONE_LEARNS, skip=skip), CTPO) for skip in (False, True)]
         update = policy.update(filled(policy, [0.0] * 16, skip=True), policy_gradient(CTPO, "proximal"))

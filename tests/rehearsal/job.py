@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from ctpo_megatron.base.tensor_file import TensorFile
 from ctpo_megatron.config import CorrectionConfig, ObjectiveConfig, OptimizerConfig, PolicyConfig, RejectConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import PolicyObjective
 from ctpo_megatron.policy import (
-    Policy,
+    Trainer,
     apply_correction,
     destroy_distributed,
     device,
@@ -24,7 +25,6 @@ from ctpo_megatron.policy import (
     policy_gradient,
 )
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.weights.tensor_file import TensorFile
 from tests.policy import models
 from tests.rehearsal import fused_adam, synchronizations
 from tests.rehearsal.cases import Case, Report
@@ -75,19 +75,19 @@ def rehearse(case: Case, model: Path, folder: Path) -> Report:
     return Report(counts, passes)
 
 
-def _new_policy(case: Case, layout: Any, model: Path) -> Policy:
-    new = Policy(config_of(case), layout, model, temperature=0.9)
+def _new_policy(case: Case, layout: Any, model: Path) -> Trainer:
+    new = Trainer(config_of(case), layout, model, temperature=0.9)
     new.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=4)
     assert {parameter.device for chunk in new._model.gpt for parameter in chunk.parameters()} == {layout.device}
     return new
 
 
-def _mini_batch(step: int, on: Policy) -> MiniBatch:
+def _mini_batch(step: int, on: Trainer) -> MiniBatch:
     found = on.mini_batches(models.trajectories(8, seed=step), models.advantages(8), size=8)
     return found[0]
 
 
-def _update(step: int, on: Policy) -> Weights:
+def _update(step: int, on: Trainer) -> Weights:
     """One optimizer step with everything around it, and the weights after it."""
     batch = _mini_batch(step, on)
     with phase("old log-probs"):
@@ -99,11 +99,11 @@ def _update(step: int, on: Policy) -> Weights:
     return _weights(on)
 
 
-def _weights(on: Policy) -> Weights:
+def _weights(on: Trainer) -> Weights:
     return {name: tensor.cpu() for name, tensor in on.weights()}
 
 
-def _train(on: Policy, folder: Path) -> list[Weights]:
+def _train(on: Trainer, folder: Path) -> list[Weights]:
     """Before training, after one step and after two, with a checkpoint of the first two moments."""
     before = _weights(on)
     on.save(folder, 0, {"step": 0})
@@ -124,7 +124,7 @@ def _same(expected: Weights, found: Weights) -> None:
     assert not different, f"a resumed run goes on otherwise: {different}"
 
 
-def _check_export(on: Policy, folder: Path, *, is_rank_zero: bool) -> None:
+def _check_export(on: Trainer, folder: Path, *, is_rank_zero: bool) -> None:
     """The directory that is exported and the file that engines read hold the weights as they are."""
     on.export(folder / "export")
     writer = TensorFile(folder / f"weights-{on.layout.rank}.safetensors")

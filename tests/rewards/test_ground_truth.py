@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ctpo_megatron.config import Extension, RewardConfig
-from ctpo_megatron.data.records import Prompt
+from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.rewards import ground_truth_problem, unverifiable
 
 READABLE = (

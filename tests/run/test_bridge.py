@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ctpo_megatron.config import Config, RolloutConfig
-from ctpo_megatron.data import RolloutBatch
+from ctpo_megatron.data import Batch
+from ctpo_megatron.engines.cpu.priority import BEHIND_ENGINES
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import Bridge
-from ctpo_megatron.run.priority import BEHIND_ENGINES
 from ctpo_megatron.run.services import Services
 
 ONE_RANK = Layout(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, torch.device("cpu"))
@@ -33,7 +33,7 @@ class Recorder:
         self.calls: list[str] = []
         self.phases: list[str] = []
         self.logged: list[dict[str, float]] = []
-        self.batch: RolloutBatch | None = RolloutBatch([])
+        self.batch: Batch | None = Batch([])
         self.before_work: Any = lambda: None
 
     transport = "file"
@@ -67,7 +67,7 @@ class Recorder:
         yield
         self.calls.append(f"they sample with {version}")
 
-    def next_batch(self, step: int) -> RolloutBatch | None:
+    def next_batch(self, step: int) -> Batch | None:
         self.calls.append(f"sample {step}")
         return self.batch
 

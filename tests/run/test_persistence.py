@@ -12,7 +12,7 @@ from ctpo_megatron.config import Config, PolicyConfig
 from ctpo_megatron.policy import (
     CheckpointError,
     Layout,
-    Policy,
+    Trainer,
     checkpoint_files,
     destroy_distributed,
     init_distributed,
@@ -99,7 +99,7 @@ def test_sft_goes_on_with_the_batches_it_was_begun_with(
     ours = {"seed": 0, "conversations_per_step": 8, "conversations": "aa"}
 
     def restored(**saved: Any) -> int:
-        return persistence(layout, config).restore_sft(cast(Policy, Saved(step=3, **saved)), 9, checkpoint, ours)
+        return persistence(layout, config).restore_sft(cast(Trainer, Saved(step=3, **saved)), 9, checkpoint, ours)
 
     assert restored(order=dict(ours)) == 3 and not caplog.records
     with pytest.raises(CheckpointError) as refused:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.run import Preemption
 from ctpo_megatron.run.scheduler import job_end, warn_of_short_grace
-from ctpo_megatron.signals import ENDING
 from tests.tracking.synthetic_run import make_config
 
 

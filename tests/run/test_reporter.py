@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from ctpo_megatron.data import Group, Prompt, RolloutBatch, Trajectory
+from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run import RankZeroReporter, Reporter, open_reporter
 from ctpo_megatron.tracking import DumpError, read_heartbeat, read_trajectories
 from tests.tracking.synthetic_run import make_config
 
 
-def batch(reward: float = 1.0) -> RolloutBatch:
+def batch(reward: float = 1.0) -> Batch:
     prompt = Prompt("p0", "test", (), "4", (1, 2))
     trajectory = Trajectory("p0", 0, seed=0, reward=reward, finish_reason="answer")
     trajectory.append_context([1, 2], turn=0)
     trajectory.append_model([3, 4], [-0.5, -0.5], [1, 1], turn=1)
-    return RolloutBatch([Group(prompt, [trajectory])], {"reward/mean": reward, "tokens/total": 4.0})
+    return Batch([Group(prompt, [trajectory])], {"reward/mean": reward, "tokens/total": 4.0})
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_sample_is_of_the_last_prompts(tmp_path: Path) -> None:
     groups = [batch(number / 16).groups[0] for number in range(12)]
     diagnostics = {number: {"advantage": float(number)} for number in range(12)}
     with RankZeroReporter(config, tmp_path, str, trainers=1, peak=None) as reporter:
-        reporter.log_step(1, RolloutBatch(groups), {}, diagnostics)
+        reporter.log_step(1, Batch(groups), {}, diagnostics)
     dumped = read_trajectories(tmp_path / "trajectories" / "step_000001.jsonl")
     assert [(record["reward"], record["advantage"]) for record in dumped] == [(n / 16, n) for n in range(4, 12)]
 
@@ -106,7 +106,7 @@ def test_an_evaluation_is_compared_with_the_first_of_the_run_also_after_a_resume
 
 def test_dropped_groups_are_dumped_where_they_were_sampled(report: RankZeroReporter, tmp_path: Path) -> None:
     sampled = [batch(reward).groups[0] for reward in (0.0, 0.25, 0.5, 0.75)]
-    trained = RolloutBatch([sampled[1], sampled[3]], dropped={0: sampled[0], 2: sampled[2]})
+    trained = Batch([sampled[1], sampled[3]], dropped={0: sampled[0], 2: sampled[2]})
     report.log_step(1, trained, {}, {1: {"advantage": 1.5}})
     report.flush()
     dumped = [json.loads(line) for line in (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()]

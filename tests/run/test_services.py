@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.data import DataError
 from ctpo_megatron.run import Reporter, start_services
-from tests.rollout.tiny_model import tiny_tokenizer
+from tests.engines.tiny_model import tiny_tokenizer
 from tests.tracking.synthetic_run import make_config
 
 

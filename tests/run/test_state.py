@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from ctpo_megatron.run import Preemption, RunState
-from ctpo_megatron.signals import ENDING
 from tests.tracking.synthetic_run import make_config
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.data.records import Group, Prompt, ToolCall, Trajectory
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import MetricsWriter, write_trajectories
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.files import DamagedFileError, aside, write_json
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
-from ctpo_megatron.files import DamagedFileError, aside, write_json
 from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import MetricsWriter, read_heartbeat, read_metrics, read_trajectories
 from ctpo_megatron.tracking.occupancy import OCCUPANCY_FILE, engine_occupancy
@@ -164,7 +164,7 @@ def test_a_full_disk_names_the_file_that_it_did_not_take(tmp_path: Path, monkeyp
 def test_the_history_of_a_run_is_on_the_disk_before_it_is_replaced(tmp_path, monkeypatch):
     """A resume rewrites metrics.jsonl: without that a loss of power could leave an empty one."""
     synced = []
-    monkeypatch.setattr("ctpo_megatron.files.os.fsync", lambda descriptor: synced.append(descriptor))
+    monkeypatch.setattr("ctpo_megatron.base.files.os.fsync", lambda descriptor: synced.append(descriptor))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with MetricsWriter(tmp_path):
         assert len(synced) == 1

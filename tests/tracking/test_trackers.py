@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import ConfigError, load_config
 from ctpo_megatron.config.extension import Extension
-from ctpo_megatron.extensions import activate
 from ctpo_megatron.tracking import MetricsWriter, open_trackers, read_metrics, tracker_problem
 
 HERE = Path(__file__).parent

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctpo_megatron.data.records import Group, Prompt, Trajectory
-from ctpo_megatron.files import DamagedFileError
+from ctpo_megatron.base.files import DamagedFileError
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.tracking import (
     DumpWriter,
     PhaseTimer,

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ctpo_megatron.data.records import Group, Prompt, Trajectory
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.rewards import OVERLONG, RESERVED
 from ctpo_megatron.tracking import reward_metrics
 

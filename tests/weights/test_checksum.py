@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ctpo_megatron.weights.checksum import (
+from ctpo_megatron.engines.weights.checksums import (
     SAMPLED,
     Checksums,
     Part,

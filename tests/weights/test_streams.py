@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ctpo_megatron.policy import Policy, device, hf
+from ctpo_megatron.policy import Trainer, device, hf
 
 pytestmark = pytest.mark.slow  # vLLM takes eight seconds to import
 
@@ -59,7 +59,7 @@ class GatheringModel:
         self._streams.current.before.add(GATHER)
 
 
-class Gathering(Policy):
+class Gathering(Trainer):
     """The policy with the model above, on no device."""
 
     def __init__(self, streams: Streams) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ctpo_megatron.addresses import address_toward, is_own
+from ctpo_megatron.base.addresses import address_toward, is_own
+from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
+from ctpo_megatron.engines.weights.checksums import Checksums
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Offer, Share, fetched
 from ctpo_megatron.run.transports import make_transport
-from ctpo_megatron.weights import EngineFacts, EngineWeights
-from ctpo_megatron.weights.checksum import Checksums
-from ctpo_megatron.weights.tcp import SECRET_BYTES, Offer, Share, fetched
-from tests.rollout.fleet_helpers import OneRank, Source, make_config
+from tests.engines.pool_helpers import OneRank, Source, make_config
 
 TENSORS = {"model.layers.0.weight": torch.randn(3, 4), "model.norm.weight": torch.randn(4)}
 ELSEWHERE = "192.0.2.1"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from ctpo_megatron.weights import EngineFacts
-from ctpo_megatron.weights.checksum import Checksums, Sums
-from tests.rollout.fleet_helpers import OneRank
+from ctpo_megatron.engines.weights import EngineFacts
+from ctpo_megatron.engines.weights.checksums import Checksums, Sums
+from tests.engines.pool_helpers import OneRank
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.slow  # vLLM takes eight seconds to import
@@ -127,7 +127,7 @@ class Engines:
 def rehearsal(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Engines, list[Communicator]]:
     from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
 
-    from ctpo_megatron.weights.vllm_trainer import VllmTransport
+    from ctpo_megatron.engines.weights.vllm import VllmTransport
 
     made: list[Communicator] = []
     inboxes: list[Any] = []
@@ -192,7 +192,7 @@ def test_handles_of_gpu_memory_arrive_as_they_were(monkeypatch: pytest.MonkeyPat
     """Tuples with classes in them, which the engine's own serialization refuses: as vLLM's HTTP client sends them."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
-    from ctpo_megatron.rollout import WeightClient
+    from ctpo_megatron.engines import WeightClient
 
     class Recorder(WeightClient):
         def _all(self, method: str, arguments: Any = None) -> Any:
@@ -218,7 +218,7 @@ def _ipc_info() -> Any:
 
 
 def test_the_secret_of_an_update_is_not_shown() -> None:
-    from ctpo_megatron.weights.vllm_worker import TcpUpdateInfo
+    from ctpo_megatron.engines.weights.receiver import TcpUpdateInfo
 
     shown = repr(TcpUpdateInfo(shares=[], secret="5ec2e7", version=3, bucket_bytes=1, timeout_s=1.0))
     assert "version=3" in shown and "5ec2e7" not in shown

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.files import DamagedFileError, read_mapping
 from ctpo_megatron.config.problems import Problem, error, value_at, warning
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.files import DamagedFileError, read_mapping
 
 # What decides which prompts a step draws, and how many trajectories it has.
 _DRAW = ("run.seed", "data.shuffle", "rollout.prompts_per_step", "rollout.samples_per_prompt")

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ctpo_megatron.base.files import aside
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.refine.report import Dropped
 from ctpo_megatron.data.tables import find_files, read_rows
-from ctpo_megatron.files import aside
 
 COLUMNS = {"problem": "problem", "answer": "answer", "id": "", "data_source": "", "ability": ""}
 """What a problem needs or may have -> the column that holds it, unless `--map` says otherwise; "": none."""

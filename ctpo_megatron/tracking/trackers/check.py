@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ctpo_megatron.extensions import ExtensionError
+from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.tracking.trackers.protocol import find
 
 if TYPE_CHECKING:

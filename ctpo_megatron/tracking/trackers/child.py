@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from ctpo_megatron.extensions import activate
-from ctpo_megatron.redact import hidden
+from ctpo_megatron.base.extensions import activate
+from ctpo_megatron.base.redact import hidden
 from ctpo_megatron.tracking.trackers.protocol import make
 
 

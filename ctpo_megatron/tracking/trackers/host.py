@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ctpo_megatron.redact import hidden, redacted
+from ctpo_megatron.base.redact import hidden, redacted
 from ctpo_megatron.tracking.trackers.process import TrackerEnded, TrackerProcess
 from ctpo_megatron.tracking.trackers.protocol import TENSORBOARD, identity_file, make
 

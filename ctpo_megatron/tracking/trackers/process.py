@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.signals import children_spared
+from ctpo_megatron.base.signals import children_spared
 
 _ROOT = Path(__file__).resolve().parents[3]
 # At the end of the path: an interpreter with packages of its own must find those first.

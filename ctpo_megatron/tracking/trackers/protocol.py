@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ctpo_megatron.extensions import ExtensionError, load
-from ctpo_megatron.files import read_note, write_json
+from ctpo_megatron.base.extensions import ExtensionError, load
+from ctpo_megatron.base.files import read_note, write_json
 
 TENSORBOARD = "tensorboard"
 _PACKAGE = "ctpo_megatron.tracking.trackers"

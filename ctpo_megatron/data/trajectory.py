@@ -1,0 +1,141 @@
+"""Trajectory: the append-only record of one episode, with its tool calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+FinishReason = Literal["answer", "length", "max_turns", "tool_budget"]
+"""Why an episode ended: the model answered without a call, the token budget ran out, or the turns did."""
+
+ToolStatus = Literal["success", "timeout", "runtime_error", "parse_error", "infrastructure_error"]
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One tool call of an episode. `output` is the observation text as the model saw it.
+
+    name, arguments: empty when the call could not be read (status "parse_error"). wall_s: seconds from the call to its
+    answer. exec_s: those of them in which it ran, as its service says; None where it does not.
+    """
+
+    turn: int
+    name: str
+    arguments: dict[str, Any]
+    status: ToolStatus
+    output: str
+    wall_s: float
+    exec_s: float | None = None
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds that it waited for a place to run and travelled; None where `exec_s` is not known."""
+        return None if self.exec_s is None else max(0.0, self.wall_s - self.exec_s)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """Append-only token record of one episode: prompt, then model turns and tool observations in turn.
+
+    The six per-token lists always have one length. History is never re-rendered or re-tokenized: what the
+    engine sampled is what is trained on.
+
+    token_ids: vocabulary ids.
+    response_mask: 1 where the policy sampled the token, else 0 (prompt, observation, template).
+    loss_mask: 1 where the token contributes to the loss; never 1 where response_mask is 0.
+    rollout_log_probs: log-probability (nats) under the distribution sampled from; 0.0 where response_mask is 0.
+    weight_version: version of the weights that sampled the token; -1 where response_mask is 0.
+    turn: 0 for the prompt, then 1, 2, ... ; an observation carries the number of the turn that caused it.
+    """
+
+    prompt_id: str
+    sample_index: int
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_log_probs: list[float] = field(default_factory=list)
+    weight_version: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    final_text: str = ""
+    """Decoded text of the final model turn without its stop token."""
+    reward: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """The parts of the reward by name, where the reward function gives any."""
+
+    def append_model(
+        self, token_ids: Sequence[int], rollout_log_probs: Sequence[float], weight_version: Sequence[int], turn: int
+    ) -> None:
+        """Append tokens the policy sampled, with one log-probability and one weight version each."""
+        n = len(token_ids)
+        self._extend(token_ids, [1] * n, rollout_log_probs, weight_version, turn)
+
+    def append_context(self, token_ids: Sequence[int], turn: int) -> None:
+        """Append tokens the policy did not sample (prompt, tool observation, template)."""
+        n = len(token_ids)
+        self._extend(token_ids, [0] * n, [0.0] * n, [-1] * n, turn)
+
+    def _extend(
+        self,
+        token_ids: Sequence[int],
+        mask: Sequence[int],
+        rollout_log_probs: Sequence[float],
+        weight_version: Sequence[int],
+        turn: int,
+    ) -> None:
+        n = len(token_ids)
+        if not len(mask) == len(rollout_log_probs) == len(weight_version) == n:
+            raise ValueError(
+                f"trajectory {self.prompt_id}#{self.sample_index} turn {turn}: {n} tokens with "
+                f"{len(rollout_log_probs)} log-probs and {len(weight_version)} weight versions"
+            )
+        self.token_ids += token_ids
+        self.response_mask += mask
+        self.loss_mask += mask
+        self.rollout_log_probs += rollout_log_probs
+        self.weight_version += weight_version
+        self.turn += [turn] * n
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens after the prompt, observations included (the budget that `rollout.max_response_tokens` limits)."""
+        return sum(1 for turn in self.turn if turn > 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain-JSON form that `from_json` restores exactly (Python floats round-trip through JSON)."""
+        # `asdict` of the whole would copy every number by itself.
+        record = {each.name: copy.copy(getattr(self, each.name)) for each in fields(self)}
+        return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Trajectory:
+        """Inverse of `to_json`; also reads records of earlier versions."""
+        record = with_current_names(record)
+        return cls(**{**record, "tool_calls": [ToolCall(**call) for call in record["tool_calls"]]})
+
+
+_OLD_NAMES = {"behaviour_logp": "rollout_log_probs", "model_mask": "response_mask"}
+"""Fields of a recorded trajectory that earlier versions called otherwise."""
+
+
+def with_current_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded trajectory, of this or an earlier version, under the present names of its fields."""
+    renamed = {_OLD_NAMES.get(name, name): value for name, value in record.items()}
+    return renamed | {"tool_calls": [_current_call(call) for call in renamed.get("tool_calls", [])]}
+
+
+def _current_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Before there were several tools, a call had the Python source as `code`."""
+    if "code" not in call:
+        return dict(call)
+    rest = {name: value for name, value in call.items() if name != "code"}
+    if call["status"] == "parse_error":
+        return {**rest, "name": "", "arguments": {}}
+    return {**rest, "name": "code_interpreter", "arguments": {"code": call["code"]}}

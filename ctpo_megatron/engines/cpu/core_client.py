@@ -1,0 +1,175 @@
+"""vLLM's engine core inside the actor that uses it: no second process, no sockets, one import of everything.
+
+vLLM gives `AsyncLLM` a core in a process of its own. On a GPU that is right: Python works while kernels run. On a CPU
+the two processes compete for the same cores, and serialize every token to each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.engine import async_llm
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from ctpo_megatron.engines.cpu.gemm import pad_small_products
+from ctpo_megatron.engines.cpu.output_batching import Gathered, take_log_probs_of_many_tokens
+from ctpo_megatron.engines.cpu.rmsnorm import use_kernel_for_norms
+from ctpo_megatron.engines.cpu.sampler_seeds import draw_ahead
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+
+log = logging.getLogger(__name__)
+
+_NOTHING_TO_DO_S = 0.001
+"""Until the next step, where requests exist and none could be scheduled."""
+_SHUTDOWN_S = 2.0
+"""For the step that is under way and the release of the model, where the caller names no deadline."""
+
+
+def in_process_engine(arguments: AsyncEngineArgs, threads: int, lean: bool = True) -> async_llm.AsyncLLM:
+    """An AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
+
+    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. lean: False leaves vLLM
+    all the work that `products`, `norms`, `draws` and `gathered` save.
+    """
+    torch.set_num_threads(threads)
+    if lean:
+        pad_small_products()
+        use_kernel_for_norms(arguments)
+        draw_ahead()
+        take_log_probs_of_many_tokens()
+    with _cores_made_here(gather=lean):
+        return async_llm.AsyncLLM.from_engine_args(arguments)
+
+
+@contextmanager
+def _cores_made_here(*, gather: bool) -> Iterator[None]:
+    # AsyncLLM takes no client, and vLLM's own for one process cannot be used with asyncio.
+    factory: Any = async_llm.EngineCoreClient
+    of_vllm = factory.make_async_mp_client
+    factory.make_async_mp_client = partial(InProcessCore.make, gather)
+    try:
+        yield
+    finally:
+        factory.make_async_mp_client = staticmethod(of_vllm)
+
+
+def _call(name: str) -> Callable[..., Awaitable[Any]]:
+    async def call(self: InProcessCore, *arguments: Any, **named: Any) -> Any:
+        return await self.in_turn(partial(self._ask, name, *arguments, **named))
+
+    return call
+
+
+class InProcessCore:
+    """What `AsyncLLM` asks of its core's client (`vllm.v1.engine.core_client.AsyncMPClient`), without a process.
+
+    One thread makes the core, its steps, and everything else that is asked of it, one after another. Tools and
+    conversations go on in the event loop meanwhile: PyTorch lets other threads run while it computes. AsyncLLM has one
+    task that takes the outputs of a step when it has passed on those before; it asks for the next step.
+    """
+
+    engine_ranks_managed = (0,)
+
+    def __init__(self, vllm_config: Any, executor_class: Any, log_stats: bool, gather: bool) -> None:
+        self._thread = ThreadPoolExecutor(1, "engine-core", torch.set_num_threads, (torch.get_num_threads(),))
+        self.core = self._thread.submit(EngineCore, vllm_config, executor_class, log_stats).result()
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._loop = asyncio.get_running_loop()
+        self._work = asyncio.Event()
+        self._closed = False
+        self._gathered = Gathered() if gather and not log_stats else None  # statistics are of single steps
+        self._ready: deque[EngineCoreOutputs] = deque()
+
+    @classmethod
+    def make(
+        cls, gather: bool, vllm_config: Any, executor_class: Any, log_stats: bool, **_of_processes: Any
+    ) -> InProcessCore:
+        """As `EngineCoreClient.make_async_mp_client` is called, behind `gather`."""
+        return cls(vllm_config, executor_class, log_stats, gather)
+
+    async def in_turn(self, function: Callable[[], Any]) -> Any:
+        """Call a function in the thread, after what was asked before. Raises EngineDeadError after a failed step."""
+        if self.resources.engine_dead:
+            raise EngineDeadError
+        return await self._loop.run_in_executor(self._thread, self._then_look_for_work, function)
+
+    def _then_look_for_work(self, function: Callable[[], Any]) -> Any:
+        # In the thread, so that no call can change the core between the two, and a caller that is cancelled loses none.
+        result = function()
+        if self.core.scheduler.has_requests() and not self.core.is_scheduler_paused():
+            self._loop.call_soon_threadsafe(self._work.set)
+        return result
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Step until there are outputs. Raises EngineDeadError when a step fails, and so does all that comes later."""
+        while not self._ready:
+            await self._work.wait()
+            self._work.clear()
+            try:
+                outputs, executed = await self.in_turn(self._step)
+            except Exception:
+                log.exception("vLLM's engine core failed")
+                self.resources.engine_dead = True
+                raise EngineDeadError from None
+            self._ready.extend(outputs)
+            if not executed and not outputs:
+                await asyncio.sleep(_NOTHING_TO_DO_S)
+        return self._ready.popleft()
+
+    def _step(self) -> tuple[list[EngineCoreOutputs], bool]:
+        outputs, executed = self.core.step_fn()
+        self.core.post_step(executed)
+        if (mine := (outputs or {}).get(0)) is None:
+            return [], executed
+        return [mine] if self._gathered is None else self._gathered.take(mine), executed
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        self.core.add_request(*self.core.preprocess_add_request(request))
+        if self._gathered is not None:
+            self._gathered.expect(request)
+
+    def _ask(self, name: str, *arguments: Any, **named: Any) -> Any:
+        answer = getattr(self.core, name)(*arguments, **named)
+        if self._gathered is not None:
+            self._gathered.keep_only(self.core.scheduler.requests.keys())
+        return answer
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Queue a request."""
+        await self.in_turn(partial(self._add, request))
+
+    abort_requests_async = _call("abort_requests")
+    collective_rpc_async = _call("collective_rpc")
+    get_supported_tasks_async = _call("get_supported_tasks")
+    get_weight_version_async = _call("get_weight_version")
+    is_scheduler_paused_async = _call("is_scheduler_paused")
+    pause_scheduler_async = _call("pause_scheduler")
+    resume_scheduler_async = _call("resume_scheduler")
+    set_weight_version_async = _call("set_weight_version")
+    sleep_async = _call("sleep")
+    wake_up_async = _call("wake_up")
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Release the model, within `timeout` seconds. Raises TimeoutError when the thread is busy for longer.
+
+        timeout: None, as AsyncLLM calls it when it is collected, is 2. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        released = self._thread.submit(self.core.shutdown)
+        self._thread.shutdown(wait=False)
+        released.result(_SHUTDOWN_S if timeout is None else timeout)

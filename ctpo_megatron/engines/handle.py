@@ -1,0 +1,240 @@
+"""One engine of the fleet as the driver sees it: its actor, the successor of one that died, and its weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.engines.cluster import described, listed, living_nodes
+from ctpo_megatron.engines.engine import RolloutEngine
+from ctpo_megatron.engines.group import EngineGroup
+from ctpo_megatron.engines.logs import LogCopy, seat_of
+from ctpo_megatron.engines.tasks import (
+    INITIAL_VERSION,
+    EngineLate,
+    EngineSpec,
+    FleetError,
+    GroupTask,
+    UpdateReport,
+    WeightSyncError,
+)
+from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
+from ctpo_megatron.engines.weights.checksums import Part, Sums, differences
+
+_PING_TIMEOUT_S = 20.0
+_SHUTDOWN_TIMEOUT_S = 5.0
+_STARTS = 3
+"""How often an engine is begun until it is up, within its deadline."""
+_VERDICT_TIMEOUT_S = 30.0  # until Ray calls a node dead whose processes are gone: 10 to 13 s
+
+log = logging.getLogger(__name__)
+
+
+def engine_died(error: BaseException) -> bool:
+    """True when `error`, raised by an actor call, means that the engine or its actor is gone."""
+    if isinstance(error, RayActorError):
+        return True
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return type(cause).__name__ in ("EngineDied", "EngineDeadError")
+
+
+class EngineHandle:
+    """Owner of engine number `index`. `launch` returns at once; `ready_ref` resolves when the engine can serve.
+
+    group: its place on a cluster; None where Ray is private. launches: processes so far; what an earlier one was asked
+    for is void. version: of the weights that its process was told to take. facts: of the process that registered last,
+    which may have died since.
+    """
+
+    facts: EngineFacts
+
+    def __init__(self, index: int, spec: EngineSpec, group: EngineGroup | None = None) -> None:
+        self.index, self.log_path = index, spec.log_path(index)
+        self.live = self.parked = False
+        self.launches = 0
+        self._spec, self._group, self._start_timeout_s = spec, group, spec.config.rollout.start_timeout_s
+        self._update_timeout_s = spec.config.rollout.weights.timeout_s
+        self.launch()
+
+    @property
+    def name(self) -> str:
+        """For messages: its number and, on a cluster, the address of its node."""
+        seat = None if self._group is None else seat_of(self._seat_ref)
+        return f"rollout engine {self.index}" + (f" on {seat.address}" if seat else "")
+
+    def waits_for(self) -> str:
+        """What to look at when it is late: its log, or what Ray has for it."""
+        if seat_of(self._seat_ref) is not None:
+            return f"log: {self.log_path}"
+        there = "" if self._group is None else f"; the cluster has {listed(living_nodes())}"
+        return f"Ray found no place for {described(self._spec.resources)}{there}"
+
+    def launch(self) -> None:
+        """Begin a (new) engine process; it is not live until `register` succeeded, or parked until it has weights."""
+        self.deadline = time.monotonic() + self._start_timeout_s
+        self._begun = 0
+        self._launch()
+
+    def _launch(self) -> None:
+        self.live = self.parked = False
+        self.launches += 1
+        self._begun += 1
+        self.version = INITIAL_VERSION
+        resources = self._spec.resources
+        remote: Any = ray.remote(RolloutEngine)
+        self._actor = remote.options(
+            num_cpus=resources["CPU"],
+            num_gpus=resources["GPU"],
+            max_restarts=0,  # a new engine has old weights: the fleet restarts it, so that it can push first
+            max_concurrency=4096,
+            **({} if self._group is None else self._group.options(self.index)),
+        ).remote(self.index, self._spec)
+        self._asked: Any = None
+        self._seat_ref = self._actor.seat.remote()
+        self.ready_ref = self._actor.start.remote()
+        if self._group is not None:
+            self._nodes = {node.id for node in living_nodes()}
+            self._log = LogCopy(self.name, self.log_path, self._actor, self._seat_ref)
+            self._group.logs.follow(self._log)
+
+    def register(self, weights: EngineWeights | None, *, park: bool = False) -> None:
+        """Collect the finished start, push the current weights if there are any, and go live. Raises FleetError.
+
+        park: stay up without serving, until `admit`. An engine whose process or node died meanwhile is begun again,
+        with the deadline that it had.
+        """
+        try:
+            _, self.facts = ray.get(self.ready_ref, timeout=0)
+        except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
+            if self._begun_again(error):
+                return
+            raise FleetError(f"{self.name} did not start: {_reason(error)}; log: {self.log_path}") from error
+        if weights is not None:
+            try:
+                with weights.offered() as offer:
+                    self.check_update(*self.begin_update(offer, weights), weights)
+            except RayError as error:
+                if self._begun_again(error):
+                    return
+                raise FleetError(f"{self.name} did not take its weights: {error}; log: {self.log_path}") from error
+        self.live, self.parked = not park, park
+
+    def admit(self) -> None:
+        """Go live with the weights that came by another way than `register`."""
+        self.live, self.parked = True, False
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The reference of what a method of `RolloutEngine` returns."""
+        return getattr(self._actor, method).remote(*arguments)
+
+    def _begun_again(self, error: Exception) -> bool:
+        """Launch it once more if its process died, or its node: Ray notices that late, and begins engines there."""
+        if not engine_died(error) or (not self._lost_node(error) and self._begun == _STARTS):
+            return False
+        log.warning("%s died while it started (%s); it is begun again. Log: %s", self.name, error, self.log_path)
+        self.kill()
+        self._launch()
+        return True
+
+    def _lost_node(self, error: Exception) -> bool:
+        if self._group is None:
+            return False
+        deadline = time.monotonic() + (_VERDICT_TIMEOUT_S if isinstance(error, ActorUnavailableError) else 0.0)
+        while not (lost := self._nodes - {node.id for node in living_nodes()}) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if lost:
+            self._begun = 0
+        return bool(lost)
+
+    def submit(self, task: GroupTask) -> Any:
+        """Begin a group, with weights as new as it was told to take; the object reference of its GroupOutcome."""
+        return self._actor.run_group.remote(replace(task, version=self.version))
+
+    def take_finished(self) -> list[Trajectory]:
+        """Samples of groups still played that finished before the last call, which asked for them; never waits."""
+        asked, self._asked = self._asked, None
+        if asked is not None and not ray.wait([asked], timeout=0)[0]:
+            self._asked = asked
+            return []
+        if self.live:
+            self._asked = self._actor.take_finished.remote()
+        try:
+            return [] if asked is None else list(ray.get(asked, timeout=_PING_TIMEOUT_S))
+        except RayError:  # whoever waits for its groups sees that it died
+            return []
+
+    def forget_finished(self) -> None:
+        """Drop what was asked for during an earlier call, whose samples may be of the same prompts."""
+        self._asked = None
+
+    def begin_sleep(self, level: int) -> Any:
+        """Begin to sleep; see `RolloutEngine.sleep`."""
+        return self._actor.sleep.remote(level)
+
+    def begin_wake(self, tags: list[str]) -> Any:
+        """Begin to wake; see `RolloutEngine.wake_up`."""
+        return self._actor.wake_up.remote(tags)
+
+    def begin_update(self, offer: dict[str, Any], weights: EngineWeights) -> tuple[Any, float]:
+        """Begin a weight update; returns the reference for `check_update`, and until when it has to be done."""
+        reference = self._actor.update_weights.remote(offer, weights.version)
+        self.version = weights.version
+        return reference, time.monotonic() + self._update_timeout_s
+
+    def check_update(self, reference: Any, deadline: float, weights: EngineWeights) -> tuple[list[str], float]:
+        """Wait for an update and compare what the engine has with `weights`.
+
+        Returns tensors that cannot be read back from it, and the seconds that it took. Raises EngineLate, and
+        WeightSyncError when the engine has another version or other weights.
+        """
+        try:
+            report: UpdateReport = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError as error:
+            limit = f"{self._update_timeout_s:g} s (rollout.weights.timeout_s)"
+            raise EngineLate(
+                f"{self.name} has not loaded weights {weights.version} in {limit}; log: {self.log_path}"
+            ) from error
+        return self.check_report(report, weights.version, weights.sums), report.seconds
+
+    def check_report(self, report: UpdateReport, version: int, sums: Sums) -> list[str]:
+        """Tensors that cannot be read back; raises WeightSyncError as `check_update`."""
+        if report.version != str(version):
+            raise WeightSyncError(f"{self.name} reports weights {report.version!r} after being sent {version}")
+        wrong, unchecked = differences((Part(*part) for part in report.parts), sums)
+        if wrong:
+            names = f"{len(wrong)} tensors, e.g. {', '.join(wrong[:5])}"
+            raise WeightSyncError(
+                f"{self.name} keeps other values than weights {version} have in {names}; so it looks, too, where they "
+                "have become NaN or infinite (see actor/grad_norm of the last steps)"
+            )
+        return unchecked
+
+    def responds(self) -> bool:
+        """Whether the engine answers a ping in time."""
+        try:
+            ray.get(self._actor.ping.remote(), timeout=_PING_TIMEOUT_S)
+        except (GetTimeoutError, RayError):
+            return False
+        return True
+
+    def kill(self, *, gently: bool = False) -> None:
+        """End the actor and its engine core; `gently` asks it to clean up first."""
+        if gently:
+            ray.wait([self._actor.shutdown.remote()], timeout=_SHUTDOWN_TIMEOUT_S)
+        self.live = False
+        if self._group is not None:
+            self._log.end(reachable=gently)
+        ray.kill(self._actor, no_restart=True)
+
+
+def _reason(error: BaseException) -> str:
+    """What was raised in an engine's process, in one line; the end of what Ray says where that did not travel."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    lines = [line.strip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
+    return lines[-1] if isinstance(cause, RayError) else " ".join(lines)

@@ -1,0 +1,77 @@
+"""What answers prompts as a configuration says, with a trainer or without one: a sandbox and engines."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ctpo_megatron.base.ray_environment import ADDRESS
+from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, spec_for
+from ctpo_megatron.engines.pool import EnginePool
+from ctpo_megatron.environments import node_sandbox
+from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_sandbox import start_configured_server
+
+log = logging.getLogger(__name__)
+
+
+def check_tokenizer(config: Config, tokens: int) -> None:
+    """Raises ConfigError for a tokenizer of more tokens than the model has."""
+    if tokens > (rows := spec_for(config).vocab_size):
+        message = f"the tokenizer has {tokens} tokens, but the model's vocabulary {rows} (vocab_size in config.json)"
+        fix = "resize the model's embeddings for the tokens that were added, or use the tokenizer it came with"
+        raise ConfigError([Problem("model.path", message, fix, config.model.path)])
+
+
+@contextmanager
+def open_engines(
+    config: Config, logs: Path, *, placement: Placement | None, finished: Callable[[], None] = lambda: None
+) -> Iterator[EnginePool]:
+    """Engines with the weights of `model.path`, which load in the background, and the sandbox that they need.
+
+    logs: folder for the output of both. placement: the engines' GPUs; None: Ray may have all. finished: called when a
+    group is complete. Raises ConfigError, SandboxStartError.
+    """
+    with ExitStack() as stack:
+        url = stack.enter_context(_sandbox(config, logs)) if needs_sandbox(config.rollout) else ""
+        log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
+        path, seed, cluster = config.model.path, config.run.seed, cluster_of(config)
+        fleet = EnginePool(
+            config,
+            path,
+            seed,
+            url,
+            log_dir=logs,
+            placement=None if cluster else placement,
+            cluster=cluster,
+            finished=finished,
+        )
+        stack.enter_context(fleet).start()
+        yield fleet
+
+
+def cluster_of(config: Config) -> ClusterConfig | None:
+    """The Ray cluster to join, if there is one. Raises ConfigError when there should be."""
+    if os.environ.get(ADDRESS):
+        return config.cluster
+    if config.cluster.nodes > 1:
+        fix = "start the run with `ctpo launch`, or Ray on every node and export RAY_ADDRESS=HOST:PORT of its head"
+        raise ConfigError([Problem("cluster.nodes", "but RAY_ADDRESS names no Ray cluster", fix, config.cluster.nodes)])
+    return None
+
+
+@contextmanager
+def _sandbox(config: Config, logs: Path) -> Iterator[str | None]:
+    """Address of the sandbox of all engines; None: every node has its own."""
+    sandbox = config.sandbox
+    if sandbox.url is not None:
+        yield sandbox.url
+        return
+    if config.cluster.nodes > 1 or node_sandbox.names_a_server():
+        yield None
+        return
+    with start_configured_server(sandbox, logs / "sandbox.log") as server:
+        yield server.url

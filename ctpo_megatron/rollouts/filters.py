@@ -1,0 +1,125 @@
+"""`rollout.filters`: takes tokens out of the loss and out of nothing else; ratio and position go on counting them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ctpo_megatron.base.extensions import call_problem, load
+from ctpo_megatron.config import Extension
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
+
+Filter = Callable[[Trajectory, Prompt], Collection[int]]
+"""Numbers of the turns (from 1) of a scored trajectory whose tokens leave the loss."""
+
+
+def void_turn(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = None) -> Collection[int]:
+    """Every turn, if one has neither a complete tool call nor, as the last, a final answer (SimpleTIR).
+
+    A call that could not be read (`parse_error`) is not complete; one that failed is, and so is the call of the last
+    turn of `max_turns` or `tool_budget`, which is not run. answer: regular expression of a final answer; None: a
+    complete `\\boxed{}`.
+    """
+    turns = range(1, max(trajectory.turn) + 1)
+    complete = {call.turn for call in trajectory.tool_calls if call.status != "parse_error"}
+    if trajectory.finish_reason in ("max_turns", "tool_budget") or _has_answer(trajectory, answer):
+        complete.add(turns[-1])
+    return () if complete.issuperset(turns) else turns
+
+
+def void_trajectory(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = None) -> Collection[int]:
+    """Every turn, if no tool call was run and there is no final answer (the rule of CTPO's published code)."""
+    called = any(call.status != "parse_error" for call in trajectory.tool_calls)
+    return () if called or _has_answer(trajectory, answer) else range(1, max(trajectory.turn) + 1)
+
+
+def truncated(trajectory: Trajectory, _prompt: Prompt) -> Collection[int]:
+    """Every turn, if a token limit ended the trajectory (`finish_reason` is `length`)."""
+    return range(1, max(trajectory.turn) + 1) if trajectory.finish_reason == "length" else ()
+
+
+def failed_tool(trajectory: Trajectory, _prompt: Prompt) -> Collection[int]:
+    """The turns with a tool call that failed, or that could not be read; the other turns stay."""
+    return {call.turn for call in trajectory.tool_calls if call.status != "success"}
+
+
+def _has_answer(trajectory: Trajectory, answer: str | None) -> bool:
+    if answer is not None:
+        return re.search(answer, trajectory.final_text) is not None
+    from ctpo_megatron.rewards import last_boxed  # engines import this package, and score nothing
+
+    return last_boxed(trajectory.final_text) is not None
+
+
+FILTERS: Mapping[str, Callable[..., Collection[int]]] = {
+    "void_turn": void_turn,
+    "void_trajectory": void_trajectory,
+    "truncated": truncated,
+    "failed_tool": failed_tool,
+}
+
+
+def filter_problem(part: Extension) -> str:
+    """Why `part` cannot be a filter, or "". Raises ExtensionError when it cannot be imported."""
+    if not part.is_path and part.name not in FILTERS:
+        return f"no such filter; write {', '.join(FILTERS)} or package.module:Name"
+    found: Any = load(part.name) if part.is_path else FILTERS[part.name]
+    if isinstance(found, type) or not callable(found):
+        return "is not a function of (trajectory, prompt)"
+    return call_problem(found, ("trajectory", "prompt"), part.arguments)
+
+
+class Filters:
+    """The configured filters; `extensions.activate` comes first. Raises ExtensionError."""
+
+    def __init__(self, parts: Sequence[Extension]) -> None:
+        self._filters: dict[str, Filter] = {
+            part.short_name: partial(load(part.name) if part.is_path else FILTERS[part.name], **part.arguments)
+            for part in parts
+        }
+
+    def apply(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Write the `loss_mask` of every trajectory: its model tokens, without the turns that a filter names.
+
+        Returns `rollout/masked_tokens` (share of the model tokens that left the loss), `rollout/masked_trajectories`
+        (share that has no token in the loss) and `filter/<name>` (trajectories that the filter took tokens of);
+        nothing without filters. Raises ValueError when a filter fails or names a turn that there is not.
+        """
+        pairs = [(trajectory, group.prompt) for group in groups for trajectory in group.trajectories]
+        taken: Counter[str] = Counter(dict.fromkeys(self._filters, 0))
+        for trajectory, prompt in pairs:
+            turns = {name: self._turns(name, trajectory, prompt) for name in self._filters}
+            taken.update(name for name, found in turns.items() if found)
+            _mask(trajectory, set().union(*turns.values()))
+        if not self._filters or not pairs:
+            return {}
+        kept = [sum(trajectory.loss_mask) for trajectory, _ in pairs]
+        model = sum(sum(trajectory.response_mask) for trajectory, _ in pairs)
+        return {
+            "rollout/masked_tokens": 1 - sum(kept) / model,
+            "rollout/masked_trajectories": kept.count(0) / len(pairs),
+            **{f"filter/{name}": float(count) for name, count in taken.items()},
+        }
+
+    def _turns(self, name: str, trajectory: Trajectory, prompt: Prompt) -> set[int]:
+        where = f"rollout.filters, {name}, prompt {prompt.id!r} sample {trajectory.sample_index}"
+        try:
+            turns = set(self._filters[name](trajectory, prompt))
+        except Exception as error:  # a user's function may raise anything
+            raise ValueError(f"{where}: {error!r}") from error
+        if unknown := turns.difference(range(1, max(trajectory.turn) + 1)):
+            raise ValueError(f"{where}: names turns {unknown}; there are 1 to {max(trajectory.turn)}")
+        return turns
+
+
+def _mask(trajectory: Trajectory, turns: set[int]) -> None:
+    """From `response_mask`, so that a recording that is replayed has the mask of this run's filters."""
+    trajectory.loss_mask = trajectory.response_mask.copy()
+    if turns:
+        masks = zip(trajectory.response_mask, trajectory.turn, strict=True)
+        trajectory.loss_mask = [0 if turn in turns else mask for mask, turn in masks]

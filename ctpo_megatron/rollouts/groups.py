@@ -1,0 +1,80 @@
+"""`rollout.uniform_groups`: what becomes of groups whose rewards are all equal, from which nothing can be learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from ctpo_megatron.config import RolloutConfig
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+
+
+class PromptStream(Protocol):
+    """Prompts in the order of the run: `data.PromptSampler`."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+
+    @property
+    def taken(self) -> int:
+        """Prompts taken since the beginning of the run."""
+
+    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
+        """The prompts with these ids. Raises ValueError for one that there is not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the stream."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position."""
+
+
+def is_uniform(group: Group) -> bool:
+    """Whether all rewards that are trained on, shaping included, are equal: every advantage is 0 then."""
+    return len(set(group.rewards)) == 1
+
+
+class UniformGroups:
+    """The choice of one step. Every prompt that is drawn is trained on, dropped, or quarantined by the engines.
+
+    prompts: the stream that refills are drawn from. mini_batch_prompts: groups of one optimizer step. refills: rounds
+    that were drawn.
+    """
+
+    def __init__(self, config: RolloutConfig, prompts: PromptStream, mini_batch_prompts: int, refills: int = 0) -> None:
+        self._config, self._prompts, self._size = config, prompts, mini_batch_prompts
+        self.refills = refills
+
+    def further(self, groups: Sequence[Group]) -> list[Prompt]:
+        """As many prompts as groups are missing to a full batch, given all scored groups so far; none: go on."""
+        if self._config.uniform_groups != "refill" or self.refills == self._config.max_refills:
+            return []
+        missing = self._config.prompts_per_step - sum(not is_uniform(group) for group in groups)
+        if missing == 0:
+            return []
+        self.refills += 1
+        return self._prompts.take(missing)
+
+    def dropped(self, groups: Sequence[Group]) -> dict[int, Group]:
+        """The uniform groups that are not trained on, by their place among the sampled ones.
+
+        As many stay, the last ones, as the last optimizer step needs to be full; at least one step is made.
+        """
+        if self._config.uniform_groups == "keep":
+            return {}
+        uniform = [place for place, group in enumerate(groups) if is_uniform(group)]
+        mixed = len(groups) - len(uniform)
+        steps = max(1, math.ceil(mixed / self._size))
+        count = len(groups) - steps * self._size
+        return {place: groups[place] for place in uniform[:count]}
+
+    def metrics(self, groups: Sequence[Group], dropped: int) -> dict[str, float]:
+        """`rollout/groups_uniform` (share of the sampled groups), `rollout/groups_dropped`, and `rollout/refills` where
+        there can be any; nothing when all groups are kept."""
+        if self._config.uniform_groups == "keep":
+            return {}
+        share = sum(map(is_uniform, groups)) / len(groups)
+        refills = {"rollout/refills": float(self.refills)} if self._config.uniform_groups == "refill" else {}
+        return {"rollout/groups_uniform": share, "rollout/groups_dropped": float(dropped), **refills}

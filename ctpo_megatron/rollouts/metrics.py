@@ -1,0 +1,94 @@
+"""Rollout figures of a batch, computed from its trajectories alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ctpo_megatron.data.batch import Group
+
+UPDATES_BY = "sync_by_"
+"""What counts weight updates begins with; then comes the transport."""
+TOOL_STATUSES = ("success", "runtime_error", "timeout", "parse_error", "infrastructure_error")
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Flat `rollout/*`, `tokens/*` and `sandbox/*` figures of `groups`; empty when there are no trajectories.
+
+    rollout/tool_use, truncated, max_turns and tool_budget are shares of trajectories; tool_calls, turns_mean,
+    response_length_mean (tokens after the prompt, observations included) and model_tokens_mean are means per
+    trajectory; tool_error_rate is the share of calls that did not succeed. tokens/* and the sandbox/* statuses are
+    counts; sandbox/calls counts every call of every tool, malformed ones included; sandbox/wall_mean_s is the mean
+    seconds of the calls that were executed, sandbox/queue_s and sandbox/exec_s its parts, of the calls whose tool
+    says how long they ran. Means and rates are left out when there was no call to take them over. tool/<name>/calls
+    and tool/<name>/success count the calls of one tool that were executed.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories:
+        return {}
+    n = len(trajectories)
+    calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
+    statuses: Counter[str] = Counter(call.status for call in calls)
+    reasons = Counter(trajectory.finish_reason for trajectory in trajectories)
+    model = sum(sum(trajectory.response_mask) for trajectory in trajectories)
+    total = sum(len(trajectory) for trajectory in trajectories)
+    response = sum(trajectory.response_tokens for trajectory in trajectories)
+    users = sum(any(call.status == "success" for call in trajectory.tool_calls) for trajectory in trajectories)
+    metrics = {
+        "rollout/tool_use": users / n,
+        "rollout/tool_calls": len(calls) / n,
+        "rollout/truncated": reasons["length"] / n,
+        "rollout/max_turns": reasons["max_turns"] / n,
+        "rollout/tool_budget": reasons["tool_budget"] / n,
+        "rollout/turns_mean": sum(max(trajectory.turn) for trajectory in trajectories) / n,
+        "rollout/response_length_mean": response / n,
+        "rollout/model_tokens_mean": model / n,
+        "tokens/model": float(model),
+        "tokens/total": float(total),
+        "sandbox/calls": float(len(calls)),
+    }
+    metrics |= {f"sandbox/{status}": float(statuses[status]) for status in TOOL_STATUSES}
+    if calls:
+        metrics["rollout/tool_error_rate"] = 1.0 - statuses["success"] / len(calls)
+    for name in sorted({call.name for call in calls if call.name}):
+        of_tool = [call.status for call in calls if call.name == name]
+        metrics |= {f"tool/{name}/calls": float(len(of_tool)), f"tool/{name}/success": float(of_tool.count("success"))}
+    executed = [call.wall_s for call in calls if call.status != "parse_error"]
+    if executed:
+        metrics["sandbox/wall_mean_s"] = sum(executed) / len(executed)
+    parts = [(call.queue_s, call.exec_s) for call in calls if call.queue_s is not None and call.exec_s is not None]
+    if parts:
+        queued, ran = (sum(seconds) / len(parts) for seconds in zip(*parts, strict=True))
+        metrics |= {"sandbox/queue_s": queued, "sandbox/exec_s": ran}
+    return metrics
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How far the model tokens of `groups` are behind the weights `version` that they train.
+
+    rollout/staleness_mean and staleness_max in versions; tokens/stale counts those of an earlier version;
+    rollout/continued_tokens is the share of those that were sampled after an update met their trajectory.
+    """
+    sampled = [np.array(t.weight_version) for group in groups for t in group.trajectories]
+    sampled = [versions[versions >= 0] for versions in sampled]
+    lags = version - np.concatenate(sampled)
+    continued = sum(int((versions > versions[:1]).sum()) for versions in sampled)
+    return {
+        "rollout/staleness_mean": float(lags.mean()),
+        "rollout/staleness_max": float(lags.max()),
+        "rollout/continued_tokens": continued / len(lags),
+        "tokens/stale": float((lags > 0).sum()),
+    }
+
+
+def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
+    """What `EnginePool.stats` reports, from its counts; absent ones are 0."""
+    names = ["group_retries", "late_groups", "quarantined", "engine_restarts", "sync_s", "sync_bytes"]
+    names += [f"lost_{status}" for status in TOOL_STATUSES]
+    stats = {name: float(counts.get(name, 0)) for name in names}
+    stats |= {name: float(count) for name, count in counts.items() if name.startswith(UPDATES_BY)}
+    if stats["sync_bytes"]:
+        stats["sync_gb_per_s"] = stats["sync_bytes"] / 1e9 / stats["sync_s"]
+    return stats

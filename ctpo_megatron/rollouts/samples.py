@@ -1,0 +1,108 @@
+"""A scored answer to a held-out prompt, and the figures of many."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import FinishReason, ToolStatus, Trajectory
+from ctpo_megatron.rollouts.estimates import expected_best, majority
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What an evaluation keeps of a trajectory: no tokens.
+
+    index: which of the prompt's samples. score: of the reward function. response_tokens: after the prompt, tool output
+    included; model_tokens: those that the model wrote. calls: what became of each tool call. final_text: of the final
+    turn. text: of the whole response, tool output included, without special tokens; "" where nobody asked for it.
+    """
+
+    prompt_id: str
+    source: str
+    index: int
+    score: float
+    finish_reason: FinishReason
+    response_tokens: int
+    model_tokens: int
+    turns: int
+    calls: tuple[ToolStatus, ...]
+    final_text: str = ""
+    text: str = ""
+
+    @classmethod
+    def of(cls, prompt: Prompt, trajectory: Trajectory, text: str = "") -> Sample:
+        """Of a trajectory that is complete and scored. Raises ValueError for any other."""
+        if trajectory.reward is None or trajectory.finish_reason is None:
+            raise ValueError(f"prompt {prompt.id} sample {trajectory.sample_index} is not finished and scored")
+        return cls(
+            prompt_id=prompt.id,
+            source=prompt.data_source,
+            index=trajectory.sample_index,
+            score=trajectory.reward,
+            finish_reason=trajectory.finish_reason,
+            response_tokens=trajectory.response_tokens,
+            model_tokens=sum(trajectory.response_mask),
+            turns=max(trajectory.turn),
+            calls=tuple(call.status for call in trajectory.tool_calls),
+            final_text=trajectory.final_text,
+            text=text,
+        )
+
+
+def accuracies(scores: Sequence[float], answers: Sequence[str | None] | None = None) -> dict[str, float]:
+    """Figures of one problem with k scored samples: avg@k, best@k, worst@k, pass@j for all j; with `answers` maj@k."""
+    k = len(scores)
+    figures = {f"avg@{k}": statistics.fmean(scores), f"best@{k}": max(scores), f"worst@{k}": min(scores)}
+    if answers is not None:
+        figures[f"maj@{k}"] = majority(scores, answers)
+    return figures | {f"pass@{draws}": expected_best(scores, draws) for draws in range(1, k + 1)}
+
+
+def conduct(samples: Sequence[Sample]) -> dict[str, float]:
+    """How the model answered: the definitions of `rollout_metrics`, without their prefix `rollout/`."""
+    n, calls = len(samples), [status for sample in samples for status in sample.calls]
+    figures = {
+        "response_length_mean": sum(sample.response_tokens for sample in samples) / n,
+        "model_tokens_mean": sum(sample.model_tokens for sample in samples) / n,
+        "turns_mean": sum(sample.turns for sample in samples) / n,
+        "tool_use": sum("success" in sample.calls for sample in samples) / n,
+        "tool_calls": len(calls) / n,
+        "truncated": sum(sample.finish_reason == "length" for sample in samples) / n,
+        "max_turns": sum(sample.finish_reason == "max_turns" for sample in samples) / n,
+    }
+    return figures | ({"tool_error_rate": 1.0 - calls.count("success") / len(calls)} if calls else {})
+
+
+def by_source(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """The samples of each data source, sources in alphabetical order."""
+    return dict(sorted(_split(samples, lambda sample: sample.source).items()))
+
+
+def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """The samples of each prompt, in the order of their index."""
+    problems = _split(samples, lambda sample: sample.prompt_id).values()
+    return [sorted(problem, key=lambda sample: sample.index) for problem in problems]
+
+
+def validation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """`val/<data_source>/...` of an evaluation in training: acc/mean@k, for k > 1 acc/best@k, and the conduct."""
+    metrics: dict[str, float] = {}
+    for source, of_source in by_source(samples).items():
+        problems = [[sample.score for sample in problem] for problem in by_problem(of_source)]
+        k = len(problems[0])
+        metrics[f"val/{source}/acc/mean@{k}"] = statistics.fmean(map(statistics.fmean, problems))
+        if k > 1:
+            metrics[f"val/{source}/acc/best@{k}"] = statistics.fmean(map(max, problems))
+        metrics |= {f"val/{source}/{name}": value for name, value in conduct(of_source).items()}
+    return metrics
+
+
+def _split(samples: Iterable[Sample], key: Callable[[Sample], str]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        found[key(sample)].append(sample)
+    return found

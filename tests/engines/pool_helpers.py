@@ -1,0 +1,202 @@
+"""What the fleet tests share: a small configuration, with a scripted tool in place of the sandbox, and a fleet."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import ray
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from ctpo_megatron.config.schema import Config
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.engines import EnginePool, Sampling
+from ctpo_megatron.engines.weights import EngineFleet
+from ctpo_megatron.engines.weights.tcp_transport import TcpTransport
+from tests.engines.tiny_model import CALL, build_tiny_model
+
+T = TypeVar("T")
+
+MAX_RESPONSE, MAX_TURN = 150, 30
+
+
+HERE = Path(__file__).parent
+
+
+def make_config(path: Path, root: Path, **rollout: Any) -> Config:
+    """Of a fleet with the model at `path`; the file `root / "flag"` tells the scripted tool what to do.
+
+    rollout: its settings; `sections`: further ones of the configuration.
+    """
+    sections = rollout.pop("sections", {})
+    engine = {"max_model_len": 320, "max_num_seqs": 64, "dtype": "float32", "kv_cache_mb": 32, "block_size": 32}
+    settings = {
+        "max_turns": 3,
+        "max_turn_tokens": MAX_TURN,
+        "max_response_tokens": MAX_RESPONSE,
+        "max_group_retries": 2,
+        "start_timeout_s": 240,
+        "group_timeout_s": 120,
+        "engine": engine,
+        "tools": [{"name": "user_parts:ScriptedPython", "arguments": {"flag": str(root / "flag")}}],
+    }
+    return Config.model_validate(
+        {
+            "run": {"name": "test", "root": str(root), "steps": 1},
+            "model": {"path": str(path)},
+            "data": {"train": ["unused"]},
+            "rollout": settings | rollout,
+            "extensions": {"path": [str(HERE)]},
+        }
+        | sections
+    )
+
+
+class OneRank:
+    """A job of one rank, as a transport calls it."""
+
+    is_rank_zero = True
+
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
+        return action()
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+
+class Source:
+    """Has weights to send."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self._state = state
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._state.items()
+
+    own_weights = weights
+
+    def own_weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._state.items()]
+
+
+class Stage:
+    """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.
+
+    model: settings of the tiny model. rollout: settings of the fleet. sandbox_url: None: of the engine's own node.
+    finished: counts complete groups, under "groups".
+    """
+
+    def __init__(
+        self, root: Path, model: dict[str, Any] | None = None, *, sandbox_url: str | None = "unused", **rollout: Any
+    ) -> None:
+        self.path, self.flag = root / "model", root / "flag"
+        favour = {CALL: 9.0, "<|im_end|>": 7.0}
+        self.tokenizer, self.model = build_tiny_model(self.path, favour=favour, **(model or {}))
+        self.version = 0
+        self.config = make_config(self.path, root, **rollout)
+        self.finished: Counter[str] = Counter()
+        count = partial(self.finished.update, ["groups"])
+        cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
+        self.fleet = EnginePool(self.config, str(self.path), 7, sandbox_url, cluster=cluster, finished=count)
+        self.fleet.start()
+        self.transport: TcpTransport | None = None
+
+    def close(self) -> None:
+        self.fleet.close()
+        if self.transport is not None:
+            self.transport.close()
+
+    def prompts(self, count: int, length: int = 40) -> list[Prompt]:
+        generator = torch.Generator().manual_seed(count)
+        rows = torch.randint(0, 256, (count, length), generator=generator).tolist()
+        return [Prompt(f"p{i}", "test", (), "", tuple(row)) for i, row in enumerate(rows)]
+
+    def sync(self, scale: float) -> None:
+        """Move every weight a little, deterministically, and hand the result to the engines."""
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+        self.version += 1
+        self.send(self.state(), self.version)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All weights, under the names of a checkpoint."""
+        self.model.save_pretrained(self.path.parent / "updated")
+        return load_file(self.path.parent / "updated" / "model.safetensors")
+
+    def send(self, state: dict[str, torch.Tensor], version: int) -> None:
+        """By the transport of the fleet's configuration."""
+        if self.fleet.transport != "tcp":
+            return self.fleet.sync(state.items(), version)
+        if self.transport is None:
+            self.transport = self._tcp(self.fleet)
+        self.transport.send(Source(state), version)
+        self.fleet.finish_update()
+
+    def _tcp(self, engines: EngineFleet) -> TcpTransport:
+        timeout_s = self.config.rollout.weights.timeout_s
+        transport = TcpTransport(OneRank(), engines, bucket_bytes=64 << 10, timeout_s=timeout_s)
+        transport.init()
+        return transport
+
+    @contextmanager
+    def between(self, engines: EngineFleet) -> Iterator[None]:
+        """What is sent over TCP meanwhile goes to `engines`."""
+        former, self.transport = self.transport, self._tcp(engines)
+        try:
+            yield
+        finally:
+            self.transport.close()
+            self.transport = former
+
+    def generate(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
+        return self.fleet.generate(prompts, step=step, samples=samples, sampling=Sampling(**sampling))
+
+
+def trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def tokens(groups: Sequence[Group]) -> list[list[int]]:
+    return [trajectory.token_ids for trajectory in trajectories(groups)]
+
+
+def largest_log_prob_error(model: PreTrainedModel, groups: Sequence[Group], temperature: float = 1.0) -> float:
+    worst = 0.0
+    for trajectory in trajectories(groups):
+        ids = torch.tensor([trajectory.token_ids])
+        with torch.no_grad():
+            log_probs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+        want = log_probs.gather(1, ids[0, 1:, None])[:, 0]
+        have = torch.tensor(trajectory.rollout_log_probs[1:])
+        mask = torch.tensor(trajectory.response_mask[1:], dtype=torch.bool)
+        worst = max(worst, float((want - have)[mask].abs().max()))
+    return worst
+
+
+def versions(groups: Sequence[Group]) -> set[int]:
+    """The weights that the model tokens were sampled with."""
+    return {
+        version
+        for trajectory in trajectories(groups)
+        for version, by_model in zip(trajectory.weight_version, trajectory.response_mask, strict=True)
+        if by_model
+    }
+
+
+def engine_processes(stage: Stage, name: str) -> list[psutil.Process]:
+    """Of the stage's only engine: its actor, or the engine core that the actor started."""
+    [engine] = stage.fleet._engines
+    actor = psutil.Process(ray.get(engine.ready_ref)[0])
+    return [process for process in (actor, *actor.children(recursive=True)) if name in " ".join(process.cmdline())]

@@ -1,0 +1,41 @@
+"""A private Ray for two engines of two GPUs each, on a node with pretended ones; prints what each sees, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import ray
+
+from ctpo_megatron.config import Job, Placement
+from ctpo_megatron.engines.ray_runtime import RayRuntime
+from tests.config.test_placement import readme
+
+VISIBLE = "8,9,10,11,12,13,14,15"
+
+
+@ray.remote(num_cpus=0)
+class Engine:
+    """Asks for GPUs as `EngineHandle` does."""
+
+    def gpus(self) -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def main() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE
+    placed = Placement.of(readme(rollout={"engine": {"tensor_parallel_size": 2}}), Job(4))
+    counted: list[float] = []
+    runtime = RayRuntime(1, counted.append, placed.engine_devices(VISIBLE))
+    try:
+        runtime.wait(120)
+        assert counted == [4.0]
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == VISIBLE
+        engines = [Engine.options(num_gpus=2).remote() for _ in range(2)]
+        print(json.dumps(ray.get([engine.gpus.remote() for engine in engines], timeout=120)))
+    finally:
+        runtime.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What an engine and a fleet do to sleep, take weights, and wake."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.config import Config
+from ctpo_megatron.engines.engine import RolloutEngine
+from ctpo_megatron.engines.tasks import engine_arguments
+from tests.engines.pool_helpers import Stage, largest_log_prob_error, tokens, versions
+
+
+class RecordedLLM:
+    """Writes down what is asked of vLLM's AsyncLLM; awake as vLLM 0.32 says: when weights and cache are."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.asleep: set[str] = set()
+
+    async def sleep(self, *, level: int, mode: str) -> None:
+        self.calls.append(("sleep", level))
+        self.asleep = {"weights", "kv_cache"}
+
+    async def wake_up(self, *, tags: list[str]) -> bool:
+        self.calls.append(("wake_up", tags))
+        self.asleep -= set(tags)
+        return not self.asleep
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        self.calls.append((method, args))
+        return [[("weight", "", False, 7)]]
+
+    async def get_weight_version(self) -> str:
+        self.calls.append(("get_weight_version", ()))
+        return "3"
+
+    async def is_paused(self) -> bool:
+        last = [name for name, _ in self.calls if name in ("pause_generation", "resume_generation")][-1:]
+        return last == ["pause_generation"]
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any, **keywords: Any) -> None:
+            self.calls.append((name, arguments or keywords))
+
+        return call
+
+
+def recorded_calls(*, asleep: bool) -> list[str]:
+    engine = object.__new__(RolloutEngine)  # without vLLM, which needs a GPU to sleep
+    recorder = RecordedLLM()
+    engine._llm, engine._asleep, engine._updated = recorder, False, asyncio.Condition()
+
+    async def step() -> None:
+        if asleep:
+            await engine.sleep(2)
+            await engine.wake_up(["weights"])
+        await engine.update_weights({"path": "/weights"}, 3)
+        if asleep:
+            await engine.wake_up(["kv_cache"])
+            await engine.update_weights({"path": "/weights"}, 3)
+
+    asyncio.run(step())
+    return [f"{name} {detail}" if name in ("sleep", "wake_up") else name for name, detail in recorder.calls]
+
+
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "ctpo_checksums", "get_weight_version"]
+
+
+def test_the_cache_comes_back_after_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing resumes sampling before it is there: vLLM does when all memory is."""
+    request = SimpleNamespace(WeightTransferUpdateRequest=dict)  # vLLM's takes eight seconds to import
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", request)
+    awake = ["pause_generation", *UPDATE, "resume_generation"]
+    assert recorded_calls(asleep=True) == ["sleep 2", "wake_up ['weights']", *UPDATE, "wake_up ['kv_cache']", *awake]
+    assert recorded_calls(asleep=False) == awake
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+def test_only_engines_that_share_gpus_can_sleep(mode: str) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": "a", "steps": 1},
+            "model": {"path": "m"},
+            "data": {"train": ["t"]},
+            "placement": {"mode": mode},
+        }
+    )
+    assert engine_arguments(config, "m", "cuda")["enable_sleep_mode"] == (mode == "colocated")
+
+
+@pytest.mark.timeout(600)
+def test_a_fleet_sleeps_and_wakes(stage: Stage) -> None:
+    """vLLM's own states, on a CPU, where nothing leaves the memory: what sleeps, wakes and samples, and with what."""
+    prompts = stage.prompts(1)
+    before = tokens(stage.generate(prompts, step=21))
+    stage.fleet.sleep(1)
+    stage.fleet.sleep(2)  # sleeps already
+    stage.fleet.wake()
+    assert tokens(stage.generate(prompts, step=21)) == before
+    stage.fleet.sleep(2)
+    stage.sync(0.001)  # seen by the bound below, and too little for other tests' prompts to stop calling the tool
+    stage.fleet.wake()
+    groups = stage.generate(prompts, step=21)
+    assert versions(groups) == {stage.version}
+    assert largest_log_prob_error(stage.model, groups) <= 1e-4

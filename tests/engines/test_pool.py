@@ -1,0 +1,260 @@
+"""The fleet with a real vLLM engine in Ray: exact tokens, true log-probabilities, weight updates, and faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.engines import Cancelled, Sampling, WeightSyncError
+from ctpo_megatron.rollouts import Quarantined, TooManyQuarantined, rollout_metrics
+from tests.engines.pool_helpers import (
+    MAX_RESPONSE,
+    MAX_TURN,
+    Stage,
+    engine_processes,
+    largest_log_prob_error,
+    tokens,
+    versions,
+)
+from tests.support.deadlines import scaled
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_groups_are_complete_and_exact(stage: Stage) -> None:
+    before = stage.finished["groups"]
+    prompts = stage.prompts(6)
+    groups = stage.generate(prompts)
+    assert stage.finished["groups"] - before == len(prompts)
+    stop = stage.tokenizer.eos_token_id
+    assert [group.prompt.id for group in groups] == [prompt.id for prompt in prompts]
+    for group in groups:
+        assert [t.sample_index for t in group.trajectories] == [0, 1, 2, 3]
+        for trajectory in group.trajectories:
+            n = len(group.prompt.token_ids)
+            assert tuple(trajectory.token_ids[:n]) == group.prompt.token_ids
+            assert trajectory.response_tokens <= MAX_RESPONSE
+            for turn in range(1, max(trajectory.turn) + 1):
+                rows = [i for i, t in enumerate(trajectory.turn) if t == turn]
+                sampled = [trajectory.token_ids[i] for i in rows if trajectory.response_mask[i]]
+                assert 1 <= len(sampled) <= MAX_TURN
+                assert stop not in sampled[:-1]
+            ends = {"answer": True, "max_turns": True, "length": trajectory.tool_calls and sampled[-1] == stop}
+            assert (sampled[-1] == stop) == bool(ends[str(trajectory.finish_reason)])
+            if trajectory.finish_reason == "answer":
+                assert stage.tokenizer.decode(sampled[:-1]) == trajectory.final_text
+    metrics = rollout_metrics(groups)
+    assert metrics["sandbox/calls"] > 0
+    assert metrics["rollout/tool_use"] > 0
+    assert metrics["rollout/turns_mean"] > 1
+    assert stage.fleet.stats()["group_retries"] == 0
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()).strip()
+    except psutil.Error:  # it has ended
+        return ""
+
+
+def test_an_engine_on_a_cpu_is_one_process(stage: Stage) -> None:
+    """Our actor: vLLM by itself would start a core, and its CPU platform a worker beside it."""
+    stage.fleet.wait_ready()
+    actors = [process for process in psutil.Process().children(recursive=True) if "RolloutEngine" in title(process)]
+    titles = [[title(child) for child in actor.children(recursive=True)] for actor in actors]
+    assert actors and not any(titles), titles
+    assert {actor.nice() for actor in actors} == {psutil.Process().nice()}  # Ray's default is 15 more
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rollout_log_probs_is_the_models(stage: Stage, temperature: float) -> None:
+    groups = stage.generate(stage.prompts(3), step=1, temperature=temperature)
+    assert largest_log_prob_error(stage.model, groups, temperature) <= 1e-4
+
+
+def test_log_probs_is_of_the_filtered_distribution(stage: Stage) -> None:
+    [trajectory] = stage.generate(stage.prompts(1), step=2, samples=1, top_k=1)[0].trajectories
+    assert [
+        p for p, m in zip(trajectory.rollout_log_probs, trajectory.response_mask, strict=True) if m and p != 0.0
+    ] == []
+
+
+def test_same_seed_same_tokens_and_other_step_other_tokens(stage: Stage) -> None:
+    prompts = stage.prompts(8)
+    first = tokens(stage.generate(prompts, step=3))
+    stage.sync(0.0)  # same weights, empty prefix cache
+    assert tokens(stage.generate(prompts, step=3)) == first
+    assert tokens(stage.generate(prompts[::-1], step=3)) == [
+        ids for i in range(7, -1, -1) for ids in first[4 * i : 4 * i + 4]
+    ]
+    assert tokens(stage.generate(prompts, step=4)) != first
+
+
+def test_samples_are_handed_over_as_they_finish_and_others_are_not_played(stage: Stage) -> None:
+    prompts = stage.prompts(3)
+    whole = {(t.prompt_id, t.sample_index): t.token_ids for g in stage.generate(prompts) for t in g.trajectories}
+    batches: list[list[Trajectory]] = []
+
+    def keep(prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        assert {t.prompt_id for t in trajectories} <= {prompt.id}
+        batches.append(list(trajectories))
+        stage.flag.unlink(missing_ok=True)
+
+    stage.flag.write_text("hang")  # whoever calls the tool cannot finish before the first sample is handed over
+    how = {"step": 0, "samples": 4, "sampling": Sampling()}
+    played = {"p0": [0, 2], "p2": range(4)}
+    groups = stage.fleet.generate(prompts, **how, keep=keep, played=played)
+    kept = [trajectory for batch in batches for trajectory in batch]
+    assert {(t.prompt_id, t.sample_index): t.token_ids for t in kept} == {
+        key: ids for key, ids in whole.items() if key[1] not in played.get(key[0], ())
+    }
+    assert len(kept) == 6 and len(batches[0]) == 1
+    assert [(group.prompt.id, group.trajectories) for group in groups] == [("p0", []), ("p1", []), ("p2", [])]
+
+
+def test_sync_changes_what_is_sampled_and_forgets_cached_prefixes(stage: Stage) -> None:
+    prompts = stage.prompts(3, length=100)
+    before = stage.generate(prompts, step=5)
+    stage.sync(0.02)
+    after = stage.generate(prompts, step=5)
+    assert tokens(after) != tokens(before)
+    assert versions(after) == {stage.version}
+    assert largest_log_prob_error(stage.model, after) <= 1e-4
+    assert not list(Path("/dev/shm").glob(f"ctpo-weights-{os.getpid()}-*"))
+
+
+def test_sync_refuses_an_incomplete_state_dict(stage: Stage) -> None:
+    state = dict(stage.model.state_dict())
+    state.pop("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(WeightSyncError, match="up_proj"):
+        stage.fleet.sync(state.items(), 99)
+
+
+def test_prompt_without_room_is_named(stage: Stage) -> None:
+    with pytest.raises(ValueError, match="'p0' has 320 tokens"):
+        stage.generate(stage.prompts(1, length=320))
+
+
+def test_sampling_can_be_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctpo_megatron.rollouts.scheduler._TURN_S", 0.001)  # sooner than the first token
+    prompts = stage.prompts(2)
+    asked = iter([False, False, True])
+    with pytest.raises(Cancelled, match="2 of 2 groups were not sampled"):
+        stage.fleet.generate(prompts, step=10, samples=2, sampling=Sampling(), cancelled=lambda: next(asked))
+    assert [len(group.trajectories) for group in stage.generate(prompts, step=10)] == [4, 4]
+
+
+def test_unavailable_tool_means_retry_not_reward(stage: Stage) -> None:
+    prompts = stage.prompts(2)
+    want = tokens(stage.generate(prompts, step=6))
+    stage.fleet.stats()
+    stage.flag.write_text("1")
+    assert tokens(stage.generate(prompts, step=6)) == want
+    stats = stage.fleet.stats()
+    assert (stats["group_retries"], stats["lost_infrastructure_error"]) == (1, 1)
+
+
+class Spares:
+    """A stream of prompts that take the place of others; with the last one the tool works again."""
+
+    def __init__(self, stage: Stage, *names: str) -> None:
+        self.stage, self.names, self.drawn = stage, list(names), 0
+
+    def __call__(self) -> Prompt:
+        self.drawn += 1
+        name = self.names.pop(0)
+        if not self.names:
+            self.stage.flag.write_text("0")
+        return Prompt(name, "test", (), "", tuple(range(40)))
+
+
+@pytest.mark.parametrize(("failure", "cause"), [("1000000", "connection refused"), ("bug", "KeyError")])
+def test_a_prompt_that_fails_too_often_is_replaced_and_never_played_again(
+    stage: Stage, failure: str, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [prompt] = stage.prompts(1)
+    want = tokens(stage.generate([prompt], step=6))
+    stage.fleet.stats()
+    stage.flag.write_text(failure)
+    spares = Spares(stage, "spare")
+    lost = Prompt(f"lost {failure}", "test", (), "", prompt.token_ids)
+    groups = stage.fleet.generate([lost], step=6, samples=4, sampling=Sampling(), replacement=spares)
+    assert [group.prompt.id for group in groups] == ["spare"]
+    assert [len(group.trajectories) for group in groups] == [4]
+    record = stage.fleet.quarantined[-1]
+    assert (record.prompt_id, record.step) == (lost.id, 6)
+    assert "failed 3 times" in record.cause
+    assert cause in record.cause
+    assert f"prompt {lost.id!r} (step 6)" in caplog.text
+    stats = stage.fleet.stats()
+    assert (stats["quarantined"], stats["group_retries"]) == (1, 2)
+    # From now on it is passed over, also when it is the replacement, and left out where nothing replaces it.
+    spares = Spares(stage, lost.id, "other")
+    groups = stage.fleet.generate([lost, prompt], step=6, samples=4, sampling=Sampling(), replacement=spares)
+    assert [group.prompt.id for group in groups] == ["other", "p0"]
+    groups = stage.generate([lost, prompt], step=6)
+    assert [group.prompt.id for group in groups] == ["p0"]
+    assert tokens(groups) == want
+    stats = stage.fleet.stats()
+    assert (stats["quarantined"], stats["group_retries"]) == (0, 0)
+
+
+def test_a_group_without_replacement_is_left_out(stage: Stage) -> None:
+    stage.flag.write_text("1000000")
+    lost = [Prompt(f"held out {i}", "test", (), "", prompt.token_ids) for i, prompt in enumerate(stage.prompts(2))]
+    assert stage.generate(lost, step=6) == []
+    stage.flag.write_text("0")
+    assert {record.prompt_id for record in stage.fleet.quarantined[-2:]} == {"held out 0", "held out 1"}
+    assert stage.fleet.stats()["quarantined"] == 2
+
+
+def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) -> None:
+    before = list(stage.fleet.quarantined)
+    room = stage.config.rollout.max_quarantined - len(before)
+    stage.fleet.quarantined.extend(Quarantined(f"earlier {i}", 1, "of the run before") for i in range(room))
+    stage.flag.write_text("1000000")
+    prompt = Prompt("one too many", "test", (), "", tuple(range(40)))
+    try:
+        with pytest.raises(
+            TooManyQuarantined, match=r"rollout.max_quarantined = 16.*'one too many' \(step 7\).*refused"
+        ):
+            stage.generate([prompt], step=7)
+    finally:
+        stage.flag.write_text("0")
+        stage.fleet.quarantined[:] = before
+    assert [len(group.trajectories) for group in stage.generate([prompt], step=7)] == [4]
+
+
+def test_killed_engine_comes_back_with_current_weights(stage: Stage) -> None:
+    prompts = stage.prompts(24)
+    stage.sync(0.01)
+    want = tokens(stage.generate(prompts, step=8))
+    [victim] = engine_processes(stage, "ray::RolloutEngine")
+    stage.fleet.stats()
+    timer = threading.Timer(0.1, victim.kill)
+    timer.start()
+    groups = stage.generate(prompts, step=8)
+    timer.join(scaled(10))
+    stats = stage.fleet.stats()
+    assert stats["engine_restarts"] == 1
+    assert stats["group_retries"] >= 1
+    assert tokens(groups) == want
+    assert versions(groups) == {stage.version}
+    victim.wait(scaled(20))
+
+
+@pytest.mark.slow
+def test_engine_dead_before_a_sync_is_replaced(stage: Stage) -> None:
+    [victim] = engine_processes(stage, "ray::RolloutEngine")
+    victim.send_signal(signal.SIGKILL)
+    stage.sync(0.01)
+    assert largest_log_prob_error(stage.model, stage.generate(stage.prompts(2), step=9)) <= 1e-4
+    assert stage.fleet.stats()["engine_restarts"] == 1

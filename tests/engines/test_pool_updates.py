@@ -1,0 +1,183 @@
+"""Weight updates: that they reach layers which vLLM packs for CPU kernels, and that what does not is seen."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+
+from ctpo_megatron.data import Group
+from ctpo_megatron.engines import EnginePool, Sampling, WeightSyncError
+from ctpo_megatron.engines.tasks import Request
+from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
+from ctpo_megatron.engines.weights.checksums import Checksums
+from tests.engines.pool_helpers import Source, Stage, engine_processes, largest_log_prob_error, versions
+from tests.support.deadlines import scaled
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def check_updates(stage: Stage) -> None:
+    """Experts are packed only once, and a tied output layer receives no weights of its own: both could stay behind."""
+    for step in (11, 12):
+        stage.sync(0.05)
+        groups = stage.generate(stage.prompts(1), step=step)
+        assert versions(groups) == {stage.version}
+        assert largest_log_prob_error(stage.model, groups) <= 1e-4
+
+
+def test_an_update_reaches_experts(users_stage: Stage) -> None:
+    """Over TCP, and every tensor can be read back."""
+    check_updates(users_stage)
+    assert users_stage.fleet._read_back.unchecked == []
+    stats = users_stage.fleet.stats()
+    size = sum(tensor.nbytes for tensor in users_stage.state().values())
+    assert stats["sync_bytes"] >= 2 * size and stats["sync_bytes"] % size == 0
+    assert stats["sync_gb_per_s"] == stats["sync_bytes"] / 1e9 / stats["sync_s"]
+    assert [name for name in stats if name.startswith("sync_by_")] == ["sync_by_tcp"]
+    assert stats["sync_by_tcp"] == stats["sync_bytes"] / size
+
+
+EXPERT = "model.layers.1.mlp.experts.2."
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "model.layers.0.self_attn.k_proj.weight": lambda rows: rows[[1, 0, *range(2, len(rows))]],
+    "model.layers.1.self_attn.o_proj.weight": lambda rows: rows.flip(1),
+    "model.layers.1.mlp.gate.weight": lambda rows: rows.flip(0),
+    f"{EXPERT}gate_proj.weight": lambda stale: stale - 1e-4,
+    f"{EXPERT}up_proj.weight": lambda stale: stale - 1e-4,
+    f"{EXPERT}down_proj.weight": lambda stale: stale - 1e-4,
+    "model.layers.1.self_attn.q_norm.weight": lambda numbers: numbers.flip(0) + torch.arange(len(numbers)) * 1e-3,
+    "model.embed_tokens.weight": lambda rows: rows.roll(1, 0),
+    "lm_head.weight": lambda rows: rows.roll(1, 0),
+}
+
+
+class Fleet:
+    """Stands between a transport and its fleet, and hands on what `change` makes of the weights."""
+
+    def __init__(self, fleet: EnginePool, change: Callable[[Any], Any]) -> None:
+        self._fleet, self._change = fleet, change
+
+    def engine_facts(self) -> EngineFacts:
+        return self._fleet.engine_facts()
+
+    def begin_update(self, weights: EngineWeights, began: float) -> None:
+        self._fleet.begin_update(self._change(weights), began)
+
+    def finish_update(self) -> None:
+        self._fleet.finish_update()
+
+
+def test_other_values_in_an_engine_are_seen(users_stage: Stage) -> None:
+    """Each a tensor that loads without complaint: rows in another order, an expert of an older version."""
+    stage, state = users_stage, users_stage.state()
+    honest = Checksums(stage.version, torch.float32)
+    deque(honest.watch(state.items()), maxlen=0)
+    changed = {name: change(state[name]).contiguous() for name, change in CHANGES.items()}
+    with stage.between(Fleet(stage.fleet, lambda weights: replace(weights, sums=honest.sums))):
+        with pytest.raises(
+            WeightSyncError, match=rf"engine 0 keeps other values .* in {len(CHANGES)} tensors, e\.g\. "
+        ):
+            stage.send(state | changed, stage.version)
+        for name in CHANGES:
+            with pytest.raises(WeightSyncError, match=rf"in 1 tensors, e\.g\. {name}; so it looks"):
+                stage.send(state | {name: changed[name]}, stage.version)
+        assert stage.transport is not None
+        stage.transport.send(Source(state | changed), stage.version)  # it is seen by who samples, too
+        with pytest.raises(WeightSyncError, match="engine 0 keeps other values"):
+            stage.generate(stage.prompts(1), step=13)
+    stage.send(state, stage.version)
+
+
+class Stalled:
+    """Weights that the first engine is offered from where nothing comes."""
+
+    def __init__(self, weights: EngineWeights, address: tuple[str, int]) -> None:
+        self._weights, self._address, self._offers = weights, address, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._weights, name)
+
+    @contextmanager
+    def offered(self) -> Iterator[dict[str, Any]]:
+        self._offers += 1
+        with self._weights.offered() as offer:
+            shares = [(*self._address, share[2]) for share in offer["shares"]]
+            yield offer | {"shares": shares} if self._offers == 1 else offer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_an_engine_that_fails_in_an_update_is_replaced(
+    how: str, shared_ray: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = scaled(10)
+    stage = Stage(tmp_path, weights={"transport": "tcp", "timeout_s": limit})
+    try:
+        stage.sync(0.01)
+        [engine] = engine_processes(stage, "ray::RolloutEngine")
+
+        def meet(mute: socket.socket) -> None:
+            peer, _ = mute.accept()
+            with peer:
+                engine.send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+                engine.wait(scaled(100))
+
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            thread = threading.Thread(target=meet, args=(mute,))
+            thread.start()
+            with stage.between(Fleet(stage.fleet, lambda weights: Stalled(weights, mute.getsockname()))):
+                stage.sync(0.01)
+                stage.fleet.wait_ready()  # the next process gets them from this transport
+            thread.join(scaled(10))
+        late = rf"has not loaded weights 2 in {limit:g} s \(rollout\.weights\.timeout_s\)" if how == "hangs" else ""
+        assert re.search(rf"rollout engine 0 is replaced, it did not take weights 2: .*{late}", caplog.text)
+        assert stage.fleet.stats()["engine_restarts"] == 1
+        groups = stage.generate(stage.prompts(1), step=1)
+        assert versions(groups) == {2} and largest_log_prob_error(stage.model, groups) <= 1e-4
+    finally:
+        stage.close()
+
+
+@pytest.mark.slow
+def test_no_update_waits_for_an_engine_that_is_replaced(shared_ray: None, tmp_path: Path) -> None:
+    """The new one gets the weights of the time when it is up."""
+    stage = Stage(tmp_path, engines=2)
+    fleet = stage.fleet
+    try:
+        stage.sync(0.01)
+        psutil.Process(ray.get(fleet.engines[1].ready_ref)[0]).kill()
+        for stage.version in (2, 3):  # it dies in the first, and starts in the second
+            fleet.sync(stage.state().items(), stage.version)
+            assert [engine.live for engine in fleet.engines] == [True, False]
+        turns, done = fleet.dispatcher(), dict[Hashable, Group]()  # which waits for both
+        assert [engine.live for engine in fleet.engines] == [True, True]
+        for place, prompt in enumerate(stage.prompts(6)):
+            turns.admit(place, prompt, Request(1, 4, Sampling(), None))
+        while turns.playing:
+            turns.turn(done.__setitem__)
+        assert versions(list(done.values())) == {3} and fleet.stats()["engine_restarts"] == 1
+        assert largest_log_prob_error(stage.model, list(done.values())) <= 1e-4
+    finally:
+        stage.close()
+
+
+@pytest.mark.slow  # the quickstart's model is tied: tests/end_to_end/test_ring.py compares every log-prob after a sync
+def test_an_update_reaches_an_output_layer_that_is_the_embedding(shared_ray: None, tmp_path: Path) -> None:
+    stage = Stage(tmp_path, {"tie_word_embeddings": True})
+    try:
+        check_updates(stage)
+    finally:
+        stage.fleet.close()

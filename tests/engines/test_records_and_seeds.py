@@ -1,0 +1,145 @@
+"""Seeds are stable for all time, metrics count what they say, and weight files leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import ToolCall, Trajectory
+from ctpo_megatron.engines.weights.file import FileWeights, WeightSnapshot, checkpoint_names
+from ctpo_megatron.environments.seeds import trajectory_seed, turn_seed
+from ctpo_megatron.rollouts.metrics import rollout_metrics
+
+
+def test_seed_values_never_change() -> None:
+    assert trajectory_seed(0, 0, "p", 0) == SEED_A
+    assert turn_seed(SEED_A, 1) == SEED_B
+
+
+SEED_A, SEED_B = 410233806287856, 8191741766354100
+
+
+def test_seeds_differ_in_every_field_and_fit_json() -> None:
+    seeds = {trajectory_seed(r, s, p, i) for r in (0, 1) for s in range(5) for p in ("a", "b", "a1") for i in range(5)}
+    seeds |= {turn_seed(7, t) for t in range(5)}
+    assert len(seeds) == 2 * 5 * 3 * 5 + 5
+    assert all(0 <= seed < 2**53 for seed in seeds)
+    assert trajectory_seed(1, 11, "p", 0) != trajectory_seed(11, 1, "p", 0)
+
+
+def trajectory(index: int, model: int, context: int, reason: str, calls: list[ToolCall]) -> Trajectory:
+    made = Trajectory("p", index, 0)
+    made.append_context([1] * 4, 0)
+    made.append_model([2] * model, [-1.0] * model, [0] * model, 1)
+    made.append_context([3] * context, 1)
+    made.finish_reason, made.tool_calls = reason, calls  # type: ignore[assignment]
+    return made
+
+
+def test_metrics() -> None:
+    calls = [ToolCall(1, "a", {"x": 1}, "success", "1", 0.2), ToolCall(2, "", {}, "parse_error", "e", 0.0)]
+    group = Group(
+        Prompt("p", "d", (), "", (1, 1, 1, 1)),
+        [
+            trajectory(0, 10, 6, "answer", calls),
+            trajectory(1, 20, 0, "length", [ToolCall(1, "b", {}, "timeout", "", 0.4)]),
+            trajectory(2, 2, 0, "max_turns", []),
+            trajectory(3, 8, 2, "tool_budget", []),
+        ],
+    )
+    metrics = rollout_metrics([group])
+    assert metrics == {
+        "rollout/tool_use": 0.25,
+        "rollout/tool_calls": 0.75,
+        "rollout/tool_error_rate": pytest.approx(2 / 3),
+        "rollout/truncated": 0.25,
+        "rollout/max_turns": 0.25,
+        "rollout/tool_budget": 0.25,
+        "rollout/turns_mean": 1.0,
+        "rollout/response_length_mean": 12.0,
+        "rollout/model_tokens_mean": 10.0,
+        "tokens/model": 40.0,
+        "tokens/total": 64.0,
+        "sandbox/calls": 3.0,
+        "sandbox/success": 1.0,
+        "sandbox/runtime_error": 0.0,
+        "sandbox/timeout": 1.0,
+        "sandbox/parse_error": 1.0,
+        "sandbox/infrastructure_error": 0.0,
+        "sandbox/wall_mean_s": pytest.approx(0.3),
+        "tool/a/calls": 1.0,
+        "tool/a/success": 1.0,
+        "tool/b/calls": 1.0,
+        "tool/b/success": 0.0,
+    }
+    assert rollout_metrics([]) == {}
+
+
+def test_waiting_and_running_of_tool_calls_are_told_apart_where_the_tool_knows() -> None:
+    calls = [ToolCall(1, "a", {}, "success", "", wall, ran) for wall, ran in ((0.5, 0.2), (1.5, 1.4), (9.0, None))]
+    metrics = rollout_metrics([Group(Prompt("p", "d", (), "", (1,)), [trajectory(0, 1, 0, "answer", calls)])])
+    assert metrics["sandbox/wall_mean_s"] == pytest.approx(11 / 3)
+    assert metrics["sandbox/queue_s"] == pytest.approx(0.2)
+    assert metrics["sandbox/exec_s"] == pytest.approx(0.8)
+
+
+def test_a_record_restores_exactly() -> None:
+    made = trajectory(0, 3, 2, "answer", [ToolCall(1, "add", {"a": 1, "b": [2.5]}, "success", "3", 0.25, 0.125)])
+    assert Trajectory.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_records_of_earlier_versions_are_read() -> None:
+    made = trajectory(
+        0,
+        3,
+        2,
+        "answer",
+        [
+            ToolCall(1, "code_interpreter", {"code": "print(1)"}, "success", "1", 0.25),
+            ToolCall(2, "", {}, "parse_error", "[parse_error] invalid JSON", 0.0),
+        ],
+    )
+    old = made.to_json()
+    old["behaviour_logp"], old["model_mask"] = old.pop("rollout_log_probs"), old.pop("response_mask")
+    for call in old["tool_calls"]:
+        call.pop("name")
+        call["code"] = call.pop("arguments").get("code", "")
+        call.pop("exec_s")
+    assert Trajectory.from_json(json.loads(json.dumps(old))) == made
+
+
+def test_snapshot_has_a_name_only_while_published() -> None:
+    weight = torch.arange(12.0).reshape(3, 4)
+    snapshot = WeightSnapshot([("a", weight), ("tied", weight), ("t", weight.T)], 3)
+    paths = []
+    for _ in range(2):  # the second time stands for an engine that starts later
+        with snapshot.published() as path:
+            loaded = load_file(path)
+            paths.append(path)
+        assert torch.equal(loaded["a"], weight)
+        assert torch.equal(loaded["t"], weight.T)
+        assert not Path(path).exists()
+    snapshot.close()
+    assert not any(Path(path).exists() for path in paths)
+
+
+def test_snapshot_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match="no tensors"):
+        FileWeights([], 0, torch.float32)
+    with pytest.raises(ValueError, match="twice"):
+        WeightSnapshot([("a", torch.zeros(1)), ("a", torch.zeros(1))], 0)
+
+
+def test_checkpoint_names(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    assert checkpoint_names(tmp_path) == frozenset()
+    save_file({"a": torch.zeros(1)}, str(tmp_path / "x-1.safetensors"))
+    save_file({"b": torch.zeros(1)}, str(tmp_path / "x-2.safetensors"))
+    assert checkpoint_names(tmp_path) == {"a", "b"}

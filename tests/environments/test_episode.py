@@ -1,0 +1,301 @@
+"""Episodes against a scripted engine: budgets, endings, and the token record that training relies on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.environments.episode import (
+    Episode,
+    EpisodeFailed,
+    EpisodeOver,
+    Limits,
+    ModelTurn,
+    PromptTooLong,
+)
+from ctpo_megatron.environments.episode import (
+    play as play_episode,
+)
+from ctpo_megatron.environments.multi_turn import ToolEnvironment
+from ctpo_megatron.environments.parsers.hermes import HermesParser
+from ctpo_megatron.environments.protocol import Message, ToolResult, ToolUnavailable
+from ctpo_megatron.environments.seeds import turn_seed
+from ctpo_megatron.environments.toolbox import Toolbox
+from ctpo_megatron.environments.tools.python import PythonTool
+
+STOP = 0
+CALL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(1)"}}</tool_call>'
+PIECES = {1: "a", 2: "b", 10: CALL, 11: "<tool_call>oops</tool_call>", 12: "<tool_call>"}
+
+
+class Codec:
+    stop_ids = frozenset({STOP})
+
+    def __init__(self, observation_length: int = 3) -> None:
+        self.observation_length = observation_length
+        self.seen: list[str] = []
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(PIECES.get(t, "?") for t in token_ids)
+
+    def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
+        self.seen += [message.content for message in messages]
+        return [*([STOP] if end_turn else []), *[99] * self.observation_length]
+
+
+class Engine:
+    """Plays scripted turns, cut to the budget it is given, and notes what it was asked."""
+
+    def __init__(self, *turns: list[int]) -> None:
+        self.turns = list(turns)
+        self.asked: list[tuple[list[int], int, int]] = []
+
+    async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
+        self.asked.append((list(token_ids), max_tokens, seed))
+        turn = self.turns.pop(0)[:max_tokens]
+        n = len(self.asked)
+        return ModelTurn(turn, [-0.5 * n] * len(turn), [n + 6] * len(turn))
+
+
+class Tool:
+    """Answers always the same; raises it if it is an error."""
+
+    schema = PythonTool.schema
+
+    def __init__(self, answer: ToolResult | Exception = ToolResult("1")) -> None:  # noqa: B008 - it is immutable
+        self.answer = answer
+
+    async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def play(
+    engine: Engine,
+    codec: Codec | None = None,
+    tool: Any = None,
+    prompt: Sequence[int] = (5, 6),
+    environment: Any = None,
+    **limits: Any,
+) -> Trajectory:
+    settings = {"max_turns": 3, "max_turn_tokens": None, "max_response_tokens": 100, "max_model_len": 200}
+    toolbox = Toolbox([tool or Tool()], HermesParser(), max_chars=200)
+    episode = Episode(
+        Prompt("p", "source", (), "42", tuple(prompt)),
+        Trajectory("p", 0, 1234),
+        engine=engine,
+        codec=codec or Codec(),
+        tools=toolbox,
+        limits=Limits(**(settings | limits)),
+    )
+    return asyncio.run(play_episode(environment or ToolEnvironment(), episode))
+
+
+def test_answer_at_once() -> None:
+    trajectory = play(Engine([1, 2, STOP]))
+    assert trajectory.finish_reason == "answer"
+    assert trajectory.final_text == "ab"
+    assert trajectory.token_ids == [5, 6, 1, 2, STOP]
+    assert trajectory.response_mask == trajectory.loss_mask == [0, 0, 1, 1, 1]
+
+
+def test_call_then_answer_keeps_every_array_aligned() -> None:
+    engine, codec = Engine([1, 10, STOP], [2, STOP]), Codec()
+    trajectory = play(engine, codec)
+    assert trajectory.token_ids == [5, 6, 1, 10, STOP, 99, 99, 99, 2, STOP]
+    assert trajectory.response_mask == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
+    assert trajectory.turn == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
+    assert trajectory.rollout_log_probs == [0, 0, -0.5, -0.5, -0.5, 0, 0, 0, -1.0, -1.0]
+    assert trajectory.weight_version == [-1, -1, 7, 7, 7, -1, -1, -1, 8, 8]
+    assert trajectory.final_text == "b"
+    assert codec.seen == ["1"]
+    [call] = trajectory.tool_calls
+    assert (call.turn, call.name, call.arguments) == (1, "code_interpreter", {"code": "print(1)"})
+    assert (call.status, call.output) == ("success", "1")
+    # The second turn continues exactly the recorded tokens, with a seed of its own.
+    assert engine.asked[1][0] == trajectory.token_ids[:8]
+    assert [seed for _, _, seed in engine.asked] == [turn_seed(1234, 1), turn_seed(1234, 2)]
+
+
+def test_budget_is_what_remains() -> None:
+    engine = Engine([10, STOP], [10, STOP], [1, STOP])
+    play(engine, max_response_tokens=20, max_turn_tokens=12)
+    assert [budget for _, budget, _ in engine.asked] == [12, 12, 10]
+    engine = Engine([10, STOP], [1, STOP])
+    play(engine, max_model_len=15)
+    assert [budget for _, budget, _ in engine.asked] == [13, 8]
+
+
+@pytest.mark.parametrize("limit", [{"max_response_tokens": 2}, {"max_turn_tokens": 2}, {"max_model_len": 4}])
+def test_turn_without_stop_ends_with_length(limit: dict[str, int]) -> None:
+    trajectory = play(Engine([1, 2, 1, STOP]), **limit)
+    assert trajectory.finish_reason == "length"
+    assert trajectory.final_text == "ab"
+    assert trajectory.response_tokens == 2
+
+
+def test_cut_tool_call_is_never_scored_nor_run() -> None:
+    trajectory = play(Engine([1, 10, 12, 12]), max_turn_tokens=3)
+    assert (trajectory.finish_reason, trajectory.final_text, trajectory.tool_calls) == ("length", "", [])
+
+
+def test_call_in_the_last_turn_is_not_run() -> None:
+    trajectory = play(Engine([10, STOP], [10, STOP]), max_turns=2)
+    assert (trajectory.finish_reason, trajectory.final_text) == ("max_turns", "")
+    assert len(trajectory.tool_calls) == 1
+    assert trajectory.token_ids[-1] == STOP
+
+
+@pytest.mark.parametrize(
+    ("limits", "exec_s", "calls"),
+    [
+        ({"max_tool_calls": 1}, 0.5, 1),
+        ({"max_tool_calls": 2}, 0.5, 2),
+        ({"max_tool_s": 1.5}, 1.0, 2),
+        ({"max_tool_s": 1.0}, 1.0, 1),
+        ({"max_tool_calls": 3, "max_tool_s": 4.0}, 1.0, 3),
+    ],
+)
+def test_a_call_beyond_the_budget_of_a_trajectory_is_not_run(
+    limits: dict[str, float], exec_s: float, calls: int
+) -> None:
+    answer = ToolResult("1", exec_s=exec_s)
+    turns = [[11, STOP], *[[10, STOP]] * 4]  # the first cannot be read, and costs nothing
+    trajectory = play(Engine(*turns), tool=Tool(answer), max_turns=9, **limits)
+    assert (trajectory.finish_reason, trajectory.final_text) == ("tool_budget", "")
+    assert [call.status for call in trajectory.tool_calls] == ["parse_error", *["success"] * calls]
+    assert trajectory.token_ids[-1] == STOP  # its turn is part of the record, as that of `max_turns`
+
+
+def test_parse_error_is_shown_and_counted() -> None:
+    codec = Codec()
+    trajectory = play(Engine([11, STOP], [1, STOP]), codec)
+    assert [call.status for call in trajectory.tool_calls] == ["parse_error"]
+    assert "invalid JSON" in codec.seen[0]
+    assert trajectory.finish_reason == "answer"
+
+
+@pytest.mark.parametrize(("length", "reason"), [(7, "answer"), (8, "length"), (500, "length")])
+def test_observation_needs_room_for_itself_and_one_token(length: int, reason: str) -> None:
+    trajectory = play(Engine([10, STOP], [STOP]), Codec(length), max_response_tokens=10)
+    assert trajectory.finish_reason == reason
+    if reason == "length":
+        assert trajectory.token_ids == [5, 6, 10, STOP]
+        assert trajectory.tool_calls[0].output == ""
+        assert trajectory.final_text == ""
+
+
+@pytest.mark.parametrize("status", ["timeout", "runtime_error"])
+def test_failing_program_is_the_models_business(status: str) -> None:
+    codec = Codec()
+    trajectory = play(Engine([10, STOP], [1, STOP]), codec, Tool(ToolResult("boom", status)))  # type: ignore[arg-type]
+    assert trajectory.tool_calls[0].status == status
+    assert codec.seen == ["boom"]
+
+
+def test_unavailable_tool_fails_the_episode() -> None:
+    with pytest.raises(EpisodeFailed, match="connection refused") as caught:
+        play(Engine([10, STOP]), Codec(), Tool(ToolUnavailable("connection refused")))
+    trajectory = caught.value.trajectory
+    assert [call.status for call in trajectory.tool_calls] == ["infrastructure_error"]
+    assert trajectory.finish_reason is None
+
+
+def test_unknown_status_is_an_infrastructure_error() -> None:
+    with pytest.raises(EpisodeFailed, match="'fine'"):
+        play(Engine([10, STOP]), Codec(), Tool(ToolResult("", "fine")))  # type: ignore[arg-type]
+
+
+def test_prompt_must_leave_room() -> None:
+    with pytest.raises(PromptTooLong, match="200 tokens"):
+        play(Engine(), prompt=[1] * 200)
+    assert play(Engine([1, STOP]), prompt=[1] * 199).finish_reason == "length"
+
+
+def test_an_engine_that_returns_nothing_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="returned 0 tokens"):
+        play(Engine([]))
+
+
+class Conversation:
+    """An environment from a script: text is a user's message, anything else is called with the episode."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = script
+
+    async def run(self, episode: Episode) -> None:
+        for line in self.script:
+            if isinstance(line, str):
+                episode.reply(Message("user", line))
+            else:
+                await line(episode)
+
+
+async def generate(episode: Episode) -> None:
+    await episode.generate()
+
+
+async def finish(episode: Episode) -> None:
+    episode.finish("done")
+
+
+def test_user_turns_are_recorded_like_tool_output() -> None:
+    engine, codec = Engine([1, STOP], [2, 2, STOP]), Codec()
+    trajectory = play(engine, codec, environment=Conversation(generate, "higher", generate, finish))
+    assert trajectory.token_ids == [5, 6, 1, STOP, 99, 99, 99, 2, 2, STOP]
+    assert trajectory.response_mask == [0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+    assert trajectory.turn == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+    assert trajectory.weight_version == [-1, -1, 7, 7, -1, -1, -1, 8, 8, 8]
+    assert (trajectory.finish_reason, trajectory.final_text) == ("answer", "done")
+    assert codec.seen == ["higher"]
+    assert engine.asked[1][0] == trajectory.token_ids[:7]
+
+
+@pytest.mark.parametrize(
+    ("turns", "limits", "reason", "tokens"),
+    [
+        ([[1, STOP], [1, STOP]], {"max_turns": 1}, "max_turns", 2),
+        ([[1, 1, 1]], {"max_turn_tokens": 2}, "length", 2),
+        ([[1, STOP], [1, STOP]], {"max_response_tokens": 5}, "length", 2),
+        ([[1, STOP], [1, STOP]], {"max_response_tokens": 6}, "length", 6),
+    ],
+)
+def test_a_conversation_that_uses_up_a_budget_ends(
+    turns: list[list[int]], limits: dict[str, int], reason: str, tokens: int
+) -> None:
+    trajectory = play(Engine(*turns), environment=Conversation(generate, "more", generate, "more", finish), **limits)
+    assert (trajectory.finish_reason, trajectory.final_text) == (reason, "")
+    assert trajectory.response_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("script", "mistake"),
+    [
+        ((generate, generate), "reply.. comes between"),
+        (("hello",), "no model turn to reply to"),
+        ((generate, "a", "b"), "no model turn to reply to"),
+        ((generate, finish, "more"), "is finished"),
+        ((generate, finish, finish), "is finished"),
+        ((generate,), "without finish"),
+        ((finish,), "without a model turn"),
+    ],
+)
+def test_an_environment_cannot_break_the_record(script: tuple[Any, ...], mistake: str) -> None:
+    with pytest.raises(RuntimeError, match=mistake):
+        play(Engine([1, STOP], [1, STOP]), environment=Conversation(*script))
+
+
+def test_a_swallowed_budget_stays_used_up() -> None:
+    async def insist(episode: Episode) -> None:
+        with pytest.raises(EpisodeOver):
+            episode.reply(Message("user", "more"))
+        await episode.generate()
+
+    with pytest.raises(RuntimeError, match="comes between"):
+        play(Engine([1, STOP], [1, STOP]), environment=Conversation(generate, insist), max_turns=1)

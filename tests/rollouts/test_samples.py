@@ -1,0 +1,67 @@
+"""Figures of samples: accuracies of a problem, and the conduct as the rollout's own metrics define it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ctpo_megatron.data.batch import Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.rollouts import rollout_metrics
+from ctpo_megatron.rollouts.samples import Sample, accuracies, by_problem, conduct, validation_metrics
+from tests.tracking.synthetic_run import make_groups
+
+
+def samples_of(groups: list[Group]) -> list[Sample]:
+    return [Sample.of(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
+
+
+def sample(source: str, prompt: str, index: int, score: float) -> Sample:
+    return Sample(prompt, source, index, score, "answer", 10, 8, 1, ())
+
+
+def test_the_conduct_is_what_the_rollout_metrics_say() -> None:
+    groups = make_groups(random.Random(0), prompts=12, samples=4, share_right=0.4)
+    figures = conduct(samples_of(groups))
+    metrics = rollout_metrics(groups)
+    assert figures == pytest.approx({name: metrics[f"rollout/{name}"] for name in figures})
+    assert len(figures) == 8 and 0 < figures["tool_use"] < 1
+
+
+def test_validation_metrics_are_per_source_and_best_needs_several_samples() -> None:
+    one = [sample("a", "p", 0, 1), sample("a", "q", 0, 0), sample("b", "r", 0, 1)]
+    accuracy = {name: value for name, value in validation_metrics(one).items() if "/acc/" in name}
+    assert accuracy == {"val/a/acc/mean@1": 0.5, "val/b/acc/mean@1": 1.0}
+    two = [sample("a", "p", 0, 1), sample("a", "p", 1, 0), sample("a", "q", 0, 0), sample("a", "q", 1, 0)]
+    metrics = validation_metrics(two)
+    assert (metrics["val/a/acc/mean@2"], metrics["val/a/acc/best@2"]) == (0.25, 0.5)
+    assert metrics["val/a/response_length_mean"] == 10.0 and "val/a/tool_error_rate" not in metrics
+
+
+def test_accuracies_of_a_problem() -> None:
+    assert accuracies([1, 0, 0, 1], ["4", "5", "5", "4"]) == pytest.approx(
+        {
+            "avg@4": 0.5,
+            "best@4": 1,
+            "worst@4": 0,
+            "maj@4": 0.5,
+            "pass@1": 0.5,
+            "pass@2": 5 / 6,
+            "pass@3": 1,
+            "pass@4": 1,
+        }
+    )
+    assert "maj@1" not in accuracies([1])
+
+
+def test_samples_of_a_problem_come_in_order() -> None:
+    shuffled = [sample("a", "q", 1, 0), sample("a", "p", 1, 0), sample("a", "p", 0, 1), sample("a", "q", 0, 0)]
+    found = [[(s.prompt_id, s.index) for s in problem] for problem in by_problem(shuffled)]
+    assert found == [[("q", 0), ("q", 1)], [("p", 0), ("p", 1)]]
+
+
+def test_an_unscored_trajectory_is_no_sample() -> None:
+    with pytest.raises(ValueError, match="prompt p sample 3"):
+        Sample.of(Prompt("p", "a", (), "", ()), Trajectory("p", 3, 0, finish_reason="answer"))

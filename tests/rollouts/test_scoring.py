@@ -1,0 +1,88 @@
+"""Soft overlong punishment against its formula, and rewards that are scored in several rounds and reported once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ctpo_megatron.config import RewardConfig
+from ctpo_megatron.data import Group, Prompt, Trajectory
+from ctpo_megatron.rewards import OverlongPenalty, RewardPool
+from ctpo_megatron.rollouts.scoring import Scoring
+
+REWARD = """
+from ctpo_megatron.rewards import Reward
+
+def score(trajectory, prompt):
+    right = float(trajectory.final_text == prompt.answer)
+    if trajectory.final_text == "?":
+        raise ValueError("no answer")
+    return Reward(right, components={"right": right}, metrics={"empty": not trajectory.final_text})
+"""
+
+
+def answers(*texts: str, tokens: int = 10) -> Group:
+    """A group whose responses have this many tokens, half of them of a tool."""
+    found = []
+    for sample, text in enumerate(texts):
+        trajectory = Trajectory("p", sample, seed=0, final_text=text)
+        trajectory.append_context([1] * 7, turn=0)
+        trajectory.append_model(
+            [2] * (tokens - tokens // 2), [-1.0] * (tokens - tokens // 2), [1] * (tokens - tokens // 2), turn=1
+        )
+        trajectory.append_context([3] * (tokens // 2), turn=1)
+        found.append(trajectory)
+    return Group(Prompt("p", "mine", (), "4", (1,) * 7), found)
+
+
+def published(tokens: int, longest: int, cache: int) -> float:
+    """Equation 13 of DAPO, as it is printed."""
+    if tokens <= longest - cache:
+        return 0.0
+    if tokens <= longest:
+        return ((longest - cache) - tokens) / cache
+    return -1.0
+
+
+@pytest.mark.parametrize(("budget", "buffer", "penalty"), [(20480, 4096, 1.0), (100, 40, 0.5), (30, 30, 1.0)])
+def test_the_penalty_is_the_published_one(budget: int, buffer: int, penalty: float) -> None:
+    shaping = OverlongPenalty(buffer, penalty, budget)
+    lengths = [0, 1, budget - buffer, budget - buffer + 1, budget - buffer // 2, budget - 1, budget, budget + 1]
+    for tokens in lengths:
+        assert shaping.of(tokens) == pytest.approx(penalty * published(tokens, budget, buffer), abs=1e-15)
+    assert shaping.of(budget) == -penalty and shaping.of(budget - buffer) == 0.0
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
+    folder: Path = tmp_path_factory.mktemp("scoring")
+    (folder / "scored_in_rounds.py").write_text(REWARD)
+    config = RewardConfig.model_validate({"function": "scored_in_rounds:score"})
+    with RewardPool(config, [str(folder)]) as workers:
+        yield workers
+
+
+def test_the_penalty_is_a_component_of_the_reward_in_training_alone(pool: RewardPool) -> None:
+    groups = [answers("4", "5", tokens=10), answers("4", "5", tokens=18)]
+    plain = Scoring(pool)
+    reports = [plain.begin(groups).result()]
+    assert [group.rewards for group in groups] == [[1.0, 0.0], [1.0, 0.0]]
+    assert "reward/overlong_penalty" not in plain.metrics(groups, reports)
+    shaped = Scoring(pool, OverlongPenalty(buffer=8, penalty=0.4, budget=20))
+    reports = [shaped.begin(groups).result()]
+    assert [group.rewards for group in groups] == [[1.0, 0.0], [pytest.approx(0.7), pytest.approx(-0.3)]]
+    assert groups[1].trajectories[1].reward_components == {"right": 0.0, "overlong_penalty": pytest.approx(-0.3)}
+    metrics = shaped.metrics(groups, reports)
+    assert metrics["reward/overlong_penalty"] == pytest.approx(-0.15)
+    assert metrics["reward/right"] == 0.5 and metrics["reward/mean"] == pytest.approx(0.35)
+
+
+def test_rounds_are_reported_as_one_batch(pool: RewardPool) -> None:
+    groups = [answers("4", "5"), answers("", "?"), answers("4", "4", "4")]
+    scoring = Scoring(pool)
+    rounds = scoring.metrics(groups, [scoring.begin(part).result() for part in (groups[:1], groups[1:])])
+    assert rounds == scoring.metrics(groups, [scoring.begin(groups).result()])
+    assert rounds["reward/empty"] == 1.0 and rounds["reward/failures"] == 1.0
+    assert rounds["reward/right"] == pytest.approx(4 / 6)

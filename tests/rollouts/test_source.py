@@ -1,0 +1,103 @@
+"""Rollout sources on their own: batches in prompt order, what a cancelled batch leaves, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ctpo_megatron.config.rollout_schema import RolloutConfig
+from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory
+from ctpo_megatron.rollouts import Collector, Quarantined, Replay, SampledRollouts
+from tests.rollouts.scored import Scored
+
+PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(10)]
+CONFIG = RolloutConfig(prompts_per_step=2, samples_per_prompt=2)
+
+
+def trajectory(prompt: Prompt, sample: int, version: int) -> Trajectory:
+    result = Trajectory(prompt.id, sample, seed=sample)
+    result.append_context(prompt.token_ids, turn=0)
+    result.append_model([7, 8], [-0.5, -0.25], [version, version + 1], turn=1)
+    result.finish_reason = "answer"
+    return result
+
+
+def recorded(step: int) -> list[Trajectory]:
+    """What an unshuffled run over PROMPTS recorded in this step."""
+    drawn = [PROMPTS[(2 * (step - 1) + place) % len(PROMPTS)] for place in range(2)]
+    return [trajectory(prompt, sample, version=step) for prompt in drawn for sample in range(2)]
+
+
+class Run:
+    """A source over a recording, with everything that happens to it."""
+
+    def __init__(self, stop: Callable[[], bool] = lambda: False) -> None:
+        self.phases: list[str] = []
+        self.engines = Replay(recorded, max_quarantined=2)
+        prompts = PromptSampler(PROMPTS, seed=0, shuffle=False)
+        self.collector = Collector(self.engines, self, stop)
+        self.source = SampledRollouts(CONFIG, self.collector, self.engines, prompts, self.phase)
+
+    def begin(self, groups: Sequence[Group]) -> Scored:
+        return Scored(groups, lambda prompt_id, sample: float(sample))
+
+    def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
+        assert len(groups) == sum(reports)
+        return {"reward/mean": 0.5}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+
+
+def test_a_batch_is_scored_and_says_where_it_comes_from() -> None:
+    run = Run()
+    batch = run.source.next_batch(1)
+    assert batch is not None
+    assert [group.prompt.id for group in batch.groups] == ["p0", "p1"]
+    assert [t.prompt_id for t in batch.trajectories] == ["p0", "p0", "p1", "p1"]
+    assert [group.rewards for group in batch.groups] == [[0.0, 1.0], [0.0, 1.0]]
+    assert batch.weight_versions == (1, 2)
+    assert batch.sampler["consumed"] == ["p0", "p1"]
+    assert batch.metrics["reward/mean"] == 0.5 and batch.metrics["rollout/quarantined"] == 0.0
+    assert run.phases == ["rollout", "reward"]
+
+
+def test_groups_are_scored_while_others_are_sampled() -> None:
+    run, begun, played = Run(), list[str](), list[list[str]]()
+    run.begin = lambda groups: (begun.extend(g.prompt.id for g in groups), Run.begin(run, groups))[1]  # type: ignore[method-assign]
+    play = run.engines.generate
+
+    def generate(*arguments: Any, each: Callable[[Group], None], **settings: Any) -> list[Group]:
+        def hand_over(group: Group) -> None:
+            each(group)
+            played.append(list(begun))
+
+        return play(*arguments, each=hand_over, **settings)
+
+    run.engines.generate = generate  # type: ignore[method-assign]
+    batch = run.source.next_batch(1)
+    assert batch is not None and [group.rewards for group in batch.groups] == [[0.0, 1.0], [0.0, 1.0]]
+    assert played == [["p0"], ["p0", "p1"]]
+
+
+def test_a_cancelled_batch_consumes_nothing() -> None:
+    asked = [False, True, False]
+    run = Run(lambda: asked.pop(0))
+    first = run.source.next_batch(1)
+    assert first is not None and run.source.next_batch(2) is None
+    assert run.source.state_dict()["prompts"]["consumed"] == ["p0", "p1"]
+    again = run.source.next_batch(2)
+    assert again is not None and [group.prompt.id for group in again.groups] == ["p2", "p3"]
+
+
+def test_a_resumed_source_goes_on_and_remembers_its_quarantine() -> None:
+    before, after = Run(), Run()
+    before.source.next_batch(1)
+    before.engines.quarantined.append(Quarantined("p9", 1, "it hung"))
+    after.source.load_state_dict(before.source.state_dict())
+    assert after.engines.quarantined == [Quarantined("p9", 1, "it hung")]
+    batch = after.source.next_batch(2)
+    assert batch is not None and [group.prompt.id for group in batch.groups] == ["p2", "p3"]

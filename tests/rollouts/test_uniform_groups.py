@@ -1,0 +1,245 @@
+"""Dynamic sampling: which groups are trained on, that every prompt is accounted for, resume and replay."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.config import RolloutConfig
+from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
+from ctpo_megatron.engines import Sampling
+from ctpo_megatron.rollouts import Collector, Quarantined, Replay, ReplayError, SampledRollouts
+from ctpo_megatron.rollouts.metrics import fleet_stats
+from ctpo_megatron.tracking import read_trajectories, trajectory_files, trajectory_of, write_trajectories
+from tests.rollouts.scored import Scored
+
+PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(40)]
+ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(120)]
+LOST = (ORDER[1], ORDER[6], ORDER[9], ORDER[10])
+CONFIG = RolloutConfig(prompts_per_step=4, samples_per_prompt=2)
+
+
+def is_mixed(prompt_id: str) -> bool:
+    """What the made-up rewards of a prompt are; a good third has both outcomes."""
+    return int(prompt_id[1:]) % 8 in (0, 3, 5)
+
+
+class Scorer:
+    """Rewards 0 and 1 for prompts with both outcomes, 0 for others."""
+
+    def begin(self, groups: Sequence[Group]) -> Scored:
+        return Scored(groups, lambda prompt_id, sample: float(sample) if is_mixed(prompt_id) else 0.0)
+
+    def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
+        assert len(groups) == sum(reports)
+        return {"reward/mean": statistics.fmean(reward for group in groups for reward in group.rewards)}
+
+
+class Engines:
+    """Plays made-up episodes; each prompt of `lost` fails too often, and another takes its place."""
+
+    def __init__(self, lost: Iterable[str] = ()) -> None:
+        self._lost = set(lost)
+        self.quarantined: list[Quarantined] = []
+        self._counts: Counter[str] = Counter()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        samples: int,
+        sampling: Sampling,
+        cancelled: Callable[[], bool] = lambda: False,
+        replacement: Callable[[], Prompt] | None = None,
+        enough: int | None = None,
+        each: Callable[[Group], None] = lambda _: None,
+    ) -> list[Group]:
+        assert replacement is not None
+        groups = []
+        for prompt in prompts:
+            while prompt.id in self._lost:
+                if prompt.id not in {record.prompt_id for record in self.quarantined}:
+                    self.quarantined.append(Quarantined(prompt.id, step, "made up"))
+                    self._counts["quarantined"] += 1
+                prompt = replacement()
+            groups.append(Group(prompt, [self._play(prompt, step, sample) for sample in range(samples)]))
+            each(groups[-1])
+        return groups
+
+    def _play(self, prompt: Prompt, step: int, sample: int) -> Trajectory:
+        result = Trajectory(prompt.id, sample, seed=sample, finish_reason="answer")
+        result.append_context(prompt.token_ids, turn=0)
+        result.append_model([7, 8 + sample], [-0.5, -0.25 / step], [step, step], turn=1)
+        return result
+
+    def sync(self, named_tensors: Any, version: int) -> None:
+        """No weights are needed."""
+
+    def stats(self) -> dict[str, float]:
+        counts, self._counts = self._counts, Counter()
+        return fleet_stats(counts)
+
+
+def source(engines: Any = None, *, mini: int = 2, prompts: int = len(PROMPTS), **settings: Any) -> SampledRollouts:
+    engines = engines or Engines()
+    sampler = PromptSampler(PROMPTS[:prompts], seed=0)
+    collector = Collector(engines, Scorer(), lambda: False)
+    config = CONFIG.model_copy(update=settings)
+    return SampledRollouts(config, collector, engines, sampler, lambda _: nullcontext(), mini_batch_prompts=mini)
+
+
+def batches(rollouts: SampledRollouts, steps: Iterable[int]) -> list[Batch]:
+    return [batch for step in steps if (batch := rollouts.next_batch(step)) is not None]
+
+
+def ids(groups: Iterable[Group]) -> list[str]:
+    return [group.prompt.id for group in groups]
+
+
+def test_all_groups_are_kept_by_default() -> None:
+    (batch,) = batches(source(), [1])
+    assert not batch.dropped and batch.sampled == batch.groups and len(batch.groups) == 4
+    assert not any("groups_" in name or name == "rollout/refills" for name in batch.metrics)
+
+
+@pytest.mark.parametrize("mini", [1, 2, 4])
+def test_dropped_groups_leave_in_whole_optimizer_steps(mini: int) -> None:
+    kept = batches(source(mini=mini), range(1, 9))
+    sizes = set()
+    for all_of_it, batch in zip(kept, batches(source(mini=mini, uniform_groups="drop"), range(1, 9)), strict=True):
+        assert ids(batch.sampled) == ids(all_of_it.groups)  # the same prompts are drawn
+        mixed = [name for name in ids(batch.sampled) if is_mixed(name)]
+        assert set(mixed) <= set(ids(batch.groups)) and not any(map(is_mixed, ids(batch.dropped.values())))
+        assert len(batch.groups) == mini * max(1, -(-len(mixed) // mini))
+        assert batch.metrics["rollout/groups_uniform"] == 1 - len(mixed) / 4
+        assert batch.metrics["rollout/groups_dropped"] == len(batch.dropped) == 4 - len(batch.groups)
+        assert batch.metrics["reward/mean"] == len(mixed) / 8  # of all that were sampled
+        sizes.add(len(batch.groups))
+    assert sizes == {1: {1, 2, 3}, 2: {2, 4}, 4: {4}}[mini]
+
+
+def test_refills_fill_the_batch_with_the_next_prompts_of_the_order() -> None:
+    drawn = 0
+    for batch in batches(source(uniform_groups="refill"), range(1, 7)):
+        assert len(batch.groups) == 4 and all(map(is_mixed, ids(batch.groups)))
+        assert ids(batch.sampled) == ORDER[drawn : drawn + len(batch.sampled)]
+        assert ids(batch.groups) == [name for name in ids(batch.sampled) if is_mixed(name)]
+        drawn += len(batch.sampled)
+        assert 1 <= batch.metrics["rollout/refills"] <= 10
+        assert batch.metrics["rollout/groups_dropped"] == len(batch.sampled) - 4
+        assert batch.metrics["reward/mean"] == 2 / len(batch.sampled)
+        assert batch.metrics["tokens/model"] == 2 * 2 * len(batch.sampled)
+    assert drawn > 40  # an epoch ended within a batch
+
+
+def test_refills_are_bounded_and_then_the_batch_is_smaller() -> None:
+    for batch in batches(source(uniform_groups="refill", max_refills=1), range(1, 9)):
+        mixed = sum(map(is_mixed, ids(batch.sampled)))
+        assert batch.metrics["rollout/refills"] == 1
+        assert len(batch.groups) == max(2, mixed + mixed % 2)
+
+
+def test_a_batch_without_any_mixed_group_still_makes_one_optimizer_step() -> None:
+    uniform = [prompt for prompt in PROMPTS if not is_mixed(prompt.id)]
+    engines = Engines()
+    sampler = PromptSampler(uniform, seed=0)
+    config = CONFIG.model_copy(update={"uniform_groups": "refill", "max_refills": 3})
+    collector = Collector(engines, Scorer(), lambda: False)
+    rollouts = SampledRollouts(config, collector, engines, sampler, lambda _: nullcontext(), mini_batch_prompts=2)
+    (batch,) = batches(rollouts, [1])
+    assert len(batch.sampled) == 16 and len(batch.groups) == 2
+    assert batch.metrics["rollout/groups_uniform"] == 1.0 and batch.metrics["rollout/refills"] == 3.0
+
+
+@pytest.mark.parametrize("mode", ["keep", "drop", "refill"])
+def test_every_consumed_prompt_is_trained_on_dropped_or_quarantined(mode: str) -> None:
+    engines = Engines(LOST)
+    rollouts = source(engines, uniform_groups=mode)
+    before: list[str] = []
+    for step in (1, 2, 3):
+        lost = len(engines.quarantined)
+        batch = rollouts.next_batch(step)
+        assert batch is not None
+        consumed = batch.sampler["consumed"]
+        assert batch.sampler["epoch"] == 0
+        quarantined = [record.prompt_id for record in engines.quarantined[lost:]]
+        accounted = ids(batch.groups) + ids(batch.dropped.values()) + quarantined
+        assert sorted(accounted) == sorted(consumed[len(before) :])
+        before = consumed
+    assert {record.prompt_id for record in engines.quarantined} == set(LOST)
+
+
+def told(batch: Batch) -> tuple[Any, ...]:
+    """What a batch trains on, drops, reports and leaves behind."""
+    metrics = {name: value for name, value in batch.metrics.items() if name != "rollout/generate_s"}
+    return ids(batch.groups), ids(batch.dropped.values()), metrics, batch.sampler, batch.weight_versions
+
+
+def test_a_resumed_source_draws_the_same_prompts() -> None:
+    whole, again = (source(Engines(LOST), uniform_groups="refill") for _ in range(2))
+    first = batches(whole, (1, 2))
+    state = whole.state_dict()
+    again.load_state_dict(state)
+    assert state["prompts"]["consumed"][-len(first[-1].sampled) :][-1] == ids(first[-1].sampled)[-1]
+    rest = [told(batch) for batch in batches(whole, (3, 4, 5))]
+    assert [told(batch) for batch in batches(again, (3, 4, 5))] == rest
+
+
+def record(folder: Path, batch: Batch, step: int) -> None:
+    write_trajectories(folder, step, batch.sampled, lambda _: "")
+
+
+def replayed(folder: Path, **settings: Any) -> Replay:
+    files = trajectory_files(folder)
+    read = lambda step: [trajectory_of(found) for found in read_trajectories(files[step])]  # noqa: E731
+    return Replay(read, max_quarantined=4, **settings)
+
+
+@pytest.mark.parametrize("mode", ["drop", "refill"])
+def test_a_replay_gives_the_same_batches(tmp_path: Path, mode: str) -> None:
+    rollouts = source(Engines(LOST), uniform_groups=mode)
+    live = batches(rollouts, range(1, 6))
+    for step, batch in enumerate(live, start=1):
+        record(tmp_path, batch, step)
+    engines = replayed(tmp_path, refills=mode == "refill")
+    again = source(engines, uniform_groups=mode)
+    for step, batch in enumerate(live, start=1):
+        found = again.next_batch(step)
+        assert found is not None and told(found) == told(batch)
+        assert found.trajectories == batch.trajectories
+    assert [r.prompt_id for r in engines.quarantined] != []
+
+
+def test_a_replay_with_other_rewards_is_refused(tmp_path: Path) -> None:
+    for step, batch in enumerate(batches(source(uniform_groups="refill"), (1, 2)), start=1):
+        record(tmp_path, batch, step)
+    fewer = source(replayed(tmp_path, refills=True), uniform_groups="refill", max_refills=1)
+    with pytest.raises(ReplayError, match=r"step 1: \d+ more trajectories were recorded than this run asks for: refi"):
+        fewer.next_batch(1)
+    more = source(replayed(tmp_path, refills=True), uniform_groups="refill", prompts_per_step=30)
+    with pytest.raises(ReplayError, match=r"step 1: \d+ trajectories were recorded, 30 prompts x 2 samples are needed"):
+        more.next_batch(1)
+
+
+def test_a_batch_cancelled_in_a_refill_consumes_nothing(tmp_path: Path) -> None:
+    first = source(uniform_groups="refill")
+    (batch,) = batches(first, [1])
+    record(tmp_path, batch, 1)
+    asked = iter([False, True])
+    engines = replayed(tmp_path, refills=True)
+    sampler = PromptSampler(PROMPTS, seed=0)
+    config = CONFIG.model_copy(update={"uniform_groups": "refill"})
+    collector = Collector(engines, Scorer(), lambda: next(asked, False))
+    rollouts = SampledRollouts(config, collector, engines, sampler, lambda _: nullcontext(), mini_batch_prompts=2)
+    assert rollouts.next_batch(1) is None
+    assert rollouts.state_dict()["prompts"]["consumed"] == []
+    again = rollouts.next_batch(1)
+    assert again is not None and told(again) == told(replace(batch))
