@@ -2,10 +2,10 @@
 
     PYTHONPATH=.:kernels:sandbox:launchers python -m benchmarks.evaluation [--run RUN] [--rounds 5] [--out DIR]
 
-A training step calls `Collector.collect`: groups are sampled, then scored. An evaluation samples the same tokens (same
-prompts, seeds and temperature; that is checked), scores and stores each sample as it finishes, and computes its figures
-with their intervals. Start of the engine and the page are in neither. --run: a finished quickstart run; without it the
-model is random, and answers until its tokens are used up.
+An evaluation in training calls `rollouts.evaluation.answer`: groups are sampled, then scored. `ctpo eval` samples the
+same tokens (same prompts, seeds and temperature; that is checked), scores and stores each sample as it finishes, and
+computes its figures with their intervals. Start of the engine and the page are in neither. --run: a finished quickstart
+run; without it the model is random, and answers until its tokens are used up.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from ctpo_megatron.evaluate.answering import Answers, play
 from ctpo_megatron.evaluate.results import Scorer, results
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollouts import Collector
-from ctpo_megatron.rollouts.scoring import Scoring
+from ctpo_megatron.rollouts import Request, Scheduler, Scoring
+from ctpo_megatron.rollouts.evaluation import answer
+from ctpo_megatron.tracking import Phases
 
 GOAL = 1.1
 QUICKSTART = [
@@ -62,8 +64,8 @@ def configuration(run: Path | None, folder: Path, prompts: int, samples: int) ->
 
 def train_side(config: Config, prompts: Sequence[Prompt], fleet: EnginePool, pool: RewardPool) -> list[Group]:
     """What a training step does to get its batch."""
-    how: dict[str, Any] = {"step": 0, "samples": config.eval.samples, "sampling": Sampling(1.0, 1.0, 0)}
-    return Collector(fleet, Scoring(pool), lambda: False).collect(prompts, **how, phase=lambda _: nullcontext())[0]
+    request = Request(0, config.eval.samples, Sampling(1.0, 1.0, 0))
+    return answer(Scheduler.of(fleet), Scoring(pool), prompts, request, threading.Event(), Phases())
 
 
 def eval_side(
@@ -72,7 +74,7 @@ def eval_side(
     """What `ctpo eval` does with engines that are up; score and length of every sample."""
     with SampleStore(folder, {}) as store:
         answers = Answers(pool, store, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), lambda _: None)
-        play(config, prompts, store, fleet, answers)
+        play(config.eval, prompts, store, Scheduler.of(fleet), answers)
         samples = [sample for prompt in prompts for sample in store.complete(prompt.id, config.eval.samples)]
     results(samples, [Scorer("strict", {(s.prompt_id, s.index): s.score for s in samples})], seed=0)
     return {(s.prompt_id, s.index): (s.score, s.response_tokens) for s in samples}

@@ -22,6 +22,7 @@ import statistics
 import string
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -38,11 +39,12 @@ from benchmarks.measured import spread
 from ctpo_megatron.config import Config, PrepareConfig
 from ctpo_megatron.data import Prompt, prepare
 from ctpo_megatron.data.trajectory import ToolCall
-from ctpo_megatron.engines import EnginePool, Sampling
+from ctpo_megatron.engines import Sampling
 from ctpo_megatron.engines.open import open_engines
 from ctpo_megatron.environments.episode import Episode
 from ctpo_megatron.environments.protocol import Message, Schema, ToolCallRequest, ToolResult, ToolUnavailable
 from ctpo_megatron.evaluate import find_target, read_config
+from ctpo_megatron.rollouts import Request, Scheduler, ticks
 
 SAMPLES, PLACES = 4, 16
 MEDIAN_TURNS, MOST_TURNS, ROOM = 4.0, 40, 4096
@@ -141,11 +143,13 @@ def of_round(prompt: Prompt, number: int, side: str) -> Prompt:
     return replace(prompt, id=id_, extra={"turns": turns, "play": f"{side}, {number}, {prompt.id}"})
 
 
-def play(fleet: EnginePool, prompts: list[Prompt], number: int, side: str) -> tuple[float, list[int]]:
+def play(scheduler: Scheduler, prompts: list[Prompt], number: int, side: str) -> tuple[float, list[int]]:
     """Seconds of one batch, and the tokens of its answers."""
     prompts = [of_round(prompt, number, side) for prompt in prompts]
     began = time.perf_counter()
-    groups = fleet.generate(prompts, step=number, samples=SAMPLES, sampling=Sampling(1.0, 1.0, 0))
+    request = Request(number, SAMPLES, Sampling(1.0, 1.0, 0))
+    answered = ticks(scheduler, prompts, request, threading.Event())
+    groups = [group for answers in answered for _, group in answers.groups]
     took = time.perf_counter() - began
     return took, [each.response_tokens for group in groups for each in group.trajectories]
 
@@ -158,11 +162,12 @@ def measure(groups: int, rounds: int, latency_s: float) -> Figures:
     with tempfile.TemporaryDirectory() as name:
         config = configuration(Path(name) / "task", latency_s)
         prompts = batch(config, groups)
-        with open_engines(config, Path(name) / "logs", placement=None) as fleet:
-            play(fleet, prompts, 0, LONGEST)  # what is known in the first round
+        with open_engines(config, Path(name) / "logs", placement=None) as pool:
+            scheduler = Scheduler.of(pool)
+            play(scheduler, prompts, 0, LONGEST)  # what is known in the first round
             for number in range(1, rounds + 1):
                 for side in list(seconds)[:: -1 if number % 2 else 1]:
-                    took, found = play(fleet, prompts, number, side)
+                    took, found = play(scheduler, prompts, number, side)
                     seconds[side].append(took)
                     tokens[side].append(sum(found))
                     lengths += found if side == LONGEST else []

@@ -29,6 +29,7 @@ from ctpo_megatron.run import (
     Preemption,
     Reporter,
     RunState,
+    StopOrLostRank,
     is_finished,
     open_reporter,
     open_run_directory,
@@ -61,13 +62,9 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         with report.stage("prepare"):
             layout.on_rank_zero(lambda: prepare(task, config.rollout.tool_parser.name))
 
-    def cancelled() -> bool:
-        layout.check_ranks()
-        return preemption.asked()
-
     with report.stage("start"):
         services = layout.keep_on_rank_zero(
-            lambda: stack.enter_context(start_services(config, directory, report, cancelled))
+            lambda: stack.enter_context(start_services(config, directory, report, StopOrLostRank(preemption, layout)))
         )
         rollouts = stack.enter_context(Bridge(layout, services, report, config, shared=shares_gpus(config)))
         path, temperature, family = Path(config.model.path), config.rollout.temperature, family_for(config)

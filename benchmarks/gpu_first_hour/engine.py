@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, PromptRules, load_prompts, prepare
 from ctpo_megatron.engines import EnginePool, Sampling
+from ctpo_megatron.rollouts import Request, Scheduler, ticks
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SAMPLES = 32, 8
@@ -55,7 +57,8 @@ def measure(config: Config) -> dict[str, float]:
                 fleet.sync(_moved(model), version)
                 figures["sync_s"] = time.perf_counter() - clock
             clock = time.perf_counter()
-            groups = fleet.generate(prompts, step=version, samples=SAMPLES, sampling=Sampling())
+            answered = ticks(Scheduler.of(fleet), prompts, Request(version, SAMPLES, Sampling()), threading.Event())
+            groups = [group for answers in answered for _, group in answers.groups]
             seconds = time.perf_counter() - clock
             errors, sampled = _errors(model, groups), _model_tokens(groups)
             figures[f"tokens_per_s_{version}"] = sampled / seconds

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 FinishReason = Literal["answer", "length", "max_turns", "tool_budget"]
 """Why an episode ended: the model answered without a call, the token budget ran out, or the turns did."""
 
-ToolStatus = Literal["success", "timeout", "runtime_error", "parse_error", "infrastructure_error"]
+ToolStatus = Literal["success", "runtime_error", "timeout", "parse_error", "infrastructure_error"]
+TOOL_STATUSES: tuple[ToolStatus, ...] = get_args(ToolStatus)
 
 
 @dataclass(slots=True)

@@ -8,14 +8,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.engines.tasks import Cancelled, FleetError, Sampling, WeightSyncError
+from ctpo_megatron.engines.stats import pool_stats
+from ctpo_megatron.engines.tasks import Cancelled, FleetError, GroupOutcome, GroupTask, Sampling, WeightSyncError
 
 if TYPE_CHECKING:
+    from ctpo_megatron.engines.cpu.priority import give_way_to_engines
+    from ctpo_megatron.engines.handle import EngineHandle, engine_died
     from ctpo_megatron.engines.open import check_tokenizer, cluster_of, open_engines
     from ctpo_megatron.engines.pool import EnginePool
     from ctpo_megatron.engines.weight_client import WeightClient
 
 _NEED_RAY = {
+    "EngineHandle": "handle",
+    "engine_died": "handle",
+    "give_way_to_engines": "cpu.priority",
     "EnginePool": "pool",
     "WeightClient": "weight_client",
     "check_tokenizer": "open",
@@ -25,19 +31,25 @@ _NEED_RAY = {
 
 __all__ = [
     "Cancelled",
+    "EngineHandle",
     "EnginePool",
     "FleetError",
+    "GroupOutcome",
+    "GroupTask",
     "Sampling",
     "WeightClient",
     "WeightSyncError",
     "check_tokenizer",
     "cluster_of",
+    "engine_died",
+    "give_way_to_engines",
     "open_engines",
+    "pool_stats",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs Ray only when it is asked for."""
+    """Import what most callers do not need only when it is asked for."""
     if name not in _NEED_RAY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_NEED_RAY[name]}"), name)

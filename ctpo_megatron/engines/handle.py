@@ -68,6 +68,11 @@ class EngineHandle:
         seat = None if self._group is None else seat_of(self._seat_ref)
         return f"rollout engine {self.index}" + (f" on {seat.address}" if seat else "")
 
+    @property
+    def starting(self) -> bool:
+        """Whether its process has not come up yet."""
+        return not self.live and not self.parked
+
     def waits_for(self) -> str:
         """What to look at when it is late: its log, or what Ray has for it."""
         if seat_of(self._seat_ref) is not None:

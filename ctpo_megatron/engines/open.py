@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -27,13 +27,11 @@ def check_tokenizer(config: Config, tokens: int) -> None:
 
 
 @contextmanager
-def open_engines(
-    config: Config, logs: Path, *, placement: Placement | None, finished: Callable[[], None] = lambda: None
-) -> Iterator[EnginePool]:
+def open_engines(config: Config, logs: Path, *, placement: Placement | None) -> Iterator[EnginePool]:
     """Engines with the weights of `model.path`, which load in the background, and the sandbox that they need.
 
-    logs: folder for the output of both. placement: the engines' GPUs; None: Ray may have all. finished: called when a
-    group is complete. Raises ConfigError, SandboxStartError.
+    logs: folder for the output of both. placement: the engines' GPUs; None: Ray may have all. Raises ConfigError,
+    SandboxStartError.
     """
     with ExitStack() as stack:
         url = stack.enter_context(_sandbox(config, logs)) if needs_sandbox(config.rollout) else ""
@@ -47,7 +45,6 @@ def open_engines(
             log_dir=logs,
             placement=None if cluster else placement,
             cluster=cluster,
-            finished=finished,
         )
         stack.enter_context(fleet).start()
         yield fleet

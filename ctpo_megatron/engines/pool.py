@@ -1,4 +1,4 @@
-"""The rollout fleet: prompts in, complete groups of trajectories out, whatever happens to an engine on the way."""
+"""The pool: all engines of a run, started, given weights, put to sleep, and replaced when they die."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import ray
 
 from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
-from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines.group import EngineGroup
 from ctpo_megatron.engines.handle import EngineHandle
+from ctpo_megatron.engines.occupancy import Occupancy
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 from ctpo_megatron.engines.sleep import CACHE, WEIGHTS, SleepState
+from ctpo_megatron.engines.stats import UPDATES_BY, pool_stats
 from ctpo_megatron.engines.tasks import (
     Device,
     EngineSpec,
     FleetError,
-    Keep,
-    Request,
-    Sampling,
     Transport,
     WeightSyncError,
     choose_transport,
@@ -36,11 +33,6 @@ from ctpo_megatron.engines.tasks import (
 from ctpo_megatron.engines.updates import ReadBack, Update, check_complete
 from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
 from ctpo_megatron.engines.weights.file import FileWeights
-from ctpo_megatron.rollouts.lengths import LengthPredictor
-from ctpo_megatron.rollouts.metrics import UPDATES_BY, fleet_stats
-from ctpo_megatron.rollouts.occupancy import Occupancy
-from ctpo_megatron.rollouts.quarantine import Quarantine, Quarantined
-from ctpo_megatron.rollouts.scheduler import Dispatcher, check_prompt
 
 if TYPE_CHECKING:
     import torch
@@ -50,16 +42,17 @@ _MARGIN_S = 5.0  # the runtime has the same deadline, and knows better what it w
 
 
 class EnginePool:
-    """All engines of a run. One thread starts it, uses it, outlives it; another may take the turns of a `dispatcher`.
+    """All engines of a run. One thread starts and closes it; several may sample, each by a `Scheduler` of its own.
 
-    lock: whoever holds it finds the engines as they are: nobody else submits, replaces or admits one.
+    lock: re-entrant; while it is held nothing is submitted, and no engine is replaced or registered.
+    settings: section `rollout`. load: groups in flight by engine, of all schedulers. counts: of what `stats` reports.
+    occupancy: trajectories in flight over time. The four are used under the lock.
 
     config: the whole run configuration (rollout, sandbox, model and run sections are used).
     model_path: Hugging Face directory the engines start from; its weights carry version 0.
     run_seed: part of every sampling seed.
     sandbox_url: base URL of the code execution service; None: every node has its own.
     placement: whose the GPUs of this node are; None without any, or where Ray may have all.
-    finished: called when a group is complete.
     cluster: of RAY_ADDRESS, where the engines run; None: they run on this node.
     """
 
@@ -72,29 +65,27 @@ class EnginePool:
         *,
         log_dir: Path | None = None,
         placement: Placement | None = None,
-        finished: Callable[[], None] = lambda: None,
         cluster: ClusterConfig | None = None,
     ) -> None:
         log_dir = (log_dir or config.run.directory / "logs").resolve()
         self._spec = EngineSpec(config, str(Path(model_path).absolute()), run_seed, sandbox_url, log_dir)
-        self._rollout, self._count = config.rollout, engine_count(config)
-        self._placement, self._finished = placement, finished
+        self.settings, self._count = config.rollout, engine_count(config)
+        self._placement = placement
         self._cluster = cluster
         self._group: EngineGroup | None = None
         self._runtime: RayRuntime | None = None
         self._started_at = 0.0
         self._engines: list[EngineHandle] = []
         self._memory = SleepState(config.rollout.start_timeout_s)
-        self._quarantine = Quarantine(config.rollout.max_quarantined)
         self._weights: EngineWeights | None = None
         self._update: Update | None = None
         self._facts: EngineFacts | None = None
         self._read_back = ReadBack()
         self._parks = False
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
-        self._load: Counter[int] = Counter()
-        self._lengths, self._occupancy = LengthPredictor(), Occupancy(log_dir / "engine_occupancy.csv")
+        self.load: Counter[int] = Counter()
+        self.occupancy = Occupancy(log_dir / "engine_occupancy.csv")
         self.lock = threading.RLock()
 
     def __enter__(self) -> EnginePool:
@@ -108,7 +99,7 @@ class EnginePool:
         self._started_at = time.monotonic()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = None if self._placement is None else self._placement.engine_devices(visible)
-        cpus, limit = self._count * self._rollout.engine.threads, self._rollout.start_timeout_s
+        cpus, limit = self._count * self.settings.engine.threads, self.settings.start_timeout_s
         self._runtime = RayRuntime(cpus, self._launch, gpus, self._cluster, limit)
 
     def _launch(self, gpus: float) -> None:
@@ -116,7 +107,7 @@ class EnginePool:
         transport = choose_transport(self._spec.config, device, cluster=self._cluster is not None)
         self._spec = replace(self._spec, device=device, transport=transport)
         if self._cluster is not None:
-            deadline = self._started_at + self._rollout.start_timeout_s
+            deadline = self._started_at + self.settings.start_timeout_s
             self._group = EngineGroup(self._spec, self._count, self._cluster, deadline)
             self._spec = self._group.spec
         self._engines = [EngineHandle(index, self._spec, self._group) for index in range(self._count)]
@@ -131,7 +122,7 @@ class EnginePool:
     def _await_runtime(self) -> None:
         if self._runtime is None:
             raise FleetError("the fleet was not started")
-        limit = self._rollout.start_timeout_s
+        limit = self.settings.start_timeout_s
         try:
             self._runtime.wait(max(0.0, self._started_at + limit + _MARGIN_S - time.monotonic()))
         except Exception as error:
@@ -144,72 +135,22 @@ class EnginePool:
             while not any(engine.live for engine in self._engines):
                 late = min(engine.deadline for engine in self._engines) - time.monotonic()
                 ray.wait([engine.ready_ref for engine in self._engines], timeout=max(0.0, late))
-                self._readmit()
+                self.register_started()
 
     def check_start(self) -> None:
         """Raise at once what `wait_ready` is going to raise; returns while there is hope. Needs `start`."""
         if self._runtime is not None and self._runtime.is_up():
             with self.lock:
-                self._readmit()
+                self.register_started()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        samples: int,
-        sampling: Sampling,
-        cancelled: Callable[[], bool] = lambda: False,
-        replacement: Callable[[], Prompt] | None = None,
-        keep: Keep | None = None,
-        played: Mapping[str, Collection[int]] = MappingProxyType({}),
-        enough: int | None = None,
-        each: Callable[[Group], None] = lambda _: None,
-    ) -> list[Group]:
-        """Play `samples` episodes for every prompt; the groups come back in the order of `prompts`.
-
-        A prompt whose group fails more than `rollout.max_group_retries` times is quarantined: `replacement()` gives
-        the prompt that takes its place, or without `replacement` the group is left out. So is a prompt that was
-        quarantined before. `replacement` must be an endless stream over the prompts, each once an epoch.
-
-        keep: is given every trajectory once, within seconds of its end, and the groups hold none. played: indices of
-        samples that are not wanted, by prompt id. enough: return with the first so many groups, and give up the others.
-        each: is given every group that is returned, when it is complete and while `lock` is held.
-
-        Raises ValueError before anything is sampled when a prompt leaves no room to answer, TooManyQuarantined beyond
-        `rollout.max_quarantined`, FleetError when an engine cannot be restarted, Cancelled once `cancelled()` is true.
-        """
-        for prompt in prompts:
-            check_prompt(prompt, self._rollout)
-        self.wait_ready()
-        request = Request(step, samples, sampling, replacement, keep, played)
-        return self._dispatcher(self._counts, patient=False).run(prompts, request, cancelled, enough, each)
-
-    def dispatcher(self) -> Dispatcher:
-        """Plays groups while the trainer works, behind those that are waited for; waits until the engines are up."""
-        self.wait_ready()
-        return self._dispatcher(Counter(), patient=True)
-
-    def _dispatcher(self, counts: Counter[str], *, patient: bool) -> Dispatcher:
-        return Dispatcher(
-            self._rollout,
-            self._engines,
-            self._quarantine,
-            counts,
-            lock=self.lock,
-            load=self._load,
-            lengths=self._lengths,
-            occupancy=self._occupancy,
-            patient=patient,
-            restart=self._restart,
-            readmit=self._readmit,
-            finished=self._finished,
-        )
-
-    @property
-    def quarantined(self) -> list[Quarantined]:
-        """The run's quarantined prompts, oldest first; a resumed run adds those that it had before."""
-        return self._quarantine.records
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raises ValueError when `prompt` leaves the model no room to answer."""
+        limit = self.settings.engine.max_model_len
+        if not 0 < len(prompt.token_ids) < limit:
+            raise ValueError(
+                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens; it needs at least 1 and fewer than "
+                f"rollout.engine.max_model_len = {limit}"
+            )
 
     @property
     def transport(self) -> Transport:
@@ -276,7 +217,7 @@ class EnginePool:
     def _count_update(self, unchecked: list[str], seconds: float, size: int) -> None:
         self._read_back.note(unchecked)
         self._seconds["sync_s"] = self._seconds.get("sync_s", 0.0) + seconds
-        self._counts.update({"sync_bytes": size, f"{UPDATES_BY}{self._spec.transport}": 1})
+        self.counts.update({"sync_bytes": size, f"{UPDATES_BY}{self._spec.transport}": 1})
 
     @property
     def engines(self) -> Sequence[EngineHandle]:
@@ -324,8 +265,12 @@ class EnginePool:
         """Begin a new process for each; returns which."""
         dead, self._memory.dead = self._memory.dead, []
         for engine in dead:
-            self._restart(engine)
+            self.restart(engine)
         return dead
+
+    def note_occupancy(self) -> None:
+        """Record what the engines have in flight, if it has changed."""
+        self.occupancy.note(len(self._engines))
 
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the last call, then reset; of updates that were over by then.
@@ -334,9 +279,10 @@ class EnginePool:
         their rate sync_gb_per_s and sync_by_<transport> (updates) where there was a sync; lost_<status>: tool calls of
         attempts that were thrown away, which therefore appear in no trajectory.
         """
-        stats = fleet_stats({**self._counts, **self._seconds})
-        self._counts.clear()
-        self._seconds.clear()
+        with self.lock:
+            stats = pool_stats({**self.counts, **self._seconds})
+            self.counts.clear()
+            self._seconds.clear()
         return stats
 
     def close(self) -> None:
@@ -357,12 +303,13 @@ class EnginePool:
             self._runtime.close()
             self._runtime = None
 
-    def _restart(self, engine: EngineHandle) -> None:
-        self._counts["engine_restarts"] += 1
+    def restart(self, engine: EngineHandle) -> None:
+        """Begin a new process for an engine."""
+        self.counts["engine_restarts"] += 1
         engine.kill()
         engine.launch()
 
-    def _readmit(self) -> None:
+    def register_started(self) -> None:
         """Finish an update that is over, and register restarted engines that are up.
 
         Raises FleetError when one failed or is late, and as `finish_update`.
@@ -370,18 +317,17 @@ class EnginePool:
         if self._update is not None and self._update.is_over:
             self.finish_update()
         for engine in self._engines:
-            starting = not engine.live and not engine.parked
-            if starting and (ray.wait([engine.ready_ref], timeout=0)[0] or engine.deadline <= time.monotonic()):
+            if engine.starting and (ray.wait([engine.ready_ref], timeout=0)[0] or engine.deadline <= time.monotonic()):
                 self._register(engine, 0.0)
 
     def _await_start(self, engine: EngineHandle) -> None:
-        while not engine.live and not engine.parked:
+        while engine.starting:
             self._register(engine, max(0.0, engine.deadline - time.monotonic()))
 
     def _register(self, engine: EngineHandle, timeout_s: float) -> None:
         ready, _ = ray.wait([engine.ready_ref], timeout=timeout_s)
         if not ready:
-            limit = self._rollout.start_timeout_s
+            limit = self.settings.start_timeout_s
             late = f"{engine.name} is not up after {limit:g} s (rollout.start_timeout_s)"
             raise FleetError(f"{late}; {engine.waits_for()}")
         engine.register(self._weights, park=self._parks)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ctpo_megatron.config import EngineConfig
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 from ctpo_megatron.engines.expected import LOGGING_CONFIG
@@ -67,24 +65,6 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-
-
-Keep = Callable[[Prompt, Sequence[Trajectory]], None]
-"""Takes samples of a prompt as they finish."""
-Deliver = Callable[[Hashable, Group], None]
-"""Takes a complete group and the place that it was admitted for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """How prompts are to be played; see `EnginePool.generate`."""
-
-    step: int
-    samples: int
-    sampling: Sampling
-    replacement: Callable[[], Prompt] | None
-    keep: Keep | None = None
-    played: Mapping[str, Collection[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ctpo_megatron.config import Config, Extension
+from ctpo_megatron.config import Config, EvalConfig, Extension
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EnginePool, Sampling, open_engines
+from ctpo_megatron.engines import Sampling, open_engines
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.rewards import REFERENCE, PendingScores, RewardPool
-from ctpo_megatron.rollouts import Sample
+from ctpo_megatron.rollouts import Generator, Request, Sample, Scheduler, ticks
 from ctpo_megatron.tracking import Display
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def answer(
     logs: Path,
     display: Display,
 ) -> None:
-    """Play the samples that the store lacks. Raises what `EnginePool.generate` and `RewardPool.score` raise."""
+    """Play the samples that the store lacks. Raises what `ticks` and `RewardPool.score` raise."""
     samples = config.eval.samples
     lacking = [prompt for prompt in prompts if not store.complete(prompt.id, samples)]
     total = sum(samples - sum(index < samples for index in store.played.get(prompt.id, ())) for prompt in lacking)
@@ -94,31 +95,26 @@ def answer(
 
     display.stage("start")
     with ExitStack() as stack:
-        fleet: EnginePool = stack.enter_context(open_engines(config, logs, placement=None))
+        engines = stack.enter_context(open_engines(config, logs, placement=None))
         pool = stack.enter_context(RewardPool(config.reward, config.extensions.path))
-        fleet.wait_ready()
+        engines.wait_ready()
         display.stage("evaluation")
-        play(config, lacking, store, fleet, Answers(pool, store, _decoder(tokenizer), finished))
-        for prompt in fleet.quarantined:
-            display.note(f"[evaluation] prompt {prompt.prompt_id} was given up: {prompt.cause}")
+        scheduler = Scheduler.of(engines)
+        play(config.eval, lacking, store, scheduler, Answers(pool, store, _decoder(tokenizer), finished))
+        for prompt in scheduler.quarantined:
+            display.note(f"[evaluation] prompt {prompt.prompt_id} was discarded: {prompt.cause}")
 
 
-def play(config: Config, prompts: Sequence[Prompt], store: SampleStore, fleet: EnginePool, answers: Answers) -> None:
-    """Sample with engines that are up, as `eval` of the configuration says, and score and keep what they answer."""
-
-    def look() -> bool:
+def play(
+    settings: EvalConfig, prompts: Sequence[Prompt], store: SampleStore, generator: Generator, answers: Answers
+) -> None:
+    """Sample with engines that are up, as section `eval` specifies, and score and keep what they answer."""
+    sampling = Sampling(settings.temperature, settings.top_p, 0)
+    request = Request(_STEP, settings.samples, sampling, early=True, done=store.played)
+    for answered in ticks(generator, prompts, request, threading.Event()):
+        for prompt, trajectories in answered.samples:
+            answers.take(prompt, trajectories)
         answers.keep()
-        return False
-
-    fleet.generate(
-        prompts,
-        step=_STEP,
-        samples=config.eval.samples,
-        sampling=Sampling(config.eval.temperature, config.eval.top_p, 0),
-        cancelled=look,
-        keep=answers.take,
-        played=store.played,
-    )
     answers.keep(wait=True)
 
 

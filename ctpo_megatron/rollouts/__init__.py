@@ -1,35 +1,48 @@
 """Rollouts: prompts in, scored batches of groups out, in the order of the run.
 
-`Replay` answers from a recording; `rollout_metrics` summarizes groups. Importing this loads neither Ray nor vLLM.
+`Rollouts` makes training batches, `Evaluation` answers held-out prompts; both take groups from a `Scheduler` on the
+engines, or from the `Replay` of a recording. Importing this loads neither Ray nor vLLM.
 """
 
-from ctpo_megatron.rollouts.ahead import AsyncRollouts
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ctpo_megatron.rollouts.estimates import LEVEL, RESAMPLES, bootstrap
-from ctpo_megatron.rollouts.evaluation import Evaluation
+from ctpo_megatron.rollouts.evaluation import Evaluated, Evaluation
 from ctpo_megatron.rollouts.filters import Filters, filter_problem
 from ctpo_megatron.rollouts.metrics import rollout_metrics
+from ctpo_megatron.rollouts.mismatch import check_mismatch
 from ctpo_megatron.rollouts.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
+from ctpo_megatron.rollouts.request import Answers, Generator, Request, Stop, ticks
+from ctpo_megatron.rollouts.rollouts import Rollouts, RolloutSettings
 from ctpo_megatron.rollouts.samples import Sample, accuracies, by_problem, by_source, conduct, validation_metrics
-from ctpo_megatron.rollouts.scoring import Scoring
-from ctpo_megatron.rollouts.source import Collector, Engines, Phase, RolloutSource, SampledRollouts, check_mismatch
+from ctpo_megatron.rollouts.scoring import Scorer, Scoring
+
+if TYPE_CHECKING:
+    from ctpo_megatron.rollouts.scheduler import Scheduler
 
 __all__ = [
     "LEVEL",
     "RESAMPLES",
-    "AsyncRollouts",
-    "Collector",
-    "Engines",
+    "Answers",
+    "Evaluated",
     "Evaluation",
     "Filters",
-    "Phase",
+    "Generator",
     "Quarantined",
     "Replay",
     "ReplayError",
-    "RolloutSource",
+    "Request",
+    "RolloutSettings",
+    "Rollouts",
     "Sample",
-    "SampledRollouts",
+    "Scheduler",
+    "Scorer",
     "Scoring",
+    "Stop",
     "TooManyQuarantined",
     "accuracies",
     "bootstrap",
@@ -39,5 +52,13 @@ __all__ = [
     "conduct",
     "filter_problem",
     "rollout_metrics",
+    "ticks",
     "validation_metrics",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs Ray only when it is asked for."""
+    if name != "Scheduler":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.scheduler").Scheduler

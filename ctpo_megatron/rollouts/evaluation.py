@@ -1,60 +1,82 @@
-"""When held-out prompts are answered and scored, and with what result."""
+"""Evaluation in training: when held-out prompts are answered and scored, and with what result."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Self
 
 from ctpo_megatron.config.schema import EvalConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.engines.tasks import Cancelled, Sampling
+from ctpo_megatron.engines import Cancelled, Sampling
+from ctpo_megatron.rollouts.request import Generator, Request, Stop, ticks
 from ctpo_megatron.rollouts.samples import Sample, validation_metrics
-from ctpo_megatron.rollouts.source import Collector, Phase
+from ctpo_megatron.rollouts.scoring import PendingScoring, Scorer
+from ctpo_megatron.tracking import Phases
 
 log = logging.getLogger(__name__)
 
-_JOIN_S = 30.0
+JOIN_S = 30.0  # for the thread to end when the run does
+
+
+def answer(
+    generator: Generator, scorer: Scorer, prompts: Sequence[Prompt], request: Request, stop: Stop, phases: Phases
+) -> list[Group]:
+    """Scored groups of the prompts, in their order; without those of quarantined prompts. Raises as `ticks`."""
+    groups: dict[int, Group] = {}
+    scoring: list[PendingScoring] = []
+    for answers in ticks(generator, prompts, request, stop):
+        for slot, group in answers.groups:
+            phases.advance()
+            groups[slot] = group
+            scoring.append(scorer.begin([group]))
+    for pending in scoring:
+        pending.result()
+    return [groups[slot] for slot in sorted(groups)]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The evaluation after a step. metrics: `val/*`. groups: the answers. missing: why there are none, if cut short."""
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    missing: str = ""
 
 
 class Evaluation:
-    """Answers `prompts` with the weights published last; lives on rank zero. A context manager that ends its thread."""
+    """Answers held-out prompts with the weights published last. A context manager that ends its thread."""
 
     def __init__(
         self,
         config: EvalConfig,
-        collector: Collector,
+        generator: Generator,
+        scorer: Scorer,
         prompts: Sequence[Prompt],
-        dump: Callable[[int, Sequence[Group]], None],
-        phase: Phase,
-        note: Callable[[str], None],
-        cancelled: Callable[[], bool] = lambda: False,
+        stop: Stop,
+        phases: Phases,
     ) -> None:
-        """prompts: none where there is nothing to evaluate. dump: keeps the groups of a step for people to read.
-
-        note: says a line on the terminal. cancelled: as for `Collector`; may be asked by another thread.
-        """
-        self._config, self._collector, self._note = config, collector, note
-        self._prompts, self._dump, self._phase = prompts[: config.prompts], dump, phase
-        self._cancelled, self._closed = cancelled, False
+        """prompts: empty where there is nothing to evaluate. stop: may be checked by another thread."""
+        self._config, self._generator, self._scorer = config, generator, scorer
+        self._prompts, self._stop, self._phases = prompts[: config.prompts], stop, phases
+        self._closed = False
         self._under_way: tuple[int, Future[tuple[list[Group], float]]] | None = None
 
-    def run(self, step: int) -> dict[str, float]:
-        """`val/*` metrics; empty without prompts, or when the run was asked to end meanwhile."""
+    def run(self, step: int) -> Evaluated:
+        """Answer and score now."""
         if not self._prompts:
-            return {}
-        with self._phase("eval"):
+            return Evaluated(step)
+        with self._phases.phase("eval"):
             try:
-                groups = self._answers(step)
+                return self._evaluated(step, self._answers(step))
             except Cancelled as cancelled:
-                return self._missing(step, cancelled)
-            self._dump(step, groups)
-        return self._metrics(groups)
+                return Evaluated(step, missing=str(cancelled))
 
     def begin(self, step: int) -> None:
         """Begin what `run` does, in a thread; `end` comes before the next weights, or the answers would be of two."""
@@ -62,34 +84,40 @@ class Evaluation:
         self._under_way = (step, answers)
         threading.Thread(target=self._work, args=(step, answers), name="evaluation", daemon=True).start()
 
-    def end(self) -> tuple[int, dict[str, float]]:
-        """Wait for what `begin` began: its step, and what `run` returns. Raises what sampling and scoring raise.
+    def end(self) -> Evaluated | None:
+        """Wait for what `begin` began, if anything. Raises what sampling and scoring raise.
 
-        Every group has its deadline (`rollout.group_timeout_s`) and so many retries, which bounds the wait.
+        Every group has its deadline (`rollout.group_timeout_s`) and its number of retries, which bounds the wait.
         """
-        assert self._under_way is not None, "begin comes before end"
+        if self._under_way is None:
+            return None
         (step, answers), self._under_way = self._under_way, None
         if not self._prompts:
-            return step, {}
-        with self._phase("eval"):
+            return Evaluated(step)
+        with self._phases.phase("eval"):
             try:
                 groups, seconds = answers.result()
             except Cancelled as cancelled:
-                return step, self._missing(step, cancelled)
-            self._dump(step, groups)
-        return step, self._metrics(groups) | {"time/eval_behind": seconds}
+                return Evaluated(step, missing=str(cancelled))
+        evaluated = self._evaluated(step, groups)
+        evaluated.metrics["time/eval_behind"] = seconds
+        return evaluated
 
     def lacks(self, record: Mapping[str, object]) -> bool:
         """Whether the metrics of a step hold no evaluation though there are prompts."""
         return bool(self._prompts) and not any(name.startswith("val/") for name in record)
+
+    def is_set(self) -> bool:
+        """Whether to stop answering: a `Stop`."""
+        return self._closed or self._stop.is_set()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        if self._under_way is not None and not wait([self._under_way[1]], _JOIN_S).done:
-            log.warning("the thread of the evaluation has not ended after %g s, and is left behind", _JOIN_S)
+        if self._under_way is not None and not wait([self._under_way[1]], JOIN_S).done:
+            log.warning("the evaluation thread has not ended after %g s, and is left behind", JOIN_S)
 
     def _work(self, step: int, answers: Future[tuple[list[Group], float]]) -> None:
         began = time.monotonic()
@@ -99,21 +127,14 @@ class Evaluation:
             answers.set_exception(error)
 
     def _answers(self, step: int) -> list[Group]:
-        groups, _ = self._collector.collect(
-            self._prompts,
-            step=step,
-            samples=self._config.samples,
-            sampling=Sampling(self._config.temperature, self._config.top_p, 0),
-            phase=lambda _: nullcontext(),  # its parts are no phases of a training step
-            cancelled=lambda: self._closed or self._cancelled(),
-        )
-        return groups
+        config = self._config
+        request = Request(step, config.samples, Sampling(config.temperature, config.top_p, 0))
+        return answer(self._generator, self._scorer, self._prompts, request, self, self._phases)
 
-    def _missing(self, step: int, cancelled: Cancelled) -> dict[str, float]:
-        self._note(f"[eval] step {step}: MISSING, the run was asked to end meanwhile ({cancelled})")
-        return {}
-
-    def _metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        left_out = len(self._prompts) - len(groups)  # quarantined: nothing may take their place here
+    def _evaluated(self, step: int, groups: list[Group]) -> Evaluated:
+        left_out = len(self._prompts) - len(groups)  # quarantined: a benchmark without them is marked as such
         samples = [Sample.of(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
-        return validation_metrics(samples) | ({"val/prompts_left_out": float(left_out)} if left_out else {})
+        metrics = validation_metrics(samples)
+        if left_out:
+            metrics["val/prompts_left_out"] = float(left_out)
+        return Evaluated(step, metrics, groups)

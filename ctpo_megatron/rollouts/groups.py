@@ -3,32 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data.batch import Group
-from ctpo_megatron.data.prompt import Prompt
-
-
-class PromptStream(Protocol):
-    """Prompts in the order of the run: `data.PromptSampler`."""
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
-
-    @property
-    def taken(self) -> int:
-        """Prompts taken since the beginning of the run."""
-
-    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
-        """The prompts with these ids. Raises ValueError for one that there is not."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position in the stream."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position."""
 
 
 def is_uniform(group: Group) -> bool:
@@ -37,25 +15,19 @@ def is_uniform(group: Group) -> bool:
 
 
 class UniformGroups:
-    """The choice of one step. Every prompt that is drawn is trained on, dropped, or quarantined by the engines.
+    """The choice of one step. mini_batch_prompts: groups of one optimizer step. refills: rounds that were drawn."""
 
-    prompts: the stream that refills are drawn from. mini_batch_prompts: groups of one optimizer step. refills: rounds
-    that were drawn.
-    """
-
-    def __init__(self, config: RolloutConfig, prompts: PromptStream, mini_batch_prompts: int, refills: int = 0) -> None:
-        self._config, self._prompts, self._size = config, prompts, mini_batch_prompts
+    def __init__(self, config: RolloutConfig, mini_batch_prompts: int, refills: int = 0) -> None:
+        self._config, self._size = config, mini_batch_prompts
         self.refills = refills
 
-    def further(self, groups: Sequence[Group]) -> list[Prompt]:
-        """As many prompts as groups are missing to a full batch, given all scored groups so far; none: go on."""
+    def missing(self, groups: Sequence[Group]) -> int:
+        """How many prompts to draw for another round of refills, given all scored groups; 0: the batch is complete."""
         if self._config.uniform_groups != "refill" or self.refills == self._config.max_refills:
-            return []
+            return 0
         missing = self._config.prompts_per_step - sum(not is_uniform(group) for group in groups)
-        if missing == 0:
-            return []
-        self.refills += 1
-        return self._prompts.take(missing)
+        self.refills += missing > 0
+        return missing
 
     def dropped(self, groups: Sequence[Group]) -> dict[int, Group]:
         """The uniform groups that are not trained on, by their place among the sampled ones.

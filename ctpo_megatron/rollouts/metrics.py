@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ctpo_megatron.data.batch import Group
-
-UPDATES_BY = "sync_by_"
-"""What counts weight updates begins with; then comes the transport."""
-TOOL_STATUSES = ("success", "runtime_error", "timeout", "parse_error", "infrastructure_error")
+from ctpo_megatron.data.trajectory import TOOL_STATUSES
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -81,14 +78,3 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
         "rollout/continued_tokens": continued / len(lags),
         "tokens/stale": float((lags > 0).sum()),
     }
-
-
-def fleet_stats(counts: Mapping[str, float]) -> dict[str, float]:
-    """What `EnginePool.stats` reports, from its counts; absent ones are 0."""
-    names = ["group_retries", "late_groups", "quarantined", "engine_restarts", "sync_s", "sync_bytes"]
-    names += [f"lost_{status}" for status in TOOL_STATUSES]
-    stats = {name: float(counts.get(name, 0)) for name in names}
-    stats |= {name: float(count) for name, count in counts.items() if name.startswith(UPDATES_BY)}
-    if stats["sync_bytes"]:
-        stats["sync_gb_per_s"] = stats["sync_bytes"] / 1e9 / stats["sync_s"]
-    return stats

@@ -1,10 +1,10 @@
-"""Prompts whose groups failed too often: what is known of each, and how many a run may lose."""
+"""Prompts whose groups failed too often: the cause of each, and how many a run may lose."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ctpo_megatron.data.prompt import Prompt
 
@@ -15,7 +15,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """One prompt that the run plays no more. step: when it was given up; cause: the last failure of its group."""
+    """A prompt that will not be sampled again. step: when its group was discarded; cause: its last failure."""
 
     prompt_id: str
     step: int
@@ -27,6 +27,13 @@ class Quarantined:
 
 class TooManyQuarantined(RuntimeError):
     """More prompts failed than the run may lose; the message names them, the causes, and what to do."""
+
+
+class Replacements(Protocol):
+    """An endless stream over the prompts of the data, each once an epoch."""
+
+    def draw(self) -> Prompt:
+        """The next prompt, which is consumed."""
 
 
 class Quarantine:
@@ -43,9 +50,9 @@ class Quarantine:
         return any(record.prompt_id == prompt_id for record in self.records)
 
     def add(self, record: Quarantined) -> None:
-        """Take in one prompt and log it. Raises TooManyQuarantined beyond the limit."""
+        """Add a prompt and log it. Raises TooManyQuarantined beyond the limit."""
         self.records.append(record)
-        log.warning("quarantined, it is played no more: %s", record)
+        log.warning("quarantined, will not be sampled again: %s", record)
         if len(self.records) > self.limit:
             raise TooManyQuarantined(
                 f"{len(self.records)} prompts were quarantined, more than rollout.max_quarantined = {self.limit}; "
@@ -54,11 +61,11 @@ class Quarantine:
                 "rollout.group_timeout_s or rollout.max_quarantined. Engine logs are in <run>/logs"
             )
 
-    def draw(self, replacement: Callable[[], Prompt]) -> Prompt:
-        """The next prompt of `replacement` that is not quarantined. Raises TooManyQuarantined when all are."""
+    def draw(self, replacements: Replacements) -> Prompt:
+        """The next replacement that is not quarantined. Raises TooManyQuarantined when all are."""
         # An endless stream that visits every prompt once an epoch has no longer row of quarantined ones than this.
         for _ in range(2 * len(self.records) + 1):
-            prompt = replacement()
+            prompt = replacements.draw()
             if prompt.id not in self:
                 return prompt
         raise TooManyQuarantined(

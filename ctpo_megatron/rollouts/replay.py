@@ -1,20 +1,18 @@
-"""Recorded trajectories in place of engines: the same training again, without vLLM, Ray or a sandbox."""
+"""Recorded trajectories instead of engines: the same training again, without vLLM, Ray or a sandbox."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
 
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines.tasks import Cancelled, Sampling
-from ctpo_megatron.rollouts.metrics import fleet_stats
-from ctpo_megatron.rollouts.quarantine import Quarantined
-
-if TYPE_CHECKING:
-    import torch
+from ctpo_megatron.engines import pool_stats
+from ctpo_megatron.rollouts.quarantine import Quarantined, Replacements
+from ctpo_megatron.rollouts.request import Answers, Job, Request
 
 
 class ReplayError(Exception):
@@ -22,79 +20,97 @@ class ReplayError(Exception):
 
 
 class Replay:
-    """Stands where `EnginePool` does, and answers with what an earlier run recorded.
+    """A `Generator` that answers with what an earlier run recorded.
 
     recorded: step -> the trajectories of its dump, group by group in sample order.
     max_quarantined: most prompts that the recorded run can have lost (its `rollout.max_quarantined`).
-    quarantined: the prompts that the recording does without; a resumed replay adds those that it had before.
-    refills: whether the groups of a step may be asked for in several calls (`rollout.uniform_groups: refill`).
+    refills: whether the groups of a step may be asked for in several rounds (`rollout.uniform_groups: refill`).
     """
 
     def __init__(
         self, recorded: Callable[[int], list[Trajectory]], max_quarantined: int = 0, *, refills: bool = False
     ) -> None:
         self._recorded, self._max_quarantined, self._refills = recorded, max_quarantined, refills
-        self._step, self._rest = -1, list[Trajectory]()  # of the step, what no call has asked for yet
+        self._step, self._rest = -1, list[Trajectory]()  # of the step, what no round has asked for yet
+        self._queue: list[Job] = []
         self._counts: Counter[str] = Counter()
         self.quarantined: list[Quarantined] = []
+        self.lock, self.on_hold = threading.RLock(), False
 
-    def __enter__(self) -> Replay:
-        return self
+    def wait_ready(self) -> None:
+        """See `Generator`; nothing has to start."""
 
-    def __exit__(self, *_: object) -> None:
-        """Nothing runs that would have to be closed."""
+    @property
+    def pending(self) -> Mapping[Any, Prompt]:
+        """See `Generator`."""
+        return {job.slot: job.prompt for job in self._queue}
 
-    def start(self) -> None:
-        """Nothing has to be brought up."""
+    @property
+    def in_flight(self) -> int:
+        """See `Generator`."""
+        return 0
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        samples: int,
-        sampling: Sampling,
-        cancelled: Callable[[], bool] = lambda: False,
-        replacement: Callable[[], Prompt] | None = None,
-        enough: int | None = None,
-        each: Callable[[Group], None] = lambda _: None,
-    ) -> list[Group]:
-        """The recorded groups of `step`, which must be of these prompts in this order; with refills, the next of them.
+    def add(self, slot: Hashable, prompt: Prompt, request: Request) -> None:
+        """See `Generator`."""
+        self._queue.append(Job(slot, prompt, request))
 
-        Where the recorded run replaced a prompt, `replacement` is drawn from as that run drew from it.
+    def submit(self) -> None:
+        """See `Generator`; `collect` answers everything."""
 
-        The distribution to sample from is that of the recording, whatever `sampling` says. Raises ReplayError, and
-        Cancelled when `cancelled()` is true.
+    def wait(self, timeout_s: float) -> None:
+        """See `Generator`; every answer is there."""
+
+    def discard(self, slots: Collection[Hashable]) -> None:
+        """See `Generator`."""
+        self._queue = [job for job in self._queue if job.slot not in slots]
+
+    def cancel(self) -> None:
+        """See `Generator`. The step may be asked for again."""
+        if self._queue:
+            self._queue, self._step, self._rest = [], -1, []
+
+    def collect(self) -> Answers:
+        """The recorded groups of everything that is queued, which must be of these prompts in this order.
+
+        The sampling distribution is the recording's, whatever the request specifies. Where the recorded run replaced a
+        prompt, replacements are drawn as that run drew them. Raises ReplayError.
         """
-        if cancelled():
-            self._step = -1
-            raise Cancelled(f"step {step} was not replayed")
+        jobs, self._queue = self._queue, []
+        if not jobs:
+            return Answers()
+        request, prompts = jobs[0].request, [job.prompt for job in jobs]
+        recorded = self._take(request, len(jobs))
+        if request.replacements is not None:
+            prompts = self._replace(prompts, recorded, request.step, request.replacements)
+        groups = [
+            (job.slot, _group(request.step, index, prompts[index], recorded[index])) for index, job in enumerate(jobs)
+        ]
+        return Answers(groups)
+
+    def _take(self, request: Request, groups: int) -> list[list[Trajectory]]:
+        """The next recorded groups of the step."""
+        step, samples = request.step, request.samples
         first = not self._refills or step != self._step
         if first:
             self._step, self._rest = step, self._recorded(step)
-        count = len(prompts) * samples
+        count = groups * samples
         if len(self._rest) < count or (len(self._rest) > count and not self._refills):
-            found = "were recorded" if first else "are left of the recording"
+            there = "were recorded" if first else "are left of the recording"
             raise ReplayError(
-                f"step {step}: {len(self._rest)} trajectories {found}, {len(prompts)} prompts x {samples} "
-                "samples are needed: set rollout.prompts_per_step and rollout.samples_per_prompt as in the recorded run"
+                f"step {step}: {len(self._rest)} trajectories {there}, {groups} prompts x {samples} samples are "
+                "needed: set rollout.prompts_per_step and rollout.samples_per_prompt as in the recorded run"
             )
         trajectories, self._rest = self._rest[:count], self._rest[count:]
-        recorded = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
-        played = list(prompts) if replacement is None else self._replace(prompts, recorded, step, replacement)
-        groups = [_group(step, place, played[place], recorded[place]) for place in range(len(played))]
-        for group in groups:
-            each(group)
-        return groups
+        return [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
 
     def _replace(
         self,
         prompts: Sequence[Prompt],
         recorded: Sequence[list[Trajectory]],
         step: int,
-        replacement: Callable[[], Prompt],
+        replacements: Replacements,
     ) -> list[Prompt]:
-        """The prompts that were played in place of `prompts`; those that `replacement` does not explain stay.
+        """The prompts that were sampled instead of `prompts`; those that `replacements` do not explain stay.
 
         The last prompt that a step draws is never lost, or another would have been drawn. So a replay that draws until
         every recorded prompt was met has drawn as many as the recorded run.
@@ -106,7 +122,7 @@ class Replay:
         for _ in range(len(missing) + 2 * self._max_quarantined):
             if not missing:
                 break
-            prompt = replacement()
+            prompt = replacements.draw()
             place = next((place for place in missing if recorded[place][0].prompt_id == prompt.id), None)
             if place is None:
                 lost.add(prompt.id)
@@ -120,11 +136,6 @@ class Replay:
         self._counts["quarantined"] += len(lost)
         return played
 
-    def begin_sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take the weights, as the ranks that give them expect, and forget them."""
-        for _ in named_tensors:
-            pass
-
     def stats(self) -> dict[str, float]:
         """The names that `EnginePool.stats` has; all but `quarantined` are 0.
 
@@ -136,7 +147,7 @@ class Replay:
                 "follow from the rewards, so give reward.* and rollout.max_refills as in the recorded run"
             )
         counts, self._counts = self._counts, Counter()
-        return fleet_stats(counts)
+        return pool_stats(counts)
 
 
 def _group(step: int, place: int, prompt: Prompt, trajectories: list[Trajectory]) -> Group:

@@ -1,4 +1,4 @@
-"""Rewards of a batch that is sampled in one or more rounds: scored as it comes, reported once."""
+"""Rewards of groups: scored as they become complete, reported once a batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, Protocol
 
 from ctpo_megatron.data import Group
 from ctpo_megatron.rewards import OVERLONG, OverlongPenalty, PendingScores, RewardPool, ScoreReport
@@ -16,7 +16,7 @@ from ctpo_megatron.tracking import reward_metrics
 
 @dataclass(frozen=True, slots=True)
 class PendingScoring:
-    """Rewards and their shaping, on their way."""
+    """Rewards and their shaping that have begun to be computed."""
 
     groups: Sequence[Group]
     scores: PendingScores
@@ -35,8 +35,24 @@ class PendingScoring:
         return report
 
 
+class Scorer(Protocol):
+    """Scores groups in the background: `Scoring`."""
+
+    def begin(self, groups: Sequence[Group]) -> PendingScoring:
+        """Begin to give every trajectory its reward, and return at once."""
+
+    def metrics(self, groups: Sequence[Group], reports: Sequence[Any]) -> dict[str, float]:
+        """`reward/*` of scored groups, given the reports of all calls that scored them."""
+
+    def report_record(self, report: Any) -> Any:
+        """A report as JSON has it."""
+
+    def report_of(self, record: Any) -> Any:
+        """The report of a `report_record`."""
+
+
 class Scoring:
-    """What a `Collector` scores with. penalty: of training batches; an evaluation has none."""
+    """A `Scorer` by reward processes. penalty: for training batches; an evaluation has none."""
 
     def __init__(self, pool: RewardPool, penalty: OverlongPenalty | None = None) -> None:
         self._pool, self._penalty = pool, penalty

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.run.preemption import EXIT_STATUS, Preemption
     from ctpo_megatron.run.reporter import RankZeroReporter, Reporter, open_reporter
     from ctpo_megatron.run.services import Services, start_services
-    from ctpo_megatron.run.state import RunState
+    from ctpo_megatron.run.state import RunState, StopOrLostRank
 
 _MODULES = {
     "EXIT_STATUS": "preemption",
@@ -28,6 +28,7 @@ _MODULES = {
     "Reporter": "reporter",
     "RunDirectoryError": "directory",
     "RunState": "state",
+    "StopOrLostRank": "state",
     "Services": "services",
     "check_data": "data_check",
     "is_finished": "directory",
@@ -48,6 +49,7 @@ __all__ = [
     "RunDirectoryError",
     "RunState",
     "Services",
+    "StopOrLostRank",
     "check_data",
     "is_finished",
     "open_reporter",

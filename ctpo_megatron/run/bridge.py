@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch
-from ctpo_megatron.engines import EnginePool
-from ctpo_megatron.engines.cpu.priority import give_way_to_engines
+from ctpo_megatron.engines import EnginePool, give_way_to_engines
 from ctpo_megatron.engines.weights import WeightTransport
 from ctpo_megatron.policy import Layout, Trainer, capabilities
+from ctpo_megatron.rollouts import Evaluated
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.run.transports import make_transport
@@ -54,7 +54,7 @@ class Bridge:
         if self._yields:  # now that the thread of the rollouts has begun, which would do the same
             self._yields = False
             give_way_to_engines()
-        # A source that samples only now times what it does.
+        # A batch that is sampled now times its own phases.
         with self._report.phase("wait_rollout") if self._ahead else nullcontext():
             outline = self._layout.on_rank_zero(sample)
         if outline is not None:
@@ -90,8 +90,8 @@ class Bridge:
         """Raises FleetError as soon as it is known that the engines, which load in the background, do not start."""
 
         def check() -> None:
-            if (fleet := self._rank_zero.fleet) is not None:  # a recording has none
-                fleet.check_start()
+            if (pool := self._rank_zero.pool) is not None:  # a recording has none
+                pool.check_start()
 
         self._layout.on_rank_zero(check)
 
@@ -114,13 +114,24 @@ class Bridge:
             self._evaluating = True
             return
         self._wake(policy)
-        self._report.log(step, self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.run(step)))
+        _, metrics = self._layout.on_rank_zero(lambda: self._reported(self._rank_zero.evaluation.run(step)))
+        self._report.log(step, metrics)
 
     def end_evaluation(self) -> None:
         """Wait for the evaluation that goes on, if there is one, and add it to the line of its step, the latest."""
         if self._evaluating:
             self._evaluating = False
-            self._report.log_evaluation(*self._layout.on_rank_zero(lambda: self._rank_zero.evaluation.end()))
+            found = self._layout.on_rank_zero(lambda: self._reported(self._rank_zero.evaluation.end()))
+            self._report.log_evaluation(*found)
+
+    def _reported(self, evaluated: Evaluated | None) -> tuple[int, dict[str, float]]:
+        """Keep the answers of an evaluation; its step and metrics."""
+        assert evaluated is not None
+        if evaluated.missing:
+            self._report.note(f"[eval] step {evaluated.step}: MISSING, stop requested meanwhile ({evaluated.missing})")
+        if evaluated.groups:
+            self._report.dump_evaluation(evaluated.step, evaluated.groups)
+        return evaluated.step, evaluated.metrics
 
     def settle(self) -> None:
         """Wait for what goes on behind the training: an evaluation, and engines that take the last weights.
@@ -131,8 +142,8 @@ class Bridge:
         self._layout.on_rank_zero(self._finish_update)
 
     def _finish_update(self) -> None:
-        if (fleet := self._rank_zero.fleet) is not None:  # a recording has none
-            fleet.finish_update()
+        if (pool := self._rank_zero.pool) is not None:  # a recording has none
+            pool.finish_update()
 
     def lacks_evaluation(self) -> bool:
         """Whether the latest step was logged without an evaluation."""
@@ -142,7 +153,7 @@ class Bridge:
     def give_way(self, level: int = 1) -> None:
         """Before the trainer uses shared GPUs: the engines sleep. Level 1 keeps their weights, 2 does not."""
         if self._shared and self._awake:
-            self._layout.on_rank_zero(lambda: self._fleet.sleep(level))
+            self._layout.on_rank_zero(lambda: self._pool.sleep(level))
             self._awake = False
 
     def _wake(self, policy: Trainer) -> None:
@@ -150,7 +161,7 @@ class Bridge:
         if self._shared and not self._awake:
             policy.release()
             self._layout.wait_for_ranks()
-            self._layout.on_rank_zero(lambda: self._fleet.wake())
+            self._layout.on_rank_zero(lambda: self._pool.wake())
             self._awake = True
 
     @property
@@ -159,6 +170,6 @@ class Bridge:
         return self._services
 
     @property
-    def _fleet(self) -> EnginePool:
-        assert self._rank_zero.fleet is not None  # a recording shares no GPUs
-        return self._rank_zero.fleet
+    def _pool(self) -> EnginePool:
+        assert self._rank_zero.pool is not None  # a recording shares no GPUs
+        return self._rank_zero.pool

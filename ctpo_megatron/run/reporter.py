@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.policy import Layout, peak_flops
-from ctpo_megatron.run.progress import Progress
 from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import (
     SFT_FILE,
     Display,
     DumpWriter,
     MetricsWriter,
+    Phases,
     PhaseTimer,
     TrainLog,
     discard_dumps,
@@ -49,8 +49,8 @@ class Reporter:
     """Times phases and stages, and writes nothing: what ranks other than zero have."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self.timer = PhaseTimer(directory)
-        self.progress = Progress()
+        self.phases = Phases(PhaseTimer(directory))
+        self.timer, self.progress = self.phases.timer, self.phases.progress
 
     def __enter__(self) -> Reporter:
         return self
@@ -61,13 +61,13 @@ class Reporter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the current step."""
-        with self.progress.within(name), self.timer.phase(name):
+        with self.phases.phase(name):
             yield
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Show and time one stage of the run."""
-        with self.progress.within(name), self.timer.stage(name):
+        with self.phases.stage(name):
             yield
 
     @property

@@ -6,7 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ctpo_megatron.config import Config
+from ctpo_megatron.policy import Layout
 from ctpo_megatron.run.preemption import Preemption
+
+
+@dataclass(frozen=True)
+class StopOrLostRank:
+    """What rank zero checks while it samples: whether to stop. Raises RankLost when another rank is gone."""
+
+    preemption: Preemption
+    layout: Layout
+
+    def is_set(self) -> bool:
+        """See `rollouts.Stop`."""
+        self.layout.check_ranks()
+        return self.preemption.asked()
 
 
 @dataclass

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Iterable
+
+import torch
 
 from ctpo_megatron.config import Config
+from ctpo_megatron.engines import EnginePool
 from ctpo_megatron.engines.weights import FileTransport, WeightTransport
 from ctpo_megatron.policy import Layout
 from ctpo_megatron.run.services import Services
@@ -19,22 +24,33 @@ def make_transport(layout: Layout, services: Services | None, config: Config) ->
     """
     timeout_s, bucket_bytes = config.rollout.weights.timeout_s, config.rollout.weights.bucket_mib << 20
     address = config.cluster.node_address
-    fleet = None if services is None else services.fleet
-    kind = layout.on_rank_zero(lambda: "file" if fleet is None else fleet.transport)
-    if fleet is not None:
+    pool = None if services is None else services.pool
+    kind = layout.on_rank_zero(lambda: "file" if pool is None else pool.transport)
+    if pool is not None:
         log.info(
             "weights go to the engines by %s (rollout.weights.transport: %s)", kind, config.rollout.weights.transport
         )
     if kind == "file":
-        return FileTransport(None if services is None else services.rollouts)
+        return FileTransport(None if services is None else _Receiver(pool))
     if kind == "tcp":
         from ctpo_megatron.engines.weights.tcp_transport import TcpTransport
 
-        return TcpTransport(layout, fleet, bucket_bytes=bucket_bytes, timeout_s=timeout_s, address=address)
+        return TcpTransport(layout, pool, bucket_bytes=bucket_bytes, timeout_s=timeout_s, address=address)
     from ctpo_megatron.engines import WeightClient
     from ctpo_megatron.engines.weights.vllm import VllmTransport
 
-    client = None if fleet is None else WeightClient(fleet, config.rollout.engine.tensor_parallel_size, timeout_s)
+    client = None if pool is None else WeightClient(pool, config.rollout.engine.tensor_parallel_size, timeout_s)
     return VllmTransport(
         layout, layout.rank, client, kind, bucket_bytes=bucket_bytes, timeout_s=timeout_s, address=address
     )
+
+
+class _Receiver:
+    def __init__(self, pool: EnginePool | None) -> None:
+        self._pool = pool
+
+    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        if self._pool is None:
+            deque(named_tensors, maxlen=0)
+        else:
+            self._pool.begin_sync(named_tensors, version)

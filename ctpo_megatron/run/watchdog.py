@@ -16,10 +16,9 @@ from typing import Literal, Self
 import torch.distributed as dist
 
 from ctpo_megatron.policy import RankZero, pending_collectives
-from ctpo_megatron.run.progress import Progress
 from ctpo_megatron.run.stacks import Place, StackFile, main_thread_line
 from ctpo_megatron.run.stall import describe
-from ctpo_megatron.tracking import Heartbeat
+from ctpo_megatron.tracking import Heartbeat, Progress
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,8 @@ from ctpo_megatron.tracking.learning import first_batch_warnings
 from ctpo_megatron.tracking.metrics import SFT_FILE, MetricsWriter, read_metrics
 from ctpo_megatron.tracking.page import write_page
 from ctpo_megatron.tracking.panels import LIGHT
+from ctpo_megatron.tracking.phases import Phases
+from ctpo_megatron.tracking.progress import Progress
 from ctpo_megatron.tracking.report import write_report
 from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
@@ -44,6 +46,8 @@ __all__ = [
     "Heartbeat",
     "MetricsWriter",
     "PhaseTimer",
+    "Phases",
+    "Progress",
     "Summary",
     "Tracker",
     "Trackers",

@@ -48,14 +48,14 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     from ctpo_megatron.tracking import MetricsWriter
 
     return {
-        "sample": (Replay, "generate", None),
+        "sample": (Replay, "collect", None),
         "score": (RewardPool, "begin", None),
         "update": (Trainer, "update", None),
         "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
         "publish": (checkpoint_files, "publish", None),
         "log": (MetricsWriter, "_append", half_a_line),
-        "wait": (Replay, "generate", wait_for_a_signal),
-        "torchrun": (Replay, "generate", ask_torchrun),
+        "wait": (Replay, "wait_ready", wait_for_a_signal),
+        "torchrun": (Replay, "wait_ready", ask_torchrun),
     }
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +22,8 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EnginePool, Sampling
 from ctpo_megatron.engines.weights import EngineFleet
 from ctpo_megatron.engines.weights.tcp_transport import TcpTransport
+from ctpo_megatron.rollouts import Request, Scheduler, ticks
+from ctpo_megatron.rollouts.quarantine import Replacements
 from tests.engines.tiny_model import CALL, build_tiny_model
 
 T = TypeVar("T")
@@ -93,7 +94,6 @@ class Stage:
     """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.
 
     model: settings of the tiny model. rollout: settings of the fleet. sandbox_url: None: of the engine's own node.
-    finished: counts complete groups, under "groups".
     """
 
     def __init__(
@@ -104,10 +104,9 @@ class Stage:
         self.tokenizer, self.model = build_tiny_model(self.path, favour=favour, **(model or {}))
         self.version = 0
         self.config = make_config(self.path, root, **rollout)
-        self.finished: Counter[str] = Counter()
-        count = partial(self.finished.update, ["groups"])
         cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
-        self.fleet = EnginePool(self.config, str(self.path), 7, sandbox_url, cluster=cluster, finished=count)
+        self.fleet = EnginePool(self.config, str(self.path), 7, sandbox_url, cluster=cluster)
+        self.scheduler = Scheduler.of(self.fleet)
         self.fleet.start()
         self.transport: TcpTransport | None = None
 
@@ -160,8 +159,25 @@ class Stage:
             self.transport.close()
             self.transport = former
 
-    def generate(self, prompts: Sequence[Prompt], step: int = 0, samples: int = 4, **sampling: Any) -> list[Group]:
-        return self.fleet.generate(prompts, step=step, samples=samples, sampling=Sampling(**sampling))
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        step: int = 0,
+        samples: int = 4,
+        replacements: Replacements | None = None,
+        **sampling: Any,
+    ) -> list[Group]:
+        return groups_of(self.scheduler.another(), prompts, Request(step, samples, Sampling(**sampling), replacements))
+
+
+def groups_of(scheduler: Scheduler, prompts: Sequence[Prompt], request: Request) -> list[Group]:
+    """Complete groups in the order of their prompts."""
+    found = {
+        slot: group
+        for answers in ticks(scheduler, prompts, request, threading.Event())
+        for slot, group in answers.groups
+    }
+    return [found[slot] for slot in sorted(found)]
 
 
 def trajectories(groups: Sequence[Group]) -> list[Trajectory]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import Cancelled, Sampling, WeightSyncError
-from ctpo_megatron.rollouts import Quarantined, TooManyQuarantined, rollout_metrics
+from ctpo_megatron.rollouts import Quarantined, Request, TooManyQuarantined, rollout_metrics, ticks
 from tests.engines.pool_helpers import (
     MAX_RESPONSE,
     MAX_TURN,
@@ -24,16 +24,15 @@ from tests.engines.pool_helpers import (
     tokens,
     versions,
 )
+from tests.rollouts.scripted import Stops
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def test_groups_are_complete_and_exact(stage: Stage) -> None:
-    before = stage.finished["groups"]
     prompts = stage.prompts(6)
     groups = stage.generate(prompts)
-    assert stage.finished["groups"] - before == len(prompts)
     stop = stage.tokenizer.eos_token_id
     assert [group.prompt.id for group in groups] == [prompt.id for prompt in prompts]
     for group in groups:
@@ -103,21 +102,22 @@ def test_samples_are_handed_over_as_they_finish_and_others_are_not_played(stage:
     whole = {(t.prompt_id, t.sample_index): t.token_ids for g in stage.generate(prompts) for t in g.trajectories}
     batches: list[list[Trajectory]] = []
 
-    def keep(prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        assert {t.prompt_id for t in trajectories} <= {prompt.id}
-        batches.append(list(trajectories))
-        stage.flag.unlink(missing_ok=True)
-
-    stage.flag.write_text("hang")  # whoever calls the tool cannot finish before the first sample is handed over
-    how = {"step": 0, "samples": 4, "sampling": Sampling()}
+    stage.flag.write_text("hang")  # what calls the tool cannot finish before the first sample is reported
     played = {"p0": [0, 2], "p2": range(4)}
-    groups = stage.fleet.generate(prompts, **how, keep=keep, played=played)
+    request, groups = Request(0, 4, Sampling(), early=True, done=played), dict[int, Group]()
+    for answers in ticks(stage.scheduler.another(), prompts, request, threading.Event()):
+        groups |= dict(answers.groups)
+        for prompt, trajectories in answers.samples:
+            assert {t.prompt_id for t in trajectories} <= {prompt.id}
+            batches.append(trajectories)
+            stage.flag.unlink(missing_ok=True)
     kept = [trajectory for batch in batches for trajectory in batch]
     assert {(t.prompt_id, t.sample_index): t.token_ids for t in kept} == {
         key: ids for key, ids in whole.items() if key[1] not in played.get(key[0], ())
     }
     assert len(kept) == 6 and len(batches[0]) == 1
-    assert [(group.prompt.id, group.trajectories) for group in groups] == [("p0", []), ("p1", []), ("p2", [])]
+    found = [(groups[slot].prompt.id, groups[slot].trajectories) for slot in sorted(groups)]
+    assert found == [("p0", []), ("p1", []), ("p2", [])]
 
 
 def test_sync_changes_what_is_sampled_and_forgets_cached_prefixes(stage: Stage) -> None:
@@ -144,11 +144,11 @@ def test_prompt_without_room_is_named(stage: Stage) -> None:
 
 
 def test_sampling_can_be_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctpo_megatron.rollouts.scheduler._TURN_S", 0.001)  # sooner than the first token
-    prompts = stage.prompts(2)
-    asked = iter([False, False, True])
+    monkeypatch.setattr("ctpo_megatron.rollouts.request.TICK_S", 0.001)  # sooner than the first token
+    prompts, request = stage.prompts(2), Request(10, 2, Sampling())
     with pytest.raises(Cancelled, match="2 of 2 groups were not sampled"):
-        stage.fleet.generate(prompts, step=10, samples=2, sampling=Sampling(), cancelled=lambda: next(asked))
+        list(ticks(stage.scheduler.another(), prompts, request, Stops(False, False, True)))
+    assert not +stage.fleet.load
     assert [len(group.trajectories) for group in stage.generate(prompts, step=10)] == [4, 4]
 
 
@@ -168,7 +168,7 @@ class Spares:
     def __init__(self, stage: Stage, *names: str) -> None:
         self.stage, self.names, self.drawn = stage, list(names), 0
 
-    def __call__(self) -> Prompt:
+    def draw(self) -> Prompt:
         self.drawn += 1
         name = self.names.pop(0)
         if not self.names:
@@ -186,10 +186,10 @@ def test_a_prompt_that_fails_too_often_is_replaced_and_never_played_again(
     stage.flag.write_text(failure)
     spares = Spares(stage, "spare")
     lost = Prompt(f"lost {failure}", "test", (), "", prompt.token_ids)
-    groups = stage.fleet.generate([lost], step=6, samples=4, sampling=Sampling(), replacement=spares)
+    groups = stage.generate([lost], step=6, replacements=spares)
     assert [group.prompt.id for group in groups] == ["spare"]
     assert [len(group.trajectories) for group in groups] == [4]
-    record = stage.fleet.quarantined[-1]
+    record = stage.scheduler.quarantined[-1]
     assert (record.prompt_id, record.step) == (lost.id, 6)
     assert "failed 3 times" in record.cause
     assert cause in record.cause
@@ -198,7 +198,7 @@ def test_a_prompt_that_fails_too_often_is_replaced_and_never_played_again(
     assert (stats["quarantined"], stats["group_retries"]) == (1, 2)
     # From now on it is passed over, also when it is the replacement, and left out where nothing replaces it.
     spares = Spares(stage, lost.id, "other")
-    groups = stage.fleet.generate([lost, prompt], step=6, samples=4, sampling=Sampling(), replacement=spares)
+    groups = stage.generate([lost, prompt], step=6, replacements=spares)
     assert [group.prompt.id for group in groups] == ["other", "p0"]
     groups = stage.generate([lost, prompt], step=6)
     assert [group.prompt.id for group in groups] == ["p0"]
@@ -212,14 +212,14 @@ def test_a_group_without_replacement_is_left_out(stage: Stage) -> None:
     lost = [Prompt(f"held out {i}", "test", (), "", prompt.token_ids) for i, prompt in enumerate(stage.prompts(2))]
     assert stage.generate(lost, step=6) == []
     stage.flag.write_text("0")
-    assert {record.prompt_id for record in stage.fleet.quarantined[-2:]} == {"held out 0", "held out 1"}
+    assert {record.prompt_id for record in stage.scheduler.quarantined[-2:]} == {"held out 0", "held out 1"}
     assert stage.fleet.stats()["quarantined"] == 2
 
 
 def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) -> None:
-    before = list(stage.fleet.quarantined)
+    before = list(stage.scheduler.quarantined)
     room = stage.config.rollout.max_quarantined - len(before)
-    stage.fleet.quarantined.extend(Quarantined(f"earlier {i}", 1, "of the run before") for i in range(room))
+    stage.scheduler.quarantined.extend(Quarantined(f"earlier {i}", 1, "of the run before") for i in range(room))
     stage.flag.write_text("1000000")
     prompt = Prompt("one too many", "test", (), "", tuple(range(40)))
     try:
@@ -229,7 +229,7 @@ def test_a_run_that_loses_too_many_prompts_stops_and_names_them(stage: Stage) ->
             stage.generate([prompt], step=7)
     finally:
         stage.flag.write_text("0")
-        stage.fleet.quarantined[:] = before
+        stage.scheduler.quarantined[:] = before
     assert [len(group.trajectories) for group in stage.generate([prompt], step=7)] == [4]
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import EnginePool, FleetError, Sampling
-from tests.engines.pool_helpers import make_config
+from ctpo_megatron.rollouts import Request, Scheduler
+from tests.engines.pool_helpers import groups_of, make_config
 from tests.engines.tiny_model import CALL, build_tiny_model
 from tests.support.deadlines import scaled
 
@@ -63,7 +64,7 @@ def test_an_engine_that_dies_while_it_loads_is_begun_again(
         kill_engine(earlier)
         fleet.wait_ready()
         prompt = Prompt("p", "test", (), "", tuple(range(40)))
-        assert len(fleet.generate([prompt], step=0, samples=4, sampling=Sampling())) == 1
+        assert len(groups_of(Scheduler.of(fleet), [prompt], Request(0, 4, Sampling()))) == 1
     assert caplog.text.count("rollout engine 0 died while it started") == 1
 
 
@@ -94,14 +95,14 @@ def test_group_past_its_deadline_is_retried_then_quarantined(model_path: Path, t
         fleet.start()
         fleet.wait_ready()
         flag.write_text("hang")
-        assert fleet.generate(prompts, step=0, samples=4, sampling=Sampling()) == []
-        assert {record.prompt_id for record in fleet.quarantined} == {prompt.id for prompt in prompts}
-        for record in fleet.quarantined:
+        scheduler = Scheduler.of(fleet)
+        assert groups_of(scheduler, prompts, Request(0, 4, Sampling())) == []
+        assert {record.prompt_id for record in scheduler.quarantined} == {prompt.id for prompt in prompts}
+        for record in scheduler.quarantined:
             assert f"failed 2 times, the last: no result from rollout engine 0 within {limit:g} s" in record.cause
         assert fleet.stats()["engine_restarts"] == 0  # the engine itself answers
         flag.unlink()
-        fleet.quarantined.clear()
-        assert len(fleet.generate(prompts, step=0, samples=4, sampling=Sampling())) == 4
+        assert len(groups_of(Scheduler.of(fleet), prompts, Request(0, 4, Sampling()))) == 4
 
 
 DRIVER = """

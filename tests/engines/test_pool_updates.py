@@ -20,9 +20,10 @@ import torch
 
 from ctpo_megatron.data import Group
 from ctpo_megatron.engines import EnginePool, Sampling, WeightSyncError
-from ctpo_megatron.engines.tasks import Request
 from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
 from ctpo_megatron.engines.weights.checksums import Checksums
+from ctpo_megatron.rollouts import Request
+from ctpo_megatron.rollouts.request import tick
 from tests.engines.pool_helpers import Source, Stage, engine_processes, largest_log_prob_error, versions
 from tests.support.deadlines import scaled
 
@@ -162,12 +163,13 @@ def test_no_update_waits_for_an_engine_that_is_replaced(shared_ray: None, tmp_pa
         for stage.version in (2, 3):  # it dies in the first, and starts in the second
             fleet.sync(stage.state().items(), stage.version)
             assert [engine.live for engine in fleet.engines] == [True, False]
-        turns, done = fleet.dispatcher(), dict[Hashable, Group]()  # which waits for both
+        fleet.wait_ready()  # for both
+        turns, done = stage.scheduler.another(), dict[Hashable, Group]()
         assert [engine.live for engine in fleet.engines] == [True, True]
         for place, prompt in enumerate(stage.prompts(6)):
-            turns.admit(place, prompt, Request(1, 4, Sampling(), None))
-        while turns.playing:
-            turns.turn(done.__setitem__)
+            turns.add(place, prompt, Request(1, 4, Sampling()))
+        while turns.pending:
+            done |= dict(tick(turns, 1.0).groups)
         assert versions(list(done.values())) == {3} and fleet.stats()["engine_restarts"] == 1
         assert largest_log_prob_error(stage.model, list(done.values())) <= 1e-4
     finally:

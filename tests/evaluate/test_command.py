@@ -12,10 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from ctpo_megatron.data import Prompt, Trajectory, prepare
 from ctpo_megatron.environments.prompts import held_out_prompts
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.evaluate import Outcome, answering, evaluate, find_target, read_config
-from ctpo_megatron.rollouts import Quarantined
+from ctpo_megatron.rollouts import Answers, Quarantined, Request
 from ctpo_megatron.tracking import Display
 from tests.data.toolmath_small import small_config
 from tests.end_to_end.small_run import ROOT, Ctpo
@@ -59,41 +61,47 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Scripted:
-    """Answers in the place of engines; ends the process, so to say, when it has answered `stop_after` samples."""
+    """Answers instead of a scheduler on engines; ends the process when it has answered `stop_after` samples."""
 
     def __init__(self, tokenizer: Any, stop_after: int | None = None, lost: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop_after, self.lost = tokenizer, stop_after, lost
         self.played: list[tuple[str, int]] = []
+        self.stopping = False
         self.quarantined: list[Quarantined] = []
+
+        self.lock, self._queue = threading.RLock(), list[tuple[Prompt, int, Request]]()
 
     def wait_ready(self) -> None:
         """There is nothing to wait for."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        samples: int,
-        sampling: Any,
-        cancelled: Callable[[], bool],
-        keep: Callable[[Prompt, Sequence[Trajectory]], None],
-        played: dict[str, set[int]],
-    ) -> None:
-        for prompt in prompts:
-            if prompt.id in self.lost:
-                self.quarantined.append(Quarantined(prompt.id, step, "it hung"))
-                continue
-            for index in range(samples):
-                if index in played.get(prompt.id, ()):
-                    continue
-                if len(self.played) == self.stop_after:
-                    time.sleep(0.2)  # what was begun is scored meanwhile
-                    assert not cancelled()
-                    raise SystemExit(143)
-                self.played.append((prompt.id, index))
-                keep(prompt, [self.answer(prompt, index, trajectory_seed(0, step, prompt.id, index))])
-                assert not cancelled()
+    def add(self, slot: int, prompt: Prompt, request: Request) -> None:
+        if prompt.id in self.lost:
+            self.quarantined.append(Quarantined(prompt.id, request.step, "it hung"))
+            return
+        done = request.done.get(prompt.id, ())
+        self._queue += [(prompt, index, request) for index in range(request.samples) if index not in done]
+
+    @property
+    def pending(self) -> dict[int, Prompt]:
+        return dict(enumerate(prompt for prompt, _, _ in self._queue))
+
+    def wait(self, timeout_s: float) -> None:
+        """One sample a tick."""
+
+    def collect(self) -> Answers:
+        if len(self.played) == self.stop_after:
+            if self.stopping:
+                raise SystemExit(143)
+            time.sleep(0.2)  # what was begun is scored meanwhile
+            self.stopping = True
+            return Answers()
+        prompt, index, request = self._queue.pop(0)
+        self.played.append((prompt.id, index))
+        trajectory = self.answer(prompt, index, trajectory_seed(0, request.step, prompt.id, index))
+        return Answers(samples=[(prompt, [trajectory])])
+
+    def cancel(self) -> None:
+        self._queue.clear()
 
     def answer(self, prompt: Prompt, index: int, seed: int) -> Trajectory:
         trajectory = Trajectory(prompt.id, index, seed)
@@ -120,6 +128,7 @@ def run(task: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
             yield engines
 
         monkeypatch.setattr(answering, "open_engines", open_engines)
+        monkeypatch.setattr(answering, "Scheduler", SimpleNamespace(of=lambda scripted: scripted))
         data = f'data.eval=["{task}/heldout.parquet"]'
         config, _ = read_config(find_target(task / "model", None), [*SETTINGS, data, *overrides], 0)
         with Display("plain", 0, Console(file=io.StringIO())) as display:

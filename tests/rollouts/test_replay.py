@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
 import pytest
 
+from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EnginePool, Sampling
-from ctpo_megatron.rollouts import Quarantined, Replay, ReplayError
+from ctpo_megatron.rollouts import Quarantined, Replay, ReplayError, Request, ticks
 
 SAMPLING = Sampling(1.0, 1.0, 0)
+
+
+def generate(replay: Replay, prompts: list[Prompt], replacements: Stream | None = None) -> list[Group]:
+    """What the recording has for step 3."""
+    return answer(replay, prompts, Request(3, 2, SAMPLING, replacements))
+
+
+def answer(replay: Replay, prompts: list[Prompt], request: Request) -> list[Group]:
+    return [group for answers in ticks(replay, prompts, request, threading.Event()) for _, group in answers.groups]
 
 
 def prompt(name: str) -> Prompt:
@@ -36,9 +47,7 @@ def replay(*names: str) -> Replay:
 
 def test_groups_come_back_as_recorded_even_when_a_prompt_is_drawn_twice() -> None:
     drawn = [prompt("a"), prompt("b"), prompt("a")]
-    with replay("a", "b", "a") as fleet:
-        fleet.start()
-        groups = fleet.generate(drawn, step=3, samples=2, sampling=SAMPLING)
+    groups = generate(replay("a", "b", "a"), drawn)
     assert [group.prompt.id for group in groups] == ["a", "b", "a"]
     assert [[t.token_ids[-1] for t in group.trajectories] for group in groups] == [[8, 9]] * 3
 
@@ -53,13 +62,13 @@ def test_groups_come_back_as_recorded_even_when_a_prompt_is_drawn_twice() -> Non
 )
 def test_another_draw_is_refused(drawn: list[str], step: int, message: str) -> None:
     with pytest.raises(ReplayError, match=message):
-        replay("a", "b").generate([prompt(n) for n in drawn], step=step, samples=2, sampling=SAMPLING)
+        answer(replay("a", "b"), [prompt(n) for n in drawn], Request(step, 2, SAMPLING))
 
 
 def test_a_prompt_of_other_tokens_is_refused() -> None:
     other = Prompt("a", "source", (), "1", (5, 9))
     with pytest.raises(ReplayError, match="prompt 'a' was recorded with other tokens"):
-        replay("a").generate([other], step=3, samples=2, sampling=SAMPLING)
+        generate(replay("a"), [other])
 
 
 class Stream:
@@ -68,7 +77,7 @@ class Stream:
     def __init__(self, names: str, first: int) -> None:
         self.names, self.drawn, self.first = names, 0, first
 
-    def __call__(self) -> Prompt:
+    def draw(self) -> Prompt:
         self.drawn += 1
         return prompt(self.names[(self.first + self.drawn - 1) % len(self.names)])
 
@@ -84,39 +93,34 @@ class Stream:
     ],
 )
 def test_a_prompt_that_the_recorded_run_lost_is_replaced_as_there(recorded: str, lost: str, draws: int) -> None:
-    stream, fleet = Stream("abcdefgh", 3), Replay(recording(recorded), max_quarantined=2)
+    stream, found = Stream("abcdefgh", 3), Replay(recording(recorded), max_quarantined=2)
     drawn = [prompt(name) for name in "abc"]
-    groups = fleet.generate(drawn, step=3, samples=2, sampling=SAMPLING, replacement=stream)
+    groups = generate(found, drawn, stream)
     assert [group.prompt.id for group in groups] == list(recorded)
     assert stream.drawn == draws
-    assert "".join(record.prompt_id for record in fleet.quarantined) == lost
-    assert fleet.stats()["quarantined"] == len(lost)
+    assert "".join(record.prompt_id for record in found.quarantined) == lost
+    assert found.stats()["quarantined"] == len(lost)
 
 
 def test_a_prompt_lost_before_counts_once_and_is_passed_over_when_drawn_again() -> None:
-    fleet = Replay(recording("fgd"), max_quarantined=1)
-    fleet.quarantined.append(Quarantined("e", 1, "of the run before"))
+    found = Replay(recording("fgd"), max_quarantined=1)
+    found.quarantined.append(Quarantined("e", 1, "of the run before"))
     stream = Stream("efghd", 0)
-    groups = fleet.generate([prompt(n) for n in "eed"], step=3, samples=2, sampling=SAMPLING, replacement=stream)
+    groups = generate(found, [prompt(n) for n in "eed"], stream)
     assert [group.prompt.id for group in groups] == ["f", "g", "d"]
     assert stream.drawn == 3
-    assert len(fleet.quarantined) == 1
+    assert len(found.quarantined) == 1
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5])
 def test_a_recording_that_lost_prompts_do_not_explain_is_refused(limit: int) -> None:
-    fleet = Replay(recording("xyz"), max_quarantined=limit)
+    found = Replay(recording("xyz"), max_quarantined=limit)
     with pytest.raises(ReplayError, match=r"step 3, prompt 1 of the batch.*draws prompt 'a', the recording has .*'x'"):
-        fleet.generate(
-            [prompt(n) for n in "abc"], step=3, samples=2, sampling=SAMPLING, replacement=Stream("abcdefgh", 3)
-        )
-    assert fleet.quarantined == []
+        generate(found, [prompt(n) for n in "abc"], Stream("abcdefgh", 3))
+    assert found.quarantined == []
 
 
-def test_weights_are_taken_to_the_end_and_the_counts_have_the_fleets_names() -> None:
-    left = iter([("a", None), ("b", None)])
-    replay("a").begin_sync(left, 1)
-    assert list(left) == []
+def test_the_counts_have_the_names_of_the_pool() -> None:
     counts = replay("a").stats()
     assert set(counts.values()) == {0.0}
     assert counts.keys() == EnginePool.stats(_WithoutEngines()).keys()
@@ -124,4 +128,4 @@ def test_weights_are_taken_to_the_end_and_the_counts_have_the_fleets_names() -> 
 
 class _WithoutEngines(EnginePool):
     def __init__(self) -> None:
-        self._counts, self._seconds = Counter(), {}
+        self.lock, self.counts, self._seconds = threading.RLock(), Counter(), {}

@@ -1,15 +1,15 @@
-"""Rollout sources on their own: batches in prompt order, what a cancelled batch leaves, and what a checkpoint keeps."""
+"""Batches of a recording: prompt order, what a cancelled batch leaves, and what a checkpoint keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ctpo_megatron.config.rollout_schema import RolloutConfig
-from ctpo_megatron.data import Group, Prompt, PromptSampler, Trajectory
-from ctpo_megatron.rollouts import Collector, Quarantined, Replay, SampledRollouts
-from tests.rollouts.scored import Scored
+from ctpo_megatron.data import Prompt, PromptSampler, Trajectory
+from ctpo_megatron.rollouts import Answers, Quarantined, Replay, Rollouts, RolloutSettings, Stop
+from ctpo_megatron.tracking import Phases
+from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer, Stops
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(10)]
 CONFIG = RolloutConfig(prompts_per_step=2, samples_per_prompt=2)
@@ -29,27 +29,32 @@ def recorded(step: int) -> list[Trajectory]:
     return [trajectory(prompt, sample, version=step) for prompt in drawn for sample in range(2)]
 
 
-class Run:
-    """A source over a recording, with everything that happens to it."""
+class RecordedPhases(Phases):
+    """Keeps the names of the phases, and counts what advances."""
 
-    def __init__(self, stop: Callable[[], bool] = lambda: False) -> None:
-        self.phases: list[str] = []
-        self.engines = Replay(recorded, max_quarantined=2)
-        prompts = PromptSampler(PROMPTS, seed=0, shuffle=False)
-        self.collector = Collector(self.engines, self, stop)
-        self.source = SampledRollouts(CONFIG, self.collector, self.engines, prompts, self.phase)
-
-    def begin(self, groups: Sequence[Group]) -> Scored:
-        return Scored(groups, lambda prompt_id, sample: float(sample))
-
-    def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
-        assert len(groups) == sum(reports)
-        return {"reward/mean": 0.5}
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.advanced = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self.phases.append(name)
+        self.names.append(name)
         yield
+
+    def advance(self) -> None:
+        self.advanced += 1
+
+
+class Run:
+    """Rollouts over a recording, with everything that happens to them."""
+
+    def __init__(self, stop: Stop | None = None) -> None:
+        self.phases, self.scorer = RecordedPhases(), ScriptedScorer()
+        self.engines = Replay(recorded, max_quarantined=2)
+        prompts = PromptSampler(PROMPTS, seed=0, shuffle=False)
+        settings = RolloutSettings(CONFIG, steps=10)
+        self.source = Rollouts(settings, self.engines, self.scorer, prompts, stop or Stops(), self.phases)
 
 
 def test_a_batch_is_scored_and_says_where_it_comes_from() -> None:
@@ -62,30 +67,26 @@ def test_a_batch_is_scored_and_says_where_it_comes_from() -> None:
     assert batch.weight_versions == (1, 2)
     assert batch.sampler["consumed"] == ["p0", "p1"]
     assert batch.metrics["reward/mean"] == 0.5 and batch.metrics["rollout/quarantined"] == 0.0
-    assert run.phases == ["rollout", "reward"]
+    assert run.phases.names == ["rollout", "reward"] and run.phases.advanced == 2
 
 
 def test_groups_are_scored_while_others_are_sampled() -> None:
-    run, begun, played = Run(), list[str](), list[list[str]]()
-    run.begin = lambda groups: (begun.extend(g.prompt.id for g in groups), Run.begin(run, groups))[1]  # type: ignore[method-assign]
-    play = run.engines.generate
+    scorer, begun = ScriptedScorer(), list[int]()
 
-    def generate(*arguments: Any, each: Callable[[Group], None], **settings: Any) -> list[Group]:
-        def hand_over(group: Group) -> None:
-            each(group)
-            played.append(list(begun))
+    class Watched(ScriptedGenerator):
+        def collect(self) -> Answers:
+            begun.append(len(scorer.begun))
+            return super().collect()
 
-        return play(*arguments, each=hand_over, **settings)
-
-    run.engines.generate = generate  # type: ignore[method-assign]
-    batch = run.source.next_batch(1)
-    assert batch is not None and [group.rewards for group in batch.groups] == [[0.0, 1.0], [0.0, 1.0]]
-    assert played == [["p0"], ["p0", "p1"]]
+    settings = RolloutSettings(CONFIG.model_copy(update={"prompts_per_step": 8}), steps=10)
+    source = Rollouts(settings, Watched(), scorer, PromptSampler(PROMPTS, seed=0), Stops(), Phases())
+    batch = source.next_batch(1)
+    assert batch is not None and [group.rewards for group in batch.groups] == [[0.0, 1.0]] * 8
+    assert begun == [0, 3, 6]
 
 
 def test_a_cancelled_batch_consumes_nothing() -> None:
-    asked = [False, True, False]
-    run = Run(lambda: asked.pop(0))
+    run = Run(Stops(False, True, False))
     first = run.source.next_batch(1)
     assert first is not None and run.source.next_batch(2) is None
     assert run.source.state_dict()["prompts"]["consumed"] == ["p0", "p1"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +10,10 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config import RolloutConfig
-from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
-from ctpo_megatron.engines import Sampling
-from ctpo_megatron.rollouts import Collector, Quarantined, Replay, ReplayError, SampledRollouts
-from ctpo_megatron.rollouts.metrics import fleet_stats
-from ctpo_megatron.tracking import read_trajectories, trajectory_files, trajectory_of, write_trajectories
-from tests.rollouts.scored import Scored
+from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler
+from ctpo_megatron.rollouts import Generator, Replay, ReplayError, Rollouts, RolloutSettings, Stop
+from ctpo_megatron.tracking import Phases, read_trajectories, trajectory_files, trajectory_of, write_trajectories
+from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer, Stops
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(40)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(120)]
@@ -31,72 +26,25 @@ def is_mixed(prompt_id: str) -> bool:
     return int(prompt_id[1:]) % 8 in (0, 3, 5)
 
 
-class Scorer:
-    """Rewards 0 and 1 for prompts with both outcomes, 0 for others."""
-
-    def begin(self, groups: Sequence[Group]) -> Scored:
-        return Scored(groups, lambda prompt_id, sample: float(sample) if is_mixed(prompt_id) else 0.0)
-
-    def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
-        assert len(groups) == sum(reports)
-        return {"reward/mean": statistics.fmean(reward for group in groups for reward in group.rewards)}
+def reward(prompt_id: str, sample: int) -> float:
+    """0 and 1 for prompts with both outcomes, 0 for others."""
+    return float(sample) if is_mixed(prompt_id) else 0.0
 
 
-class Engines:
-    """Plays made-up episodes; each prompt of `lost` fails too often, and another takes its place."""
-
-    def __init__(self, lost: Iterable[str] = ()) -> None:
-        self._lost = set(lost)
-        self.quarantined: list[Quarantined] = []
-        self._counts: Counter[str] = Counter()
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        samples: int,
-        sampling: Sampling,
-        cancelled: Callable[[], bool] = lambda: False,
-        replacement: Callable[[], Prompt] | None = None,
-        enough: int | None = None,
-        each: Callable[[Group], None] = lambda _: None,
-    ) -> list[Group]:
-        assert replacement is not None
-        groups = []
-        for prompt in prompts:
-            while prompt.id in self._lost:
-                if prompt.id not in {record.prompt_id for record in self.quarantined}:
-                    self.quarantined.append(Quarantined(prompt.id, step, "made up"))
-                    self._counts["quarantined"] += 1
-                prompt = replacement()
-            groups.append(Group(prompt, [self._play(prompt, step, sample) for sample in range(samples)]))
-            each(groups[-1])
-        return groups
-
-    def _play(self, prompt: Prompt, step: int, sample: int) -> Trajectory:
-        result = Trajectory(prompt.id, sample, seed=sample, finish_reason="answer")
-        result.append_context(prompt.token_ids, turn=0)
-        result.append_model([7, 8 + sample], [-0.5, -0.25 / step], [step, step], turn=1)
-        return result
-
-    def sync(self, named_tensors: Any, version: int) -> None:
-        """No weights are needed."""
-
-    def stats(self) -> dict[str, float]:
-        counts, self._counts = self._counts, Counter()
-        return fleet_stats(counts)
+def source(
+    engines: Generator | None = None,
+    *,
+    mini: int = 2,
+    prompts: Sequence[Prompt] = PROMPTS,
+    stop: Stop | None = None,
+    **settings: Any,
+) -> Rollouts:
+    config = RolloutSettings(CONFIG.model_copy(update=settings), steps=100, mini_batch_prompts=mini)
+    sampler = PromptSampler(prompts, seed=0)
+    return Rollouts(config, engines or ScriptedGenerator(), ScriptedScorer(reward), sampler, stop or Stops(), Phases())
 
 
-def source(engines: Any = None, *, mini: int = 2, prompts: int = len(PROMPTS), **settings: Any) -> SampledRollouts:
-    engines = engines or Engines()
-    sampler = PromptSampler(PROMPTS[:prompts], seed=0)
-    collector = Collector(engines, Scorer(), lambda: False)
-    config = CONFIG.model_copy(update=settings)
-    return SampledRollouts(config, collector, engines, sampler, lambda _: nullcontext(), mini_batch_prompts=mini)
-
-
-def batches(rollouts: SampledRollouts, steps: Iterable[int]) -> list[Batch]:
+def batches(rollouts: Rollouts, steps: Iterable[int]) -> list[Batch]:
     return [batch for step in steps if (batch := rollouts.next_batch(step)) is not None]
 
 
@@ -149,11 +97,7 @@ def test_refills_are_bounded_and_then_the_batch_is_smaller() -> None:
 
 def test_a_batch_without_any_mixed_group_still_makes_one_optimizer_step() -> None:
     uniform = [prompt for prompt in PROMPTS if not is_mixed(prompt.id)]
-    engines = Engines()
-    sampler = PromptSampler(uniform, seed=0)
-    config = CONFIG.model_copy(update={"uniform_groups": "refill", "max_refills": 3})
-    collector = Collector(engines, Scorer(), lambda: False)
-    rollouts = SampledRollouts(config, collector, engines, sampler, lambda _: nullcontext(), mini_batch_prompts=2)
+    rollouts = source(prompts=uniform, uniform_groups="refill", max_refills=3)
     (batch,) = batches(rollouts, [1])
     assert len(batch.sampled) == 16 and len(batch.groups) == 2
     assert batch.metrics["rollout/groups_uniform"] == 1.0 and batch.metrics["rollout/refills"] == 3.0
@@ -161,7 +105,7 @@ def test_a_batch_without_any_mixed_group_still_makes_one_optimizer_step() -> Non
 
 @pytest.mark.parametrize("mode", ["keep", "drop", "refill"])
 def test_every_consumed_prompt_is_trained_on_dropped_or_quarantined(mode: str) -> None:
-    engines = Engines(LOST)
+    engines = ScriptedGenerator(lost=LOST)
     rollouts = source(engines, uniform_groups=mode)
     before: list[str] = []
     for step in (1, 2, 3):
@@ -184,7 +128,7 @@ def told(batch: Batch) -> tuple[Any, ...]:
 
 
 def test_a_resumed_source_draws_the_same_prompts() -> None:
-    whole, again = (source(Engines(LOST), uniform_groups="refill") for _ in range(2))
+    whole, again = (source(ScriptedGenerator(lost=LOST), uniform_groups="refill") for _ in range(2))
     first = batches(whole, (1, 2))
     state = whole.state_dict()
     again.load_state_dict(state)
@@ -205,7 +149,7 @@ def replayed(folder: Path, **settings: Any) -> Replay:
 
 @pytest.mark.parametrize("mode", ["drop", "refill"])
 def test_a_replay_gives_the_same_batches(tmp_path: Path, mode: str) -> None:
-    rollouts = source(Engines(LOST), uniform_groups=mode)
+    rollouts = source(ScriptedGenerator(lost=LOST), uniform_groups=mode)
     live = batches(rollouts, range(1, 6))
     for step, batch in enumerate(live, start=1):
         record(tmp_path, batch, step)
@@ -233,12 +177,8 @@ def test_a_batch_cancelled_in_a_refill_consumes_nothing(tmp_path: Path) -> None:
     first = source(uniform_groups="refill")
     (batch,) = batches(first, [1])
     record(tmp_path, batch, 1)
-    asked = iter([False, True])
     engines = replayed(tmp_path, refills=True)
-    sampler = PromptSampler(PROMPTS, seed=0)
-    config = CONFIG.model_copy(update={"uniform_groups": "refill"})
-    collector = Collector(engines, Scorer(), lambda: next(asked, False))
-    rollouts = SampledRollouts(config, collector, engines, sampler, lambda _: nullcontext(), mini_batch_prompts=2)
+    rollouts = source(engines, stop=Stops(False, True, False), uniform_groups="refill")
     assert rollouts.next_batch(1) is None
     assert rollouts.state_dict()["prompts"]["consumed"] == []
     again = rollouts.next_batch(1)

@@ -17,6 +17,7 @@ from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data import Batch
 from ctpo_megatron.engines.cpu.priority import BEHIND_ENGINES
 from ctpo_megatron.policy import Layout
+from ctpo_megatron.rollouts import Evaluated
 from ctpo_megatron.run import Bridge
 from ctpo_megatron.run.services import Services
 
@@ -55,7 +56,7 @@ class Recorder:
         self.before_work()
         yield "weight", torch.zeros(1)
 
-    def publish(self, named_tensors: Any, version: int) -> None:
+    def begin_sync(self, named_tensors: Any, version: int) -> None:
         self.calls.append(f"engines take weights {version}: {[name for name, _ in named_tensors]}")
 
     def finish_update(self) -> None:
@@ -71,16 +72,16 @@ class Recorder:
         self.calls.append(f"sample {step}")
         return self.batch
 
-    def run(self, step: int) -> dict[str, float]:
+    def run(self, step: int) -> Evaluated:
         self.calls.append(f"evaluate {step}")
-        return {}
+        return Evaluated(step)
 
     def begin(self, step: int) -> None:
         self.calls.append(f"begin to evaluate {step}")
 
-    def end(self) -> tuple[int, dict[str, float]]:
+    def end(self) -> Evaluated:
         self.calls.append("evaluation ends")
-        return 0, {"val/acc": 0.5}
+        return Evaluated(0, {"val/acc": 0.5})
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Sooner or later, an evaluation is on the line of its step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,5 +32,5 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(tmp_path: Path, su
     message = f"has {rows + 1} tokens, but the model's vocabulary {rows} "
     # Without a surplus it goes on to the prompts, which are not there.
     error, message = (ConfigError, message) if surplus else (DataError, "none.parquet")
-    with pytest.raises(error, match=message), start_services(ours, tmp_path, Reporter(), lambda: False):
+    with pytest.raises(error, match=message), start_services(ours, tmp_path, Reporter(), threading.Event()):
         pass

@@ -1,4 +1,4 @@
-"""Sampling ahead, with engines that follow a script: order, pacing, updates in flight, accounting, resuming."""
+"""Batches by engines that follow a script, ahead or not: order, pacing, updates in flight, accounting, resuming."""
 
 from __future__ import annotations
 
@@ -6,144 +6,53 @@ import json
 import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from ctpo_megatron.config import RolloutConfig
-from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
-from ctpo_megatron.engines.tasks import Deliver, FleetError, Request
-from ctpo_megatron.rollouts import AsyncRollouts, Collector, Quarantined, SampledRollouts
+from ctpo_megatron.data import Batch, Prompt, PromptSampler
+from ctpo_megatron.engines import FleetError
+from ctpo_megatron.rollouts import Rollouts, RolloutSettings
 from ctpo_megatron.rollouts.ledger import AccountingError
-from ctpo_megatron.rollouts.metrics import fleet_stats
-from tests.rollouts.scored import Scored
+from ctpo_megatron.tracking import Phases
+from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(50)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(200)]
 STEPS = 6
 
 
-class Engines:
-    """Plays made-up episodes a few groups a turn, in an order of its own.
-
-    Of each trajectory one token is sampled when it begins and one when it ends. lost: prompts that always fail. stuck:
-    places that do not end until they are taken out of it.
-    """
-
-    def __init__(self, seed: int = 0, lost: Iterable[str] = (), stuck: Iterable[tuple[int, int]] = ()) -> None:
-        self.lock = threading.RLock()
-        self.version = 0
-        self.quarantined: list[Quarantined] = []
-        self.begun: dict[Hashable, int] = {}  # place -> version
-        self.lost, self.stuck = set(lost), set(stuck)
-        self.rng = random.Random(seed)
-        self.in_update = 0
-        self.on_hold = False
-        self.counts: Counter[str] = Counter()
-        self._waiting: list[tuple[Hashable, Prompt, Request]] = []
-        self._playing: dict[Hashable, tuple[Prompt, Request, int]] = {}
-
-    def dispatcher(self) -> Engines:
-        return self
-
-    def begin_sync(self, named_tensors: Any, version: int) -> None:
-        self.in_update = self.in_flight
-        self.version = version
-
-    def stats(self) -> dict[str, float]:
-        return fleet_stats({})
-
-    def admit(self, place: Hashable, prompt: Prompt, request: Request) -> None:
-        while prompt.id in self.lost:
-            if prompt.id not in {record.prompt_id for record in self.quarantined}:
-                self.quarantined.append(Quarantined(prompt.id, request.step, "made up"))
-                self.counts["quarantined"] += 1
-            assert request.replacement is not None
-            prompt = request.replacement()
-        self._waiting.append((place, prompt, request))
-
-    def dispatch(self) -> None:
-        while self._waiting and not self.on_hold:
-            place, prompt, request = self._waiting.pop(0)
-            self.begun[place] = self.version
-            self._playing[place] = (prompt, request, self.version)
-
-    def turn(self, deliver: Deliver, longest_s: float) -> None:
-        with self.lock:
-            self.dispatch()
-            able = [place for place in self._playing if place not in self.stuck]
-            for place in self.rng.sample(able, min(3, len(able))):
-                prompt, request, version = self._playing.pop(place)
-                deliver(place, Group(prompt, [self._play(prompt, n, version) for n in range(request.samples)]))
-        time.sleep(0.0005)
-
-    def _play(self, prompt: Prompt, sample: int, began: int) -> Trajectory:
-        result = Trajectory(prompt.id, sample, seed=sample, finish_reason="answer")
-        result.append_context(prompt.token_ids, turn=0)
-        result.append_model([7, 8 + sample], [-0.5, -0.25], [began, self.version], turn=1)
-        return result
-
-    @property
-    def playing(self) -> dict[Hashable, Prompt]:
-        waiting = {place: prompt for place, prompt, _ in self._waiting}
-        return waiting | {place: prompt for place, (prompt, _, _) in self._playing.items()}
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._playing)
-
-    def give_up(self, places: Collection[Hashable]) -> None:
-        self._waiting = [job for job in self._waiting if job[0] not in places]
-        self._playing = {place: job for place, job in self._playing.items() if place not in places}
-
-    def cancel(self) -> None:
-        with self.lock:
-            self.give_up(self.playing)
-
-
-class Scorer:
+def reward(prompt_id: str, sample: int) -> float:
     """Two different rewards for two prompts of three, else none."""
-
-    def begin(self, groups: Sequence[Group]) -> Scored:
-        return Scored(groups, lambda prompt_id, sample: float(sample) if int(prompt_id[1:]) % 3 else 0.0)
-
-    def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
-        assert len(groups) == sum(reports)
-        return {"reward/mean": 0.5}
-
-    def report_record(self, report: int) -> int:
-        return report
-
-    report_of = report_record
+    return float(sample) if int(prompt_id[1:]) % 3 else 0.0
 
 
 class Run:
-    """What `train.py` does with a source, without the training."""
+    """What a run does with its rollouts, without the training."""
 
     def __init__(
         self,
-        engines: Engines | None = None,
+        engines: ScriptedGenerator | None = None,
         *,
         steps: int = STEPS,
-        cancelled: Callable[[], bool] = lambda: False,
+        stop: threading.Event | None = None,
         **settings: Any,
     ) -> None:
-        self.engines = engines or Engines()
+        self.engines = engines or ScriptedGenerator()
         config = RolloutConfig(
             **{"prompts_per_step": 4, "samples_per_prompt": 2, "max_staleness": 1, "group_timeout_s": 20} | settings
         )
         self.prompts = PromptSampler(PROMPTS, seed=0)
-        self.source = AsyncRollouts(
-            config,
+        self.source = Rollouts(
+            RolloutSettings(config, steps, mini_batch_prompts=2),
             self.engines,
-            Scorer(),
+            ScriptedScorer(reward),
             self.prompts,
-            cancelled,
-            steps=steps,
-            mini_batch_prompts=2,
+            stop or threading.Event(),
+            Phases(),
         )
         self.done, self.steps = 0, steps
         self.trained: list[Batch] = []
@@ -157,7 +66,7 @@ class Run:
 
     def publish(self) -> None:
         with self.source.updating(self.done + 1):
-            self.source.publish([], self.done + 1)
+            self.engines.take_weights(self.done + 1)
 
     def train(self, until: int | None = None) -> Run:
         while self.done < (until or self.steps):
@@ -188,35 +97,20 @@ def lags(run: Run) -> dict[int, set[int]]:
 
 
 @pytest.mark.parametrize("partial", ["continue", "finish"])
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_batches_come_in_prompt_order_and_are_at_most_so_stale(ahead: int, partial: str) -> None:
     for seed in range(3):
-        with Run(Engines(seed), max_staleness=ahead, partial=partial).going() as run:
+        with Run(ScriptedGenerator(seed), max_staleness=ahead, partial=partial).going() as run:
             run.train()
         assert run.ids == ORDER[: 4 * STEPS]
         assert all(min(lag) >= 0 and max(lag) <= ahead for lag in lags(run).values())
-        assert all(run.engines.begun[step, place] >= max(1, step - ahead) for step in range(1, 7) for place in range(4))
+        assert all(run.engines.begun[step, index] >= max(1, step - ahead) for step in range(1, 7) for index in range(4))
         assert run.prompts.taken == 4 * STEPS  # nothing is sampled that no step trains on
 
 
 def test_a_batch_is_the_one_of_the_synchronous_order_when_nothing_is_stale() -> None:
-    class Prompted(Engines):
-        def generate(
-            self, prompts: Sequence[Prompt], *, samples: int, each: Callable[[Group], None], **_: Any
-        ) -> list[Group]:
-            groups = [Group(prompt, [self._play(prompt, n, 1) for n in range(samples)]) for prompt in prompts]
-            for group in groups:
-                each(group)
-            return groups
-
-    engines = Prompted()
-    engines.version = 1
-    config = RolloutConfig(prompts_per_step=4, samples_per_prompt=2)
-    collector = Collector(engines, Scorer(), lambda: False)
-    sampler = PromptSampler(PROMPTS, seed=0)
-    source = SampledRollouts(config, collector, engines, sampler, lambda _: nullcontext(), mini_batch_prompts=2)
-    expected = source.next_batch(1)
-    assert expected is not None
+    with Run(max_staleness=0).going() as run:
+        expected = run.train(until=1).trained[0]
     with Run().going() as run:
         batch = run.train(until=1).trained[0]
     assert batch.groups == expected.groups and batch.weight_versions == expected.weight_versions == (1,)
@@ -225,8 +119,15 @@ def test_a_batch_is_the_one_of_the_synchronous_order_when_nothing_is_stale() -> 
     assert set(batch.metrics) - stale == set(expected.metrics)
 
 
+def test_no_thread_works_between_batches_that_are_not_sampled_ahead() -> None:
+    with Run(max_staleness=0).going() as run:
+        run.train(until=2)
+        assert not run.source._thread.is_alive() and not run.engines.pending
+        assert max(step for step, _ in run.engines.begun) == 2
+
+
 def test_the_next_batch_is_begun_while_stragglers_are_in_flight() -> None:
-    with Run(Engines(stuck=[(1, 2)])).going() as run:
+    with Run(ScriptedGenerator(stuck=[(1, 2)])).going() as run:
         deadline = time.monotonic() + 10
         while run.engines.in_flight > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -236,7 +137,7 @@ def test_the_next_batch_is_begun_while_stragglers_are_in_flight() -> None:
 
 
 def test_an_update_finds_in_flight_what_goes_on_with_it() -> None:
-    with Run(Engines(stuck=[(2, 1)])).going() as run:
+    with Run(ScriptedGenerator(stuck=[(2, 1)])).going() as run:
         run.train(until=1)
         assert run.engines.in_update >= 1
         run.engines.stuck.clear()
@@ -250,7 +151,7 @@ def test_an_update_finds_in_flight_what_goes_on_with_it() -> None:
 
 
 def test_an_update_waits_for_what_is_in_flight_where_it_is_to_finish() -> None:
-    with Run(Engines(stuck=[(2, 1)]), partial="finish").going() as run:
+    with Run(ScriptedGenerator(stuck=[(2, 1)]), partial="finish").going() as run:
         timer = threading.Timer(0.2, run.engines.stuck.clear)
         timer.start()
         run.train()
@@ -262,11 +163,11 @@ def test_an_update_waits_for_what_is_in_flight_where_it_is_to_finish() -> None:
 
 @pytest.mark.parametrize("partial", ["continue", "finish"])
 def test_a_run_that_is_asked_to_end_does_not_wait_for_stragglers(partial: str) -> None:
-    asked: list[bool] = []
-    with Run(Engines(stuck=[(2, 1)]), partial=partial, cancelled=lambda: bool(asked)).going() as run:
+    stop = threading.Event()
+    with Run(ScriptedGenerator(stuck=[(2, 1)]), partial=partial, stop=stop).going() as run:
         assert run.source.next_batch(1) is not None
         run.done = 1
-        asked.append(True)
+        stop.set()
         began = time.monotonic()
         run.publish()
         assert run.source.next_batch(2) is None
@@ -289,7 +190,7 @@ def test_a_killed_run_goes_on_with_every_prompt_accounted_for(seed: int, uniform
     settings = {"uniform_groups": uniform, "max_staleness": 2}
     done, state, trained, settled = 0, None, list[Batch](), list[str]()
     while done < STEPS:
-        engines = Engines(rng.random(), lost, stuck=[(done + 2, rng.randrange(4))])
+        engines = ScriptedGenerator(rng.random(), lost, stuck=[(done + 2, rng.randrange(4))])
         run = Run(engines, **settings)
         run.done = done
         if state is not None:
@@ -324,7 +225,7 @@ def test_a_killed_run_goes_on_with_every_prompt_accounted_for(seed: int, uniform
 
 def test_quarantined_prompts_are_replaced_and_counted() -> None:
     lost = {ORDER[2], ORDER[9]}
-    with Run(Engines(lost=lost)).going() as run:
+    with Run(ScriptedGenerator(lost=lost)).going() as run:
         run.train()
         state = run.state()
     assert state["ahead"]["settled"] == {"trained": 24, "dropped": 0, "quarantined": 2}
@@ -333,10 +234,10 @@ def test_quarantined_prompts_are_replaced_and_counted() -> None:
 
 
 def test_a_prompt_that_is_nowhere_ends_the_run() -> None:
-    with Run(Engines(stuck=[(2, 0)])).going() as run:
+    with Run(ScriptedGenerator(stuck=[(2, 0)])).going() as run:
         assert run.source.next_batch(1) is not None
         with run.engines.lock:
-            del run.engines._playing[2, 0]
+            del run.engines._sampling[2, 0]
         run.done = 1
         run.engines.begun.clear()
         with pytest.raises(AccountingError, match=rf"8 prompts were consumed, but .* = 7; missing: \['{ORDER[4]}'\]"):
@@ -344,8 +245,8 @@ def test_a_prompt_that_is_nowhere_ends_the_run() -> None:
 
 
 def test_what_ends_the_thread_ends_whoever_waits() -> None:
-    class Broken(Engines):
-        def turn(self, deliver: Deliver, longest_s: float) -> None:
+    class Broken(ScriptedGenerator):
+        def wait(self, timeout_s: float) -> None:
             raise RuntimeError("all engines are gone")
 
     with Run(Broken()).going() as run, pytest.raises(RuntimeError, match="all engines are gone"):
@@ -355,7 +256,7 @@ def test_what_ends_the_thread_ends_whoever_waits() -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_batch_that_draws_more_than_it_needs_is_complete_without_the_late_ones(seed: int) -> None:
     stuck = [(1, 2), (3, 0), (3, 5)]
-    with Run(Engines(seed, stuck=stuck), oversample=2).going() as run:
+    with Run(ScriptedGenerator(seed, stuck=stuck), oversample=2).going() as run:
         run.train()
         state = run.state()
     assert state["ahead"]["settled"] == {"trained": 24, "dropped": 12, "quarantined": 0} and run.prompts.taken == 36
@@ -383,9 +284,9 @@ def test_a_batch_that_was_drawn_by_other_settings_has_the_size_that_is_set_now(
     before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     stuck = [(3, place) for place in range(3)] if "uniform_groups" not in before else []
-    with Run(Engines(stuck=stuck), **before).going() as run:
+    with Run(ScriptedGenerator(stuck=stuck), **before).going() as run:
         run.train(until=2)
-        while not stuck and not all(opened.batch for opened in run.source._batches):
+        while not stuck and not all(opened.batch for opened in run.source._open):
             time.sleep(0.01)
         state = run.state()
     resumed = Run(**after)
@@ -401,26 +302,22 @@ def test_a_batch_that_was_drawn_by_other_settings_has_the_size_that_is_set_now(
 def test_a_thread_that_stands_still_is_named() -> None:
     go_on = threading.Event()
 
-    class Blocked(Engines):
-        def turn(self, deliver: Deliver, longest_s: float) -> None:
+    class Blocked(ScriptedGenerator):
+        def wait(self, timeout_s: float) -> None:
             go_on.wait()
 
     with Run(Blocked(), start_timeout_s=0.1, weights={"timeout_s": 0.1}).going() as run:
-        late = "step 1 waits for the thread of the rollouts, which has not ended its turn within 0.2 s; it has 8 groups"
+        late = "step 1 waits for the rollout thread, which has not ended its tick within 0.2 s; it has 8 groups"
         with pytest.raises(FleetError, match=late):
             run.train()
         go_on.set()
 
 
 def test_other_settings_cannot_take_over_what_was_sampled_ahead() -> None:
-    with Run(Engines(stuck=[(2, 1)])).going() as run:
+    with Run(ScriptedGenerator(stuck=[(2, 1)])).going() as run:
         run.train(until=1)
         state = run.state()
     with pytest.raises(ValueError, match=r"samples_per_prompt \[4, 2\], this run has \[4, 3\]"):
         Run(samples_per_prompt=3).source.load_state_dict(state)
-    engines = Engines()
-    collector = Collector(engines, Scorer(), lambda: False)  # type: ignore[arg-type] # it plays in turns only
-    sampler = PromptSampler(PROMPTS, seed=0)
-    source = SampledRollouts(RolloutConfig(), collector, engines, sampler, lambda _: nullcontext())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sampled ahead for 2 batches, and this run samples none"):
-        source.load_state_dict(state)
+        Run(max_staleness=0).source.load_state_dict(state)
