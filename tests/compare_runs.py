@@ -28,9 +28,14 @@ NOT_REPEATED = (
     "rollout/generate_s",
     "rollout/sync_",
     "sandbox/wall_mean_s",
+    "sandbox/exec_s",
+    "sandbox/queue_s",
+    "sft/seconds",
+    "sft/tokens_per_s",
+    "sft/model_tflops_per_s",
+    "sft/trainer_peak_mib",
 )
-"""Prefixes of the metrics that the same run does not give again."""
-MEASURED_IN_SFT = ("sft/seconds", "sft/tokens_per_s", "sft/model_tflops_per_s", "sft/trainer_peak_mib")
+"""Prefixes of the metrics that the same run does not give again: seconds, rates, memory."""
 MEASURED_OF_A_CALL = ("wall_s", "exec_s")
 PARTS = ("sft", "trajectories", "metrics", "evaluation", "tensors")
 """In the order in which a step writes them."""
@@ -68,8 +73,7 @@ class Tensor:
 
 def repeatable(record: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a step that the same run gives again."""
-    names = (*NOT_REPEATED, *MEASURED_IN_SFT)
-    return {name: value for name, value in record.items() if not name.startswith(names)}
+    return {name: value for name, value in record.items() if not name.startswith(NOT_REPEATED)}
 
 
 def units(run: Path, only: Sequence[str] = PARTS) -> dict[str, Unit]:
