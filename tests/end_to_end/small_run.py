@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.compare_runs import repeatable as repeatable
 from tests.support import children
 from tests.support import ranks as pool
 from tests.support.deadlines import scaled
@@ -33,16 +34,6 @@ SMALL = (
     "checkpoint.every=1",
     "tracking.live=plain",
     "policy.skip_zero_advantage=false",  # after so little SFT many a batch earns nothing: no pass would be left to test
-)
-
-NOT_REPEATED = (
-    "time/",
-    "throughput/",
-    "memory/",
-    "tokens/per_second",
-    "rollout/generate_s",
-    "rollout/sync_",
-    "sandbox/wall_mean_s",
 )
 
 
@@ -125,11 +116,6 @@ def train_main(arguments: list[str], log: Path | None = None) -> int:
 
 def read(log: Path) -> str:
     return log.read_text() if log.exists() else ""
-
-
-def repeatable(record: dict[str, float]) -> dict[str, float]:
-    """The metrics of a step that the same run gives again."""
-    return {name: value for name, value in record.items() if not name.startswith(NOT_REPEATED)}
 
 
 def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -1,0 +1,224 @@
+"""Prose lint of documents and product code: python -m tests.prose [--update].
+
+Phrases of phrases.toml are found in documents, comments, docstrings and messages, and named with their replacement.
+Sentences of documents and docstrings have at most 30 words. What was there before stands in baseline.json: a count for
+each phrase, and a digest for each long sentence, independent of the file, so that moved text is not new. The baseline
+may only shrink: an entry that is no longer needed fails until `--update` removes it; `--update` never adds one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import io
+import json
+import re
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+PRODUCT = ("ctpo_megatron", "kernels/ctpo_kernels", "sandbox/ctpo_sandbox", "launchers/ctpo_launchers")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
+LIMIT = 30
+"""Words of a sentence."""
+
+FENCE = re.compile(r"^([ ]*)(```|~~~|\$\$).*?^[ ]*\2[ ]*$|^<!-- sizing: begin.*?end -->$", re.MULTILINE | re.DOTALL)
+"""Blocks without prose: code, formulas, and the generated figures of docs/parallelism.md."""
+CODE = re.compile(r"``[^`]+``|`[^`]+`|\$[^$\n]+\$")
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+|^\s*>\s?|^#{1,6}\s+")
+ALONE = re.compile(r"^\s*(?:\||#{1,6}\s)")
+"""Rows of tables and headings."""
+PARAMETER = re.compile(r"^\w+(?:, \w+)*: ")
+END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.!?])[\"')_]*\s+(?=[\"'(_]*[A-Z0-9]|code\b|\w+(?:, \w+)*: )")
+"""Between two sentences. The second may begin with the name of a parameter and a colon."""
+WORD = re.compile(r"\w[\w'.,/+-]*")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A run of prose. line: where it begins. bounded: the length of its sentences is."""
+
+    path: str
+    line: int
+    words: str
+    bounded: bool
+
+
+@dataclass
+class Baseline:
+    """What was there before. phrases: how often; sentences: digest -> first words, for people."""
+
+    phrases: dict[str, int] = field(default_factory=dict)
+    sentences: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Baseline:
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        text = json.dumps({"phrases": self.phrases, "sentences": self.sentences}, indent=1, sort_keys=True)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def texts(root: Path) -> Iterator[Text]:
+    """All prose below a root: documents first, then product code."""
+    for pattern in DOCUMENTS:
+        for path in sorted(root.glob(pattern)):
+            yield from of_markdown(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
+    for folder in PRODUCT:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield from of_python(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
+
+
+def of_markdown(path: str, text: str) -> Iterator[Text]:
+    """Paragraphs, list items, headings and table cells, without code."""
+    text = FENCE.sub(lambda match: "\n" * match.group().count("\n"), text)
+    for line, paragraph in _paragraphs(text):
+        cells = re.split(r"(?<!\\)\|", paragraph) if paragraph.lstrip().startswith("|") else [paragraph]
+        yield from (Text(path, line, plain(cell), bounded=True) for cell in cells)
+
+
+def of_python(path: str, text: str) -> Iterator[Text]:
+    """Docstrings, those of attributes included, then messages, then comments."""
+    tree = ast.parse(text)
+    strings = {id(node.value): node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) in strings:
+            indent = "\n" + " " * node.col_offset
+            for line, paragraph in _paragraphs(node.value.replace(indent, "\n")):
+                yield Text(path, node.lineno + line - 1, plain(paragraph), bounded=True)
+        elif isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and id(node) not in inside):
+            yield Text(path, node.lineno, plain(_literal(node)), bounded=False)
+    yield from _comments(path, text)
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Line and text. An indented block after a blank line is code; headings and rows of tables stand alone."""
+    lines: list[str] = []
+    after_blank, code, alone = True, False, False
+    for number, line in enumerate([*text.splitlines(), ""], start=1):
+        item = ITEM.match(line)
+        code = line.startswith("    ") and bool(line.strip()) and (after_blank or code) and not item
+        if lines and (alone or code or item or not line.strip() or ALONE.match(line) or PARAMETER.match(line)):
+            yield number - len(lines), "\n".join(lines)
+            lines = []
+        if line.strip() and not code:
+            lines.append(ITEM.sub("", line))
+        alone = ALONE.match(line) is not None
+        after_blank = alone or not line.strip()
+
+
+def _literal(node: ast.expr) -> str:
+    """A string, or an f-string with a word in each place."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return str(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _comments(path: str, text: str) -> Iterator[Text]:
+    """Comments; lines that follow each other are one text."""
+    block: list[str] = []
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if block and token.start[0] != last + 1:
+                yield Text(path, last - len(block) + 1, plain("\n".join(block)), bounded=False)
+                block = []
+            block.append(token.string.lstrip("#:! "))
+            last = token.start[0]
+    if block:
+        yield Text(path, last - len(block) + 1, plain("\n".join(block)), bounded=False)
+
+
+def plain(text: str) -> str:
+    """Without markup; a piece of code or a formula is one word."""
+    return LINK.sub(r"\1", CODE.sub("code", text)).replace("*", "")
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, on one line each."""
+    return [" ".join(sentence.split()) for sentence in END.split(text) if sentence.strip()]
+
+
+def count(sentence: str) -> int:
+    """Words of a sentence."""
+    return len(WORD.findall(sentence))
+
+
+def digest(sentence: str) -> str:
+    """Of its words alone: punctuation, case and line breaks do not count."""
+    return hashlib.sha256(" ".join(WORD.findall(sentence.lower())).encode()).hexdigest()[:12]
+
+
+def phrases() -> dict[str, str]:
+    """Phrase -> what to write instead."""
+    return tomllib.loads((HERE / "phrases.toml").read_text(encoding="utf-8"))
+
+
+def long_sentences(found: Iterable[Text]) -> Iterator[tuple[Text, str]]:
+    """Every sentence of more than `LIMIT` words, where their length is bounded."""
+    bounded = (text for text in found if text.bounded)
+    return ((text, each) for text in bounded for each in sentences(text.words) if count(each) > LIMIT)
+
+
+def occurrences(found: Iterable[Text], banned: Mapping[str, str]) -> Iterator[tuple[Text, str]]:
+    """Every place of a phrase, in whatever case and broken over lines."""
+    choices = "|".join(re.escape(phrase).replace("\\ ", r"\s+") for phrase in sorted(banned, key=len, reverse=True))
+    pattern = re.compile(rf"\b({choices})\b", re.IGNORECASE)
+    for text in found:
+        for match in pattern.finditer(text.words):
+            line = text.line + text.words.count("\n", 0, match.start())
+            yield Text(text.path, line, text.words, text.bounded), " ".join(match.group().lower().split())
+
+
+def lint(root: Path, banned: Mapping[str, str], baseline: Baseline) -> tuple[list[str], Baseline]:
+    """What is wrong, one line each, and the baseline without what is no longer there."""
+    found = list(texts(root))
+    places = list(occurrences(found, banned))
+    long = list(long_sentences(found))
+    counts = Counter(phrase for _, phrase in places)
+    problems = [
+        f"{text.path}:{text.line}: {phrase!r}: write {banned[phrase]!r} (in all {counts[phrase]} times, "
+        f"{baseline.phrases.get(phrase, 0)} in the baseline)"
+        for text, phrase in places
+        if counts[phrase] > baseline.phrases.get(phrase, 0)
+    ]
+    problems += [
+        f"{text.path}:{text.line}: {count(each)} words, at most {LIMIT}: {each}"
+        for text, each in long
+        if digest(each) not in baseline.sentences
+    ]
+    present = {digest(each) for _, each in long}
+    kept = Baseline(
+        {phrase: min(n, counts[phrase]) for phrase, n in baseline.phrases.items() if counts[phrase]},
+        {key: words for key, words in baseline.sentences.items() if key in present},
+    )
+    if kept != baseline:
+        problems.append("the baseline names what is no longer there: python -m tests.prose --update")
+    return problems, kept
+
+
+def main(argv: Sequence[str] | None = None, root: Path = ROOT, baseline: Path = HERE / "baseline.json") -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.prose", description=__doc__)
+    parser.add_argument("--update", action="store_true", help="remove what is no longer there from the baseline")
+    options = parser.parse_args(argv)
+    if options.update:
+        lint(root, phrases(), Baseline.read(baseline))[1].write(baseline)
+    before = Baseline.read(baseline)
+    problems, _ = lint(root, phrases(), before)
+    left = f"{sum(before.phrases.values())} phrases and {len(before.sentences)} long sentences"
+    print(*(problems or [f"prose: nothing new; {left} left in the baseline"]), sep="\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
