@@ -9,14 +9,15 @@ import importlib.util
 
 import pytest
 
-from ctpo_kernels import aot
+from benchmarks.kernels import aot
 from tests.kernels.compiling import code
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 # Every launch of batches of many sizes and of windows of many lengths, as Triton tells compiled kernels apart.
 RECORD = """
-from ctpo_kernels import aot_launches, loss_triton
+from benchmarks.kernels import aot_launches
+from ctpo_kernels import loss_triton
 from ctpo_kernels.spec import LossKeywords, LossSpec
 import torch
 
