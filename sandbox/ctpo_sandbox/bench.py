@@ -17,7 +17,6 @@ SNIPPETS = {
     "heavy": "import sympy\nx = sympy.symbols('x')\nprint(sympy.integrate(x**2 * sympy.sin(x), x))",
     "solve": "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 7 * x + 10, x))",
 }
-CONCURRENCIES = (1, 8, 32)
 _REQUEST_TIMEOUT_S = 300.0
 _FIRST_TIMEOUT_S = 10.0
 """For a first run on each server, before anything is timed."""
