@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels import sass
-from benchmarks.kernels.aot_launches import Launch, configurations, recorded
+from benchmarks.kernels.aot_launches import KernelLaunch, configurations, recorded
 from ctpo_kernels import dispatch
 
 ARCHITECTURES = (80, 90, 100)
@@ -89,12 +89,12 @@ class Report:
         return [f"{where}: {text}" for failed, text in checks if failed]
 
 
-def launches(*, quick: bool = False) -> list[Launch]:
+def launches(*, quick: bool = False) -> list[KernelLaunch]:
     """All different launches; `quick`: of the default configurations only.
 
     Raises LookupError if a kernel of the package is in none of them, or has no limit.
     """
-    found: dict[str, Launch] = {}
+    found: dict[str, KernelLaunch] = {}
     for name, run in configurations().items():
         if quick and not name.startswith("default"):
             continue
@@ -122,7 +122,7 @@ def _kernels() -> set[str]:
     }
 
 
-def compile_launch(launch: Launch, arch: int) -> Report:
+def compile_launch(launch: KernelLaunch, arch: int) -> Report:
     """Compile one launch for sm_`arch` and read what ptxas reports.
 
     A compiler error becomes the report's `error`, so that one kernel's failure does not hide the others'.
@@ -159,7 +159,7 @@ def compile_launch(launch: Launch, arch: int) -> Report:
     )
 
 
-def _instructions(launch: Launch, cubin: bytes) -> dict[str, Any]:
+def _instructions(launch: KernelLaunch, cubin: bytes) -> dict[str, Any]:
     """The figures of a report; none for kernels without a limit."""
     if launch.kernel not in INSTRUCTIONS:
         return {}
@@ -173,7 +173,7 @@ def _instructions(launch: Launch, cubin: bytes) -> dict[str, Any]:
     }
 
 
-def compile_all(chosen: list[Launch], architectures: list[int], processes: int) -> list[Report]:
+def compile_all(chosen: list[KernelLaunch], architectures: list[int], processes: int) -> list[Report]:
     """Reports in the order of `chosen`, each for every architecture."""
     tasks = [(launch, arch) for launch in chosen for arch in architectures]
     with workers(processes) as pool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_launchers.clusters import Cluster, ClusterError
+from ctpo_launchers.clusters import Cluster, ClusterFileError
 from ctpo_launchers.environment import ROOT
 from ctpo_megatron.config import Config, dump
 
@@ -72,7 +72,7 @@ def script(launch: Launch) -> str:
 def submit(launch: Launch) -> tuple[str, int]:
     """Submit to Slurm, or run here to the end; the experiment's id, and the worst exit status of the nodes that ended.
 
-    Raises ClusterError for uncommitted code.
+    Raises ClusterFileError for uncommitted code.
     """
     if launch.cluster.executor == "slurm":
         _check_committed()
@@ -94,9 +94,11 @@ def _check_committed() -> None:
     command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode:
-        raise ClusterError(f"{ROOT} is not a git checkout, from which a job takes its code: {done.stderr.strip()}")
+        raise ClusterFileError(f"{ROOT} is not a git checkout, from which a job takes its code: {done.stderr.strip()}")
     if done.stdout:
-        raise ClusterError(f"a job gets the code of the last commit; commit or put away first:\n{done.stdout.rstrip()}")
+        raise ClusterFileError(
+            f"a job gets the code of the last commit; commit or put away first:\n{done.stdout.rstrip()}"
+        )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-Message = dict[str, Any]
+NodeMessage = dict[str, Any]
 _HELLO_S = 10.0
 _RETRY_S = 0.2
 _SILENCE_S = 90
@@ -41,7 +41,7 @@ class Connection:
             self._writer.write(json.dumps(message).encode() + b"\n")
             await self._writer.drain()
 
-    async def receive(self, timeout_s: float | None = None) -> Message | None:
+    async def receive(self, timeout_s: float | None = None) -> NodeMessage | None:
         """The next message; None when the other end is gone, or sends something else. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             try:
@@ -63,11 +63,11 @@ class RollCall:
     trainer has ended and its status, None when the node itself is gone."""
 
     def __init__(
-        self, names: dict[int, str], token: str, facts: Message, over: Callable[[str, int | None], None]
+        self, names: dict[int, str], token: str, facts: NodeMessage, over: Callable[[str, int | None], None]
     ) -> None:
         self._names, self._token, self._facts, self._over = names, token, facts, over
         self._connections: dict[int, Connection] = {}
-        self._reported: dict[int, Message] = {}
+        self._reported: dict[int, NodeMessage] = {}
         self._changed = asyncio.Event()
         self._served: set[asyncio.Task[None]] = set()
         self._where = ""
@@ -143,7 +143,7 @@ class RollCall:
             self._note({"rank": rank, "state": "lost", "reason": "its node program is gone, or the network to it"})
             self._over(self._names[rank], None)
 
-    def _note(self, message: Message) -> None:
+    def _note(self, message: NodeMessage) -> None:
         self._reported[message["rank"]] = message
         self._changed.set()
 
@@ -154,7 +154,7 @@ def _same(token: object, secret: str) -> bool:
     return isinstance(token, str) and hmac.compare_digest(token.encode(errors="surrogatepass"), secret.encode())
 
 
-def _is_report(message: Message) -> bool:
+def _is_report(message: NodeMessage) -> bool:
     """Whether a node may say this: it is ready, failed for a reason, or its trainer has ended with a status."""
     state, reason, status = (message.get(name) for name in ("state", "reason", "status"))
     return (
@@ -164,7 +164,7 @@ def _is_report(message: Message) -> bool:
     )
 
 
-async def report(head: str, port: int, rank: int, token: str, timeout_s: float) -> tuple[Connection, Message]:
+async def report(head: str, port: int, rank: int, token: str, timeout_s: float) -> tuple[Connection, NodeMessage]:
     """Connect a node to node 0, however long that one takes; its welcome. Raises NotReady."""
     deadline, reason = time.monotonic() + timeout_s, ""
     while time.monotonic() < deadline:

@@ -23,7 +23,7 @@ _ASK_AGAIN_S = 1.0
 _STILL_THERE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
-class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's, with a deadline for the head of a request, and an answer for clients that close only their side."""
 
     _head_deadline: asyncio.TimerHandle | None = None

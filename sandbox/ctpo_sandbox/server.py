@@ -24,7 +24,7 @@ from ctpo_sandbox.app import ServerState, create_app
 from ctpo_sandbox.arguments import positive
 from ctpo_sandbox.channel import WorkerLost
 from ctpo_sandbox.control_groups import NoControlGroup
-from ctpo_sandbox.front import Protocol
+from ctpo_sandbox.front import HttpProtocol
 from ctpo_sandbox.libraries import absent, tiers
 from ctpo_sandbox.pool import Pool, PoolUnavailable
 from ctpo_sandbox.processes import LevelRefused, RunFault
@@ -168,7 +168,7 @@ def _check_machine(limits: Limits) -> None:
             raise ValueError(f"{option(name)} {value}: {allowed}; lower it")
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """SIGTERM stops accepting and finishes what was taken on; SIGINT hurries."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -210,7 +210,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
         state = ServerState(enforced, shared_token(), refused, _versions())
         config = uvicorn.Config(
             create_app(pool, state, args.node),
-            http=Protocol,
+            http=HttpProtocol,
             timeout_keep_alive=_KEEP_ALIVE_S,
             log_level="warning",
             proxy_headers=False,
@@ -218,7 +218,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
             lifespan="off",
             timeout_graceful_shutdown=math.ceil(args.drain_s),
         )
-        server = _Server(config)
+        server = _UvicornServer(config)
         state.ends = lambda: server.should_exit
         if args.parent_pid is not None:
             _watch_parent(args.parent_pid, server)

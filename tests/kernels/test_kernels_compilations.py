@@ -24,7 +24,7 @@ import torch
 def window(start, end, segments):
     batch, spec = aot_launches.batch_of(4096, segments), LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
     state = torch.zeros(segments, 3, dtype=torch.int64)
-    stream = loss_triton.LossStream(batch, spec, 0.1, totals=None, state=state)
+    stream = loss_triton.TritonLossStream(batch, spec, 0.1, totals=None, state=state)
     stream.step(start, end)
 
 found, fused = {}, set()
