@@ -17,6 +17,7 @@ from typing import Any
 
 from ctpo_launchers.clusters import Cluster, ClusterFileError
 from ctpo_launchers.environment import ROOT
+from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.config import Config, dump
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -92,7 +93,7 @@ def submit(launch: Launch) -> tuple[str, int]:
 def _check_committed() -> None:
     """A job gets the code of the last commit."""
     command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SUBMIT_COMMAND_TIMEOUT_S)
     if done.returncode:
         raise ClusterFileError(f"{ROOT} is not a git checkout, from which a job takes its code: {done.stderr.strip()}")
     if done.stdout:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from ctpo_launchers.clusters import Cluster, ClusterFileError, load_cluster
 from ctpo_launchers.environment import ROOT
+from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.config import Config, ConfigError, load_config
 
 FOLDER = ROOT / "configs" / "clusters"
 DEFAULTS = {"local": "local", "slurm": "slurm_example"}
 ASKING = ("status", "logs", "cancel")
-_ANSWER_S = 60.0
 _SQUEUE = ("squeue", "--noheader", "--format", "%T", "--jobs")
 _SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--format", "State", "--jobs")
 
@@ -107,7 +107,7 @@ def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
         raise ClusterFileError(f"ctpo launch {what} JOB: the jobs of {cluster.job_dir} are {', '.join(jobs) or 'none'}")
     job = words[0]
     if what == "cancel":
-        return subprocess.run(["scancel", job], timeout=_ANSWER_S).returncode
+        return subprocess.run(["scancel", job], timeout=SUBMIT_COMMAND_TIMEOUT_S).returncode
     for file in sorted(jobs[job].glob("log-*.out")) or sorted(jobs[job].glob("sbatch_*.out")):
         print(f"==> {file} <==\n{file.read_text(errors='replace')}", end="")
     return 0
@@ -125,7 +125,9 @@ def _jobs(folder: Path) -> dict[str, Path]:
 def _state(job: str) -> str:
     for command in (_SQUEUE, _SACCT):
         try:
-            answer = subprocess.run([*command, job], capture_output=True, text=True, timeout=_ANSWER_S).stdout.split()
+            answer = subprocess.run(
+                [*command, job], capture_output=True, text=True, timeout=SUBMIT_COMMAND_TIMEOUT_S
+            ).stdout.split()
         except (OSError, subprocess.TimeoutExpired):
             continue
         if answer:

@@ -1,7 +1,7 @@
 """Node 0 and the others: who is ready, who failed and why, when all may start and when all is over.
 
 One line of JSON is one message. Every node keeps its connection for as long as it lives, so a node that is lost is
-noticed when its connection breaks; one that is cut off, after `_SILENCE_S`.
+noticed when its connection breaks; one that is cut off, after `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from ctpo_launchers.timeouts import CONNECT_RETRY_S, HELLO_TIMEOUT_S, SILENCE_S
+
 log = logging.getLogger(__name__)
 
 NodeMessage = dict[str, Any]
-_HELLO_S = 10.0
-_RETRY_S = 0.2
-_SILENCE_S = 90
 
 
 class NotReady(Exception):
@@ -84,7 +83,7 @@ class RollCall:
             for connection in self._connections.values():
                 connection.close()
             if self._served:
-                await asyncio.wait(self._served, timeout=_HELLO_S)
+                await asyncio.wait(self._served, timeout=HELLO_TIMEOUT_S)
 
     async def all_in(self, state: str, timeout_s: float) -> None:
         """Wait until every node has reported `state`. Raises NotReady that names those that did not, and why."""
@@ -124,7 +123,7 @@ class RollCall:
             self._served.add(task)
             task.add_done_callback(self._served.discard)
         try:
-            hello = await connection.receive(_HELLO_S) or {}
+            hello = await connection.receive(HELLO_TIMEOUT_S) or {}
         except TimeoutError:
             hello = {}
         rank = hello.get("rank")
@@ -175,7 +174,7 @@ async def report(head: str, port: int, rank: int, token: str, timeout_s: float) 
                 welcome = await connection.receive()
         except (OSError, TimeoutError) as error:
             reason = str(error) or "no answer"
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(CONNECT_RETRY_S)
             continue
         if welcome is not None and welcome.get("state") == "welcome":
             return connection, welcome
@@ -185,14 +184,14 @@ async def report(head: str, port: int, rank: int, token: str, timeout_s: float) 
                 f"the head at {head} port {port} refused this node's token or rank {rank}: is it of this job?"
             )
         reason = "the connection was closed"
-        await asyncio.sleep(_RETRY_S)
+        await asyncio.sleep(CONNECT_RETRY_S)
     raise NotReady(f"the head at {head} port {port} did not answer within {timeout_s:g} s: {reason}")
 
 
 def _watch(connection: socket.socket) -> None:
-    """Let the kernel notice within `_SILENCE_S` that the other host is gone, and bear shorter interruptions."""
+    """Let the kernel notice within `SILENCE_S` that the other host is gone, and bear shorter interruptions."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)

@@ -23,13 +23,13 @@ from ctpo_sandbox.metrics import Metrics
 from ctpo_sandbox.pool import Pool, PoolFull, PoolUnavailable, Run
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import NEVER_ENFORCED, PROTECTIONS
+from ctpo_sandbox.timeouts import RETRY_AFTER_S
 
 Verdict = Literal["success", "timeout", "runtime_error"]
 EXECUTE_PATH = "/faas/sandbox/"
 FUSION_PATH = "/run_code"
 _CLIENT_CLOSED_REQUEST = 499
 _CLIENT_GONE = "the client closed the connection"
-_RETRY_AFTER_S = 1
 
 
 class ExecutionRequest(BaseModel):
@@ -176,7 +176,7 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
         try:
             finished = await _run_while_connected(request, pool, execution, timeout_s)
         except PoolFull as error:
-            raise HTTPException(503, str(error), headers={"retry-after": str(_RETRY_AFTER_S)}) from error
+            raise HTTPException(503, str(error), headers={"retry-after": str(RETRY_AFTER_S)}) from error
         except PoolUnavailable as error:
             raise HTTPException(503, f"the sandbox could not carry out the run: {error}") from error
         if finished is None:

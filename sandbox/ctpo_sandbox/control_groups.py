@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from ctpo_sandbox.timeouts import GROUP_REMOVE_POLL_S, GROUP_REMOVE_TIMEOUT_S
+
 _PREFIX = "ctpo-sandbox-"
-_REMOVE_TIMEOUT_S = 2.0
-_POLL_S = 0.01
 _log = logging.getLogger("ctpo_sandbox.control_groups")
 
 
@@ -89,7 +89,7 @@ class MemoryGroup:
 
     def remove(self) -> None:
         """When its processes are dead or dying. A failure is logged."""
-        deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+        deadline = time.monotonic() + GROUP_REMOVE_TIMEOUT_S
         while self._path.exists():
             try:
                 self._path.rmdir()
@@ -97,7 +97,7 @@ class MemoryGroup:
                 if time.monotonic() > deadline:
                     _log.error("control group %s is left behind: %s", self._path, error)
                     return
-                time.sleep(_POLL_S)
+                time.sleep(GROUP_REMOVE_POLL_S)
 
 
 class OwnGroup(NamedTuple):

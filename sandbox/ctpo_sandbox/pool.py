@@ -15,12 +15,8 @@ from ctpo_sandbox.libraries import Library, choose
 from ctpo_sandbox.processes import LevelRefused, RunFault, Template, Worker
 from ctpo_sandbox.records import ChildOutcome, Limits
 from ctpo_sandbox.remove import remove_tree
+from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, RUN_ATTEMPTS
 
-_ATTEMPTS = 2
-_PATIENCE = 5
-"""Attempts where the machine has no process left: others end, so it passes."""
-
-_PAUSE_S = 0.05
 _MAX_WAITING_CHARS = 256 << 20
 _log = logging.getLogger("ctpo_sandbox.pool")
 
@@ -218,10 +214,10 @@ class Pool:
                 reasons.append(str(error))
                 passes = error.passes
                 await self._finish(worker)
-            if len(reasons) >= (_PATIENCE if passes else _ATTEMPTS):
+            if len(reasons) >= (FORK_ATTEMPTS if passes else RUN_ATTEMPTS):
                 raise PoolUnavailable("; then ".join(reasons)) from last
             if passes:
-                await asyncio.sleep(_PAUSE_S * 2 ** len(reasons))
+                await asyncio.sleep(FORK_PAUSE_S * 2 ** len(reasons))
 
     async def _run_once(self, worker: Worker, job: "_QueuedRun") -> None:
         limit = self.limits.output_kb * 1000

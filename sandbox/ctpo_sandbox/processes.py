@@ -16,10 +16,8 @@ from ctpo_sandbox.control_groups import MemoryGroup
 from ctpo_sandbox.libraries import Library
 from ctpo_sandbox.records import FAILED, READY, STOP, WALL_FACTOR, ChildOutcome, Limits
 from ctpo_sandbox.template import BIND_NOW, Boot
+from ctpo_sandbox.timeouts import BACKSTOP_S, CLEANING_TIMEOUT_S, WORKER_START_TIMEOUT_S
 
-WORKER_START_TIMEOUT_S = 15.0
-BACKSTOP_S = 10.0
-CLEANING_TIMEOUT_S = 30.0
 _PACKAGE = Path(__file__).resolve().parent
 # A package without its __init__, which imports the client: every fork would copy its megabytes.
 _BOOT = (
