@@ -11,7 +11,7 @@ import ctpo_kernels as ck
 from benchmarks.kernels import rivals, suite_head
 from benchmarks.kernels.measure import Session
 from benchmarks.kernels.rivals import HeadCase
-from ctpo_kernels.loss import loss_implementation
+from ctpo_kernels.loss import loss_implementation, loss_stream
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.spec import FRACTION_BITS, LossKeywords, LossSpec
 
@@ -107,7 +107,7 @@ def windows(session: Session, tokens: int) -> None:
     whole = implementation.loss_pass(batch, spec, 1.0).gradient
     for size in (tokens, 4096, 1000, 129):
         state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=session.device)
-        stream = implementation.LossStream(batch, spec, 1.0, totals=None, state=state)
+        stream = loss_stream(batch, spec, 1.0, totals=None, state=state)
         parts = [stream.step(start, min(start + size, tokens)) for start in range(0, tokens, size)]
         equal = torch.equal(torch.cat(parts), whole)
         note(

@@ -19,7 +19,7 @@ from ctpo_kernels.loss import prepared
 from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands, product_dtype
 from ctpo_kernels.spec import LossKeywords
 from ctpo_kernels.stats import CTPOStats
-from ctpo_kernels.sweep import Plan, sweep
+from ctpo_kernels.sweep import SweepPlan, sweep
 
 
 def fused_linear_ctpo(
@@ -109,7 +109,7 @@ def fused_linear_ctpo(
         options = (cp_group, sequence_parallel, skip_zero_tiles, skip_clipped, entropy_coef, return_entropy)
         counts = (batch_num_tokens, global_batch_size)
         return ops_loss.compiled_fused(hidden, weight, labels, given, counts, keywords, head, options, shape)
-    plan = Plan.of(
+    plan = SweepPlan.of(
         prepared(
             # The loss fills in the log-probs as they come.
             torch.zeros(shape, dtype=accumulation_dtype(hidden), device=hidden.device),
@@ -139,7 +139,7 @@ def fused_linear_ctpo(
 class _Sweep(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, plan: Plan, differentiate: bool, into_main_grad: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, plan: SweepPlan, differentiate: bool, into_main_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Without grad mode autograd still asks for the gradients of its leaves.
         want_hidden, want_weight = (needed and differentiate for needed in ctx.needs_input_grad[:2])

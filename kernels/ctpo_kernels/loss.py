@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from ctpo_kernels import context_parallel, dispatch, loss_torch
 from ctpo_kernels.labels import effective
-from ctpo_kernels.loss_torch import LossPass
+from ctpo_kernels.loss_torch import LossPass, TorchLossStream
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.spec import LossKeywords, LossSpec
 from ctpo_kernels.stats import CTPOStats, PerToken
+
+if TYPE_CHECKING:
+    from ctpo_kernels.loss_triton import TritonLossStream
 
 
 def ctpo_loss(
@@ -130,12 +133,23 @@ def whole_pass(
 
 
 def loss_implementation(tensor: Tensor) -> Any:
-    """The module with `loss_pass`, `segment_totals` and `LossStream` for this tensor."""
+    """The module with `loss_pass` and `segment_totals` for this tensor."""
     if dispatch.choose(tensor) == "torch":
         return loss_torch
     from ctpo_kernels import loss_triton
 
     return loss_triton
+
+
+def loss_stream(
+    batch: PackedTokens, spec: LossSpec, inverse: float | Tensor, *, totals: Tensor | None, state: Tensor
+) -> TorchLossStream | TritonLossStream:
+    """The loss of `batch` window by window, by the backend of its device; arguments as `TorchLossStream`."""
+    if dispatch.choose(batch.log_probs) == "torch":
+        return TorchLossStream(batch, spec, inverse, totals=totals, state=state)
+    from ctpo_kernels.loss_triton import TritonLossStream
+
+    return TritonLossStream(batch, spec, inverse, totals=totals, state=state)
 
 
 class _Loss(torch.autograd.Function):

@@ -134,7 +134,7 @@ def loss_pass(
     return LossPass(vector[0].to(dtype), gradient, vector, details)
 
 
-class LossStream:
+class TorchLossStream:
     """The same loss over successive windows of a batch, as the streaming head produces its log-probs."""
 
     def __init__(

@@ -15,7 +15,7 @@ from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.spec import LossSpec
 from ctpo_kernels.stats import MAXIMA, SUMS, PerToken
 
-__all__ = ["LossStream", "loss_pass", "segment_totals"]
+__all__ = ["TritonLossStream", "loss_pass", "segment_totals"]
 
 STATS = len(SUMS) + len(MAXIMA)
 
@@ -67,8 +67,8 @@ def loss_pass(
     return LossPass(loss, gradient, vector, details)
 
 
-class LossStream:
-    """As `loss_torch.LossStream`: one launch a window."""
+class TritonLossStream:
+    """As `loss_torch.TorchLossStream`: one launch a window."""
 
     def __init__(
         self, batch: PackedTokens, spec: LossSpec, inverse: float | Tensor, *, totals: Tensor | None, state: Tensor

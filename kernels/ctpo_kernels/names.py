@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 RatioMode = Literal["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
-ClipMode = Literal["log_power", "ratio"]
+KernelClipMode = Literal["log_power", "ratio"]
 LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"]
 
 RATIO_MODES: tuple[RatioMode, ...] = get_args(RatioMode)
-CLIP_MODES: tuple[ClipMode, ...] = get_args(ClipMode)
+CLIP_MODES: tuple[KernelClipMode, ...] = get_args(KernelClipMode)
 LOSS_AGG_MODES: tuple[LossAggMode, ...] = get_args(LossAggMode)

@@ -19,16 +19,16 @@ from ctpo_kernels import labels as arguments
 from ctpo_kernels import linear, logprob
 from ctpo_kernels.operands import accumulation_dtype, active_rows, pick, scatter
 
-Group = dist.ProcessGroup | None
+MaybeGroup = dist.ProcessGroup | None
 HEAD = "str tp_group, float temperature, SymInt vocab_size, float softcap"
 LINEAR = f"{HEAD}, SymInt chunk_size, ScalarType product_dtype, bool sequence_parallel"
 
 
-def name_of(group: Group) -> str:
+def name_of(group: MaybeGroup) -> str:
     return "" if group is None else str(group.group_name)
 
 
-def group_of(name: str) -> Group:
+def group_of(name: str) -> MaybeGroup:
     return c10d._resolve_process_group(name) if name else None  # type: ignore[arg-type]  # a NewType, in newer torch
 
 
@@ -103,7 +103,7 @@ log_probs.register_autograd(_log_probs_gradient, setup_context=_keep_log_probs)
 def compiled_log_probs(
     logits: Tensor,
     labels: Tensor,
-    group: Group,
+    group: MaybeGroup,
     shape: torch.Size,
     temperature: float,
     vocab_size: int | None,

@@ -11,7 +11,7 @@ from ctpo_kernels import loss
 from ctpo_kernels.operands import accumulation_dtype
 from ctpo_kernels.ops import (
     LINEAR,
-    Group,
+    MaybeGroup,
     dense_gradients,
     fresh,
     gradients_like,
@@ -23,7 +23,7 @@ from ctpo_kernels.ops import (
 )
 from ctpo_kernels.spec import LossKeywords
 from ctpo_kernels.stats import MAXIMA, SUMS, CTPOStats, PerToken
-from ctpo_kernels.sweep import Plan, Prepared, sweep
+from ctpo_kernels.sweep import Prepared, SweepPlan, sweep
 
 _TOKENS = "Tensor? old, Tensor response_mask, Tensor advantages, Tensor? cu_seqlens, Tensor? loss_mask, Tensor? weights"
 _COUNTS = "SymInt? batch_tokens, Tensor? batch_tokens_tensor, SymInt? batch_size, Tensor? batch_size_tensor"
@@ -64,7 +64,7 @@ def _(values: Tensor, *given: Any) -> tuple[Tensor, ...]:
     return values.new_empty(()), vector, values.new_empty(values.shape), *details
 
 
-def _prepared(log_probs: Tensor, given: tuple[Any, ...], cp_group: Group) -> Prepared:
+def _prepared(log_probs: Tensor, given: tuple[Any, ...], cp_group: MaybeGroup) -> Prepared:
     """From arguments in the order of _TOKENS, _COUNTS, _KEYWORDS."""
     old, response_mask, advantages, cu_seqlens, loss_mask, weights = given[:6]
     tokens, tokens_tensor, size, size_tensor = given[6:10]
@@ -86,7 +86,7 @@ loss_operator.register_autograd(_loss_gradient, setup_context=_keep_gradient)
 
 
 def compiled_loss(
-    tokens: tuple[Any, ...], counts: tuple[Any, Any], keywords: tuple[Any, ...], cp_group: Group, per_token: bool
+    tokens: tuple[Any, ...], counts: tuple[Any, Any], keywords: tuple[Any, ...], cp_group: MaybeGroup, per_token: bool
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
     """`ctpo_loss`."""
     value, vector, _, *details = loss_operator(*tokens, *_counts(counts), *keywords, name_of(cp_group), per_token)
@@ -111,7 +111,7 @@ def fused_linear(hidden: Tensor, weight: Tensor, labels: Tensor, *given: Any) ->
     cp_group = group_of(cp_name)
     dtype = accumulation_dtype(hidden)
     log_probs = torch.zeros(given[1].shape, dtype=dtype, device=hidden.device)  # as the response mask
-    plan = Plan.of(
+    plan = SweepPlan.of(
         _prepared(log_probs, given, cp_group),
         labels,
         cp_group,

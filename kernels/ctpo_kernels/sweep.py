@@ -13,7 +13,7 @@ from torch import Tensor
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.entropy import EntropyBonus, rows_with_gradient
 from ctpo_kernels.linear_head import LinearHead, leave_out
-from ctpo_kernels.loss import loss_implementation, whole_pass
+from ctpo_kernels.loss import loss_implementation, loss_stream, whole_pass
 from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter, without_autocast
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import EntropyGradient
@@ -25,7 +25,7 @@ Prepared = tuple[PackedTokens, LossSpec, float | Tensor | None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """Everything of a call that is no operand. batch, labels: of the response tokens only; rows: where they are.
 
     may_learn: in host memory, see `tiles.check_known`.
@@ -54,7 +54,7 @@ class Plan:
         cp_group: dist.ProcessGroup | None,
         known: Tensor | None = None,
         **rest: Any,
-    ) -> Plan:
+    ) -> SweepPlan:
         """The plan of a checked batch: rows without a response token leave before the first product.
 
         known: the rows that stay, see `active_rows`.
@@ -96,7 +96,7 @@ class Swept:
 class _Gradients:
     """Those of the operands, chunk by chunk: d_hidden is written, d_weight added to; None: not wanted."""
 
-    def __init__(self, head: LinearHead, plan: Plan, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
+    def __init__(self, head: LinearHead, plan: SweepPlan, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
         self.d_hidden, self.d_weight = d_hidden, d_weight
         self.wanted = d_hidden is not None or d_weight is not None
         self._head, self._plan = head, plan
@@ -124,7 +124,7 @@ class _Gradients:
 
 
 @without_autocast
-def sweep(hidden: Tensor, weight: Tensor, plan: Plan, *, want_hidden: bool, d_weight: Tensor | None) -> Swept:
+def sweep(hidden: Tensor, weight: Tensor, plan: SweepPlan, *, want_hidden: bool, d_weight: Tensor | None) -> Swept:
     """All of it. d_weight: what the weight's gradient is added to; None where it is not wanted."""
     group = plan.head["group"]
     x = pick(gather_hidden(hidden, group, plan.sequence_parallel), plan.rows)
@@ -142,13 +142,12 @@ def sweep(hidden: Tensor, weight: Tensor, plan: Plan, *, want_hidden: bool, d_we
     return Swept(loss, vector, log_probs, entropy, d_hidden, d_weight)
 
 
-def _once(head: LinearHead, plan: Plan, bonus: EntropyBonus, gradients: _Gradients) -> Tensor:
+def _once(head: LinearHead, plan: SweepPlan, bonus: EntropyBonus, gradients: _Gradients) -> Tensor:
     """The statistics vector; the batch gets its log-probs. Logits of every chunk are computed once."""
     batch = plan.batch
-    implementation = loss_implementation(batch.log_probs)
-    totals = implementation.segment_totals(batch) if plan.spec.per_sequence else None
+    totals = loss_implementation(batch.log_probs).segment_totals(batch) if plan.spec.per_sequence else None
     state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=batch.cu.device)
-    stream = implementation.LossStream(batch, plan.spec, plan.inverse, totals=totals, state=state)
+    stream = loss_stream(batch, plan.spec, plan.inverse, totals=totals, state=state)
     if gradients.wanted:
         gradients.plan_tiles(lambda: may_learn(batch, entropy=plan.entropy_coef != 0))
     for start, end in head.chunks():
@@ -157,11 +156,10 @@ def _once(head: LinearHead, plan: Plan, bonus: EntropyBonus, gradients: _Gradien
         extra = bonus.step(start, end, merged.entropy) if plan.entropy else None
         if gradients.wanted and (runs := gradients.begin(start, end, g, extra)):
             gradients.add(head.gradient_rows(start, end, merged, g, extra), start, runs)
-    vector: Tensor = stream.finish()
-    return vector
+    return stream.finish()
 
 
-def _twice(head: LinearHead, plan: Plan, bonus: EntropyBonus, gradients: _Gradients) -> Tensor:
+def _twice(head: LinearHead, plan: SweepPlan, bonus: EntropyBonus, gradients: _Gradients) -> Tensor:
     """The same when the ratio needs all log-probs first."""
     batch = plan.batch
     lse = torch.empty_like(batch.log_probs)

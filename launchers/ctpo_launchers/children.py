@@ -13,10 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from ctpo_launchers.timeouts import CHILD_POLL_S, KILL_TIMEOUT_S
 from ctpo_megatron.base.signals import children_spared
 
-_POLL_S = 0.1
-_KILL_S = 10.0
 _TAIL_LINES = 15
 
 
@@ -64,7 +63,7 @@ class Child:
         """The exit status. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while (status := self.status) is None:
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(CHILD_POLL_S)
             return status
 
     def signal(self, number: int) -> None:
@@ -90,7 +89,7 @@ class Child:
             try:
                 while True:
                     _copy(file.read())
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(CHILD_POLL_S)
             finally:
                 _copy(file.read())
 
@@ -102,11 +101,11 @@ class Child:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        deadline = time.monotonic() + _KILL_S
+        deadline = time.monotonic() + KILL_TIMEOUT_S
         while alive := [process for process in family if _runs(process)]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes of {self.kind} are still there: {alive}")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(CHILD_POLL_S)
         self._process.wait()
 
 

@@ -25,7 +25,7 @@ CLOCK = r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$"
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
-class ClusterError(Exception):
+class ClusterFileError(Exception):
     """A cluster file cannot be used; the message lists everything that is wrong with it."""
 
 
@@ -85,18 +85,18 @@ def _seconds(clock: str) -> int:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read and check a cluster file. Raises ClusterError with all problems at once."""
+    """Read and check a cluster file. Raises ClusterFileError with all problems at once."""
     try:
         values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise ClusterError(f"{path}: {str(error).strip()}") from error
+        raise ClusterFileError(f"{path}: {str(error).strip()}") from error
     if not isinstance(values, dict):
-        raise ClusterError(f"{path}: must be a mapping of keys, e.g. `executor: slurm`")
+        raise ClusterFileError(f"{path}: must be a mapping of keys, e.g. `executor: slurm`")
     try:
         return Cluster.model_validate(values, strict=False)
     except ValidationError as error:
         lines = [f"  {_problem(detail)}" for detail in error.errors()]
-        raise ClusterError("\n".join([f"{path} has {len(lines)} problem(s):", *lines])) from error
+        raise ClusterFileError("\n".join([f"{path} has {len(lines)} problem(s):", *lines])) from error
 
 
 def _problem(detail: ErrorDetails) -> str:

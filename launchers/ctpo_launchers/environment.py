@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from ctpo_launchers.timeouts import INSTALL_LOCK_POLL_S, INSTALL_TIMEOUT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements" / "launch.txt"
 FOLDER = ROOT / ".venv-launch"
-_INSTALL_S = 1800.0
-_LOOK_S = 0.2
 
 
 class NoEnvironment(Exception):
@@ -67,13 +67,15 @@ def _alone() -> Iterator[None]:
 
 
 def _await(lock: TextIO) -> None:
-    deadline, told = time.monotonic() + _INSTALL_S, False
+    deadline, told = time.monotonic() + INSTALL_TIMEOUT_S, False
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                said = f"another ctpo launch has been making {FOLDER} for {_INSTALL_S:g} s; end it, and start again"
+                said = (
+                    f"another ctpo launch has been making {FOLDER} for {INSTALL_TIMEOUT_S:g} s; end it, and start again"
+                )
                 raise NoEnvironment(said) from None
         except OSError as error:
             print(f"ctpo launch: {lock.name} cannot be locked ({error}): start no other one now", file=sys.stderr)
@@ -81,7 +83,7 @@ def _await(lock: TextIO) -> None:
         if not told:
             print(f"ctpo launch: waiting for another one, which makes {FOLDER}", file=sys.stderr)
             told = True
-        time.sleep(_LOOK_S)
+        time.sleep(INSTALL_LOCK_POLL_S)
 
 
 def _make() -> None:
@@ -89,7 +91,7 @@ def _make() -> None:
     pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in ([sys.executable, "-m", "venv", str(FOLDER)], [*pip, "--requirement", str(REQUIREMENTS)]):
         try:
-            done = subprocess.run(command, stdout=sys.stderr, timeout=_INSTALL_S)
+            done = subprocess.run(command, stdout=sys.stderr, timeout=INSTALL_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoEnvironment(f"{' '.join(command)}: {error}") from error
         if done.returncode:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_launchers.clusters import Cluster, ClusterError
+from ctpo_launchers.clusters import Cluster, ClusterFileError
 from ctpo_launchers.environment import ROOT
+from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.config import Config, dump
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -72,7 +73,7 @@ def script(launch: Launch) -> str:
 def submit(launch: Launch) -> tuple[str, int]:
     """Submit to Slurm, or run here to the end; the experiment's id, and the worst exit status of the nodes that ended.
 
-    Raises ClusterError for uncommitted code.
+    Raises ClusterFileError for uncommitted code.
     """
     if launch.cluster.executor == "slurm":
         _check_committed()
@@ -92,11 +93,13 @@ def submit(launch: Launch) -> tuple[str, int]:
 def _check_committed() -> None:
     """A job gets the code of the last commit."""
     command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SUBMIT_COMMAND_TIMEOUT_S)
     if done.returncode:
-        raise ClusterError(f"{ROOT} is not a git checkout, from which a job takes its code: {done.stderr.strip()}")
+        raise ClusterFileError(f"{ROOT} is not a git checkout, from which a job takes its code: {done.stderr.strip()}")
     if done.stdout:
-        raise ClusterError(f"a job gets the code of the last commit; commit or put away first:\n{done.stdout.rstrip()}")
+        raise ClusterFileError(
+            f"a job gets the code of the last commit; commit or put away first:\n{done.stdout.rstrip()}"
+        )
 
 
 @contextlib.contextmanager

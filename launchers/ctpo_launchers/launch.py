@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctpo_launchers.clusters import Cluster, ClusterError, load_cluster
+from ctpo_launchers.clusters import Cluster, ClusterFileError, load_cluster
 from ctpo_launchers.environment import ROOT
+from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.config import Config, ConfigError, load_config
 
 FOLDER = ROOT / "configs" / "clusters"
 DEFAULTS = {"local": "local", "slurm": "slurm_example"}
 ASKING = ("status", "logs", "cancel")
-_ANSWER_S = 60.0
 _SQUEUE = ("squeue", "--noheader", "--format", "%T", "--jobs")
 _SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--format", "State", "--jobs")
 
@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
         if args.config in ASKING:
             return _ask(args.config, cluster, args.overrides)
         if cluster.executor != args.executor:
-            raise ClusterError(f"{args.cluster} is a file for --executor {cluster.executor}, not {args.executor}")
+            raise ClusterFileError(f"{args.cluster} is a file for --executor {cluster.executor}, not {args.executor}")
         return _launch(args, cluster)
-    except (ConfigError, ClusterError) as error:
+    except (ConfigError, ClusterFileError) as error:
         print(f"ctpo launch: {error}", file=sys.stderr)
         return 2
 
@@ -62,14 +62,14 @@ def _cluster_file(text: str) -> Path:
         if path.is_file():
             return path
     names = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
-    raise ClusterError(f"--cluster {text}: no such file; there are {names} in {FOLDER}")
+    raise ClusterFileError(f"--cluster {text}: no such file; there are {names} in {FOLDER}")
 
 
 def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     from ctpo_launchers.experiment import Launch, script, submit
 
     if args.nodes < 1:
-        raise ClusterError(f"--nodes {args.nodes}: at least one node")
+        raise ClusterFileError(f"--nodes {args.nodes}: at least one node")
     workdir = Path.cwd()
     config = load_config(args.config, [*args.overrides, *_of_the_launch(args.nodes)])
     _check_grace(config, cluster)
@@ -78,7 +78,7 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
         print(script(launch), end="")
         return 0
     if args.dry_run:
-        raise ClusterError("--dry-run prints a batch script, and --executor local has none")
+        raise ClusterFileError("--dry-run prints a batch script, and --executor local has none")
     identity, status = submit(launch)
     print(f"{identity}: folder {cluster.job_dir}, run {config.run.directory}")
     return status
@@ -90,7 +90,7 @@ def _of_the_launch(nodes: int) -> list[str]:
 
 def _check_grace(config: Config, cluster: Cluster) -> None:
     if cluster.executor == "slurm" and config.checkpoint.grace_s >= cluster.signal_s:
-        raise ClusterError(
+        raise ClusterFileError(
             f"checkpoint.grace_s is {config.checkpoint.grace_s:g} s, but the job is told only {cluster.signal_s} s "
             "before its time limit (signal_s of the cluster file): raise signal_s, or lower checkpoint.grace_s"
         )
@@ -104,10 +104,10 @@ def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
             print(f"{job}  {_state(job):<12} {folder}")
         return 0
     if len(words) != 1 or words[0] not in jobs:
-        raise ClusterError(f"ctpo launch {what} JOB: the jobs of {cluster.job_dir} are {', '.join(jobs) or 'none'}")
+        raise ClusterFileError(f"ctpo launch {what} JOB: the jobs of {cluster.job_dir} are {', '.join(jobs) or 'none'}")
     job = words[0]
     if what == "cancel":
-        return subprocess.run(["scancel", job], timeout=_ANSWER_S).returncode
+        return subprocess.run(["scancel", job], timeout=SUBMIT_COMMAND_TIMEOUT_S).returncode
     for file in sorted(jobs[job].glob("log-*.out")) or sorted(jobs[job].glob("sbatch_*.out")):
         print(f"==> {file} <==\n{file.read_text(errors='replace')}", end="")
     return 0
@@ -125,7 +125,9 @@ def _jobs(folder: Path) -> dict[str, Path]:
 def _state(job: str) -> str:
     for command in (_SQUEUE, _SACCT):
         try:
-            answer = subprocess.run([*command, job], capture_output=True, text=True, timeout=_ANSWER_S).stdout.split()
+            answer = subprocess.run(
+                [*command, job], capture_output=True, text=True, timeout=SUBMIT_COMMAND_TIMEOUT_S
+            ).stdout.split()
         except (OSError, subprocess.TimeoutExpired):
             continue
         if answer:

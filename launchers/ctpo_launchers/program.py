@@ -20,6 +20,7 @@ from ctpo_launchers.job import NodeJob
 from ctpo_launchers.needs import Needs
 from ctpo_launchers.roll_call import Connection, NotReady, RollCall, report
 from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
+from ctpo_launchers.timeouts import AFTER_GRACE_S, CHILD_POLL_S
 from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
 from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.config import Config
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 
 NOT_READY, LOST = 3, 4
 """Exit statuses besides the trainer's: a node that did not come up; a node, or Ray's head, lost while training."""
-_AFTER_GRACE_S = 60.0
-_POLL_S = 0.1
 
 
 def node_folder(config: Config) -> Path:
@@ -175,7 +174,7 @@ class NodeProgram:
 
     async def _train(self, options: list[str], environment: dict[str, str]) -> int:
         """Run torchrun to its end; the exit status of this node."""
-        grace_s = self._config.checkpoint.grace_s + _AFTER_GRACE_S
+        grace_s = self._config.checkpoint.grace_s + AFTER_GRACE_S
         each = ["--nproc-per-node", str(self._args.nproc_per_node), "--module", self._args.module]
         trainer = self._trainer = Child(
             "torchrun",
@@ -193,7 +192,7 @@ class NodeProgram:
                     log.error("the trainer is asked to end within %g s: %s", self._args.after_loss, self._reason)
                     trainer.signal(signal.SIGTERM)
                     self._until = min(self._until, time.monotonic() + self._args.after_loss)
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(CHILD_POLL_S)
         finally:
             await trainer.kill()
             echo.cancel()
@@ -242,4 +241,4 @@ class NodeProgram:
         if self._trainer is None:
             return self._leave()
         self._trainer.signal(number)
-        self._until = min(self._until, time.monotonic() + self._config.checkpoint.grace_s + _AFTER_GRACE_S)
+        self._until = min(self._until, time.monotonic() + self._config.checkpoint.grace_s + AFTER_GRACE_S)

@@ -1,7 +1,7 @@
 """Node 0 and the others: who is ready, who failed and why, when all may start and when all is over.
 
 One line of JSON is one message. Every node keeps its connection for as long as it lives, so a node that is lost is
-noticed when its connection breaks; one that is cut off, after `_SILENCE_S`.
+noticed when its connection breaks; one that is cut off, after `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from ctpo_launchers.timeouts import CONNECT_RETRY_S, HELLO_TIMEOUT_S, SILENCE_S
+
 log = logging.getLogger(__name__)
 
-Message = dict[str, Any]
-_HELLO_S = 10.0
-_RETRY_S = 0.2
-_SILENCE_S = 90
+NodeMessage = dict[str, Any]
 
 
 class NotReady(Exception):
@@ -41,7 +40,7 @@ class Connection:
             self._writer.write(json.dumps(message).encode() + b"\n")
             await self._writer.drain()
 
-    async def receive(self, timeout_s: float | None = None) -> Message | None:
+    async def receive(self, timeout_s: float | None = None) -> NodeMessage | None:
         """The next message; None when the other end is gone, or sends something else. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             try:
@@ -63,11 +62,11 @@ class RollCall:
     trainer has ended and its status, None when the node itself is gone."""
 
     def __init__(
-        self, names: dict[int, str], token: str, facts: Message, over: Callable[[str, int | None], None]
+        self, names: dict[int, str], token: str, facts: NodeMessage, over: Callable[[str, int | None], None]
     ) -> None:
         self._names, self._token, self._facts, self._over = names, token, facts, over
         self._connections: dict[int, Connection] = {}
-        self._reported: dict[int, Message] = {}
+        self._reported: dict[int, NodeMessage] = {}
         self._changed = asyncio.Event()
         self._served: set[asyncio.Task[None]] = set()
         self._where = ""
@@ -84,7 +83,7 @@ class RollCall:
             for connection in self._connections.values():
                 connection.close()
             if self._served:
-                await asyncio.wait(self._served, timeout=_HELLO_S)
+                await asyncio.wait(self._served, timeout=HELLO_TIMEOUT_S)
 
     async def all_in(self, state: str, timeout_s: float) -> None:
         """Wait until every node has reported `state`. Raises NotReady that names those that did not, and why."""
@@ -124,7 +123,7 @@ class RollCall:
             self._served.add(task)
             task.add_done_callback(self._served.discard)
         try:
-            hello = await connection.receive(_HELLO_S) or {}
+            hello = await connection.receive(HELLO_TIMEOUT_S) or {}
         except TimeoutError:
             hello = {}
         rank = hello.get("rank")
@@ -143,7 +142,7 @@ class RollCall:
             self._note({"rank": rank, "state": "lost", "reason": "its node program is gone, or the network to it"})
             self._over(self._names[rank], None)
 
-    def _note(self, message: Message) -> None:
+    def _note(self, message: NodeMessage) -> None:
         self._reported[message["rank"]] = message
         self._changed.set()
 
@@ -154,7 +153,7 @@ def _same(token: object, secret: str) -> bool:
     return isinstance(token, str) and hmac.compare_digest(token.encode(errors="surrogatepass"), secret.encode())
 
 
-def _is_report(message: Message) -> bool:
+def _is_report(message: NodeMessage) -> bool:
     """Whether a node may say this: it is ready, failed for a reason, or its trainer has ended with a status."""
     state, reason, status = (message.get(name) for name in ("state", "reason", "status"))
     return (
@@ -164,7 +163,7 @@ def _is_report(message: Message) -> bool:
     )
 
 
-async def report(head: str, port: int, rank: int, token: str, timeout_s: float) -> tuple[Connection, Message]:
+async def report(head: str, port: int, rank: int, token: str, timeout_s: float) -> tuple[Connection, NodeMessage]:
     """Connect a node to node 0, however long that one takes; its welcome. Raises NotReady."""
     deadline, reason = time.monotonic() + timeout_s, ""
     while time.monotonic() < deadline:
@@ -175,7 +174,7 @@ async def report(head: str, port: int, rank: int, token: str, timeout_s: float) 
                 welcome = await connection.receive()
         except (OSError, TimeoutError) as error:
             reason = str(error) or "no answer"
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(CONNECT_RETRY_S)
             continue
         if welcome is not None and welcome.get("state") == "welcome":
             return connection, welcome
@@ -185,14 +184,14 @@ async def report(head: str, port: int, rank: int, token: str, timeout_s: float) 
                 f"the head at {head} port {port} refused this node's token or rank {rank}: is it of this job?"
             )
         reason = "the connection was closed"
-        await asyncio.sleep(_RETRY_S)
+        await asyncio.sleep(CONNECT_RETRY_S)
     raise NotReady(f"the head at {head} port {port} did not answer within {timeout_s:g} s: {reason}")
 
 
 def _watch(connection: socket.socket) -> None:
-    """Let the kernel notice within `_SILENCE_S` that the other host is gone, and bear shorter interruptions."""
+    """Let the kernel notice within `SILENCE_S` that the other host is gone, and bear shorter interruptions."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)

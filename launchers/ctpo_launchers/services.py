@@ -17,6 +17,7 @@ from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
 from ctpo_launchers.needs import Needs
 from ctpo_launchers.roll_call import NotReady
+from ctpo_launchers.timeouts import CHILD_POLL_S, RAY_RESTARTS
 from ctpo_megatron.config import Config
 from ctpo_sandbox import SandboxStartError, start_configured_server
 from ctpo_sandbox.address import node_url
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 
 _UP = b"Ray runtime started."
 _OBJECT_STORE_BYTES = 256 << 20
-_RESTARTS = 3
-_POLL_S = 0.1
 
 
 async def shared_token(path: Path, rank: int, timeout_s: float) -> str:
@@ -50,7 +49,7 @@ async def _read_token(path: Path, timeout_s: float) -> str:
                 f"{path} is not there after {timeout_s:g} s: the job's folder must be on a file system that all nodes "
                 "share (--directory), or give the same secret to each in a file of mode 0600 (--token-file)"
             )
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(CHILD_POLL_S)
     token = path.read_text(encoding="utf-8").strip()
     if path.stat().st_mode & 0o077:
         raise NotReady(f"{path} can be read or written by other users; type chmod 600 {path}")
@@ -136,10 +135,10 @@ class RayNode:
                 raise NotReady(f"Ray did not start (status {child.status}); {child.last_words()}")
             if time.monotonic() > deadline:
                 raise NotReady(f"Ray is not up after {timeout_s:g} s; {child.last_words()}")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(CHILD_POLL_S)
 
     async def _keep(self, timeout_s: float) -> None:
-        for _ in range(_RESTARTS):
+        for _ in range(RAY_RESTARTS):
             assert self._child is not None
             status = await self._child.wait()
             await self._child.kill()
@@ -151,7 +150,7 @@ class RayNode:
             except NotReady as error:
                 return self._lost(str(error))
             log.warning("Ray is up again")
-        self._lost(f"Ray has ended {_RESTARTS} times on this node")
+        self._lost(f"Ray has ended {RAY_RESTARTS} times on this node")
 
 
 def new_ray_directory() -> Path:

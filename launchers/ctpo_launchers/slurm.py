@@ -7,7 +7,8 @@ import re
 import subprocess
 import time
 
-_ANSWER_S = 20.0
+from ctpo_launchers.timeouts import NODE_COMMAND_TIMEOUT_S
+
 HOSTS_VARIABLE = "CTPO_HOSTS"
 """Names of the job's nodes, separated by commas, from the batch script: a container has no `scontrol`."""
 
@@ -52,6 +53,6 @@ def job_end() -> float | None:
 
 def _ask(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=NODE_COMMAND_TIMEOUT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""

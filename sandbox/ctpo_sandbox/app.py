@@ -23,16 +23,16 @@ from ctpo_sandbox.metrics import Metrics
 from ctpo_sandbox.pool import Pool, PoolFull, PoolUnavailable, Run
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import NEVER_ENFORCED, PROTECTIONS
+from ctpo_sandbox.timeouts import RETRY_AFTER_S
 
 Verdict = Literal["success", "timeout", "runtime_error"]
 EXECUTE_PATH = "/faas/sandbox/"
 FUSION_PATH = "/run_code"
 _CLIENT_CLOSED_REQUEST = 499
 _CLIENT_GONE = "the client closed the connection"
-_RETRY_AFTER_S = 1
 
 
-class Execution(BaseModel):
+class ExecutionRequest(BaseModel):
     """One request. Timeouts are seconds; Python has no compile step, so `compile_timeout` is only checked.
 
     Text is taken as it comes: lone surrogates are legal JSON and pydantic's own `str` may refuse them.
@@ -121,7 +121,9 @@ async def _end_with_client(request: Request, work: asyncio.Timeout) -> None:
     work.reschedule(asyncio.get_running_loop().time())
 
 
-async def _run_while_connected(request: Request, pool: Pool, execution: Execution, timeout_s: float) -> Run | None:
+async def _run_while_connected(
+    request: Request, pool: Pool, execution: ExecutionRequest, timeout_s: float
+) -> Run | None:
     """None when the client hung up first; its snippet is dead then."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(None) as work:
@@ -133,14 +135,14 @@ async def _run_while_connected(request: Request, pool: Pool, execution: Executio
     return None
 
 
-async def _asked(request: Request) -> Execution:
+async def _asked(request: Request) -> ExecutionRequest:
     """The execution that `request` asks for. Raises HTTPException."""
     try:
         body = await request.body()
     except ClientDisconnect:
         raise HTTPException(_CLIENT_CLOSED_REQUEST, _CLIENT_GONE) from None
     try:
-        return Execution.model_validate(json.loads(body))
+        return ExecutionRequest.model_validate(json.loads(body))
     except ValidationError as error:  # without the input, which need not be encodable (NaN, lone surrogates)
         found = [{"loc": ["body", *map(str, item["loc"])], "msg": item["msg"]} for item in error.errors()]
         raise _Invalid(found) from error
@@ -174,7 +176,7 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
         try:
             finished = await _run_while_connected(request, pool, execution, timeout_s)
         except PoolFull as error:
-            raise HTTPException(503, str(error), headers={"retry-after": str(_RETRY_AFTER_S)}) from error
+            raise HTTPException(503, str(error), headers={"retry-after": str(RETRY_AFTER_S)}) from error
         except PoolUnavailable as error:
             raise HTTPException(503, f"the sandbox could not carry out the run: {error}") from error
         if finished is None:

@@ -9,6 +9,7 @@ import httpx
 
 from ctpo_sandbox.client import SandboxClient, SandboxUnavailable, authorization
 from ctpo_sandbox.servers import roots
+from ctpo_sandbox.timeouts import BENCH_FIRST_RUN_S, BENCH_REQUEST_TIMEOUT_S
 
 SNIPPETS = {
     "print": "print(1 + 1)",
@@ -17,10 +18,6 @@ SNIPPETS = {
     "heavy": "import sympy\nx = sympy.symbols('x')\nprint(sympy.integrate(x**2 * sympy.sin(x), x))",
     "solve": "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 7 * x + 10, x))",
 }
-CONCURRENCIES = (1, 8, 32)
-_REQUEST_TIMEOUT_S = 300.0
-_FIRST_TIMEOUT_S = 10.0
-"""For a first run on each server, before anything is timed."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ async def measure(
     url: str | Sequence[str], snippet: str, concurrency: int, seconds: float, run_timeout_s: float = 20.0
 ) -> Measurement:
     """Keep `concurrency` requests in flight for `seconds`. Raises RuntimeError for a run that does not succeed."""
-    client = SandboxClient(url, max_concurrency=concurrency, request_timeout_s=_REQUEST_TIMEOUT_S)
+    client = SandboxClient(url, max_concurrency=concurrency, request_timeout_s=BENCH_REQUEST_TIMEOUT_S)
     code, latencies = SNIPPETS[snippet], []
     await client.run(code, run_timeout_s=run_timeout_s)  # connections and the worker's first run
     end = time.monotonic() + seconds
@@ -75,8 +72,8 @@ async def measure(
 
 
 async def _first(url: str) -> None:
-    client = SandboxClient(url, max_concurrency=1, request_timeout_s=_FIRST_TIMEOUT_S)
-    await client.run(SNIPPETS["print"], run_timeout_s=_FIRST_TIMEOUT_S / 2)
+    client = SandboxClient(url, max_concurrency=1, request_timeout_s=BENCH_FIRST_RUN_S)
+    await client.run(SNIPPETS["print"], run_timeout_s=BENCH_FIRST_RUN_S / 2)
     await client.aclose()
 
 

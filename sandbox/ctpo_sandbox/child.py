@@ -22,7 +22,7 @@ _SETUP_FAILED = 70
 _REPORT_FAILED = 1
 
 
-class Files(NamedTuple):
+class RunFiles(NamedTuple):
     """Descriptors of the four memory files of a run."""
 
     code: int
@@ -31,7 +31,7 @@ class Files(NamedTuple):
     stderr: int
 
 
-class Child(NamedTuple):
+class PreparedChild(NamedTuple):
     """What a child of a worker does.
 
     code: descriptor of the snippet. steps: before its first line. report: descriptor to which they write `SETUP_DONE`,
@@ -45,8 +45,8 @@ class Child(NamedTuple):
 
 
 def prepare_child(
-    files: Files, ruleset: int | None, cpu_limit_s: int, *, confinement: Confinement, directory: str, report: int
-) -> Child:
+    files: RunFiles, ruleset: int | None, cpu_limit_s: int, *, confinement: Confinement, directory: str, report: int
+) -> PreparedChild:
     """For children of the calling process, made where they are forked; again when a descriptor or limit changes."""
     program.hide_frames(program.frames())
     last = max(_WORKER_FILES, confinement.limits.open_files)
@@ -56,10 +56,10 @@ def prepare_child(
     steps += [partial(os.closerange, _STANDARD_FILES, report), partial(os.closerange, report + 1, last)]
     steps += [*confinement.steps(cpu_limit_s, os.getpid()), *seeders(), *program.first_steps(directory)]
     steps += [partial(os.write, report, SETUP_DONE), partial(os.close, report)]
-    return Child(files.code, steps, report, program.main_names())
+    return PreparedChild(files.code, steps, report, program.main_names())
 
 
-def become_snippet(child: Child) -> NoReturn:
+def become_snippet(child: PreparedChild) -> NoReturn:
     """Run the snippet in the calling process and never return."""
     code, steps, report, names = child
     try:

@@ -14,14 +14,12 @@ import aiohttp
 
 from ctpo_sandbox.records import WALL_FACTOR
 from ctpo_sandbox.servers import Connections, Server, Servers, execution_url, roots
+from ctpo_sandbox.timeouts import CONNECT_TIMEOUT_S, QUEUE_ALLOWANCE_S
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
 _STATUSES = ("success", "timeout", "runtime_error")
 _RETRIED_CODES = (429, 500, 502, 503, 504)
 _REFUSED_CODES = (400, 413, 422)
-_CONNECT_TIMEOUT_S = 2.0
-_QUEUE_ALLOWANCE_S = 30.0
-"""How long one attempt may wait in a server's queue, beside the time of its run."""
 
 
 class SandboxUnavailable(Exception):
@@ -107,7 +105,7 @@ class SandboxClient:
         state = {"doing": f"waiting for one of {self._max_concurrency} places (max_concurrency)"}
         try:
             async with asyncio.timeout(self._request_timeout_s), self._free:
-                attempt_timeout_s = WALL_FACTOR * run_timeout_s + _QUEUE_ALLOWANCE_S
+                attempt_timeout_s = WALL_FACTOR * run_timeout_s + QUEUE_ALLOWANCE_S
                 result = await self._run_with_retries(body, attempt_timeout_s, state)
         except TimeoutError:
             raise self._unavailable(f"no verdict within {self._request_timeout_s:g} s; was {state['doing']}") from None
@@ -130,7 +128,7 @@ class SandboxClient:
         self._free = asyncio.Semaphore(self._max_concurrency)
         self._http = aiohttp.ClientSession(
             connector=Connections(limit=self._max_concurrency),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             trust_env=False,  # a proxy meant for the internet must not see requests to the sandbox
         )
 

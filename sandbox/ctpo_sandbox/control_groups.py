@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from ctpo_sandbox.timeouts import GROUP_REMOVE_POLL_S, GROUP_REMOVE_TIMEOUT_S
+
 _PREFIX = "ctpo-sandbox-"
-_REMOVE_TIMEOUT_S = 2.0
-_POLL_S = 0.01
 _log = logging.getLogger("ctpo_sandbox.control_groups")
 
 
@@ -27,7 +27,7 @@ class NoControlGroup(Exception):
         )
 
 
-class _Files(NamedTuple):
+class _ControlFiles(NamedTuple):
     """Of a group: the limits of its memory and of its swap, and the counts of what happened."""
 
     limit: str
@@ -36,20 +36,20 @@ class _Files(NamedTuple):
     events: str
 
 
-_V1 = _Files("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "", "memory.oom_control")
-_V2 = _Files("memory.max", "memory.swap.max", "0", "memory.events")
+_V1 = _ControlFiles("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "", "memory.oom_control")
+_V2 = _ControlFiles("memory.max", "memory.swap.max", "0", "memory.events")
 
 
 class MemoryGroups:
     """`parent`: where the calling process may make groups."""
 
-    def __init__(self, parent: Path, files: _Files) -> None:
+    def __init__(self, parent: Path, files: _ControlFiles) -> None:
         self.parent, self._files = parent, files
 
     @classmethod
     def find(cls, process: Path = Path("/proc/self")) -> Self:
         """For `process`, a directory of /proc. Raises NoControlGroup."""
-        own = place((process / "cgroup").read_text(), (process / "mountinfo").read_text())
+        own = own_group((process / "cgroup").read_text(), (process / "mountinfo").read_text())
         if own is None:
             raise NoControlGroup("none that holds the server is to be seen here")
         parent = own.path if own.files == _V1 else _parent(own)
@@ -68,7 +68,7 @@ class MemoryGroups:
 class MemoryGroup:
     """Processes that may use `limit` bytes together; they and what they fork stay in it."""
 
-    def __init__(self, path: Path, files: _Files, limit: int) -> None:
+    def __init__(self, path: Path, files: _ControlFiles, limit: int) -> None:
         self._path, self._files, self._limit = path, files, limit
         self._kills = 0
 
@@ -89,7 +89,7 @@ class MemoryGroup:
 
     def remove(self) -> None:
         """When its processes are dead or dying. A failure is logged."""
-        deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+        deadline = time.monotonic() + GROUP_REMOVE_TIMEOUT_S
         while self._path.exists():
             try:
                 self._path.rmdir()
@@ -97,18 +97,18 @@ class MemoryGroup:
                 if time.monotonic() > deadline:
                     _log.error("control group %s is left behind: %s", self._path, error)
                     return
-                time.sleep(_POLL_S)
+                time.sleep(GROUP_REMOVE_POLL_S)
 
 
-class Place(NamedTuple):
+class OwnGroup(NamedTuple):
     """A process's own memory group, and where its hierarchy is mounted: nothing above that is to be seen."""
 
     path: Path
     mount: Path
-    files: _Files
+    files: _ControlFiles
 
 
-def place(groups: str, mounts: str) -> Place | None:
+def own_group(groups: str, mounts: str) -> OwnGroup | None:
     """That of the process whose /proc files `cgroup` and `mountinfo` say this; None where it is not to be seen."""
     own = {names: path for _, names, path in (line.split(":", 2) for line in groups.splitlines())}
     mounted = [line.split() for line in mounts.splitlines()]
@@ -118,15 +118,15 @@ def place(groups: str, mounts: str) -> Place | None:
     return _mounted(mounted, "cgroup2", own[""], option="", files=_V2) if "" in own else None
 
 
-def _mounted(mounts: list[list[str]], kind: str, path: str, *, option: str, files: _Files) -> Place | None:
+def _mounted(mounts: list[list[str]], kind: str, path: str, *, option: str, files: _ControlFiles) -> OwnGroup | None:
     for fields in mounts:
         root, point, end = fields[3], fields[4], fields.index("-")
         if fields[end + 1] == kind and option in ["", *fields[end + 3].split(",")] and _is_below(path, root):
-            return Place(Path(point, os.path.relpath(path, root)), Path(point), files)
+            return OwnGroup(Path(point, os.path.relpath(path, root)), Path(point), files)
     return None
 
 
-def _parent(own: Place) -> Path:
+def _parent(own: OwnGroup) -> Path:
     """Of the groups of version 2. Raises NoControlGroup where they would have to be below one with processes."""
     if own.path != own.mount:
         return own.path.parent

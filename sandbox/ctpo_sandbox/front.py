@@ -12,18 +12,16 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from ctpo_sandbox.timeouts import BODY_TIMEOUT_S, HALF_CLOSE_PROBE_AGAIN_S, HALF_CLOSE_PROBE_S, HEAD_TIMEOUT_S
+
 OPEN_PATHS = ("/live", "/ready")
 """For whoever watches over the service: they tell no more than yes or no, so they need no token."""
 
-HEAD_TIMEOUT_S = 10.0
-BODY_TIMEOUT_S = 60.0
 _SLOW = "the request body did not come within {:g} s"
-_GONE_AFTER_S = 0.05
-_ASK_AGAIN_S = 1.0
 _STILL_THERE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
-class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's, with a deadline for the head of a request, and an answer for clients that close only their side."""
 
     _head_deadline: asyncio.TimerHandle | None = None
@@ -52,14 +50,14 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if self._idle or self.cycle.scope["http_version"] != "1.1":
             return False
         self.cycle.keep_alive = False
-        self._ask_whether_it_waits(_GONE_AFTER_S)
+        self._ask_whether_it_waits(HALF_CLOSE_PROBE_S)
         return True
 
     def _ask_whether_it_waits(self, next_s: float) -> None:
         """An interim answer, which clients skip; writing to one that is gone breaks the connection."""
         if not (self.transport.is_closing() or self.cycle.response_started):
             self.transport.write(_STILL_THERE)
-            self.loop.call_later(next_s, self._ask_whether_it_waits, _ASK_AGAIN_S)
+            self.loop.call_later(next_s, self._ask_whether_it_waits, HALF_CLOSE_PROBE_AGAIN_S)
 
     def _expect_head(self) -> None:
         if self._head_deadline is None:

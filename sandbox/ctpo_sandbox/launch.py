@@ -1,7 +1,6 @@
 """Starts and stops a server next to a trainer, so that a run needs no service of its own."""
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -19,34 +19,36 @@ import httpx
 
 from ctpo_sandbox.client import authorization
 from ctpo_sandbox.records import Limits, option
+from ctpo_sandbox.restart import Restarter, SandboxStartError
+from ctpo_sandbox.timeouts import GROUP_GRACE_S, RESTART_PAUSES_S, START_POLL_S, STOP_TIMEOUT_S
 
-_POLL_S = 0.05
-_STOP_TIMEOUT_S = 10.0
-_GROUP_GRACE_S = 2.0
-_RESTART_PAUSE_S = 1.0
 _LOG_LINES = 20
 _DEFAULT_LIMITS = Limits()
-_log = logging.getLogger("ctpo_sandbox.launch")
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 
 
-class SandboxStartError(Exception):
-    """The server did not become healthy; the message ends with the last lines of its log."""
-
-
 class SandboxServer:
-    """A running server, started again on its port whenever it ends; a context manager that stops it.
+    """A running server, restarted on its port whenever it exits; a context manager that stops it.
 
-    url: its address. health: what `GET /health` said at first. restarts: how often it had to be started again.
+    url: its address. health: the first answer of `GET /health`.
     """
 
     def __init__(self, command: list[str], log_path: Path, start_timeout_s: float) -> None:
-        self.restarts = 0
         self._command, self._log_path, self._start_timeout_s = command, log_path, start_timeout_s
         self._stopping = threading.Event()
         self.process, self.url, self.health = self._start(port=0)
-        self._watcher = threading.Thread(target=self._watch, name="sandbox-watcher", daemon=True)
+        self._port = int(self.url.rpartition(":")[2])
+        self._restarter = Restarter(
+            self._restart, self._port, stopping=self._stopping.is_set, pauses_s=RESTART_PAUSES_S
+        )
+        watch = partial(self._restarter.run, self.process)
+        self._watcher = threading.Thread(target=watch, name="sandbox-watcher", daemon=True)
         self._watcher.start()
+
+    @property
+    def restarts(self) -> int:
+        """How often the server was started again."""
+        return self._restarter.restarts
 
     def stop(self) -> None:
         """End the server and every process of it, by force after ten seconds. Safe to call twice.
@@ -55,7 +57,7 @@ class SandboxServer:
         """
         self._stopping.set()
         _stop(self.process)
-        self._watcher.join(_STOP_TIMEOUT_S + self._start_timeout_s)
+        self._watcher.join(STOP_TIMEOUT_S + self._start_timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -91,39 +93,27 @@ class SandboxServer:
                 _stop(process)
                 raise
 
-    def _watch(self) -> None:
-        port = int(self.url.rpartition(":")[2])
-        while not self._stopping.is_set():
-            status = self.process.wait()
-            if self._stopping.is_set():
-                return
-            self.restarts += 1
-            _log.error("the sandbox server ended with status %s; starting it again on port %d", status, port)
+    def _restart(self) -> subprocess.Popen[bytes]:
+        _stop(self.process)  # it is gone, but its templates and workers may not be
+        self.process, _, _ = self._start(self._port)
+        if self._stopping.is_set():  # `stop` saw the old process
             _stop(self.process)
-            try:
-                process, _, _ = self._start(port)
-            except SandboxStartError as error:
-                _log.error("%s", error)
-                self._stopping.wait(_RESTART_PAUSE_S)
-                continue
-            self.process = process
-            if self._stopping.is_set():  # `stop` saw the old process
-                _stop(process)
+        return self.process
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)  # nobody waits for its answers any more
         with contextlib.suppress(subprocess.TimeoutExpired):  # the group kill below is the answer to it
-            process.wait(_STOP_TIMEOUT_S)
+            process.wait(STOP_TIMEOUT_S)
     # Templates and workers share the server's group; a snippet has its own but dies with its worker. They end by
     # themselves and take their files along.
-    deadline = time.monotonic() + _GROUP_GRACE_S
+    deadline = time.monotonic() + GROUP_GRACE_S
     while _is_alive(process.pid) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(START_POLL_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(_STOP_TIMEOUT_S)
+    process.wait(STOP_TIMEOUT_S)
 
 
 def _is_alive(group: int) -> bool:
@@ -207,7 +197,7 @@ def _check_alive(process: subprocess.Popen[bytes], deadline: float, awaited: str
 def _wait_for_url(process: subprocess.Popen[bytes], announce: Path, deadline: float) -> str:
     while not announce.exists():
         _check_alive(process, deadline, "has not announced its port")
-        time.sleep(_POLL_S)
+        time.sleep(START_POLL_S)
     return announce.read_text().strip()
 
 
@@ -216,12 +206,12 @@ def _wait_for_health(process: subprocess.Popen[bytes], url: str, deadline: float
         while True:
             _check_alive(process, deadline, "does not answer GET /health")
             try:
-                response = http.get(f"{url}/health", timeout=max(_POLL_S, deadline - time.monotonic()))
+                response = http.get(f"{url}/health", timeout=max(START_POLL_S, deadline - time.monotonic()))
                 if response.status_code == httpx.codes.OK:
                     health: dict[str, Any] = response.json()
                     return health
             except httpx.TransportError:
-                time.sleep(_POLL_S)
+                time.sleep(START_POLL_S)
 
 
 def _tail(path: Path) -> str:

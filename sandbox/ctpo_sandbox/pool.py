@@ -13,14 +13,10 @@ from ctpo_sandbox.channel import WorkerLost, read_output, run_files
 from ctpo_sandbox.control_groups import MemoryGroup, MemoryGroups
 from ctpo_sandbox.libraries import Library, choose
 from ctpo_sandbox.processes import LevelRefused, RunFault, Template, Worker
-from ctpo_sandbox.records import Limits, Outcome
+from ctpo_sandbox.records import ChildOutcome, Limits
 from ctpo_sandbox.remove import remove_tree
+from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, RUN_ATTEMPTS
 
-_ATTEMPTS = 2
-_PATIENCE = 5
-"""Attempts where the machine has no process left: others end, so it passes."""
-
-_PAUSE_S = 0.05
 _MAX_WAITING_CHARS = 256 << 20
 _log = logging.getLogger("ctpo_sandbox.pool")
 
@@ -37,7 +33,7 @@ class PoolUnavailable(Exception):
 class Run:
     """A finished run: how the child ended, its decoded output, whether that was cut, and the seconds it queued."""
 
-    outcome: Outcome
+    outcome: ChildOutcome
     stdout: str
     stderr: str
     truncated: bool
@@ -45,7 +41,7 @@ class Run:
 
 
 @dataclass(eq=False)
-class _Job:
+class _QueuedRun:
     """A snippet on its way through a slot, and the future of who waits for it, cancelled when nobody does."""
 
     code: bytes
@@ -168,7 +164,7 @@ class Pool:
             self._waiting_chars -= size
         worker = slot[tier]
         source, given = (text.encode("utf-8", errors="surrogatepass") for text in (code, stdin))
-        job = _Job(source, given, run_timeout_s, time.monotonic() - queued)
+        job = _QueuedRun(source, given, run_timeout_s, time.monotonic() - queued)
         self._in_background(self._occupy(slot, worker, job))  # so that hanging up interrupts none of its steps
         try:
             return await job.verdict
@@ -181,7 +177,7 @@ class Pool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _occupy(self, slot: dict[str, Worker], worker: Worker, job: "_Job") -> None:
+    async def _occupy(self, slot: dict[str, Worker], worker: Worker, job: "_QueuedRun") -> None:
         try:
             await self._run_with_retry(worker, job)
             await self._finish(worker)
@@ -198,7 +194,7 @@ class Pool:
         except WorkerLost as error:
             self._replace(worker, error)
 
-    async def _run_with_retry(self, worker: Worker, job: "_Job") -> None:
+    async def _run_with_retry(self, worker: Worker, job: "_QueuedRun") -> None:
         """Set the verdict, or none where nobody waits for it any more. Raises PoolUnavailable."""
         reasons: list[str] = []
         while not job.abandoned:
@@ -218,12 +214,12 @@ class Pool:
                 reasons.append(str(error))
                 passes = error.passes
                 await self._finish(worker)
-            if len(reasons) >= (_PATIENCE if passes else _ATTEMPTS):
+            if len(reasons) >= (FORK_ATTEMPTS if passes else RUN_ATTEMPTS):
                 raise PoolUnavailable("; then ".join(reasons)) from last
             if passes:
-                await asyncio.sleep(_PAUSE_S * 2 ** len(reasons))
+                await asyncio.sleep(FORK_PAUSE_S * 2 ** len(reasons))
 
-    async def _run_once(self, worker: Worker, job: "_Job") -> None:
+    async def _run_once(self, worker: Worker, job: "_QueuedRun") -> None:
         limit = self.limits.output_kb * 1000
         with run_files(job.code, job.stdin) as files:
             outcome = await worker.run(files, job.run_timeout_s)

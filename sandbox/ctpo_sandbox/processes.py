@@ -14,12 +14,10 @@ from pathlib import Path
 from ctpo_sandbox.channel import Channel, WorkerLost
 from ctpo_sandbox.control_groups import MemoryGroup
 from ctpo_sandbox.libraries import Library
-from ctpo_sandbox.records import FAILED, READY, STOP, WALL_FACTOR, Limits, Outcome
+from ctpo_sandbox.records import FAILED, READY, STOP, WALL_FACTOR, ChildOutcome, Limits
 from ctpo_sandbox.template import BIND_NOW, Boot
+from ctpo_sandbox.timeouts import BACKSTOP_S, CLEANING_TIMEOUT_S, WORKER_START_TIMEOUT_S
 
-WORKER_START_TIMEOUT_S = 15.0
-BACKSTOP_S = 10.0
-CLEANING_TIMEOUT_S = 30.0
 _PACKAGE = Path(__file__).resolve().parent
 # A package without its __init__, which imports the client: every fork would copy its megabytes.
 _BOOT = (
@@ -186,7 +184,7 @@ class Worker:
             except OSError as error:
                 raise WorkerLost(f"{self.name} is in no control group: {error}") from error
 
-    async def run(self, files: Sequence[int], run_timeout_s: float) -> Outcome:
+    async def run(self, files: Sequence[int], run_timeout_s: float) -> ChildOutcome:
         """One execution over `run_files`.
 
         Raises WorkerLost when the worker fails, LevelRefused when it cannot confine a child, and RunFault when it is
@@ -200,7 +198,7 @@ class Worker:
             reply = await self._channel.receive(deadline_s, f"to report a run of {run_timeout_s:g} s")
         finally:
             self._running = False
-        outcome = self._excess_of_memory(Outcome.decode(reply))
+        outcome = self._excess_of_memory(ChildOutcome.decode(reply))
         self._cleaning = outcome.cleaning
         if outcome.refused:
             raise LevelRefused(f"{self.name} could not confine a child: {outcome.fault}")
@@ -208,7 +206,7 @@ class Worker:
             raise RunFault(f"{self.name}: {outcome.fault}", passes=outcome.exhausted)
         return outcome
 
-    def _excess_of_memory(self, outcome: Outcome) -> Outcome:
+    def _excess_of_memory(self, outcome: ChildOutcome) -> ChildOutcome:
         """`outcome`, or that of a run that the kernel killed because its group has too much memory."""
         killed = outcome.fault is not None and outcome.exit_code == -signal.SIGKILL
         if not (killed and self._group is not None and self._group.was_exceeded()):

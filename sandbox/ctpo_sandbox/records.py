@@ -88,7 +88,7 @@ class Limits:
         return most if self.cpu_s is None else min(self.cpu_s, most)
 
 
-class Outcome(NamedTuple):
+class ChildOutcome(NamedTuple):
     """How one child ended.
 
     `exit_code` is -N when signal N killed it. `killed_for`: the limit for which its worker killed it, if it did.

@@ -11,6 +11,7 @@ from ctpo_sandbox.pool import Pool, PoolUnavailable, Run
 from ctpo_sandbox.processes import LevelRefused
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.remove import remove_tree
+from ctpo_sandbox.timeouts import SELFTEST_POLL_S, SELFTEST_TIMEOUT_S
 
 PROTECTIONS = {
     "network": "no sockets but an unconnected UNIX stream pair",
@@ -42,8 +43,6 @@ NEVER_ENFORCED = (
     "reading the packages of the server's environment",
     "kernel vulnerabilities and side channels (no virtual machine)",
 )
-_TIMEOUT_S = 10.0
-_POLL_S = 0.005
 _SNIPPET = """
 import json, os, resource, socket
 
@@ -151,7 +150,7 @@ async def _memory_is_held(pool: Pool) -> bool:
 
 async def _run(pool: Pool, code: str) -> Run:
     try:
-        return await pool.run(code, "", _TIMEOUT_S)
+        return await pool.run(code, "", SELFTEST_TIMEOUT_S)
     except PoolUnavailable as error:
         if isinstance(error.__cause__, LevelRefused):  # no worker could be confined
             raise error.__cause__ from None
@@ -165,14 +164,14 @@ async def _neighbour(pool: Pool) -> AsyncIterator[None]:
     try:
         await worker.ensure_started()
         with run_files(_NEIGHBOUR.encode(), b"") as files:
-            run = asyncio.ensure_future(worker.run(files, _TIMEOUT_S))
+            run = asyncio.ensure_future(worker.run(files, SELFTEST_TIMEOUT_S))
             try:
                 while os.fstat(files[2]).st_size == 0:
                     if run.done():
                         raise PoolUnavailable(
                             f"the neighbour of the self-test ended: {run.exception() or run.result()}"
                         )
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(SELFTEST_POLL_S)
                 yield
             finally:
                 run.cancel()

@@ -24,18 +24,17 @@ from ctpo_sandbox.app import ServerState, create_app
 from ctpo_sandbox.arguments import positive
 from ctpo_sandbox.channel import WorkerLost
 from ctpo_sandbox.control_groups import NoControlGroup
-from ctpo_sandbox.front import Protocol
+from ctpo_sandbox.front import HttpProtocol
 from ctpo_sandbox.libraries import absent, tiers
 from ctpo_sandbox.pool import Pool, PoolUnavailable
 from ctpo_sandbox.processes import LevelRefused, RunFault
 from ctpo_sandbox.records import LEVELS, Limits, option
 from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, explain, measure
 from ctpo_sandbox.supervise import Supervisor
+from ctpo_sandbox.timeouts import HURRIED_SHUTDOWN_S, KEEP_ALIVE_S
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
 _VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
-_HURRIED_SHUTDOWN_S = 2
-_KEEP_ALIVE_S = 30  # longer than clients keep an idle connection: they must be the ones to close it
 _OPEN_FILES = 65536
 _BACKLOG = 2048
 _ON_FAILURE = (
@@ -168,12 +167,12 @@ def _check_machine(limits: Limits) -> None:
             raise ValueError(f"{option(name)} {value}: {allowed}; lower it")
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """SIGTERM stops accepting and finishes what was taken on; SIGINT hurries."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGINT:
-            self.config.timeout_graceful_shutdown = _HURRIED_SHUTDOWN_S
+            self.config.timeout_graceful_shutdown = HURRIED_SHUTDOWN_S
         super().handle_exit(sig, frame)
 
 
@@ -210,15 +209,15 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
         state = ServerState(enforced, shared_token(), refused, _versions())
         config = uvicorn.Config(
             create_app(pool, state, args.node),
-            http=Protocol,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            http=HttpProtocol,
+            timeout_keep_alive=KEEP_ALIVE_S,
             log_level="warning",
             proxy_headers=False,
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=math.ceil(args.drain_s),
         )
-        server = _Server(config)
+        server = _UvicornServer(config)
         state.ends = lambda: server.should_exit
         if args.parent_pid is not None:
             _watch_parent(args.parent_pid, server)
@@ -295,7 +294,8 @@ def _supervise(args: argparse.Namespace) -> int:
         raise ValueError("--supervise with --port 0: a server that is started again must keep its address; name a port")
     defaults = vars(_parser().parse_args([]))
     given = {name: vars(args)[name] for name in defaults if vars(args)[name] != defaults[name] and name != "supervise"}
-    return Supervisor([text for name, value in given.items() for text in (option(name), str(value))]).run()
+    arguments = [text for name, value in given.items() for text in (option(name), str(value))]
+    return Supervisor(arguments, args.port).run()
 
 
 if __name__ == "__main__":

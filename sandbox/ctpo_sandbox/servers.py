@@ -11,13 +11,9 @@ from typing import Any
 
 import aiohttp
 
+from ctpo_sandbox.timeouts import FIRST_BACKOFF_S, MAX_BACKOFF_S, PROBE_MISSES, PROBE_POLL_S, PROBE_TIMEOUT_S
+
 _PATH = "/faas/sandbox"
-_FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 2.0
-_PROBE_PAUSE_S = 0.5
-_PROBE_TIMEOUT_S = 2.0
-_MISSES = 2
-"""Probes in a row without an answer after which a server counts as dark."""
 
 
 def roots(addresses: Sequence[str]) -> list[str]:
@@ -88,8 +84,8 @@ class Server:
     def failed(self, pause_s: float | None) -> None:
         """It gets nothing for a while: `pause_s`, or the longer the more often it fails."""
         self.failures += 1
-        backoff_s = min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _MAX_BACKOFF_S)
-        self.resting_until = time.monotonic() + (backoff_s if pause_s is None else min(pause_s, _MAX_BACKOFF_S))
+        backoff_s = min(FIRST_BACKOFF_S * 2 ** (self.failures - 1), MAX_BACKOFF_S)
+        self.resting_until = time.monotonic() + (backoff_s if pause_s is None else min(pause_s, MAX_BACKOFF_S))
 
 
 class Servers:
@@ -108,7 +104,7 @@ class Servers:
         server = min(self._servers, key=lambda s: (not s.ready, max(0.0, s.resting_until - now), s.in_flight))
         server.in_flight += 1
         if len(self._servers) > 1 and self._http is None:
-            timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+            timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
             self._http = aiohttp.ClientSession(connector=Connections(), timeout=timeout)
         if self._http is not None and server not in self._watchers:
             self._watchers[server] = asyncio.ensure_future(self._watch(server, self._http))
@@ -130,10 +126,10 @@ class Servers:
         misses = 0
         try:
             while server.in_flight or not server.ready:
-                await asyncio.sleep(_PROBE_PAUSE_S)
+                await asyncio.sleep(PROBE_POLL_S)
                 status = await _probe(http, server.root)
                 misses = misses + 1 if status is None else 0
-                if misses >= _MISSES:
+                if misses >= PROBE_MISSES:
                     server.turn_dark()
                 elif status is not None:
                     server.ready = status != HTTPStatus.SERVICE_UNAVAILABLE

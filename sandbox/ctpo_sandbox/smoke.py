@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import httpx
 
 from ctpo_sandbox.client import SandboxClient, authorization
-
-_TIMEOUT_S = 60.0
+from ctpo_sandbox.timeouts import SMOKE_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def run(url: str) -> int:
 
 
 async def _run(url: str) -> int:
-    client = SandboxClient(url, max_concurrency=1, request_timeout_s=_TIMEOUT_S)
+    client = SandboxClient(url, max_concurrency=1, request_timeout_s=SMOKE_TIMEOUT_S)
     failures = 0
     for case in CASES:
         failures += not _report(case.name, await _problem(client, case))
@@ -78,7 +77,7 @@ async def _problem(client: SandboxClient, case: Case) -> str:
 
 
 async def _refusal(url: str, body: dict[str, object], code: int) -> str:
-    async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT_S, headers=authorization()) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=SMOKE_TIMEOUT_S, headers=authorization()) as http:
         response = await http.post(url, content=json.dumps(body), headers={"content-type": "application/json"})
     return "" if response.status_code == code else f"expected HTTP {code}, got {response.status_code}"
 

@@ -1,67 +1,61 @@
-"""A server that is started again whenever it dies, at the same address, until the supervisor itself is asked to end."""
+"""`ctpo sandbox serve --supervise`: a server that is restarted at its address until the supervisor is stopped."""
 
-import logging
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 
 from ctpo_sandbox.launch import environment
+from ctpo_sandbox.restart import Restarter
+from ctpo_sandbox.timeouts import SUPERVISE_PAUSES_S, SUPERVISE_STEADY_S
 
-_FIRST_PAUSE_S = 0.5
-_MAX_PAUSE_S = 30.0
-_STEADY_S = 60.0
-"""A server that lived longer than this is started again after the first pause."""
-
-_ENDED_BY_ITSELF = (0, 1)
-"""Status of a server that ended as asked, or could not start; anything else, a signal above all, is a death."""
-
-_log = logging.getLogger("ctpo_sandbox.supervise")
+_NOT_A_CRASH = (0, 1)
+"""Exit status of a server that was stopped, or could not start. Anything else, above all a signal, is a crash."""
 
 
 class Supervisor:
-    """Runs `python -m ctpo_sandbox.server` with `arguments`, which must name a port; restarts: how often it died.
+    """Runs `python -m ctpo_sandbox.server` with `arguments`, which set `port`; restarts: how often it crashed.
 
-    SIGTERM and SIGINT are passed on to it, and nothing is started after them.
+    SIGTERM and SIGINT are passed on to the server, and nothing is started after them.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self.restarts = 0
+    def __init__(self, arguments: Sequence[str], port: int) -> None:
         self._command = [sys.executable, "-m", "ctpo_sandbox.server", *arguments, "--parent-pid", str(os.getpid())]
         self._server: subprocess.Popen[bytes] | None = None
-        self._ends = False
+        self._stopping = False
+        self._restarter = Restarter(
+            self._start,
+            port,
+            stopping=lambda: self._stopping,
+            pauses_s=SUPERVISE_PAUSES_S,
+            steady_s=SUPERVISE_STEADY_S,
+        )
+
+    @property
+    def restarts(self) -> int:
+        return self._restarter.restarts
 
     def run(self) -> int:
-        """Until it is asked to end, or the server cannot start; the exit status. From the main thread."""
+        """Run until a signal arrives, or the server cannot start; returns the exit status. Main thread only."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._pass_on)
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            began = time.monotonic()
-            status = self._run_once()
-            if self._ends or (status in _ENDED_BY_ITSELF and not self.restarts):
-                return status if status >= 0 else 128 - status
-            self.restarts += 1
-            pause_s = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause_s, _MAX_PAUSE_S)
-            _log.error("the sandbox server ended with status %d; starting it again in %g s", status, pause_s)
-            self._wait(pause_s)
-            if self._ends:
-                return 0
+        status = self._restarter.run(self._start(), is_final=self._is_final)
+        if status is None:
+            return 0
+        return status if status >= 0 else 128 - status
 
-    def _run_once(self) -> int:
+    def _is_final(self, status: int) -> bool:
+        """Whether the first server never came up; later the port may be taken for a while."""
+        return status in _NOT_A_CRASH and not self.restarts
+
+    def _start(self) -> subprocess.Popen[bytes]:
         self._server = subprocess.Popen(self._command, env=environment(), start_new_session=True)
-        if self._ends:  # the signal came before there was somebody to pass it on to
+        if self._stopping:  # the signal arrived before there was a process to pass it on to
             self._server.terminate()
-        return self._server.wait()
+        return self._server
 
     def _pass_on(self, number: int, _: object) -> None:
-        self._ends = True
+        self._stopping = True
         if self._server is not None and self._server.poll() is None:
             self._server.send_signal(number)
-
-    def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not self._ends and time.monotonic() < deadline:
-            time.sleep(0.05)

@@ -20,12 +20,11 @@ from ctpo_sandbox.confine import Confinement, LevelUnavailable
 from ctpo_sandbox.libraries import Library, load
 from ctpo_sandbox.program import prepare_main
 from ctpo_sandbox.records import FAILED, MAX_MESSAGE_BYTES, READY, Limits
+from ctpo_sandbox.timeouts import TEMPLATE_EXIT_TIMEOUT_S
 from ctpo_sandbox.worker import ForkServer
 
 BIND_NOW = "LD_BIND_NOW"
 """Of the environment of a template: look up at its start what every run would look up for itself."""
-
-_LEAVE_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def main(configuration: str) -> None:
 
 def _leave(directory: str) -> None:
     """A server that was killed cannot remove its directory; the last of its templates can."""
-    signal.alarm(_LEAVE_TIMEOUT_S)
+    signal.alarm(TEMPLATE_EXIT_TIMEOUT_S)
     with contextlib.suppress(ChildProcessError):  # with SIGCHLD ignored, wait returns when all workers are gone
         os.wait()
     with contextlib.suppress(OSError):  # not empty: another template is still there

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ctpo_sandbox.records import MAX_MESSAGE_BYTES, WALL_FACTOR
+from ctpo_sandbox.timeouts import EXCESS_POLL_S, WATCH_SHORTEST_WAIT_S
 
 TIME = "time"
 STOPPED = "nobody waits for it any more"
-_SHORTEST_WAIT_S = 0.01
-_LOOK_S = 0.02
 _REST = 4
 _NONE = -1
 _THREADS_FIELD = 17  # of /proc/<pid>/stat, counted from the state
@@ -64,16 +63,16 @@ class Watch:
 
     def _wait(self, pidfd: int, child: int, limit_s: float) -> str:
         now = time.monotonic()
-        end, next_look, left_s = now + WALL_FACTOR * limit_s, now + _LOOK_S, limit_s
+        end, next_look, left_s = now + WALL_FACTOR * limit_s, now + EXCESS_POLL_S, limit_s
         while left_s > 0:
-            for descriptor, _ in self._poll.poll(1000 * max(_SHORTEST_WAIT_S, min(left_s, next_look - now))):
+            for descriptor, _ in self._poll.poll(1000 * max(WATCH_SHORTEST_WAIT_S, min(left_s, next_look - now))):
                 return "" if descriptor == pidfd else self._told()
             now = time.monotonic()
             if now >= next_look:
                 if reason := self._excess(child):
                     return reason
                 took_s = time.monotonic() - now
-                next_look = now + took_s + max(_LOOK_S, _REST * took_s)
+                next_look = now + took_s + max(EXCESS_POLL_S, _REST * took_s)
             left_s = min(limit_s - _cpu_s(child), end - now)
         return TIME
 

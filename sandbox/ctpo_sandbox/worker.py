@@ -8,9 +8,9 @@ import time
 from functools import lru_cache, partial
 
 from ctpo_sandbox import libc
-from ctpo_sandbox.child import SETUP_DONE, Files, become_snippet, prepare_child
+from ctpo_sandbox.child import SETUP_DONE, RunFiles, become_snippet, prepare_child
 from ctpo_sandbox.confine import Confinement
-from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, READY, STOP, Outcome
+from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, READY, STOP, ChildOutcome
 from ctpo_sandbox.watch import TIME, ServerGone, Watch, excess_threads
 from ctpo_sandbox.work import WorkDirectories
 
@@ -43,7 +43,7 @@ class ForkServer:
         try:
             outcome = self._execute(files, ruleset, run_timeout_s)
         except BlockingIOError as error:  # the machine, or the container, has no process left
-            outcome = Outcome(False, 0, 0.0, 0.0, 0.0, fault=f"could not fork: {error}", exhausted=True)
+            outcome = ChildOutcome(False, 0, 0.0, 0.0, 0.0, fault=f"could not fork: {error}", exhausted=True)
         for descriptor in files:
             os.close(descriptor)
         if self._work.discard_quickly():
@@ -53,15 +53,15 @@ class ForkServer:
         self._work.discard()
         self._control.send(CLEANED)
 
-    def _next_request(self) -> tuple[Files, float]:
+    def _next_request(self) -> tuple[RunFiles, float]:
         while True:
-            message, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, len(Files._fields))
+            message, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, len(RunFiles._fields))
             if not message:
                 raise ServerGone
             if message != STOP:  # of a run that was over already
-                return Files(*descriptors), float(message)
+                return RunFiles(*descriptors), float(message)
 
-    def _execute(self, files: Files, ruleset: int | None, run_timeout_s: float) -> Outcome:
+    def _execute(self, files: RunFiles, ruleset: int | None, run_timeout_s: float) -> ChildOutcome:
         cpu_limit_s = self._confinement.limits.cpu_limit_s(run_timeout_s)
         prepared = self._prepare(files, ruleset, cpu_limit_s)
         child = libc.fork()  # a worker has one thread: it is itself a fork
@@ -81,7 +81,7 @@ class ForkServer:
         killed_for = killed_for if exit_code == -signal.SIGKILL else ""
         cpu_s = usage.ru_utime + usage.ru_stime
         cpu_limit_fired = _cpu_limit_fired(exit_code, cpu_s, cpu_limit_s)
-        return Outcome(
+        return ChildOutcome(
             timed_out=killed_for == TIME or cpu_limit_fired,
             exit_code=exit_code,
             wall_s=wall_s,

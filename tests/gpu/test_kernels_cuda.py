@@ -155,7 +155,7 @@ def test_the_sweep_has_the_same_bits_however_it_is_cut(device: str, windows: int
     whole = loss_triton().loss_pass(tokens_of(values), spec, 1.0)
     batch = tokens_of(values | {"log_probs": torch.zeros_like(values["log_probs"])})
     state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=device)
-    stream = loss_triton().LossStream(batch, spec, 1.0, totals=None, state=state)
+    stream = loss_triton().TritonLossStream(batch, spec, 1.0, totals=None, state=state)
     edges = torch.linspace(0, batch.tokens, windows + 1).long().tolist()
     parts = []
     for start, end in itertools.pairwise(edges):

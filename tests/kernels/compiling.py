@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_kernels import aot
+from benchmarks.kernels import aot
 from tests.support import children
 from tests.support.prefork import Prefork
 
-PACKAGES = Path(aot.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+PACKAGES = f"{ROOT}:{ROOT / 'kernels'}"
+"""The folders of `benchmarks` and `ctpo_kernels`, as in PYTHONPATH."""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-    "PYTHONPATH": str(PACKAGES),
+    "PYTHONPATH": PACKAGES,
     "PYTHONWARNINGS": "ignore",
 }
 
@@ -27,13 +29,13 @@ def _server() -> Prefork:
     """Of processes that have imported Triton as it compiles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
-        server = Prefork(("ctpo_kernels.aot",))
+        server = Prefork(("benchmarks.kernels.aot",))
     atexit.register(server.close)
     return server
 
 
 def code(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -c text arguments` in a new process, after `import ctpo_kernels.aot`."""
+    """`python -c text arguments` in a new process, after `import benchmarks.kernels.aot`."""
     return _server().run(exec, text, {}, argv=["-c", *arguments], environment=ENVIRONMENT, deadline_s=280)
 
 
@@ -48,4 +50,4 @@ def python(*arguments: str, deadline_s: float = 280, **environment: str) -> subp
 
 
 def gate(*arguments: str, deadline_s: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "ctpo_kernels.aot", *arguments, deadline_s=deadline_s, **environment)
+    return python("-m", "benchmarks.kernels.aot", *arguments, deadline_s=deadline_s, **environment)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels import MAXIMA, SUMS, CTPOStats, PerToken, ctpo_loss
-from ctpo_kernels.reference import LossReference
+from tests.kernels.reference import LossReference
 
 STEP = 2.0**-14
 COUNTS = ("loss_tokens", "model_tokens", "clip_high", "clip_low", "clip_dual", "capped")

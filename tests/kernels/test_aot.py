@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ctpo_kernels import aot
+from benchmarks.kernels import aot
 from tests.kernels.compiling import ENVIRONMENT, code, gate, quick_gate
 from tests.support import children
 from tests.support.deadlines import scaled
@@ -57,7 +57,7 @@ def test_every_configuration_fits_every_architecture(tmp_path: Path) -> None:
 # The gate with the reports of an earlier compilation in the place of a new one.
 JUDGE = """
 import dataclasses, json, sys
-from ctpo_kernels import aot
+from benchmarks.kernels import aot
 
 rows = json.load(open(sys.argv[1]))["kernels"]
 names = [field.name for field in dataclasses.fields(aot.Report)]
@@ -79,7 +79,7 @@ def test_every_limit_that_is_exceeded_is_named_and_fails_the_gate(compiled: Path
 def test_workers_end_with_their_parent() -> None:
     """Killed outright, the parent cannot tell them."""
     program = (
-        "import os, time\nfrom ctpo_kernels import aot\n"
+        "import os, time\nfrom benchmarks.kernels import aot\n"
         "print(aot.workers(1).submit(os.getpid).result(), flush=True)\ntime.sleep(600)"
     )
     parent = subprocess.Popen(
@@ -97,7 +97,8 @@ def test_workers_end_with_their_parent() -> None:
 
 def test_a_kernel_outside_the_table_is_refused() -> None:
     added = (
-        "from ctpo_kernels import aot, loss_kernels as k; k.other_kernel = k.reduce_kernel; aot.launches(quick=True)"
+        "from benchmarks.kernels import aot; from ctpo_kernels import loss_kernels as k; "
+        "k.other_kernel = k.reduce_kernel; aot.launches(quick=True)"
     )
     done = code(added)
     assert done.returncode == 1

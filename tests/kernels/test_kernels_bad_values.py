@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from ctpo_kernels.reference import ctpo_loss_reference
 from tests.kernels.packings import assert_reference, random_batch, run, same_bits
+from tests.kernels.reference import ctpo_loss_reference
 from tests.support.pairwise import pairwise
 
 # The interpreter computes with numpy, which warns of what is tested here.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels import SUMS, loss_torch, use_backend
-from ctpo_kernels.loss import loss_implementation
+from ctpo_kernels.loss import loss_implementation, loss_stream
 from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.spec import LossKeywords, LossSpec, inverse_of_loss_tokens
@@ -124,7 +124,7 @@ def test_windows_of_a_stream(backend: str, cuts: list[int]) -> None:
     expected = implementation.loss_pass(batch, spec, 0.1, totals=totals)
     state = torch.zeros(batch.segments, 3, dtype=torch.int64)
     blank = replace(batch, log_probs=torch.zeros_like(batch.log_probs))
-    stream = implementation.LossStream(blank, spec, 0.1, totals=totals, state=state)
+    stream = loss_stream(blank, spec, 0.1, totals=totals, state=state)
     edges = itertools.pairwise([0, *cuts, batch.tokens])
     gradients = []
     for start, end in edges:
@@ -143,7 +143,7 @@ def test_a_window_longer_than_the_longest_span(interpreter: None, monkeypatch: p
     expected = loss_triton.loss_pass(batch, spec, 0.1)
     monkeypatch.setattr(loss_triton, "SPANS", (64, 128))
     state = torch.zeros(batch.segments, 3, dtype=torch.int64)
-    stream = loss_triton.LossStream(batch, spec, 0.1, totals=None, state=state)
+    stream = loss_triton.TritonLossStream(batch, spec, 0.1, totals=None, state=state)
     assert same_bits(stream.step(0, batch.tokens), expected.gradient)
     torch.testing.assert_close(stream.finish(), expected.vector, rtol=1e-6, atol=1e-6)
 

@@ -70,7 +70,7 @@ def test_windows_of_wrong_boundaries(gradient: Tensor, cu: list[int]) -> None:
 
     batch, state = batch_with(cu), torch.zeros(len(cu) - 1, 3, dtype=torch.int64)
     spec = LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
-    stream = loss_triton.LossStream(batch, spec, 0.25, totals=None, state=state)
+    stream = loss_triton.TritonLossStream(batch, spec, 0.25, totals=None, state=state)
     for start, end in ((0, 24), (24, N)):
         stream.step(start, end)
     assert_inside(gradient)

@@ -9,21 +9,22 @@ import importlib.util
 
 import pytest
 
-from ctpo_kernels import aot
+from benchmarks.kernels import aot
 from tests.kernels.compiling import code
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 # Every launch of batches of many sizes and of windows of many lengths, as Triton tells compiled kernels apart.
 RECORD = """
-from ctpo_kernels import aot_launches, loss_triton
+from benchmarks.kernels import aot_launches
+from ctpo_kernels import loss_triton
 from ctpo_kernels.spec import LossKeywords, LossSpec
 import torch
 
 def window(start, end, segments):
     batch, spec = aot_launches.batch_of(4096, segments), LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
     state = torch.zeros(segments, 3, dtype=torch.int64)
-    stream = loss_triton.LossStream(batch, spec, 0.1, totals=None, state=state)
+    stream = loss_triton.TritonLossStream(batch, spec, 0.1, totals=None, state=state)
     stream.step(start, end)
 
 found, fused = {}, set()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ctpo_kernels import fused_linear_ctpo, linear_log_probs
-from ctpo_kernels.reference import linear_ctpo_reference
 from tests.kernels.heads import Head, Swept, eager, random_head, sweep
 from tests.kernels.packings import assert_stats, distance, dyadic, same_bits, without
+from tests.kernels.reference import linear_ctpo_reference
 
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
 

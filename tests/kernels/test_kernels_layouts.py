@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels import ctpo_loss, fused_linear_ctpo, linear_log_probs, vocab_parallel_log_probs
-from ctpo_kernels.reference import ctpo_loss_reference
 from tests.kernels.heads import Head, Swept, random_head
 from tests.kernels.layouts import cover, laid_out
 from tests.kernels.packings import Found, assert_reference, distance, random_batch, same_bits
+from tests.kernels.reference import ctpo_loss_reference
 from tests.kernels.test_kernels_head import assert_swept
 
 ROWS, WIDTH, VOCAB = 11, 6, 13

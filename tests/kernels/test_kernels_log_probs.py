@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels import linear_log_probs, rows_torch, vocab_parallel_log_probs
-from ctpo_kernels.reference import log_probs_reference
 from ctpo_kernels.rows_torch import Shard
 from tests.kernels.packings import distance, same_bits
+from tests.kernels.reference import log_probs_reference
 from tests.support.pairwise import pairwise
 
 LOG_PROB = 5e-6  # nats, absolute, against float64

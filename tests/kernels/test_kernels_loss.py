@@ -12,8 +12,8 @@ from torch import Tensor
 from ctpo_kernels import ctpo_loss
 from ctpo_kernels.names import LOSS_AGG_MODES
 from ctpo_kernels.names import RATIO_MODES as RATIOS
-from ctpo_kernels.reference import ctpo_loss_reference
 from tests.kernels.packings import PACKINGS, STEP, Found, assert_reference, boundaries, random_batch, run, without
+from tests.kernels.reference import ctpo_loss_reference
 from tests.support.pairwise import pairwise
 
 PRECISIONS = [("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ctpo_kernels import use_backend
-from ctpo_kernels.reference import ctpo_loss_reference, linear_ctpo_reference
 from tests.kernels.heads import eager, random_head, sweep
 from tests.kernels.packings import assert_reference, distance, random_batch, run, same_bits, without
+from tests.kernels.reference import ctpo_loss_reference, linear_ctpo_reference
 
 
 def interpreted(examples: int) -> settings:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ctpo_kernels.names import LOSS_AGG_MODES, RATIO_MODES
-from ctpo_kernels.reference import ctpo_loss_reference, linear_ctpo_reference, log_probs_reference
 from ctpo_megatron.objective import PolicyObjective, policy_loss
 from tests.kernels.packings import distance, random_batch, without
+from tests.kernels.reference import ctpo_loss_reference, linear_ctpo_reference, log_probs_reference
 from tests.support.pairwise import pairwise
 
 

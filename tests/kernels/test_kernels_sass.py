@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ctpo_kernels import sass
+from benchmarks.kernels import sass
 
 CODE = """
         /*0000*/  MOV R1, c[0x0][0x28] ;

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
-from ctpo_sandbox.control_groups import MemoryGroups, NoControlGroup, place
+from ctpo_sandbox.control_groups import MemoryGroups, NoControlGroup, own_group
 from tests.sandbox.conftest import Runner, runner
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
@@ -130,7 +130,7 @@ INSIDE = "30 25 0:31 /docker/a /sys/fs/cgroup/memory ro - cgroup cgroup rw,memor
     ],
 )
 def test_the_own_group(groups: str, mounts: str, expected: str | None) -> None:
-    found = place(groups, mounts)
+    found = own_group(groups, mounts)
     assert (None if found is None else os.path.normpath(found.path)) == expected
 
 

@@ -30,7 +30,7 @@ def orphanage() -> Iterator[None]:
 @pytest.mark.usefixtures("orphanage")
 @pytest.mark.timeout(scaled(60))
 def test_the_dead_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_GROUP_GRACE_S", scaled(600))
+    monkeypatch.setattr(launch, "GROUP_GRACE_S", scaled(600))
     # Whether a worker's dead are reaped before their parent ends is a race; this child of the server nobody reaps.
     start = "import os, runpy; os.fork() or os._exit(0); runpy.run_module('ctpo_sandbox.server', run_name='__main__')"
     command = [sys.executable, "-c", start, "--slots", "1", "--tiers", "stdlib"]

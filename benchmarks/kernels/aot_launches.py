@@ -18,7 +18,7 @@ from ctpo_kernels.spec import LossKeywords, LossSpec, inverse_of_loss_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """One kernel as a launcher calls it.
 
     module: where the kernel is. signature, constants: by argument name. divisible: arguments that are multiples of 16.
@@ -83,14 +83,14 @@ def _recording() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
             vars(launcher)["kernels"] = kernels
 
 
-def recorded(run: Callable[[], None], configuration: str) -> list[Launch]:
+def recorded(run: Callable[[], None], configuration: str) -> list[KernelLaunch]:
     """What `run` launches."""
     with _recording() as notes:
         run()
     return [_describe(kernel, arguments, configuration) for kernel, arguments in notes]
 
 
-def _describe(kernel: Any, arguments: dict[str, Any], configuration: str) -> Launch:
+def _describe(kernel: Any, arguments: dict[str, Any], configuration: str) -> KernelLaunch:
     """Types and specialisation as Triton itself derives them at a launch."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
@@ -103,7 +103,7 @@ def _describe(kernel: Any, arguments: dict[str, Any], configuration: str) -> Lau
     constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
     keys = {name: key for name, (kind, key) in zip(values, kinds, strict=True) if kind != "constexpr"}
     divisible = tuple(name for name, key in keys.items() if key and backend.parse_attr(key))
-    return Launch(kernel.__name__, kernel.fn.__module__, configuration, signature, constants, divisible, options)
+    return KernelLaunch(kernel.__name__, kernel.fn.__module__, configuration, signature, constants, divisible, options)
 
 
 # Keywords of ctpo_loss (or an argument of batch_of); names that begin with "default" are the quick ones.
@@ -170,7 +170,9 @@ def launch_loss(size: tuple[int, int], options: dict[str, Any], *, stream: bool 
     if stream:
         # The head's second window of three.
         inverse = inverse_of_loss_tokens(batch) if inverse is None else inverse
-        loss = loss_triton.LossStream(batch, spec, inverse, totals=totals if spec.per_sequence else None, state=state)
+        loss = loss_triton.TritonLossStream(
+            batch, spec, inverse, totals=totals if spec.per_sequence else None, state=state
+        )
         loss.step(8192, 16384)
         loss.finish()
     else:

@@ -1,8 +1,8 @@
 """Compile every Triton kernel without a GPU and hold its registers, spills, memory and instructions against limits.
 
-`python -m ctpo_kernels.aot [--arch 80 90 100] [--quick] [--json FILE]` prints a table and exits with 1 if a kernel
-spills, exceeds a limit or does not compile, with 2 if nothing can be compiled here. The configurations are those of the
-launchers themselves (`aot_launches`).
+`PYTHONPATH=.:kernels python -m benchmarks.kernels.aot [--arch 80 90 100] [--quick] [--json FILE]` prints a table. The
+exit status is 1 if a kernel spills, exceeds a limit or does not compile, and 2 if nothing can be compiled here. The
+launchers themselves provide the configurations (`aot_launches`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ctpo_kernels import dispatch, sass
-from ctpo_kernels.aot_launches import Launch, configurations, recorded
+from benchmarks.kernels import sass
+from benchmarks.kernels.aot_launches import KernelLaunch, configurations, recorded
+from ctpo_kernels import dispatch
 
 ARCHITECTURES = (80, 90, 100)
 
@@ -88,12 +89,12 @@ class Report:
         return [f"{where}: {text}" for failed, text in checks if failed]
 
 
-def launches(*, quick: bool = False) -> list[Launch]:
+def launches(*, quick: bool = False) -> list[KernelLaunch]:
     """All different launches; `quick`: of the default configurations only.
 
     Raises LookupError if a kernel of the package is in none of them, or has no limit.
     """
-    found: dict[str, Launch] = {}
+    found: dict[str, KernelLaunch] = {}
     for name, run in configurations().items():
         if quick and not name.startswith("default"):
             continue
@@ -121,7 +122,7 @@ def _kernels() -> set[str]:
     }
 
 
-def compile_launch(launch: Launch, arch: int) -> Report:
+def compile_launch(launch: KernelLaunch, arch: int) -> Report:
     """Compile one launch for sm_`arch` and read what ptxas reports.
 
     A compiler error becomes the report's `error`, so that one kernel's failure does not hide the others'.
@@ -158,7 +159,7 @@ def compile_launch(launch: Launch, arch: int) -> Report:
     )
 
 
-def _instructions(launch: Launch, cubin: bytes) -> dict[str, Any]:
+def _instructions(launch: KernelLaunch, cubin: bytes) -> dict[str, Any]:
     """The figures of a report; none for kernels without a limit."""
     if launch.kernel not in INSTRUCTIONS:
         return {}
@@ -172,7 +173,7 @@ def _instructions(launch: Launch, cubin: bytes) -> dict[str, Any]:
     }
 
 
-def compile_all(chosen: list[Launch], architectures: list[int], processes: int) -> list[Report]:
+def compile_all(chosen: list[KernelLaunch], architectures: list[int], processes: int) -> list[Report]:
     """Reports in the order of `chosen`, each for every architecture."""
     tasks = [(launch, arch) for launch in chosen for arch in architectures]
     with workers(processes) as pool:
@@ -217,7 +218,7 @@ def table(reports: list[Report], limits: dict[str, int]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ctpo_kernels.aot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels.aot", description=__doc__)
     parser.add_argument("--arch", nargs="+", type=int, default=list(ARCHITECTURES), help="compute capabilities x 10")
     parser.add_argument("--quick", action="store_true", help="default configurations only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
