@@ -12,7 +12,7 @@ from ctpo_megatron.rollouts.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
 from ctpo_megatron.rollouts.samples import Sample, accuracies, by_problem, by_source, conduct, validation_metrics
 from ctpo_megatron.rollouts.scoring import Scoring
-from ctpo_megatron.rollouts.source import Collector, Engines, Phase, RolloutSource, SampledRollouts, check_mismatch
+from ctpo_megatron.rollouts.source import Collector, Engines, Phase, RolloutSource, SampledRollouts
 
 __all__ = [
     "LEVEL",
@@ -35,7 +35,6 @@ __all__ = [
     "bootstrap",
     "by_problem",
     "by_source",
-    "check_mismatch",
     "conduct",
     "filter_problem",
     "rollout_metrics",

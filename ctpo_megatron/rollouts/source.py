@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +19,6 @@ from ctpo_megatron.rollouts.quarantine import Quarantined
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger(__name__)
 
 Phase = Callable[[str], Any]
 """Times a part of the step: `with phase("rollout"): ...`."""
@@ -235,29 +230,3 @@ def assemble(sampled: Sequence[Group], metrics: Mapping[str, float], uniform: Un
     found |= uniform.metrics(sampled, len(dropped)) | filters.apply(groups)
     versions = {v for group in groups for t in group.trajectories for v in t.weight_version if v >= 0}
     return Batch(groups, found, tuple(sorted(versions)), dropped=dropped)
-
-
-def check_mismatch(config: RolloutConfig, metrics: Mapping[str, float]) -> None:
-    """Raises RuntimeError when sampler and trainer log-probs differ by more than `rollout.mismatch_limit` (nats).
-
-    A batch without any token of the weights that it trains has nothing to compare.
-    Warns once when their noise alone crosses the clip window within `rollout.max_response_tokens` (`mismatch/t_star`).
-    """
-    limit, difference = config.mismatch_limit, metrics.get("mismatch/log_prob_abs_max", 0.0)
-    if limit is not None and not difference <= limit:  # a NaN is beyond every limit
-        raise RuntimeError(
-            f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="
-            f"{limit}: a weight sync did not arrive, or the two sides compute in different precision"
-        )
-    if metrics.get("mismatch/t_star", math.inf) < config.max_response_tokens:
-        _warn_of_noise(config.max_response_tokens)
-
-
-@functools.cache
-def _warn_of_noise(longest: int) -> None:
-    log.warning(
-        "sampler and trainer differ by so much noise at equal weights (mismatch/sigma) that a ratio against the "
-        "sampler leaves the clip window by it alone (at token mismatch/t_star) before rollout.max_response_tokens=%d: "
-        "compute both sides in the same precision, or see objective.correction (docs/objective.md)",
-        longest,
-    )
