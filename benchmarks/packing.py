@@ -105,7 +105,7 @@ class Bench:
     def lay_out(self, side: Side, trajectories: list[Trajectory]) -> list[MiniBatch]:
         """The optimizer steps of one RL step."""
         advantages = [(-1.0, 0.5, 0.2, 1.3)[i % 4] for i in range(len(trajectories))]
-        packed = self.policy.mini_batches(trajectories, advantages, self.size)
+        packed = self.policy.distribute(trajectories, advantages, self.size)
         if side.rows is None:
             return packed
         padded: list[Any] = []
@@ -113,7 +113,7 @@ class Bench:
             rows = trajectories[start : start + side.rows]
             length = side.length or max(map(len, rows))
             filled = [padded_to(t, length) for t in rows]
-            (dense,) = self.policy.mini_batches(filled, advantages[start : start + side.rows], side.rows)
+            (dense,) = self.policy.distribute(filled, advantages[start : start + side.rows], side.rows)
             padded += dense.micro_batches
         each = self.size // side.rows
         return [replace(mini, micro_batches=padded[i * each : (i + 1) * each]) for i, mini in enumerate(packed)]

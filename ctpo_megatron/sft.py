@@ -49,7 +49,7 @@ def fine_tune(
             if step % _CHECKED_EVERY == 0:
                 check()
             with report.phase("sft"):
-                (mini_batch,) = policy.mini_batches(batch, None, sft.conversations_per_step)
+                (mini_batch,) = policy.distribute(batch, None, sft.conversations_per_step)
                 metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
             report.log_sft(step, sft.steps, metrics)
             if run.notice() or (every and step % every == 0):

@@ -6,23 +6,19 @@ import logging
 import runpy
 import sys
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from ctpo_megatron.base.extensions import activate
-from ctpo_megatron.config import Config, advantage_from_config, family_for, run_chat_template, shares_gpus
+from ctpo_megatron.config import Config, family_for, run_chat_template, shares_gpus
 from ctpo_megatron.data import prepare
-from ctpo_megatron.objective import batch_advantages, objective_from_config
 from ctpo_megatron.policy import (
-    BatchStart,
     Layout,
     Trainer,
+    TrainSettings,
     capabilities,
-    configured_loss,
     destroy_distributed,
     init_distributed,
 )
-from ctpo_megatron.rollouts import check_mismatch
 from ctpo_megatron.run import (
     Bridge,
     Persistence,
@@ -67,8 +63,14 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
             lambda: stack.enter_context(start_services(config, directory, report, StopOrLostRank(preemption, layout)))
         )
         rollouts = stack.enter_context(Bridge(layout, services, report, config, shared=shares_gpus(config)))
-        path, temperature, family = Path(config.model.path), config.rollout.temperature, family_for(config)
-        policy = Trainer(config.policy, layout, path, temperature=temperature, family=family, claim=rollouts.give_way)
+        policy = Trainer(
+            config.policy,
+            layout,
+            Path(config.model.path),
+            temperature=config.rollout.temperature,
+            family=family_for(config),
+            acquire_gpu=rollouts.give_way,
+        )
     persistence = Persistence(config, layout, directory, services, report)
     run, checkpoint = RunState(config, preemption), persistence.find()
     if (sft := persistence.sft_to_do(checkpoint)) is not None:
@@ -78,7 +80,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
             return preemption.leave()
         checkpoint = None
     with report.stage("rl"), preemption.deferred():
-        policy.use_optimizer(config.policy.optimizer, config.run.steps * run.updates_per_step)
+        policy.prepare_rl(train_settings(config), report)
         persistence.restore(policy, run, checkpoint)
         reinforce(config, policy, run, rollouts, persistence, report)
         if run.preempted:
@@ -95,13 +97,22 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
     return 0
 
 
+def train_settings(config: Config) -> TrainSettings:
+    """What the RL phase of a configuration asks of the trainer."""
+    return TrainSettings.of(
+        config.objective,
+        config.policy,
+        config.rollout,
+        batches=config.run.steps,
+        skip_zero_advantage=config.leaves_out_zero_advantage,
+        diagnostics=config.tracking.trajectories != "none",
+    )
+
+
 def reinforce(
     config: Config, policy: Trainer, run: RunState, rollouts: Bridge, persistence: Persistence, report: Reporter
 ) -> None:
     """CTPO: sample groups with the current weights, score, update against them, publish the new weights."""
-    objective, advantage = objective_from_config(config.objective), advantage_from_config(config.objective)
-    loss, check = configured_loss(config.objective), partial(check_mismatch, config.rollout)
-    skip = {"skip_zero_advantage": config.leaves_out_zero_advantage}
     rollouts.publish(policy, run.version)
     if not run.resumed or (run.evaluates and rollouts.lacks_evaluation()):
         report.log(run.done, {})
@@ -114,21 +125,12 @@ def reinforce(
             batch = rollouts.next_batch(step, policy)
             if batch is None:
                 return run.stop()
-            with report.phase("old_log_probs"):
-                advantages = batch_advantages([group.rewards for group in batch.groups], advantage)
-                mini_batches = policy.share_out(batch.trajectories, advantages, run.update_size, run.version, **skip)
-                start = BatchStart(config.objective, policy.layout, batch.is_of(run.version), check)
-                metrics = policy.begin(mini_batches, start)
-            with report.phase("update"):
-                metrics |= policy.update_all(mini_batches, loss, planned=run.updates_per_step, start=start)
-            with report.phase("token_diagnostics"):
-                dumped, anchor = config.tracking.trajectories != "none", config.objective.anchor
-                diagnostics = policy.token_diagnostics(mini_batches[-1], objective, anchor) if dumped else {}
+            result = policy.train(batch)
             version = run.advance()
             rollouts.end_evaluation()
             if not run.notice():
                 rollouts.publish(policy, version)
-        report.log_step(step, batch, metrics | {"weights/version": float(version)}, diagnostics)
+        report.log_step(step, batch, result.metrics, result.diagnostics)
         if run.evaluates and not run.preempted:
             rollouts.evaluate(step, policy, awaited=run.awaits_evaluation)
         if run.notice():

@@ -1,12 +1,12 @@
 """Policy: the Megatron-Core model under training, its parallel layout, optimizer steps, weights and checkpoints.
 
 layout = init_distributed(config.policy, seed)                      process groups of this rank
-policy = Policy(config.policy, layout, model_path, temperature=1.0)
-policy.use_optimizer(optimizer_config, total_steps)
-steps = policy.mini_batches(trajectories, advantages, size)
-policy.compute_old_log_probs(steps)
-updates = [policy.update(step, policy_gradient(objective, "proximal")) for step in steps]
-policy.weights()                                        Hugging Face names and tensors, for sync and export
+trainer = Trainer(config.policy, layout, model_path, temperature=1.0)
+trainer.prepare_rl(TrainSettings.of(...), phases)
+result = trainer.train(batch)                                       metrics and token diagnostics of an RL step
+trainer.weights()                                                   Hugging Face names and tensors
+
+A supervised stage makes its steps one by one: `use_optimizer`, then `distribute` and `update` for each batch.
 """
 
 # ruff: noqa: E402
@@ -28,25 +28,30 @@ from ctpo_megatron.policy.device import capabilities, max_ranks
 from ctpo_megatron.policy.flops import peak_flops
 from ctpo_megatron.policy.losses import configured_loss, policy_gradient, supervised
 from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.policy.mismatch import check_mismatch
+from ctpo_megatron.policy.old_log_probs import OldLogProbs
 from ctpo_megatron.policy.parallel import Layout, destroy_distributed, gather_objects, init_distributed
 from ctpo_megatron.policy.rank_zero import RankLost, RankZero, RankZeroError
 from ctpo_megatron.policy.reports import Diagnostics, Update, summarize_updates
-from ctpo_megatron.policy.start import BatchStart
+from ctpo_megatron.policy.settings import TrainResult, TrainSettings
 from ctpo_megatron.policy.trainer import Trainer
 
 __all__ = [
-    "BatchStart",
     "CheckpointError",
     "Diagnostics",
     "Layout",
     "MiniBatch",
+    "OldLogProbs",
     "RankLost",
     "RankZero",
     "RankZeroError",
+    "TrainResult",
+    "TrainSettings",
     "Trainer",
     "Update",
     "apply_correction",
     "capabilities",
+    "check_mismatch",
     "configured_loss",
     "destroy_distributed",
     "discard_checkpoints",

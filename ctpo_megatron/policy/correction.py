@@ -19,6 +19,7 @@ from ctpo_megatron.objective import (
 )
 from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.policy.passes import old_log_probs_of
 
 
 def apply_correction(
@@ -49,18 +50,16 @@ def apply_correction(
 
 
 def _correct(micro: PackedBatch, config: CorrectionConfig) -> Corrected:
-    if micro.old_log_probs is None:
-        raise ValueError("the correction needs Policy.compute_old_log_probs()")
-    found = correct(
+    corrected = correct(
         config,
-        micro.old_log_probs,
+        old_log_probs_of(micro),
         micro.rollout_log_probs,
         micro.response_mask,
         micro.loss_mask,
         micro.cu_seqlens,
     )
-    micro.correction_weights, micro.loss_mask = found.weights, found.loss_mask
-    return found
+    micro.correction_weights, micro.loss_mask = corrected.weights, corrected.loss_mask
+    return corrected
 
 
 def _over_ranks(

@@ -55,21 +55,32 @@ def share_tokens(sequences: Sequence[TokenSequence], shares: Sequence[Sequence[i
         return own
     if not layout.is_rank_zero:
         return _receive(own)
-    sending = [work for rank in range(1, layout.world_size) for work in _send(sequences, shares, rank, layout)]
+    sending: list[dist.Work] = []
+    for rank in range(1, layout.world_size):
+        sending += _send(sequences, shares, rank, layout)
+    # All are queued before the first wait: ranks receive side by side.
     for work in sending:
         work.wait()
     return own
 
 
+def tokens_of(sequence: TokenSequence) -> TokenArrays:
+    """Raises ValueError on a rank that has the outline of the sequence only."""
+    if sequence.tokens is None:
+        raise ValueError(f"{sequence.name} has no tokens on this rank")
+    return sequence.tokens
+
+
 def _send(
     sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rank: int, layout: Layout
 ) -> Iterator[dist.Work]:
-    arrays = [sequences[index].tokens for index in shares[layout.dp_ranks[rank]]]
+    arrays = [tokens_of(sequences[index]) for index in shares[layout.dp_ranks[rank]]]
     if not arrays:
         return
-    for column in _columns([tokens for tokens in arrays if tokens is not None]):
+    for column in _columns(arrays):
         work = dist.isend(column, dst=rank)
-        assert work is not None  # only on ranks outside of the group
+        if work is None:
+            raise RuntimeError(f"rank {rank} is outside of the job's process group")
         yield work
 
 

@@ -22,7 +22,7 @@ from ctpo_megatron.data import (
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Denominators
-from ctpo_megatron.policy.exchange import share_tokens
+from ctpo_megatron.policy.exchange import share_tokens, tokens_of
 from ctpo_megatron.policy.flops import sequence_flops
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.workload import Workload, padded_tokens
@@ -42,7 +42,7 @@ class MiniBatch:
 
 def checked_sequences(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[float] | None,
+    advantages: Sequence[float],
     vocab_size: int,
     version: int | None = None,
 ) -> list[TokenSequence]:
@@ -51,12 +51,11 @@ def checked_sequences(
     Raises ValueError as `token_sequences` does and when there is not one advantage for each, DataError for a token that
     the vocabulary does not have: megatron pads it, and would train on the rows behind the real ones.
     """
-    if advantages is not None and len(advantages) != len(trajectories):
+    if len(advantages) != len(trajectories):
         raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
     sequences = token_sequences(trajectories, version)
     for sequence in sequences:
-        assert sequence.tokens is not None
-        ids = sequence.tokens.token_ids
+        ids = tokens_of(sequence).token_ids
         beyond = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if beyond.size:
             at = int(beyond[0])
@@ -69,42 +68,39 @@ def checked_sequences(
 
 def make_mini_batches(
     sequences: Sequence[TokenSequence],
-    advantages: Sequence[float] | None,
+    advantages: Sequence[float],
     *,
     size: int,
     config: PolicyConfig,
     layout: Layout,
     spec: ModelSpec,
     padded_attention: bool,
-    from_rank_zero: bool = False,
     skip_zero_advantage: bool = False,
 ) -> list[MiniBatch]:
-    """Consecutive runs of `size` sequences, one per optimizer step, each shared out over data-parallel ranks.
+    """Consecutive runs of `size` sequences, one per optimizer step, each distributed over data-parallel ranks.
 
-    Every rank passes the same sequences and keeps its share; shares are balanced by model FLOPs. from_rank_zero: the
-    tokens are on rank zero only and are sent to the ranks that train on them; collective then. advantages: one per
-    sequence; None: zeros (supervised). skip_zero_advantage: sequences whose advantage is 0 are in the denominators and
-    in no micro-batch; a rank that is left without any runs one masked sequence. padded_attention: attention pads within
-    length classes (the local layer spec), which counts as computed tokens. Raises ValueError when an optimizer step has
-    fewer sequences than there are data-parallel ranks.
+    sequences, advantages: as `share_sizes` gives them. The tokens travel from rank zero to the ranks that train on
+    them. Shares are balanced by model FLOPs. skip_zero_advantage: sequences whose advantage is 0 are in the
+    denominators and in no micro-batch; a rank that is left without any runs one masked sequence. padded_attention:
+    attention pads within length classes (the local layer spec), which counts as computed tokens. Raises ValueError when
+    an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
     """
     rules = packing_rules(config)
-    values = [0.0] * len(sequences) if advantages is None else advantages
     result = []
     for start in range(0, len(sequences), size):
         began = time.perf_counter()
-        chunk = sequences[start : start + size]
+        chunk, values = sequences[start : start + size], advantages[start : start + size]
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} trajectories cannot feed {layout.dp_size} replicas")
         flops = sequence_flops(spec, chunk)
         # Not "is above 0": a NaN has to reach the loss.
-        trained = [i for i in range(len(chunk)) if not (skip_zero_advantage and values[start + i] == 0)]
+        trained = [i for i, value in enumerate(values) if not (skip_zero_advantage and value == 0)]
+        # Every rank computes the shares of all: they follow from sizes alone, so nothing has to be agreed on.
         parts = split_evenly([chunk[i] for i in trained], layout.dp_size, [flops[i] for i in trained])
         shares = [[trained[i] for i in part] for part in parts]
-        indices = shares[layout.dp_rank]
-        own = share_tokens(chunk, shares, layout) if from_rank_zero else [chunk[i] for i in indices]
+        own = share_tokens(chunk, shares, layout)
         at_least = _equal_count(chunk, shares, rules) if layout.ep_size > 1 else 1
-        packed = pack(own, [values[start + i] for i in indices], rules, at_least=at_least)
+        packed = pack(own, [values[i] for i in shares[layout.dp_rank]], rules, at_least=at_least)
         denominators = Denominators.of_counts(sequence.loss_tokens for sequence in chunk)
         micro_batches = [micro.to(layout.device) for micro in packed]
         loads = [sum(flops[i] for i in share) for share in shares]

@@ -1,54 +1,43 @@
-"""The policy: weights in, old log-probs, optimizer updates, weights out, checkpoints."""
+"""The Megatron model on all ranks: train, weights, save, load, export."""
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig, read_spec
 from ctpo_megatron.config.schema import CheckpointConfig
-from ctpo_megatron.data import TokenSequence, Trajectory
+from ctpo_megatron.data import Trajectory
+from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.models import ModelFamily
-from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize
+from ctpo_megatron.objective import LossStats, PolicyObjective, batch_advantages
 from ctpo_megatron.policy import checkpoint, device, hf
+from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.exchange import share_sizes
 from ctpo_megatron.policy.hf_directory import write_directory
 from ctpo_megatron.policy.losses import Anchor, LossFunction
 from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, make_mini_batches
+from ctpo_megatron.policy.mismatch import check_mismatch
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards, resolve_layer_spec
-from ctpo_megatron.policy.offload import Offload
-from ctpo_megatron.policy.optimizer import apply_gradients, build_optimizer, gradient_norm, learning_rate
-from ctpo_megatron.policy.parallel import Layout, gather_objects, gather_on_rank_zero
-from ctpo_megatron.policy.predictions import Predictions
-from ctpo_megatron.policy.reports import (
-    Clock,
-    Diagnostics,
-    Update,
-    diagnostics_of,
-    summarize_updates,
-)
-from ctpo_megatron.policy.start import BatchStart, collect, keep_log_probs, start_metrics
-from ctpo_megatron.policy.step import Collected, run_schedule
-from ctpo_megatron.policy.workload import Cost, RankReport
-
-log = logging.getLogger(__name__)
+from ctpo_megatron.policy.old_log_probs import OldLogProbs, start_metrics
+from ctpo_megatron.policy.optimizer_steps import BadSteps, OptimizerSteps
+from ctpo_megatron.policy.parallel import Layout
+from ctpo_megatron.policy.passes import Passes
+from ctpo_megatron.policy.reports import Diagnostics, Update, gather_diagnostics, summarize_updates
+from ctpo_megatron.policy.settings import Phases, Reinforcement, TrainResult, TrainSettings
 
 
 class Trainer:
     """A Megatron-Core language model under training; every method is collective over all ranks.
 
-    The architecture and the weights come from the Hugging Face directory `model_path`. Log-probs are those of
+    The architecture and the weights come from the Hugging Face directory `model_path`. Log-probs are of
     softmax(logits / temperature), the distribution that rollouts are sampled from. family: the user's, or None.
-    claim: called on every rank before anything is computed or taken back to the device, which others may use meanwhile.
+    acquire_gpu: called on every rank before the trainer uses the GPU, to make the engines release it.
+    version: of the current weights; 1 before the first batch.
     """
 
     def __init__(
@@ -59,274 +48,184 @@ class Trainer:
         *,
         temperature: float,
         family: ModelFamily | None = None,
-        claim: Callable[[], None] = lambda: None,
+        acquire_gpu: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self._claim = claim
         self.layout = layout
-        self.temperature = temperature
         self.source = model_path
         self.spec = read_spec(model_path, family)
+        self.version = 1
         with device.scope():
             self._model = build_model(self.spec, config, layout.device)
             hf.load(self._model, model_path, layout)
-        self._offload = Offload(config, self._model)
-        self._optimizer: ChainedOptimizer | None = None
-        self._bad_steps = 0  # in a row
+        self._memory = DeviceMemory(config, self._model, acquire_gpu)
+        self._passes = Passes(self._model, layout, self._memory, temperature)
+        self._bad_steps = BadSteps(config.max_bad_steps)
         self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)
+        self._optimizer_steps: OptimizerSteps | None = None
+        self._rl: Reinforcement | None = None
 
-    def release(self) -> None:
-        """Move what `policy.offload` names to host memory. Other methods move it back when they are called."""
-        with device.scope():
-            self._offload.release(self._optimizer)
+    def prepare_rl(self, settings: TrainSettings, phases: Phases) -> None:
+        """Start the RL phase, for `train`: a fresh optimizer with a schedule over all batches.
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        self._claim()
-        with device.scope():
-            self._offload.reclaim()
-            yield
-
-    @contextmanager
-    def _complete_weights(self) -> Iterator[None]:
-        """At work, with every parameter complete for readers on any stream.
-
-        The gather of `overlap_param_gather` is awaited by the current stream alone, and vLLM's NCCL producer reads on
-        streams of its own. The same holds for the copies of `Offload.reclaim`.
+        Raises ExtensionError for a user's objective that cannot be found or called.
         """
-        with self._at_work():
-            self._model.finish_param_gather()
-            device.synchronize()
-            yield
+        self.use_optimizer(self.config.optimizer, settings.batches * settings.updates_per_batch)
+        self._rl = Reinforcement(settings, phases)
+
+    def train(self, batch: Batch) -> TrainResult:
+        """The updates of one RL step (Algorithm 1 of the paper); `version` is then one higher.
+
+        batch: its groups are on rank zero only, its weight versions on every rank. Raises RuntimeError before the first
+        optimizer step when sampler and trainer differ by more than the limit, DataError for tokens of another
+        vocabulary, FloatingPointError as `update`.
+        """
+        if (rl := self._rl) is None:
+            raise RuntimeError("prepare_rl comes before train")
+        settings, steps = rl.settings, self._steps
+        equal_weights = batch.is_of(self.version)
+        old_log_probs = OldLogProbs(settings.objective, self._passes, self.layout, equal_weights=equal_weights)
+        with rl.phases.phase("old_log_probs"):
+            advantages = batch_advantages([group.rewards for group in batch.groups], rl.advantage)
+            mini_batches = self.distribute(
+                batch.trajectories,
+                advantages,
+                settings.mini_batch_size,
+                version=self.version,
+                skip_zero_advantage=settings.skip_zero_advantage,
+            )
+            metrics = old_log_probs.before_updates(mini_batches)
+        with rl.phases.phase("update"):
+            updates = []
+            for mini_batch in mini_batches:
+                gradient = steps.gradient(mini_batch, rl.loss)
+                if not updates:
+                    # Now all old log-probs are known, and a batch that must not be trained on has changed nothing yet.
+                    metrics |= old_log_probs.after_first_gradient(mini_batches)
+                    check_mismatch(metrics, settings.mismatch_limit, settings.max_response_tokens)
+                updates.append(steps.apply(gradient))
+            steps.skip(settings.updates_per_batch - len(updates))
+            metrics |= summarize_updates(updates)
+        with rl.phases.phase("token_diagnostics"):
+            last, anchor = mini_batches[-1], settings.objective.anchor
+            diagnostics = self.token_diagnostics(last, rl.objective, anchor) if settings.diagnostics else {}
+        self.version += 1
+        return TrainResult(metrics | {"weights/version": float(self.version)}, diagnostics)
 
     def use_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """Start a phase of training: AdamW with fresh state and a schedule over `total_steps` optimizer steps.
 
         Weight decay is on matrices and embeddings, on norms and biases only with `weight_decay_of: all`.
         """
-        with self._at_work():
-            self._optimizer, self._scheduler = build_optimizer(self._model, self.config, config, total_steps)
-            self._total_steps, self._decayed = total_steps, config.weight_decay_of
+        with self._memory.in_use():
+            self._optimizer_steps = OptimizerSteps(
+                self._model, self.config, config, total_steps, self._passes, self._bad_steps
+            )
 
-    def mini_batches(
+    def set_scheduler_step(self, fraction: float) -> None:
+        """See `OptimizerSteps.set_schedule`."""
+        self._steps.set_schedule(fraction)
+
+    @property
+    def _steps(self) -> OptimizerSteps:
+        if self._optimizer_steps is None:
+            raise RuntimeError("use_optimizer comes before updates and checkpoints")
+        return self._optimizer_steps
+
+    def distribute(
         self,
         trajectories: Sequence[Trajectory],
         advantages: Sequence[float] | None,
         size: int,
         *,
+        version: int | None = None,
         skip_zero_advantage: bool = False,
     ) -> list[MiniBatch]:
-        """Optimizer steps of `size` trajectories each, in order, of trajectories that every rank has.
+        """Optimizer steps of `size` trajectories each, in order, from the trajectories of rank zero.
 
+        Ranks other than zero may pass none; each rank gets what it trains on. advantages: None for a supervised loss.
+        version: of the current weights; tokens of other versions are not compared. None: all are compared.
         See `checked_sequences` and `make_mini_batches`.
         """
-        sequences = checked_sequences(trajectories, advantages, self.spec.vocab_size)
-        return self._mini_batches(sequences, advantages, size, skip_zero_advantage=skip_zero_advantage)
-
-    def share_out(
-        self,
-        trajectories: Sequence[Trajectory],
-        advantages: Sequence[float],
-        size: int,
-        version: int | None = None,
-        *,
-        skip_zero_advantage: bool = False,
-    ) -> list[MiniBatch]:
-        """`mini_batches` of trajectories that only rank zero has; the others pass none and get what they train on.
-
-        version: of the current weights, with which tokens of other versions are not compared.
-        """
+        if advantages is None:
+            advantages = [0.0] * len(trajectories)
         checked = self.layout.keep_on_rank_zero(
             lambda: checked_sequences(trajectories, advantages, self.spec.vocab_size, version)
         )
         sequences, advantages = share_sizes(checked or [], advantages, self.layout)
-        skip = {"skip_zero_advantage": skip_zero_advantage}
-        return self._mini_batches(sequences, advantages, size, from_rank_zero=True, **skip)
-
-    def _mini_batches(
-        self,
-        sequences: Sequence[TokenSequence],
-        advantages: Sequence[float] | None,
-        size: int,
-        **options: bool,
-    ) -> list[MiniBatch]:
         return make_mini_batches(
             sequences,
             advantages,
             size=size,
-            **options,
             config=self.config,
             layout=self.layout,
             spec=self.spec,
             padded_attention=resolve_layer_spec(self.config) == "local",
+            skip_zero_advantage=skip_zero_advantage,
         )
-
-    def begin(self, mini_batches: Sequence[MiniBatch], start: BatchStart) -> dict[str, float]:
-        """The old log-probs that need a pass of their own; the others are left to the first update.
-
-        Returns what `start` tells if it has all of them by now, and how much was computed.
-        """
-        ahead = start.ahead(mini_batches)
-        if ahead:
-            self._fill_old_log_probs(ahead)
-        found = {
-            "tokens/old_log_probs": float(sum(mini.work.trained_tokens for mini in ahead)),
-            "tokens/old_log_probs_tflop": sum(mini.work.trained_flops for mini in ahead) / 1e12,
-        }
-        if len(ahead) == len(mini_batches):
-            return found | start.metrics(mini_batches)
-        for micro in mini_batches[0].micro_batches:
-            micro.on_policy = True
-        return found
 
     def compute_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Fill `old_log_probs` with the log-probs of the current weights, in the layout that training will use.
 
         Returns `start_metrics`.
         """
-        self._fill_old_log_probs(mini_batches)
+        self._passes.fill_old_log_probs(mini_batches)
         return start_metrics(mini_batches, self.layout)
 
-    def _fill_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
-        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
-        zero = torch.zeros((), device=self.layout.device)
-
-        def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
-            return zero, collect(predictions.targets, *predictions.log_probs_and_entropy())
-
-        with self._at_work(), torch.no_grad():
-            kept = run_schedule(self._model, micro_batches, score, temperature=self.temperature, forward_only=True)
-        for micro in micro_batches:
-            micro.on_policy = True
-        keep_log_probs(micro_batches, kept)
-
-    def token_diagnostics(
-        self, mini_batch: MiniBatch, objective: PolicyObjective, anchor: Anchor = "proximal"
-    ) -> Diagnostics:
-        """How far each trajectory of a mini-batch was from the anchor in the latest pass over it: that of its update.
-
-        Place in the step -> `advantage`, and `log_ratio`, `clip_low`, `clip_high`, arrays `[T]` in nats; on rank zero.
-        """
-        mine: Diagnostics = {}
-        for micro in mini_batch.micro_batches if self.layout.reports else []:
-            mine |= diagnostics_of(micro, objective, anchor)
-        parts = gather_on_rank_zero(mine) or []
-        return {place: fields for part in parts for place, fields in part.items()}
-
-    def update_all(
-        self,
-        mini_batches: Sequence[MiniBatch],
-        loss_function: LossFunction,
-        *,
-        planned: int,
-        start: BatchStart | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step for each mini-batch; returns the metrics of all.
-
-        planned: steps of a whole batch. The schedule of the learning rate goes on over those that this one lacks.
-        start: as `begin` got it; what that left open follows before the first optimizer step, and may stop it.
-        """
-        ahead = mini_batches if start is None else start.ahead(mini_batches)
-        first, *rest = mini_batches
-        look = partial(start.metrics, [first, *ahead]) if start and len(ahead) < len(mini_batches) else None
-        updates = [self.update(first, loss_function, look=look), *(self.update(mini, loss_function) for mini in rest)]
-        if missing := planned - len(updates):
-            self._scheduler.step(increment=missing)
-        return summarize_updates(updates)
-
-    def update(
-        self,
-        mini_batch: MiniBatch,
-        loss_function: LossFunction,
-        *,
-        temperature: float | None = None,
-        look: Callable[[], dict[str, float]] | None = None,
-    ) -> Update:
-        """One optimizer step; `temperature` replaces the rollouts' (a supervised loss wants 1).
+    def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
+        """One optimizer step; `temperature` replaces the one of the rollouts (a supervised loss wants 1).
 
         A step whose loss or gradient norm is not finite on any rank changes neither weights nor optimizer state; the
-        schedule goes on. Raises FloatingPointError at the last of `policy.max_bad_steps` such steps in a row.
-        look: called when the gradient is there and nothing has changed; gives metrics, and may raise on every rank.
+        schedule advances. Raises FloatingPointError at the last of `policy.max_bad_steps` such steps in a row.
         """
-        if (optimizer := self._optimizer) is None:
-            raise RuntimeError("use_optimizer comes before update")
-        clock = Clock(mini_batch.work.packing_s)
-        with self._at_work():
-            optimizer.zero_grad()
-            with clock.busy():
-                kept = self._accumulate(mini_batch, loss_function, temperature or self.temperature)
-                grad_norm = gradient_norm(optimizer)
-            seen = look() if look else {}
-            stats, ranks, norms = self._over_ranks(kept, mini_batch, grad_norm)
-            rate = learning_rate(optimizer)
-            losses = {name: value for name, value in summarize(stats).items() if name.endswith("loss")}
-            if bad := not all(map(math.isfinite, [*losses.values(), *norms])):
-                self._skip(optimizer, f"loss {losses}, gradient norm {grad_norm}")
-            else:
-                self._bad_steps = 0
-                with clock.busy():
-                    apply_gradients(optimizer, grad_norm)
-            self._scheduler.step(increment=1)
-        cost = Cost(mini_batch.work, *clock.read(), ranks)
-        return Update(stats, grad_norm, rate, cost, bad, seen)
-
-    def _skip(self, optimizer: ChainedOptimizer, found: str) -> None:
-        optimizer.zero_grad()
-        self._model.zero_gradients()
-        self._bad_steps += 1
-        limit = self.config.max_bad_steps
-        if self._bad_steps >= limit:
-            raise FloatingPointError(
-                f"an optimizer step is not finite ({found}), as {limit} in a row now (policy.max_bad_steps)"
-            )
-        log.warning("optimizer step skipped: not finite (%s); %d in a row now", found, self._bad_steps)
+        return self._steps.apply(self._steps.gradient(mini_batch, loss_function, temperature))
 
     def gradients(
         self, mini_batch: MiniBatch, loss_function: LossFunction
     ) -> tuple[LossStats, Iterator[tuple[str, torch.Tensor]]]:
         """Statistics of a mini-batch and (Hugging Face name, full float32 gradient); iterate to the end on every rank.
 
-        Nothing is updated. The gradients are those that `update` would hand to its optimizer.
+        Nothing is updated. The gradients are the ones that `update` would give its optimizer.
         """
-        with self._at_work():
-            kept = self._accumulate(mini_batch, loss_function, self.temperature)
-            stats, *_ = self._over_ranks(kept, mini_batch)
+        with self._memory.in_use():
+            collected = self._passes.accumulate(mini_batch, loss_function)
+            stats, *_ = self._passes.over_ranks(collected, mini_batch)
             if self.config.use_distributed_optimizer:
                 gather_gradient_shards(self._model)
         return stats, hf.export(self._model, self.layout, value=_main_gradient)
 
-    def _accumulate(self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float) -> list[Collected]:
-        """Gradients of all micro-batches and ranks, added up in the gradient buffers; what the losses kept."""
+    def token_diagnostics(
+        self, mini_batch: MiniBatch, objective: PolicyObjective, anchor: Anchor = "proximal"
+    ) -> Diagnostics:
+        """How far each trajectory of a mini-batch was from the anchor in the latest pass over it, usually its update's.
 
-        def loss(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
-            output = loss_function(predictions, mini_batch.denominators)
-            kept = collect(predictions.targets, output.log_probs, output.entropy)
-            return output.loss, {"stats": output.stats} | kept
+        Index in the batch -> `advantage`, and `log_ratio`, `clip_low`, `clip_high`, arrays `[T]` in nats; on rank zero.
+        """
+        micro_batches = mini_batch.micro_batches if self.layout.reports else []
+        return gather_diagnostics(micro_batches, objective, anchor)
 
-        self._model.zero_gradients()
-        micro_batches = mini_batch.micro_batches
-        kept = run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
-        keep_log_probs(micro_batches, kept)
-        return kept
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Logits `[T, V]` (float32, on the CPU) of each sequence of two or more token ids, on every rank.
 
-    def _over_ranks(
-        self, kept: list[Collected], mini_batch: MiniBatch, grad_norm: float = 0.0
-    ) -> tuple[LossStats, tuple[RankReport, ...], tuple[float, ...]]:
-        """Statistics of the whole step, and report and gradient norm of every rank; the same on every rank."""
-        mine = merge([found["stats"] for found in kept]).cpu() if self.layout.has_loss else None
-        computed, count = mini_batch.work.computed_tokens, len(mini_batch.micro_batches)
-        report = RankReport(self.layout.dp_rank, computed, count, device.peak_memory_mib())
-        found, reports, norms = zip(*gather_objects((mine, report, grad_norm)), strict=True)
-        return merge([stats for stats in found if stats is not None]), reports, norms
+        For short sequences: all logits pass through every rank. Needs `policy.head: logits` and no context
+        parallelism, and a sequence for each replica; raises ValueError otherwise.
+        """
+        if self.config.head != "logits" or self.layout.cp_size > 1:
+            raise ValueError("logits need policy.head=logits and no context parallelism")
+        trajectories = [Trajectory("logits", number, seed=0) for number in range(len(sequences))]
+        for trajectory, ids in zip(trajectories, sequences, strict=True):
+            trajectory.append_context(list(ids), turn=0)
+        (mini_batch,) = self.distribute(trajectories, None, len(trajectories))
+        return self._passes.logits(mini_batch, len(trajectories))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of the whole model, one at a time, on every rank; iterate to the end."""
-        with self._complete_weights():
+        with self._memory.weights_complete():
             yield from hf.export(self._model, self.layout)
 
     def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of `weights` that this rank is to send: each is of one rank. Collective; iterate to the end."""
-        with self._complete_weights():
+        """The part of `weights` that this rank is to send; each tensor is of one rank. Iterate to the end."""
+        with self._memory.weights_complete():
             yield from hf.export_share(self._model, self.layout)
 
     def own_weight_shapes(self) -> hf.Declared:
@@ -334,15 +233,20 @@ class Trainer:
         return hf.declare_share(self._model, self.layout)
 
     def weight_shapes(self) -> hf.Declared:
-        """Name, shape and dtype of all `weights`, in their order, on every rank. Collective; no weight is moved."""
+        """Name, shape and dtype of all `weights`, in their order, on every rank. No weight is moved."""
         return hf.declare(self._model, self.layout)
 
     def export(self, directory: Path, chat_template: str | None = None) -> None:
         """Write a Hugging Face model directory: weights, and configuration and tokenizer of the source model.
 
-        chat_template: Jinja text in the place of the source model's.
+        chat_template: Jinja text instead of the source model's.
         """
         write_directory(self.weights(), self.source, directory, self.layout, chat_template=chat_template)
+
+    def release(self) -> None:
+        """Move what `policy.offload` names to host memory. Other methods move it back when they are called."""
+        steps = self._optimizer_steps
+        self._memory.release(None if steps is None else steps.optimizer)
 
     def save(
         self,
@@ -354,7 +258,7 @@ class Trainer:
         attached: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Path:
         """Checkpoint weights, optimizer, schedule, random streams and the driver's state; see `checkpoint.Writer`."""
-        with self._complete_weights():
+        with self._memory.weights_complete():
             settings = config or CheckpointConfig()
             return self._writer.save(directory, step, self._train_state(), run_state, settings, score, attached)
 
@@ -364,72 +268,25 @@ class Trainer:
             self._writer.finish(wait=wait)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore a checkpoint and return the driver's state in it; see `checkpoint.load`."""
-        with self._at_work():
-            return checkpoint.load(path, self.layout, self._train_state())
-
-    def set_scheduler_step(self, fraction: float) -> None:
-        """Put the schedule of the learning rate where `fraction` of its optimizer steps are done.
-
-        After `load` it stands at as many as the checkpoint's run had made, of which this run may make more or fewer.
-        """
-        steps = round(fraction * self._total_steps)
-        if steps != self._scheduler.num_steps:
-            log.warning(
-                "the schedule goes on at optimizer step %d of %d, where the checkpoint's run had made %d",
-                steps,
-                self._total_steps,
-                self._scheduler.num_steps,
-            )
-            self._scheduler.num_steps = steps
-            self._scheduler.step(increment=0)
+        """Restore a checkpoint and return the driver's state in it, which sets `version`; see `checkpoint.load`."""
+        with self._memory.in_use():
+            run_state = checkpoint.load(path, self.layout, self._train_state())
+        self.version = run_state.get("weights_version", 1)  # a checkpoint of SFT has none
+        return run_state
 
     def load_weights(self, path: Path) -> dict[str, Any]:
         """Restore the weights of a checkpoint, no optimizer; returns the driver's state in it."""
-        with self._at_work():
+        with self._memory.in_use():
             return checkpoint.load_weights(path, self.layout, self._model)
 
-    def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Logits `[T, V]` (float32, on the CPU) of each sequence of two or more token ids, on every rank.
-
-        For short sequences: all logits pass through every rank. Needs `policy.head: logits` and no context
-        parallelism, and a sequence for each replica; raises ValueError otherwise.
-        """
-        if self.config.head != "logits" or self.layout.cp_size > 1:
-            raise ValueError("logits can be asked for with policy.head=logits and without context parallelism only")
-        trajectories = []
-        for number, ids in enumerate(sequences):
-            trajectory = Trajectory("logits", number, seed=0)
-            trajectory.append_context(list(ids), turn=0)
-            trajectories.append(trajectory)
-        (mini_batch,) = self.mini_batches(trajectories, None, len(trajectories))
-        nothing = torch.zeros((), device=self.layout.device)
-        with self._at_work(), torch.no_grad():
-            kept = run_schedule(
-                self._model,
-                mini_batch.micro_batches,
-                lambda predictions: (nothing, {"logits": predictions.logits.float().cpu()}),  # type: ignore[attr-defined]
-                temperature=1.0,
-                forward_only=True,
-            )
-        mine = {
-            (number, self.layout.tp_rank): found["logits"][place]
-            for micro, found in zip(mini_batch.micro_batches, kept, strict=False)
-            for number, place in micro.places()
-        }
-        shards = {key: value for part in gather_objects(mine) for key, value in part.items()}
-        return [
-            torch.cat([shards[number, rank] for rank in range(self.layout.tp_size)], dim=1)[:, : self.spec.vocab_size]
-            for number in range(len(sequences))
-        ]
-
     def _train_state(self) -> checkpoint.TrainState:
+        steps = self._steps
         settings = {
             "policy.dtype": self.config.dtype,
             "policy.use_distributed_optimizer": self.config.use_distributed_optimizer,
-            "optimizer.weight_decay_of": self._decayed,
+            "optimizer.weight_decay_of": steps.weight_decay_of,
         }
-        return checkpoint.TrainState(self._model, self._optimizer, self._scheduler, settings)
+        return checkpoint.TrainState(self._model, steps.optimizer, steps.scheduler, settings)
 
 
 def _main_gradient(parameter: Any) -> torch.Tensor:

@@ -13,7 +13,6 @@ from ctpo_megatron.rollouts.estimates import LEVEL, RESAMPLES, bootstrap
 from ctpo_megatron.rollouts.evaluation import Evaluated, Evaluation
 from ctpo_megatron.rollouts.filters import Filters, filter_problem
 from ctpo_megatron.rollouts.metrics import rollout_metrics
-from ctpo_megatron.rollouts.mismatch import check_mismatch
 from ctpo_megatron.rollouts.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
 from ctpo_megatron.rollouts.request import Answers, Generator, Request, Stop, ticks
@@ -48,7 +47,6 @@ __all__ = [
     "bootstrap",
     "by_problem",
     "by_source",
-    "check_mismatch",
     "conduct",
     "filter_problem",
     "rollout_metrics",

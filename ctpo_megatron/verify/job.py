@@ -21,7 +21,7 @@ from ctpo_megatron.verify.layouts import LAYOUTS
 def run(layout: Layout, config: PolicyConfig, work: dict[str, Any]) -> dict[str, Any]:
     """Log-probs, losses and gradients of one layout, the same on every rank."""
     policy = Trainer(config, layout, Path(work["model"]), temperature=work["temperature"], family=work["family"])
-    (mini_batch,) = policy.mini_batches(work["trajectories"], work["advantages"], size=len(work["trajectories"]))
+    (mini_batch,) = policy.distribute(work["trajectories"], work["advantages"], size=len(work["trajectories"]))
     policy.compute_old_log_probs([mini_batch])
     keys = [(trajectory.prompt_id, trajectory.sample_index) for trajectory in work["trajectories"]]
     local: dict[tuple[str, int], Tensor] = {}

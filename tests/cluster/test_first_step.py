@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,24 @@ LAYOUTS = {
 def main() -> int:
     """`ctpo train`; every rank leaves the old log-probs of its rows, token by token, by place in the step."""
     from ctpo_megatron import cli
-    from ctpo_megatron.policy import Trainer
+    from ctpo_megatron.policy import MiniBatch, Trainer
 
-    begin = Trainer.begin
+    distribute = Trainer.distribute
 
-    def begun(policy: Trainer, mini_batches: Sequence[Any], start: Any) -> dict[str, float]:
-        policy.compute_old_log_probs(mini_batches)  # in `begin` those of the first update are not there yet
+    def distributed(trainer: Trainer, *batch: Any, **options: Any) -> list[MiniBatch]:
+        mini_batches = distribute(trainer, *batch, **options)
+        trainer.compute_old_log_probs(mini_batches)  # in `train` those of the first update come with its gradient
         found = {
             f"{number} {key}": micro.old_log_probs[place].tolist()
             for number, mini_batch in enumerate(mini_batches)
             for micro in mini_batch.micro_batches
             for key, place in micro.places()
+            if micro.old_log_probs is not None
         }
         Path(os.environ[FOLDER], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
-        return begin(policy, mini_batches, start)
+        return mini_batches
 
-    Trainer.begin = begun  # type: ignore[method-assign]
+    Trainer.distribute = distributed  # type: ignore[method-assign]
     return cli.main(["train", *sys.argv[1:]])
 
 

@@ -66,7 +66,7 @@ def test_a_family_from_a_file_trains_and_exports(config: Config, tmp_path: Path)
     try:
         policy = Trainer(config.policy, layout, source, temperature=1.0, family=family_for(config))
         policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=1)
-        (mini_batch,) = policy.mini_batches(batch.trajectories(VOCAB), batch.advantages(), size=batch.SEQUENCES)
+        (mini_batch,) = policy.distribute(batch.trajectories(VOCAB), batch.advantages(), size=batch.SEQUENCES)
         policy.compute_old_log_probs([mini_batch])
         for micro in mini_batch.micro_batches:
             for _, place in micro.places():

@@ -23,7 +23,7 @@ def test_log_probs_and_one_update(family: str, tmp_path: Path) -> None:
     try:
         policy = Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
         policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=1)
-        (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+        (mini_batch,) = policy.distribute(models.trajectories(), models.advantages(), size=16)
         policy.compute_old_log_probs([mini_batch])
         for micro in mini_batch.micro_batches:
             for _, place in micro.places():
@@ -50,7 +50,7 @@ def test_offloading_gives_memory_back_and_changes_no_loss(tmp_path: Path) -> Non
             policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=4)
             losses[offload] = []
             for _ in range(3):
-                (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+                (mini_batch,) = policy.distribute(models.trajectories(), models.advantages(), size=16)
                 policy.compute_old_log_probs([mini_batch])
                 update = policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
                 losses[offload].append(update.grad_norm)

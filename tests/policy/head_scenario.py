@@ -33,7 +33,7 @@ def run(model: Path, head: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Metrics, old log-probs, token diagnostics and the gradient by Hugging Face name, over all ranks."""
     config = PolicyConfig(timeout_minutes=2.0, micro_batch_tokens=256, head=head, **settings.get("policy", {}))
     policy = Trainer(config, init_distributed(config, seed=0), model, temperature=0.9)
-    (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+    (mini_batch,) = policy.distribute(models.trajectories(), models.advantages(), size=16)
     anchor = policy.compute_old_log_probs([mini_batch])
     log_probs = [micro.old_log_probs for micro in mini_batch.micro_batches]
     if correction := settings.get("correction"):

@@ -26,7 +26,7 @@ def count(tensors: Any) -> int:
 
 def optimizer_bytes(policy: Trainer) -> int:
     """Adam's moments, and the float32 copies where the model's own weights are not float32."""
-    optimizers = getattr(policy._optimizer, "chained_optimizers", [policy._optimizer])
+    optimizers = getattr(policy._steps.optimizer, "chained_optimizers", [policy._steps.optimizer])
     found = 0
     for optimizer in optimizers:
         for parameter, state in optimizer.optimizer.state.items():
@@ -57,7 +57,7 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     policy = Trainer(config, layout, model, temperature=1.0)
     policy.use_optimizer(OptimizerConfig(lr=1e-4), total_steps=2)
     batch = [copy.deepcopy(models.trajectories(1)[0]) for _ in range(8)]  # one length: attention pads nothing
-    (step,) = policy.mini_batches(batch, models.advantages(8), size=8)
+    (step,) = policy.distribute(batch, models.advantages(8), size=8)
     policy.compute_old_log_probs([step])
     saved = saved_bytes(policy, step)
     parameters = [p for chunk in policy._model.gpt for p in chunk.parameters()]

@@ -24,7 +24,7 @@ def one_update(layout: Layout, model: Path, objective: ObjectiveConfig, head: st
     config = PolicyConfig(head=head, micro_batch_tokens=256)
     policy = Trainer(config, layout, model, temperature=1.0)
     policy.use_optimizer(OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0), total_steps=1)
-    (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+    (mini_batch,) = policy.distribute(models.trajectories(), models.advantages(), size=16)
     policy.compute_old_log_probs([mini_batch])
     apply_correction([mini_batch], objective, layout, True)
     update = policy.update(mini_batch, configured_loss(objective))

@@ -38,7 +38,7 @@ def start(layout: Layout, model: Path, settings: dict[str, Any]) -> Trainer:
 
 
 def update(policy: Trainer, seed: int, advantages: list[float]) -> Update:
-    (mini_batch,) = policy.mini_batches(models.trajectories(seed=seed), advantages, size=16)
+    (mini_batch,) = policy.distribute(models.trajectories(seed=seed), advantages, size=16)
     policy.compute_old_log_probs([mini_batch])
     return policy.update(mini_batch, LOSS)
 

@@ -121,7 +121,7 @@ def test_the_logged_adam_is_the_one_that_steps(tmp_path: Path) -> None:
     try:
         policy = Trainer(PolicyConfig(), layout, tmp_path, temperature=1.0)
         policy.use_optimizer(OptimizerConfig(), total_steps=1)
-        (inner,) = [optimizer.optimizer for optimizer in policy._optimizer.chained_optimizers]
+        (inner,) = [optimizer.optimizer for optimizer in policy._steps.optimizer.chained_optimizers]
     finally:
         destroy_distributed()
     assert f"{type(inner).__module__.split('.')[0]} {type(inner).__name__}" == capabilities().adam

@@ -68,7 +68,7 @@ def make(
 
 
 def step(policy: Trainer, seed: int) -> float:
-    (mini_batch,) = policy.mini_batches(models.trajectories(seed=seed), models.advantages(), size=16)
+    (mini_batch,) = policy.distribute(models.trajectories(seed=seed), models.advantages(), size=16)
     policy.compute_old_log_probs([mini_batch])
     return policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal")).grad_norm
 
@@ -135,11 +135,11 @@ def test_a_resumed_run_follows_the_configuration_it_is_given(
     other = OptimizerConfig(lr=1e-5, min_lr=1e-6, schedule="constant", weight_decay=0.0, betas=(0.8, 0.9), eps=1e-6)
     resumed = make(layout, folder / "qwen3-tied", other, **settings)
     resumed.load(path)
-    (mini_batch,) = resumed.mini_batches(models.trajectories(seed=1), models.advantages(), size=16)
+    (mini_batch,) = resumed.distribute(models.trajectories(seed=1), models.advantages(), size=16)
     resumed.compute_old_log_probs([mini_batch])
     update = resumed.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
     assert update.learning_rate == 1e-5
-    for group in resumed._optimizer.param_groups:
+    for group in resumed._steps.optimizer.param_groups:
         assert (group["lr"], group["min_lr"], tuple(group["betas"]), group["eps"]) == (1e-5, 1e-6, (0.8, 0.9), 1e-6)
         assert group["weight_decay"] == 0
 
@@ -156,7 +156,7 @@ def test_every_parameter_has_a_step_counter_of_its_own(
     policy.finish_save()
     resumed = make(layout, folder / "qwen3-tied", **settings)
     resumed.load(path)
-    counters = [state["step"] for inner in _inner_adamw(resumed._optimizer) for state in inner.state.values()]
+    counters = [state["step"] for inner in _inner_adamw(resumed._steps.optimizer) for state in inner.state.values()]
     assert len({counter.data_ptr() for counter in counters}) == len(counters) > 1
     step(resumed, seed=1)
     assert {counter.item() for counter in counters} == {2.0}
@@ -167,21 +167,21 @@ def test_the_schedule_goes_on_where_the_run_stands(layout: Layout, folder: Path,
     for seed in range(10):
         step(policy, seed)
     path = policy.save(tmp_path, 5, {"step": 5})
-    rate = policy._optimizer.param_groups[0]["lr"]
+    rate = policy._steps.optimizer.param_groups[0]["lr"]
     fewer = Trainer(PolicyConfig(micro_batch_tokens=256), layout, folder / "qwen3-tied", temperature=0.9)
     fewer.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear"), total_steps=10)  # half as many a step
     fewer.load(path)
     fewer.set_scheduler_step(5 / 10)
-    assert fewer._optimizer.param_groups[0]["lr"] == pytest.approx(rate) == pytest.approx(5e-4)
+    assert fewer._steps.optimizer.param_groups[0]["lr"] == pytest.approx(rate) == pytest.approx(5e-4)
     same = make(layout, folder / "qwen3-tied")
     same.load(path)
     same.set_scheduler_step(5 / 10)
-    assert same._optimizer.param_groups[0]["lr"] == rate
+    assert same._steps.optimizer.param_groups[0]["lr"] == rate
     smaller = make(layout, folder / "qwen3-tied")
-    left = smaller.mini_batches(models.trajectories(seed=0), models.advantages(), size=16)  # nine others were dropped
+    left = smaller.distribute(models.trajectories(seed=0), models.advantages(), size=16)  # nine others were dropped
     smaller.compute_old_log_probs(left)
     smaller.update_all(left, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"), planned=10)
-    assert smaller._optimizer.param_groups[0]["lr"] == rate
+    assert smaller._steps.optimizer.param_groups[0]["lr"] == rate
 
 
 def test_a_writer_that_is_killed_ends_a_save_that_is_waited_for(
@@ -384,7 +384,7 @@ def test_what_decays_is_what_is_configured(layout: Layout, folder: Path, tmp_pat
         config = OptimizerConfig(lr=0.5, weight_decay=0.5, weight_decay_of=rule)
         policy = make(layout, folder / "qwen3-tied", config, use_distributed_optimizer=distributed)
         before = weights(policy)
-        (mini_batch,) = policy.mini_batches(models.trajectories(), [0.0] * 16, size=16)
+        (mini_batch,) = policy.distribute(models.trajectories(), [0.0] * 16, size=16)
         policy.compute_old_log_probs([mini_batch])
         policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
         found[rule] = {name for name, tensor in policy.weights() if torch.equal(tensor, before[name] * 0.75)}

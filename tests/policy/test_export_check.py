@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trajectories = models.trajectories(8)
         for trajectory in trajectories:
             trajectory.token_ids[:] = [i % policy.spec.vocab_size for i in trajectory.token_ids]
-        (step,) = policy.mini_batches(trajectories, models.advantages(8), size=8)
+        (step,) = policy.distribute(trajectories, models.advantages(8), size=8)
         policy.compute_old_log_probs([step])
         policy.update(step, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))
         policy.save(directory / "checkpoints", 3, {"step": 3})

@@ -38,7 +38,7 @@ def test_gradient_equals_transformers(family: str, layout: Layout, tmp_path: Pat
         ]
     expected = reference.evaluate(trajectories, batch.advantages(), {"ctpo": objective}).gradient["ctpo"]
     policy = Trainer(PolicyConfig(), layout, tmp_path, temperature=TEMPERATURE)
-    (mini_batch,) = policy.mini_batches(trajectories, batch.advantages(), size=len(trajectories))
+    (mini_batch,) = policy.distribute(trajectories, batch.advantages(), size=len(trajectories))
     policy.compute_old_log_probs([mini_batch])
     _, gradients = policy.gradients(mini_batch, policy_gradient(objective, "behaviour"))
     found = {name: tensor.double().clone() for name, tensor in gradients}

@@ -46,7 +46,7 @@ def test_buffers_are_gone_until_they_are_needed(
     for name, tensor in policy.weights():
         assert torch.equal(tensor, before[name]), name
     assert buffer_bytes(policy) == held
-    (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+    (mini_batch,) = policy.distribute(models.trajectories(), models.advantages(), size=16)
     policy.release()
     policy.compute_old_log_probs([mini_batch])
     policy.update(mini_batch, policy_gradient(PolicyObjective.preset("ctpo"), "proximal"))

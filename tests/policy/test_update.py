@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ctpo_megatron.config import OptimizerConfig, PolicyConfig, RolloutConfig
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig
 from ctpo_megatron.data import DataError, Trajectory
 from ctpo_megatron.objective import PolicyObjective
-from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed, policy_gradient
-from ctpo_megatron.rollouts import check_mismatch
+from ctpo_megatron.policy import Trainer, check_mismatch, destroy_distributed, init_distributed, policy_gradient
 from tests.policy import models
 
 LOSS = policy_gradient(PolicyObjective.preset("ctpo"), "proximal")
@@ -31,7 +30,7 @@ def test_the_gradient_norm_is_reported_without_clipping_too(policy: Trainer) -> 
     norms = []
     for clip in (1e-3, 0.0):
         policy.use_optimizer(OptimizerConfig(lr=1e-12, clip_grad=clip), total_steps=1)
-        (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+        (mini_batch,) = policy.distribute(models.trajectories(), models.advantages(), size=16)
         policy.compute_old_log_probs([mini_batch])
         norms.append(policy.update(mini_batch, LOSS).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[1] > 0
@@ -41,7 +40,7 @@ def test_every_trajectory_of_every_optimizer_step_keeps_its_advantage(policy: Tr
     advantages = [0.25 * index - 1 for index in range(16)]
     found = {
         place: set(micro.advantages[tokens].tolist())
-        for mini_batch in policy.mini_batches(models.trajectories(), advantages, size=4)
+        for mini_batch in policy.distribute(models.trajectories(), advantages, size=4)
         for micro in mini_batch.micro_batches
         for place, tokens in micro.places()
     }
@@ -51,7 +50,7 @@ def test_every_trajectory_of_every_optimizer_step_keeps_its_advantage(policy: Tr
 def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(policy: Trainer) -> None:
     policy.use_optimizer(OptimizerConfig(lr=1.0), total_steps=1)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
-    (mini_batch,) = policy.mini_batches(models.trajectories(), [math.nan] * 16, size=16)
+    (mini_batch,) = policy.distribute(models.trajectories(), [math.nan] * 16, size=16)
     policy.compute_old_log_probs([mini_batch])
     with pytest.raises(FloatingPointError, match="not finite"):
         policy.update(mini_batch, LOSS)
@@ -66,22 +65,21 @@ def test_a_token_beyond_the_vocabulary_is_named(policy: Trainer, token: int, sam
     position = trajectories[6].response_mask.index(int(sampled))
     trajectories[6].token_ids[position] = token
     message = rf"trajectory p1#2 has token id {token} at position {position}, but the model's vocabulary has 500 "
-    for build in (policy.mini_batches, policy.share_out):
-        with pytest.raises(DataError, match=message):
-            build(trajectories, models.advantages(), 16)
+    with pytest.raises(DataError, match=message):
+        policy.distribute(trajectories, models.advantages(), 16)
 
 
 @pytest.mark.parametrize("count", [15, 17])
 def test_every_trajectory_has_one_advantage(policy: Trainer, count: int) -> None:
     with pytest.raises(ValueError, match=f"{count} advantages for 16 trajectories"):
-        policy.mini_batches(models.trajectories(), [0.5] * count, size=16)
+        policy.distribute(models.trajectories(), [0.5] * count, size=16)
 
 
 def test_a_batch_without_a_token_of_the_model_has_old_log_probs(policy: Trainer) -> None:
     prompts = [Trajectory(f"p{index}", 0, seed=0) for index in range(2)]
     for prompt in prompts:
         prompt.append_context([1, 2, 3], turn=0)
-    found = policy.compute_old_log_probs(policy.mini_batches(prompts, [1.0, -1.0], size=2))
+    found = policy.compute_old_log_probs(policy.distribute(prompts, [1.0, -1.0], size=2))
     assert found == {"mismatch/tokens": 0}
 
 
@@ -90,8 +88,8 @@ def test_sampler_and_trainer_are_compared_at_tokens_of_the_same_weights_only(pol
     for trajectory in trajectories:  # the last sampled token alone is of version 7
         last = len(trajectory) - 1 - trajectory.response_mask[::-1].index(1)
         trajectory.weight_version = [7 if at == last else 6 * mask for at, mask in enumerate(trajectory.response_mask)]
-    whole = policy.compute_old_log_probs(policy.share_out(trajectories, [1.0, -1.0], 2))
-    (mini_batch,) = policy.share_out(trajectories, [1.0, -1.0], 2, version=7)
+    whole = policy.compute_old_log_probs(policy.distribute(trajectories, [1.0, -1.0], 2))
+    (mini_batch,) = policy.distribute(trajectories, [1.0, -1.0], 2, version=7)
     [micro] = mini_batch.micro_batches
     found = policy.compute_old_log_probs([mini_batch])
     assert micro.old_log_probs is not None and int(micro.current.sum()) == 2 < int(micro.response_mask.sum())
@@ -100,13 +98,13 @@ def test_sampler_and_trainer_are_compared_at_tokens_of_the_same_weights_only(pol
     assert found["mismatch/log_prob_abs_max"] == pytest.approx(float(differences.max()))
     assert found["mismatch/log_prob_abs_mean"] == pytest.approx(float(differences.mean()))
     assert found["actor/entropy"] == whole["actor/entropy"]
-    none = policy.compute_old_log_probs(policy.share_out(trajectories, [1.0, -1.0], 2, 8))
+    none = policy.compute_old_log_probs(policy.distribute(trajectories, [1.0, -1.0], 2, version=8))
     assert none == {"mismatch/tokens": 0, "actor/entropy": whole["actor/entropy"]}
 
 
 def test_the_same_sample_twice_has_two_diagnostics(policy: Trainer) -> None:
     twice = [models.trajectories(1)[0] for _ in range(2)]
-    (mini_batch,) = policy.mini_batches(twice, [1.0, -1.0], size=2)
+    (mini_batch,) = policy.distribute(twice, [1.0, -1.0], size=2)
     policy.compute_old_log_probs([mini_batch])
     found = policy.token_diagnostics(mini_batch, PolicyObjective.preset("ctpo"))
     assert {place: fields["advantage"] for place, fields in found.items()} == {0: 1.0, 1: -1.0}
@@ -114,7 +112,6 @@ def test_the_same_sample_twice_has_two_diagnostics(policy: Trainer) -> None:
 
 @pytest.mark.parametrize("found", [0.1, math.nan])
 def test_a_mismatch_beyond_the_limit_or_unknown_stops_the_run(found: float) -> None:
-    config = RolloutConfig(mismatch_limit=1e-3)
     with pytest.raises(RuntimeError, match=r"rollout\.mismatch_limit=0\.001"):
-        check_mismatch(config, {"mismatch/log_prob_abs_max": found})
-    check_mismatch(config, {"mismatch/log_prob_abs_max": 1e-4})
+        check_mismatch({"mismatch/log_prob_abs_max": found}, 1e-3, 1024)
+    check_mismatch({"mismatch/log_prob_abs_max": 1e-4}, 1e-3, 1024)

@@ -47,7 +47,7 @@ def test_log_probs_equal_transformers_and_weights_return_unchanged(
     spec = read_spec(directory)
     assert spec.family.tensors(spec) == held
     policy = Trainer(PolicyConfig(micro_batch_tokens=300), layout, directory, temperature=0.7)
-    (mini_batch,) = policy.mini_batches(models.trajectories(), models.advantages(), size=16)
+    (mini_batch,) = policy.distribute(models.trajectories(), models.advantages(), size=16)
     policy.compute_old_log_probs([mini_batch])
     assert len(mini_batch.micro_batches) > 1
     for micro in mini_batch.micro_batches:

@@ -22,6 +22,7 @@ from ctpo_megatron.policy import (
     destroy_distributed,
     init_distributed,
     policy_gradient,
+    summarize_updates,
 )
 from tests.policy import models
 from tests.support import ranks
@@ -58,7 +59,7 @@ def trajectories(count: int = 16) -> list[Trajectory]:
 
 def filled(policy: Trainer, advantages: Sequence[float], *, skip: bool) -> MiniBatch:
     """One optimizer step whose ratios leave 1, by as much as each token says: its log-prob differs with the packing."""
-    (mini,) = policy.mini_batches(trajectories(), advantages, 16, skip_zero_advantage=skip)
+    (mini,) = policy.distribute(trajectories(), advantages, 16, skip_zero_advantage=skip)
     policy.compute_old_log_probs([mini])
     for micro in mini.micro_batches:
         if micro.old_log_probs is not None:  # of the last pipeline stage
@@ -70,6 +71,11 @@ def gradient(policy: Trainer, mini: MiniBatch, objective: PolicyObjective) -> to
     """float32, all parameters in one."""
     _, named = policy.gradients(mini, policy_gradient(objective, "proximal"))
     return torch.cat([value.flatten() for _, value in named])
+
+
+def update_all(policy: Trainer, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+    loss = policy_gradient(CTPO, "proximal")
+    return summarize_updates([policy.update(mini_batch, loss) for mini_batch in mini_batches])
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +109,9 @@ def test_the_gradient_is_that_of_the_whole_step(policy: Trainer) -> None:
 
 def test_a_step_without_any_advantage_is_still_an_optimizer_step(policy: Trainer) -> None:
     policy.use_optimizer(OptimizerConfig(lr=1e-3, schedule="linear", weight_decay=0.0), total_steps=2)
-    mini_batches = policy.mini_batches(trajectories(), [0.0] * 8 + [1.0] * 8, 8, skip_zero_advantage=True)
+    mini_batches = policy.distribute(trajectories(), [0.0] * 8 + [1.0] * 8, 8, skip_zero_advantage=True)
     policy.compute_old_log_probs(mini_batches)
-    metrics = policy.update_all(mini_batches, policy_gradient(CTPO, "proximal"), planned=2)
+    metrics = update_all(policy, mini_batches)
     assert metrics["actor/lr"] == pytest.approx(5e-4)
     assert metrics["tokens/trained"] == mini_batches[1].work.trained_tokens < metrics["tokens/total"]
     assert metrics["pg_update/loss_tokens"] == sum(sum(t.loss_mask) for t in trajectories()[8:])
@@ -113,9 +119,9 @@ def test_a_step_without_any_advantage_is_still_an_optimizer_step(policy: Trainer
 
 def test_a_batch_without_any_advantage_reports_no_mean_over_nothing(policy: Trainer) -> None:
     policy.use_optimizer(OptimizerConfig(), total_steps=1)
-    mini_batches = policy.mini_batches(trajectories(), [0.0] * 16, 16, skip_zero_advantage=True)
+    mini_batches = policy.distribute(trajectories(), [0.0] * 16, 16, skip_zero_advantage=True)
     assert policy.compute_old_log_probs(mini_batches) == {"mismatch/tokens": 0.0}
-    metrics = policy.update_all(mini_batches, policy_gradient(CTPO, "proximal"), planned=1)
+    metrics = update_all(policy, mini_batches)
     assert (metrics["actor/grad_norm"], metrics["actor/pg_loss"], metrics["tokens/trained"]) == (0, 0, 0)
     assert all(map(math.isfinite, metrics.values())) and "actor/pg_clipfrac" not in metrics
 

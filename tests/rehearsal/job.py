@@ -21,7 +21,7 @@ from ctpo_megatron.policy import (
     destroy_distributed,
     device,
     init_distributed,
-    policy,
+    passes,
     policy_gradient,
 )
 from ctpo_megatron.policy.minibatch import MiniBatch
@@ -59,7 +59,7 @@ def rehearse(case: Case, model: Path, folder: Path) -> Report:
     layout = init_distributed(config_of(case), seed=0)
     try:
         assert device.CUDA and layout.device == torch.device("cuda", layout.rank)
-        with _passes_counted() as passes:
+        with _passes_counted() as counted:
             before, first, second = _train(_new_policy(case, layout, model), folder)
         counts = synchronizations.counted()
         resumed = _new_policy(case, layout, model)
@@ -72,7 +72,7 @@ def rehearse(case: Case, model: Path, folder: Path) -> Report:
         _check_export(resumed, folder, is_rank_zero=layout.is_rank_zero)
     finally:
         destroy_distributed()
-    return Report(counts, passes)
+    return Report(counts, counted)
 
 
 def _new_policy(case: Case, layout: Any, model: Path) -> Trainer:
@@ -83,7 +83,7 @@ def _new_policy(case: Case, layout: Any, model: Path) -> Trainer:
 
 
 def _mini_batch(step: int, on: Trainer) -> MiniBatch:
-    found = on.mini_batches(models.trajectories(8, seed=step), models.advantages(8), size=8)
+    found = on.distribute(models.trajectories(8, seed=step), models.advantages(8), size=8)
     return found[0]
 
 
@@ -141,15 +141,15 @@ def _check_export(on: Trainer, folder: Path, *, is_rank_zero: bool) -> None:
 @contextmanager
 def _passes_counted() -> Iterator[dict[str, list[int]]]:
     """Micro-batches of each call of the schedule, by phase."""
-    passes: dict[str, list[int]] = defaultdict(list)
-    original = policy.run_schedule
+    counted: dict[str, list[int]] = defaultdict(list)
+    original = passes.run_schedule
 
     def run_schedule(model: Any, batches: list[PackedBatch], *args: Any, **kwargs: Any) -> Any:
-        passes[synchronizations.current()].append(len(batches))
+        counted[synchronizations.current()].append(len(batches))
         return original(model, batches, *args, **kwargs)
 
-    policy.run_schedule = run_schedule
+    passes.run_schedule = run_schedule
     try:
-        yield passes
+        yield counted
     finally:
-        policy.run_schedule = original
+        passes.run_schedule = original

@@ -1,4 +1,4 @@
-"""When sampler and trainer disagree by more than a run may tolerate."""
+"""Refuses a batch whose sampler and trainer log-probs differ too much, and warns of noise."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import logging
 import math
 from collections.abc import Mapping
 
-from ctpo_megatron.config import RolloutConfig
-
 log = logging.getLogger(__name__)
 
 
-def check_mismatch(config: RolloutConfig, metrics: Mapping[str, float]) -> None:
-    """Raises RuntimeError when sampler and trainer log-probs differ by more than `rollout.mismatch_limit` (nats).
+def check_mismatch(metrics: Mapping[str, float], limit: float | None, max_response_tokens: int) -> None:
+    """Raises RuntimeError when sampler and trainer log-probs differ by more than `limit` (nats; None: no limit).
 
     A batch without any token of the weights that it trains has nothing to compare.
-    Warns once when their noise alone crosses the clip window within `rollout.max_response_tokens` (`mismatch/t_star`).
+    Warns once when their noise alone crosses the clip window within `max_response_tokens` (`mismatch/t_star`).
     """
-    limit, difference = config.mismatch_limit, metrics.get("mismatch/log_prob_abs_max", 0.0)
+    difference = metrics.get("mismatch/log_prob_abs_max", 0.0)
     if limit is not None and not difference <= limit:  # a NaN is beyond every limit
         raise RuntimeError(
             f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="
             f"{limit}: a weight sync did not arrive, or the two sides compute in different precision"
         )
-    if metrics.get("mismatch/t_star", math.inf) < config.max_response_tokens:
-        _warn_of_noise(config.max_response_tokens)
+    if metrics.get("mismatch/t_star", math.inf) < max_response_tokens:
+        _warn_of_noise(max_response_tokens)
 
 
 @functools.cache

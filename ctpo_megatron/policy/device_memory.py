@@ -1,0 +1,82 @@
+"""The trainer's share of the device: acquired before work, offloaded while engines sample on the same GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
+from ctpo_megatron.config import PolicyConfig
+from ctpo_megatron.policy import device
+from ctpo_megatron.policy.model import BuiltModel
+
+
+class DeviceMemory:
+    """`policy.offload`: optimizer state (and parameters) wait in host memory, gradient buffers are freed.
+
+    Only what the distributed optimizer keeps apart from the parameters can move: master weights and moments of a
+    bfloat16 model (megatron-core's `offload_to_cpu`, `offload_grad_buffers`). Methods may be called at any time.
+    acquire_gpu: see `Trainer`.
+    """
+
+    def __init__(self, config: PolicyConfig, model: BuiltModel, acquire_gpu: Callable[[], None]) -> None:
+        self._what = config.offload
+        self._model = model
+        self._acquire_gpu = acquire_gpu
+        self._offloaded: MegatronOptimizer | None = None
+        self._released = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Everything is on the device, and calls into megatron-core are possible. Does not nest."""
+        self._acquire_gpu()
+        with device.scope():
+            self._reclaim()
+            yield
+
+    @contextmanager
+    def weights_complete(self) -> Iterator[None]:
+        """As `in_use`, with every parameter complete for readers on any stream.
+
+        Only the current stream waits for the gather of `overlap_param_gather`, and vLLM's NCCL producer reads on
+        streams of its own. The same holds for the copies of a reclaim.
+        """
+        with self.in_use():
+            self._model.finish_param_gather()
+            device.synchronize()
+            yield
+
+    def release(self, optimizer: MegatronOptimizer | None) -> None:
+        """Give the memory back, after an unfinished gather of parameters. optimizer: the current one, if any."""
+        if self._what == "none" or self._released:
+            return
+        with device.scope():
+            self._model.finish_param_gather()
+            if optimizer is not None:
+                optimizer.offload_to_cpu()
+            for chunk in self._model.wrapped:
+                chunk.offload_grad_buffers()
+                if self._what == "all":
+                    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                        if buffer.param_data_cpu is None:  # pinned at once, where megatron-core would copy twice
+                            buffer.param_data_cpu = torch.empty_like(
+                                buffer.param_data, device="cpu", pin_memory=device.CUDA
+                            )
+                        buffer.offload_to_cpu(move_params=True, move_grads=False)
+            device.release_cached_memory()  # megatron-core does so before the parameters' storage is freed
+        self._offloaded, self._released = optimizer, True
+
+    def _reclaim(self) -> None:
+        """Take the memory again, with everything in it but the gradients, which are zero."""
+        if not self._released:
+            return
+        for chunk in self._model.wrapped:
+            if self._what == "all":
+                for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                    buffer.reload_from_cpu(move_params=True, move_grads=False)
+            chunk.restore_grad_buffers()
+        if self._offloaded is not None:
+            self._offloaded.restore_from_cpu()
+        self._offloaded, self._released = None, False

@@ -1,0 +1,127 @@
+"""Optimizer steps of one phase of training: gradient, decision whether it is finite, AdamW, schedule."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.objective import summarize
+from ctpo_megatron.policy.losses import LossFunction
+from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.policy.model import BuiltModel
+from ctpo_megatron.policy.optimizer import apply_gradients, build_optimizer, gradient_norm, learning_rate
+from ctpo_megatron.policy.passes import Passes
+from ctpo_megatron.policy.reports import Clock, Update
+from ctpo_megatron.policy.step import Collected
+from ctpo_megatron.policy.workload import Cost
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of a mini-batch, in the gradient buffers of all ranks, before clipping. norm: on this rank."""
+
+    mini_batch: MiniBatch
+    collected: list[Collected]
+    norm: float
+    clock: Clock
+
+
+class BadSteps:
+    """Counts optimizer steps in a row that were not finite, over all phases of a run.
+
+    limit: `policy.max_bad_steps`.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_a_row = 0
+
+    def reset(self) -> None:
+        """A step was finite."""
+        self._in_a_row = 0
+
+    def add(self, reason: str) -> None:
+        """Raises FloatingPointError at the limit."""
+        self._in_a_row += 1
+        if self._in_a_row >= self._limit:
+            raise FloatingPointError(
+                f"an optimizer step is not finite ({reason}), as {self._limit} in a row now (policy.max_bad_steps)"
+            )
+        log.warning("optimizer step skipped: not finite (%s); %d in a row now", reason, self._in_a_row)
+
+
+class OptimizerSteps:
+    """AdamW with fresh state and a schedule over `total_steps` optimizer steps; every method is collective."""
+
+    def __init__(
+        self,
+        model: BuiltModel,
+        policy: PolicyConfig,
+        config: OptimizerConfig,
+        total_steps: int,
+        passes: Passes,
+        bad_steps: BadSteps,
+    ) -> None:
+        self.optimizer, self.scheduler = build_optimizer(model, policy, config, total_steps)
+        self.weight_decay_of = config.weight_decay_of
+        self._model = model
+        self._total_steps = total_steps
+        self._passes = passes
+        self._bad_steps = bad_steps
+
+    def gradient(
+        self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float | None = None
+    ) -> Gradient:
+        """The passes of a step. Neither weights nor optimizer state change."""
+        clock = Clock(mini_batch.work.packing_s)
+        with self._passes.memory.in_use():
+            self.optimizer.zero_grad()
+            with clock.busy():
+                collected = self._passes.accumulate(mini_batch, loss_function, temperature)
+                norm = gradient_norm(self.optimizer)
+        return Gradient(mini_batch, collected, norm, clock)
+
+    def apply(self, gradient: Gradient) -> Update:
+        """Clip the gradient and step. A gradient that is not finite on any rank is dropped; see `Trainer.update`."""
+        clock = gradient.clock
+        with self._passes.memory.in_use():
+            stats, ranks, norms = self._passes.over_ranks(gradient.collected, gradient.mini_batch, gradient.norm)
+            rate = learning_rate(self.optimizer)
+            losses = {name: value for name, value in summarize(stats).items() if name.endswith("loss")}
+            if bad := not all(map(math.isfinite, [*losses.values(), *norms])):
+                self.optimizer.zero_grad()
+                self._model.zero_gradients()
+                self._bad_steps.add(f"loss {losses}, gradient norm {gradient.norm}")
+            else:
+                self._bad_steps.reset()
+                with clock.busy():
+                    apply_gradients(self.optimizer, gradient.norm)
+            # A skipped step counts as well: the schedule follows the batches, not the updates.
+            self.scheduler.step(increment=1)
+        cost = Cost(gradient.mini_batch.work, *clock.read(), ranks)
+        return Update(stats, gradient.norm, rate, cost, bad)
+
+    def skip(self, steps: int) -> None:
+        """Advance the schedule over optimizer steps that a short batch lacks."""
+        if steps:
+            self.scheduler.step(increment=steps)
+
+    def set_schedule(self, fraction: float) -> None:
+        """Put the schedule of the learning rate where `fraction` of its optimizer steps are done.
+
+        After a load it stands at the number that the checkpoint's run had made. This run may make more or fewer.
+        """
+        steps = round(fraction * self._total_steps)
+        if steps != self.scheduler.num_steps:
+            log.warning(
+                "the schedule continues at optimizer step %d of %d, where the checkpoint's run had made %d",
+                steps,
+                self._total_steps,
+                self.scheduler.num_steps,
+            )
+            self.scheduler.num_steps = steps
+            self.scheduler.step(increment=0)

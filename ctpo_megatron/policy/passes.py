@@ -1,0 +1,129 @@
+"""Passes of the model over mini-batches: log-probs, gradients, logits, and what all ranks report of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ctpo_megatron.data import PackedBatch
+from ctpo_megatron.objective import LossStats, merge
+from ctpo_megatron.policy import device
+from ctpo_megatron.policy.context import Targets
+from ctpo_megatron.policy.device_memory import DeviceMemory
+from ctpo_megatron.policy.losses import LossFunction
+from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.policy.model import BuiltModel
+from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.policy.predictions import Predictions
+from ctpo_megatron.policy.step import Collected, run_schedule
+from ctpo_megatron.policy.workload import RankReport
+
+
+class Passes:
+    """Forward and backward passes at the temperature of the rollouts; every method is collective."""
+
+    def __init__(self, model: BuiltModel, layout: Layout, memory: DeviceMemory, temperature: float) -> None:
+        self._model = model
+        self._layout = layout
+        self.memory = memory
+        self._temperature = temperature
+
+    def fill_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
+        """Give every micro-batch the log-probs and entropies of the current weights."""
+        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
+        zero = torch.zeros((), device=self._layout.device)
+
+        def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
+            return zero, collect(predictions.targets, *predictions.log_probs_and_entropy())
+
+        # One schedule over all mini-batches: a pipeline fills and drains once.
+        with self.memory.in_use(), torch.no_grad():
+            kept = run_schedule(self._model, micro_batches, score, temperature=self._temperature, forward_only=True)
+        for micro in micro_batches:
+            micro.on_policy = True
+        keep_log_probs(micro_batches, kept)
+
+    def accumulate(
+        self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float | None = None
+    ) -> list[Collected]:
+        """Gradients of all micro-batches and ranks, added up in the gradient buffers; what the losses kept.
+
+        Called within `DeviceMemory.in_use`. temperature: replaces the one of the rollouts.
+        """
+
+        def loss(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
+            output = loss_function(predictions, mini_batch.denominators)
+            kept = collect(predictions.targets, output.log_probs, output.entropy)
+            return output.loss, {"stats": output.stats} | kept
+
+        self._model.zero_gradients()
+        micro_batches = mini_batch.micro_batches
+        temperature = temperature or self._temperature
+        kept = run_schedule(self._model, micro_batches, loss, temperature=temperature, forward_only=False)
+        keep_log_probs(micro_batches, kept)
+        return kept
+
+    def over_ranks(
+        self, kept: list[Collected], mini_batch: MiniBatch, grad_norm: float = 0.0
+    ) -> tuple[LossStats, tuple[RankReport, ...], tuple[float, ...]]:
+        """Statistics of the whole step, and report and gradient norm of every rank; the same on every rank.
+
+        kept: as `accumulate` returned it. grad_norm: on this rank.
+        """
+        own_stats = merge([collected["stats"] for collected in kept]).cpu() if self._layout.has_loss else None
+        computed, count = mini_batch.work.computed_tokens, len(mini_batch.micro_batches)
+        report = RankReport(self._layout.dp_rank, computed, count, device.peak_memory_mib())
+        all_stats, reports, norms = zip(*gather_objects((own_stats, report, grad_norm)), strict=True)
+        return merge([stats for stats in all_stats if stats is not None]), reports, norms
+
+    def logits(self, mini_batch: MiniBatch, count: int) -> list[torch.Tensor]:
+        """Logits `[T, V]` (float32, on the CPU) of the `count` sequences of a mini-batch, on every rank."""
+        nothing = torch.zeros((), device=self._layout.device)
+        with self.memory.in_use(), torch.no_grad():
+            kept = run_schedule(
+                self._model,
+                mini_batch.micro_batches,
+                lambda predictions: (nothing, {"logits": predictions.logits.float().cpu()}),  # type: ignore[attr-defined]
+                temperature=1.0,
+                forward_only=True,
+            )
+        own: dict[tuple[int, int], torch.Tensor] = {}
+        for micro, collected in zip(mini_batch.micro_batches, kept, strict=False):
+            for number, tokens in micro.places():
+                own[number, self._layout.tp_rank] = collected["logits"][tokens]
+        shards: dict[tuple[int, int], torch.Tensor] = {}
+        for part in gather_objects(own):
+            shards |= part
+        vocab_size, ranks = self._model.spec.vocab_size, range(self._layout.tp_size)
+        return [torch.cat([shards[number, rank] for rank in ranks], dim=1)[:, :vocab_size] for number in range(count)]
+
+
+def collect(targets: Targets, log_probs: torch.Tensor | None, entropy: torch.Tensor | None) -> Collected:
+    """What a pass keeps of the rows of this rank: `log_probs` `[N]`, aligned with the tokens, and `entropy_sum`."""
+    kept: Collected = {}
+    if log_probs is not None:
+        kept["log_probs"] = targets.per_token(log_probs)
+    if entropy is not None:
+        kept["entropy_sum"] = targets.per_token(entropy).sum(dtype=torch.float64)
+    return kept
+
+
+def keep_log_probs(micro_batches: Sequence[PackedBatch], kept: Sequence[Collected]) -> None:
+    """Give micro-batches what the last pass over them kept (nothing before the last pipeline stage).
+
+    Where they are `on_policy`, these are the old log-probs. The next pass has other weights.
+    """
+    for micro, collected in zip(micro_batches, kept, strict=False):
+        micro.log_probs = collected.get("log_probs")
+        if micro.on_policy:
+            micro.old_log_probs, micro.entropy_sum = micro.log_probs, collected["entropy_sum"]
+    for micro in micro_batches:
+        micro.on_policy = False
+
+
+def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:
+    """Raises ValueError where no pass has given them."""
+    if micro.old_log_probs is None:
+        raise ValueError("Trainer.compute_old_log_probs() comes before what compares with old log-probs")
+    return micro.old_log_probs

@@ -1,0 +1,85 @@
+"""What `Trainer.train` needs besides the batch, and what it returns."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from ctpo_megatron.config import (
+    ObjectiveConfig,
+    PolicyConfig,
+    RolloutConfig,
+    advantage_from_config,
+    objective_from_config,
+)
+from ctpo_megatron.policy.losses import configured_loss
+from ctpo_megatron.policy.reports import Diagnostics
+
+
+class Phases(Protocol):
+    """Times the phases of a step, under the names of `time/*` metrics."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a part of the current step."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The RL phase of a run; the same on every rank.
+
+    batches: of the run. updates_per_batch: optimizer steps of a full batch. mini_batch_size: trajectories of one
+    optimizer step, over all ranks. skip_zero_advantage: trajectories of advantage 0 stay out of the passes.
+    mismatch_limit, max_response_tokens: see `check_mismatch`. diagnostics: whether `TrainResult` has them.
+    """
+
+    objective: ObjectiveConfig
+    batches: int
+    updates_per_batch: int
+    mini_batch_size: int
+    skip_zero_advantage: bool
+    mismatch_limit: float | None
+    max_response_tokens: int
+    diagnostics: bool
+
+    @classmethod
+    def of(
+        cls,
+        objective: ObjectiveConfig,
+        policy: PolicyConfig,
+        rollout: RolloutConfig,
+        *,
+        batches: int,
+        skip_zero_advantage: bool,
+        diagnostics: bool,
+    ) -> TrainSettings:
+        """From the sections of a configuration."""
+        return cls(
+            objective,
+            batches,
+            updates_per_batch=rollout.prompts_per_step // policy.mini_batch_prompts,
+            mini_batch_size=policy.mini_batch_prompts * rollout.samples_per_prompt,
+            skip_zero_advantage=skip_zero_advantage,
+            mismatch_limit=rollout.mismatch_limit,
+            max_response_tokens=rollout.max_response_tokens,
+            diagnostics=diagnostics,
+        )
+
+
+class Reinforcement:
+    """The RL phase of a trainer: its settings, and what follows from them for every batch."""
+
+    def __init__(self, settings: TrainSettings, phases: Phases) -> None:
+        self.settings = settings
+        self.phases = phases
+        self.advantage = advantage_from_config(settings.objective)
+        self.objective = objective_from_config(settings.objective)
+        self.loss = configured_loss(settings.objective)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """metrics: of the whole RL step, on rank zero complete. diagnostics: see `Trainer.token_diagnostics`; or empty."""
+
+    metrics: dict[str, float]
+    diagnostics: Diagnostics

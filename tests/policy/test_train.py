@@ -1,0 +1,208 @@
+"""`Trainer.train`: old log-probs come from the first update's own pass where they are the same, and tell the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state as mpu
+
+from ctpo_megatron.config import ObjectiveConfig, OptimizerConfig, PolicyConfig, advantage_from_config
+from ctpo_megatron.data.batch import Batch, Group
+from ctpo_megatron.data.prompt import Prompt
+from ctpo_megatron.objective import batch_advantages
+from ctpo_megatron.policy import (
+    Layout,
+    OldLogProbs,
+    Trainer,
+    TrainResult,
+    TrainSettings,
+    apply_correction,
+    configured_loss,
+    destroy_distributed,
+    init_distributed,
+    summarize_updates,
+)
+from ctpo_megatron.tracking import PhaseTimer
+from tests.policy import models
+from tests.support import ranks
+
+MEASURED = ("time/", "memory/", "tokens/old_log_probs", "weights/version")
+OBJECTIVES = {
+    "ctpo": ObjectiveConfig(),
+    "cispo": ObjectiveConfig(preset="cispo"),
+    "behaviour": ObjectiveConfig(anchor="behaviour"),
+    "weighted": ObjectiveConfig.model_validate({"anchor": "decoupled", "correction": {"level": "token"}}),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("start")
+    models.build("qwen3-tied", directory, layers=2)
+    return directory
+
+
+@pytest.fixture
+def layout() -> Iterator[Layout]:
+    yield init_distributed(PolicyConfig(), seed=0)
+    destroy_distributed()
+
+
+def a_batch() -> Batch:
+    """16 trajectories in groups of four, all sampled by weights 1; one group has equal rewards."""
+    trajectories = models.trajectories()
+    for index, trajectory in enumerate(trajectories):
+        trajectory.reward = float(index % 4 > 1) if index > 3 else 1.0
+        trajectory.weight_version = list(trajectory.response_mask)
+    prompts = [Prompt(f"p{index}", "test", (), "", ()) for index in range(4)]
+    groups = [Group(prompt, trajectories[4 * index :][:4]) for index, prompt in enumerate(prompts)]
+    return Batch(groups, weight_versions=(1,))
+
+
+class Run:
+    """A fresh trainer and one RL step of it; `passes` counts the micro-batches that went forward."""
+
+    def __init__(
+        self,
+        model: Path,
+        layout: Layout,
+        objective: ObjectiveConfig,
+        size: int,
+        *,
+        mismatch_limit: float | None = None,
+        planned: int | None = None,
+        **config: Any,
+    ) -> None:
+        optimizer = OptimizerConfig(lr=1e-3, schedule="linear")
+        settings = PolicyConfig(micro_batch_tokens=256, optimizer=optimizer, **config)
+        self.objective, self.size = objective, size
+        self.trainer = Trainer(settings, layout, model, temperature=1.0)
+        self.timer = PhaseTimer()
+        self.trainer.prepare_rl(
+            TrainSettings(
+                objective,
+                batches=2,
+                updates_per_batch=planned or 16 // size,
+                mini_batch_size=size,
+                skip_zero_advantage=False,
+                mismatch_limit=mismatch_limit,
+                max_response_tokens=0,
+                diagnostics=True,
+            ),
+            self.timer,
+        )
+        self.passes = 0
+        self.trainer._model.gpt[0].register_forward_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.passes += 1
+
+    def train(self) -> TrainResult:
+        return self.trainer.train(a_batch())
+
+    def with_a_pass_of_its_own(self) -> dict[str, float]:
+        """The same step by hand."""
+        trainer, batch = self.trainer, a_batch()
+        advantages = batch_advantages([group.rewards for group in batch.groups], advantage_from_config(self.objective))
+        mini_batches = trainer.distribute(batch.trajectories, advantages, self.size, version=1)
+        metrics = trainer.compute_old_log_probs(mini_batches)
+        metrics |= apply_correction(mini_batches, self.objective, trainer.layout, True)
+        loss = configured_loss(self.objective)
+        return metrics | summarize_updates([trainer.update(mini_batch, loss) for mini_batch in mini_batches])
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.cat([tensor.flatten() for _, tensor in self.trainer.weights()])
+
+
+def compare(model: Path, layout: Layout, name: str, size: int, **config: Any) -> tuple[int, int]:
+    """Both ways give the same bits; passes of both."""
+    one, other = (Run(model, layout, OBJECTIVES[name], size, **config) for _ in range(2))
+    expected, result = one.with_a_pass_of_its_own(), other.train()
+    assert torch.equal(one.weights, other.weights)
+    assert result.metrics["weights/version"] == other.trainer.version == 2
+    known = name != "behaviour" or size == 16  # else they are of the first mini-batch alone
+    if known:
+        assert comparable(result.metrics) == comparable(expected)
+    return one.passes, other.passes
+
+
+def comparable(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("ctpo", "streaming"), ("ctpo", "logits"), ("cispo", "streaming"), ("behaviour", "streaming")]
+)
+def test_one_update_needs_no_second_pass(model: Path, layout: Layout, name: str, head: str) -> None:
+    """Three micro-batches."""
+    assert compare(model, layout, name, 16, head=head) == (6, 3)
+
+
+@pytest.mark.parametrize(("name", "saved"), [("ctpo", 2), ("behaviour", 4), ("weighted", 0)])
+def test_of_several_updates_the_first_needs_none(model: Path, layout: Layout, name: str, saved: int) -> None:
+    """Two optimizer steps of two micro-batches."""
+    before, after = compare(model, layout, name, 8)
+    assert (before, after) == (8, 8 - saved)
+
+
+@pytest.mark.parametrize("name", ["ctpo", "behaviour", "weighted"])
+def test_what_must_not_be_trained_on_stops_the_step_before_any_weight_changes(
+    model: Path, layout: Layout, name: str
+) -> None:
+    run = Run(model, layout, OBJECTIVES[name], 16, mismatch_limit=1e-3)
+    before = run.weights
+    with pytest.raises(RuntimeError, match=r"more than rollout\.mismatch_limit=0\.001"):
+        run.train()
+    assert torch.equal(run.weights, before) and run.trainer.version == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("ctpo", "first update"), ("cispo", "first update"), ("behaviour", "none"), ("weighted", "pass")],
+)
+def test_the_plan_follows_from_the_objective(name: str, plan: str) -> None:
+    assert OldLogProbs.plan(OBJECTIVES[name]) == plan
+
+
+def test_diagnostics_are_those_of_the_update_itself(model: Path, layout: Layout) -> None:
+    """The second optimizer step of a batch has ratios; its trajectories come without another pass."""
+    run = Run(model, layout, OBJECTIVES["ctpo"], 8)
+    result = run.train()
+    assert run.passes == 6 and sorted(result.diagnostics) == list(range(8, 16))
+    assert max(abs(x) for fields in result.diagnostics.values() for x in fields["log_ratio"]) > 1e-3
+
+
+def test_a_short_batch_advances_the_schedule_as_a_whole_one(model: Path, layout: Layout) -> None:
+    """Two optimizer steps of four planned ones; eight are the run's."""
+    run = Run(model, layout, OBJECTIVES["ctpo"], 8, planned=4)
+    assert run.train().metrics["actor/lr"] == pytest.approx(1e-3 * 7 / 8)
+    assert run.train().metrics["actor/lr"] == pytest.approx(1e-3 * 3 / 8)
+    assert {"time/old_log_probs", "time/update", "time/token_diagnostics"} <= run.timer.metrics().keys()
+
+
+def test_train_needs_prepare_rl(model: Path, layout: Layout) -> None:
+    with pytest.raises(RuntimeError, match="prepare_rl comes before train"):
+        Trainer(PolicyConfig(), layout, model, temperature=1.0).train(a_batch())
+
+
+def on_every_rank(model: Path) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, options in LAYOUTS.items():
+        found[name] = compare(model, init_distributed(PolicyConfig(**options), seed=0), "ctpo", 16, **options)
+        mpu.destroy_model_parallel()
+    destroy_distributed()
+    return found
+
+
+def test_on_several_ranks_too(model: Path) -> None:
+    assert all(after < before for before, after in ranks.run(on_every_rank, model, ranks=2)[0].values())
