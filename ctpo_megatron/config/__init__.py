@@ -24,7 +24,7 @@ from ctpo_megatron.config.objective_schema import AdvantageConfig, CorrectionCon
 from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_gpus
 from ctpo_megatron.config.plan import Plan
 from ctpo_megatron.config.presets import PRESETS
-from ctpo_megatron.config.problems import ConfigError, Problem
+from ctpo_megatron.config.problems import ConfigError, Problem, Severity, passed
 from ctpo_megatron.config.rollout_schema import (
     ClusterConfig,
     EngineConfig,
@@ -87,6 +87,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SandboxConfig",
+    "Severity",
     "SftConfig",
     "Sources",
     "Split",
@@ -119,6 +120,7 @@ __all__ = [
     "named_extensions",
     "node_ranks",
     "objective_from_config",
+    "passed",
     "peak_memory",
     "place",
     "rank_problem",

@@ -1,10 +1,11 @@
-"""One way to say what is wrong with a configuration, so that every check reads the same and all are shown at once."""
+"""One form of result for every check: of a configuration, a machine, a node. All problems are shown at once."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import reduce
 from typing import Any, Literal
 
@@ -12,20 +13,38 @@ from pydantic import BaseModel
 
 from ctpo_megatron.base.redact import redacted
 
-NO_VALUE: Any = object()
+Severity = Literal["ok", "warning", "missing", "error"]
+"""`missing`: an error that an installation mends."""
+
+
+class _NoValue(Enum):  # unlike an object(), the same one in the process that a problem is sent to
+    NO_VALUE = 0
+
+
+NO_VALUE: Any = _NoValue.NO_VALUE
 """A problem without an offending value, e.g. a missing key."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong (`error`) or probably unwanted (`warning`): where, which key, what, and what would work."""
+    """What a check reports: where, on which key or subject, what, and what would work.
+
+    key: of the configuration, or the subject of the check, such as a package. value: the offending one. where: file
+    and line, or node. extra: of setup.py, that brings what is missing.
+    """
 
     key: str
     message: str
     fix: str = ""
     value: Any = NO_VALUE
     where: str = ""
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
+    extra: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether training cannot start with it."""
+        return self.severity in ("missing", "error")
 
     def __str__(self) -> str:
         value = redacted(self.value, self.key)
@@ -42,6 +61,11 @@ class ConfigError(Exception):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {problem}" for problem in self.problems)]))
+
+
+def passed(key: str, message: str) -> Problem:
+    """No problem: what a check that passed has seen."""
+    return Problem(key, message, severity="ok")
 
 
 def error(config: BaseModel, key: str, message: str, fix: str = "") -> Problem:

@@ -9,7 +9,7 @@ A check never raises: what is wrong is a finding.
 """
 
 from ctpo_megatron.doctor.devices import Gpu, gpus
-from ctpo_megatron.doctor.findings import Finding, failed, install_line, verdict
+from ctpo_megatron.doctor.findings import failed, install_line, verdict
 from ctpo_megatron.doctor.machine import Wanted, weight_bytes
 from ctpo_megatron.doctor.nodes import NoCluster, diagnose_nodes
 from ctpo_megatron.doctor.report import diagnose
@@ -17,7 +17,6 @@ from ctpo_megatron.doctor.run import diagnose_run
 from ctpo_megatron.doctor.template import check_template
 
 __all__ = [
-    "Finding",
     "Gpu",
     "NoCluster",
     "Wanted",

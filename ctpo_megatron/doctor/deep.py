@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from ctpo_megatron.doctor.findings import Finding
+from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.doctor.packages import PACKAGES, version_of
 
 _IMPORT_S = 300.0
@@ -32,17 +32,15 @@ print("\\n" + json.dumps(found))
 _RANK = "import sys; from ctpo_megatron.doctor.deep import meet; print(meet(*sys.argv[1:3], *map(int, sys.argv[3:])))"
 
 
-def check_imports() -> list[Finding]:
+def check_imports() -> list[Problem]:
     """A finding for each package that is installed and does not import; vLLM is left out: it takes ten seconds."""
     modules = {module: name for name, (module, _) in PACKAGES.items() if version_of(name) is not None}
     broken = [
-        Finding(
-            modules[module], "broken", f"{version_of(modules[module])} does not import: {trouble}", "install it anew"
-        )
+        Problem(modules[module], f"{version_of(modules[module])} does not import: {trouble}", "install it anew")
         for module, trouble in import_troubles(list(modules)).items()
         if trouble
     ]
-    return broken or [Finding("imports", "ok", f"all {len(modules)} packages import")]
+    return broken or [passed("imports", f"all {len(modules)} packages import")]
 
 
 def import_troubles(modules: Sequence[str]) -> dict[str, str]:
@@ -60,7 +58,7 @@ def import_troubles(modules: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def check_collectives(gpus: int) -> Finding:
+def check_collectives(gpus: int) -> Problem:
     """Two ranks of this machine, or one for each of several GPUs, add tensors: over NCCL on GPUs, else over gloo."""
     backend, ranks = ("nccl", gpus) if gpus > 1 else ("gloo", 2)
     address = f"127.0.0.1:{free_port()}"
@@ -78,7 +76,7 @@ def check_collectives(gpus: int) -> Finding:
         outputs = [process.communicate(timeout=max(0.0, until - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:
         fix = "NCCL_DEBUG=INFO says more; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
-        return Finding(backend, "broken", f"{ranks} ranks did not meet within {_MEET_S:g} s", fix)
+        return Problem(backend, f"{ranks} ranks did not meet within {_MEET_S:g} s", fix)
     finally:
         for process in processes:
             process.kill()
@@ -86,8 +84,8 @@ def check_collectives(gpus: int) -> Finding:
     for rank, (process, (_, err)) in enumerate(zip(processes, outputs, strict=True)):
         if process.returncode:
             reason = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-            return Finding(backend, "broken", f"rank {rank} of {ranks}: {reason}")
-    return Finding(backend, "ok", f"{ranks} ranks: {outputs[0][0].strip()}")
+            return Problem(backend, f"rank {rank} of {ranks}: {reason}")
+    return passed(backend, f"{ranks} ranks: {outputs[0][0].strip()}")
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctpo_megatron.doctor.findings import Finding
+from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.doctor.packages import version_of
 
 _QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -42,19 +42,19 @@ def gpus() -> list[Gpu] | str:
     return [Gpu(name, float(mib) / 1024, driver) for name, mib, driver in rows]
 
 
-def check_devices(found: list[Gpu] | str, cuda: str | None) -> Iterator[Finding]:
+def check_devices(found: list[Gpu] | str, cuda: str | None) -> Iterator[Problem]:
     """cuda: the version of CUDA that torch was built for; None: for none, or there is no torch."""
     if isinstance(found, str) or not found:
-        yield Finding("CUDA", "note", f"none ({found or 'no GPU'}): everything runs on the CPU")
+        yield Problem("CUDA", f"none ({found or 'no GPU'}): everything runs on the CPU", severity="warning")
     else:
-        yield Finding("CUDA", "ok", ", ".join(f"{gpu.name} {gpu.gib:.0f} GiB" for gpu in found))
+        yield passed("CUDA", ", ".join(f"{gpu.name} {gpu.gib:.0f} GiB" for gpu in found))
         yield _driver(found[0].driver, cuda)
     engine = not isinstance(found, str) and cuda is not None and version_of("transformer-engine") is not None
     apex = importlib.util.find_spec("amp_C") is not None
     layers = "Transformer Engine" if engine else "local (torch scaled_dot_product_attention)"
     optimizer = "Transformer Engine FusedAdam" if engine else "apex FusedAdam" if apex else "torch.optim.AdamW"
-    yield Finding("layer spec", "ok", layers)
-    yield Finding("optimizer", "ok", optimizer)
+    yield passed("layer spec", layers)
+    yield passed("optimizer", optimizer)
 
 
 def torch_cuda() -> str | None:
@@ -67,12 +67,12 @@ def torch_cuda() -> str | None:
     return found[1] if found else None
 
 
-def _driver(driver: str, cuda: str | None) -> Finding:
+def _driver(driver: str, cuda: str | None) -> Problem:
     if cuda is None:
         fix = "install the CUDA build of torch and vLLM (docs/install_cuda.md), or train on the CPU"
-        return Finding("driver", "note", f"{driver}, but torch is a build without CUDA", fix)
+        return Problem("driver", f"{driver}, but torch is a build without CUDA", fix, severity="warning")
     least = _LEAST_DRIVER.get(cuda.split(".")[0], 0)
     if int(driver.split(".")[0]) < least:
         fix = f"install a driver of branch {least} or newer"
-        return Finding("driver", "broken", f"{driver} is too old for CUDA {cuda}, which torch was built for", fix)
-    return Finding("driver", "ok", f"{driver}, for CUDA {cuda}")
+        return Problem("driver", f"{driver} is too old for CUDA {cuda}, which torch was built for", fix)
+    return passed("driver", f"{driver}, for CUDA {cuda}")

@@ -1,46 +1,26 @@
-"""What the doctor finds, and what follows from all of it."""
+"""What follows from all problems that the doctor found."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-Status = Literal["ok", "note", "missing", "broken"]
+from ctpo_megatron.config import Problem
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; with `missing` and `broken` there is no training.
-
-    fix: what to do. extra: of setup.py, that brings what is missing.
-    """
-
-    name: str
-    status: Status
-    detail: str
-    fix: str = ""
-    extra: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return self.status in ("missing", "broken")
+def failed(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems that training cannot start with."""
+    return [problem for problem in problems if problem.failed]
 
 
-def failed(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that training cannot do with."""
-    return [finding for finding in findings if finding.failed]
-
-
-def verdict(findings: Sequence[Finding]) -> str:
+def verdict(problems: Sequence[Problem]) -> str:
     """One line."""
-    bad, notes = failed(findings), sum(finding.status == "note" for finding in findings)
+    bad, notes = failed(problems), sum(problem.severity == "warning" for problem in problems)
     if not bad:
         return f"ready ({notes} notes)" if notes else "ready"
-    return f"not ready: {len(bad)} to mend: {', '.join(dict.fromkeys(finding.name for finding in bad))}"
+    return f"not ready: {len(bad)} to mend: {', '.join(dict.fromkeys(problem.key for problem in bad))}"
 
 
-def install_line(findings: Sequence[Finding]) -> str:
+def install_line(problems: Sequence[Problem]) -> str:
     """The pip line that brings what is missing; empty if nothing is."""
-    extras = sorted({finding.extra for finding in failed(findings) if finding.extra})
+    extras = sorted({problem.extra for problem in failed(problems) if problem.extra})
     return f"pip install -e '.[{','.join(extras)}]'" if extras else ""

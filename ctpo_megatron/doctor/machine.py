@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from ctpo_megatron.config import available_cores, temporary_problem
-from ctpo_megatron.doctor.findings import Finding
+from ctpo_megatron.config import Problem, available_cores, passed, temporary_problem
 
 GIB = 1 << 30
 _OPEN_FILES = (1024, 65536)
@@ -40,15 +39,15 @@ class Wanted:
     shared_memory: str = "/dev/shm"
 
 
-def check_machine(wanted: Wanted) -> Iterator[Finding]:
+def check_machine(wanted: Wanted) -> Iterator[Problem]:
     """Cores, memory, shared memory, disks, open files, ports."""
-    yield Finding("cores", "ok", f"{available_cores()}")
+    yield passed("cores", f"{available_cores()}")
     yield _memory(wanted.host_bytes)
     if os.path.isdir(wanted.shared_memory):
         yield _shared_memory(wanted)
     yield from (_disk(folder, one, kept) for folder, one, kept in wanted.disk)
     if problem := temporary_problem():
-        yield Finding("temporary directory", "broken", str(replace(problem, fix="")), problem.fix)
+        yield Problem("temporary directory", str(replace(problem, fix="")), problem.fix)
     yield _open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from (_port(host, port, whose) for host, port, whose in wanted.ports)
     yield from (_server(host, port, whose) for host, port, whose in wanted.servers)
@@ -59,66 +58,66 @@ def weight_bytes(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
-def _memory(host_bytes: float) -> Finding:
+def _memory(host_bytes: float) -> Problem:
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if host_bytes <= have:
-        return Finding("memory", "ok", f"{_gib(have)}" + (f", a run takes {_gib(host_bytes)}" if host_bytes else ""))
+        return passed("memory", f"{_gib(have)}" + (f", a run takes {_gib(host_bytes)}" if host_bytes else ""))
     fix = "a smaller model, policy.use_distributed_optimizer over more nodes, or another machine"
-    return Finding("memory", "broken", f"{_gib(have)}, but weights and optimizer alone take {_gib(host_bytes)}", fix)
+    return Problem("memory", f"{_gib(have)}, but weights and optimizer alone take {_gib(host_bytes)}", fix)
 
 
-def _shared_memory(wanted: Wanted) -> Finding:
+def _shared_memory(wanted: Wanted) -> Problem:
     free, need = shutil.disk_usage(wanted.shared_memory).free, GIB / 2 + wanted.weight_bytes
     if free >= need:
-        return Finding("/dev/shm", "ok", f"{_gib(free)} free")
+        return passed("/dev/shm", f"{_gib(free)} free")
     fix = (
         f"weights ({_gib(wanted.weight_bytes)}) and Ray objects pass through it, and weights go by the disk where it "
         f"is full: docker run --shm-size {ceil(need / GIB) + 1}g"
     )
-    return Finding("/dev/shm", "note", f"{_gib(free)} free", fix)
+    return Problem("/dev/shm", f"{_gib(free)} free", fix, severity="warning")
 
 
-def _disk(folder: str, one: float, kept: float) -> Finding:
+def _disk(folder: str, one: float, kept: float) -> Problem:
     """one: bytes without which a run fails; kept: bytes that it fills in the end."""
     there = next(path for path in (Path(folder).resolve(), *Path(folder).resolve().parents) if path.exists())
     name = f"disk of {folder}"
     if not os.access(there, os.W_OK):
-        return Finding(name, "broken", f"{there} cannot be written to", "another run.root, or chmod")
+        return Problem(name, f"{there} cannot be written to", "another run.root, or chmod")
     free, fix = shutil.disk_usage(there).free, "free some, another run.root, or fewer of checkpoint.keep_last"
     if free < one:
-        return Finding(name, "broken", f"{_gib(free)} free, but one checkpoint takes {_gib(one)}", fix)
+        return Problem(name, f"{_gib(free)} free, but one checkpoint takes {_gib(one)}", fix)
     if free < kept:
-        return Finding(name, "note", f"{_gib(free)} free, {_gib(kept)} wanted", fix)
-    return Finding(name, "ok", f"{_gib(free)} free")
+        return Problem(name, f"{_gib(free)} free, {_gib(kept)} wanted", fix, severity="warning")
+    return passed(name, f"{_gib(free)} free")
 
 
-def _open_files(limits: tuple[int, int]) -> Finding:
+def _open_files(limits: tuple[int, int]) -> Problem:
     soft, hard = limits
     least, advised = _OPEN_FILES
     fix = f"ulimit -n {advised} before the start; for more than {hard}: LimitNOFILE= of the service, docker --ulimit"
     if 0 <= soft < least:
-        return Finding("open files", "broken", f"{soft} at most; Ray and an engine need {least}", fix)
+        return Problem("open files", f"{soft} at most; Ray and an engine need {least}", fix)
     if 0 <= soft < advised:
-        return Finding("open files", "note", f"{soft} at most; Ray advises {advised}", fix)
-    return Finding("open files", "ok", f"{soft} at most" if soft >= 0 else "no limit")
+        return Problem("open files", f"{soft} at most; Ray advises {advised}", fix, severity="warning")
+    return passed("open files", f"{soft} at most" if soft >= 0 else "no limit")
 
 
-def _port(host: str, port: int, whose: str) -> Finding:
+def _port(host: str, port: int, whose: str) -> Problem:
     try:
         with socket.create_server((host, port)):
-            return Finding(f"port {port}", "ok", f"free, for {whose}")
+            return passed(f"port {port}", f"free, for {whose}")
     except OSError as error:
         fix = "end who listens there (ss -ltnp), or configure another port"
-        return Finding(f"port {port}", "broken", f"{host}:{port} of {whose}: {os.strerror(error.errno or 0)}", fix)
+        return Problem(f"port {port}", f"{host}:{port} of {whose}: {os.strerror(error.errno or 0)}", fix)
 
 
-def _server(host: str, port: int, whose: str) -> Finding:
+def _server(host: str, port: int, whose: str) -> Problem:
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_S):
-            return Finding(whose, "ok", f"{host}:{port} answers")
+            return passed(whose, f"{host}:{port} answers")
     except OSError as error:
         fix = "start it, or look at address and firewall"
-        return Finding(whose, "broken", f"{host}:{port} does not answer: {error.strerror or error}", fix)
+        return Problem(whose, f"{host}:{port} does not answer: {error.strerror or error}", fix)
 
 
 def _gib(size: float) -> str:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ctpo_megatron.doctor.findings import Finding
+from ctpo_megatron.config import Problem, passed
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 _PIN = re.compile(r"^([a-z0-9-]+)==(\S+)", re.MULTILINE)
@@ -37,7 +37,7 @@ PACKAGES = {
 }
 
 
-def check_packages(cuda: bool, locks: Path = LOCKS) -> list[Finding]:
+def check_packages(cuda: bool, locks: Path = LOCKS) -> list[Problem]:
     """One finding for each package that we import ourselves, and one for all others of the lock.
 
     cuda: whether this machine has a CUDA device. locks: the folder requirements/ of a checkout.
@@ -51,18 +51,20 @@ def check_packages(cuda: bool, locks: Path = LOCKS) -> list[Finding]:
     return [*ours, *_apex(), _others(lock, {name: pin for name, pin in pins.items() if name not in wanted})]
 
 
-def check_package(name: str, extra: str, pins: Mapping[str, str]) -> Finding:
+def check_package(name: str, extra: str, pins: Mapping[str, str]) -> Problem:
     """Whether a distribution is there, in a version that setup.py allows, and in that of the lock (name -> version)."""
     version, pin = version_of(name), pins.get(name)
     if version is None and not extra:
-        return Finding(name, "note", "not installed (optional, CUDA only)")
+        return Problem(name, "not installed (optional, CUDA only)", severity="warning")
     if version is None:
-        return Finding(name, "missing", "not installed", f"pip install '{_required(name) or name}'", extra)
+        return Problem(
+            name, "not installed", f"pip install '{_required(name) or name}'", extra=extra, severity="missing"
+        )
     if not _allowed(name, version):
-        return Finding(name, "broken", f"{version}, but setup.py wants {_required(name)}", _install(name, pin), extra)
+        return Problem(name, f"{version}, but setup.py wants {_required(name)}", _install(name, pin), extra=extra)
     if pin is not None and version.partition("+")[0] != pin:
-        return Finding(name, "note", f"{version}; tested with {pin}", _install(name, pin))
-    return Finding(name, "ok", version)
+        return Problem(name, f"{version}; tested with {pin}", _install(name, pin), severity="warning")
+    return passed(name, version)
 
 
 def version_of(distribution: str) -> str | None:
@@ -95,26 +97,28 @@ def _allowed(name: str, version: str) -> bool:
     return Requirement(required).specifier.contains(version, prereleases=True)
 
 
-def _apex() -> list[Finding]:
+def _apex() -> list[Problem]:
     version, extensions = version_of("apex"), importlib.util.find_spec("amp_C") is not None
     if version is None or extensions:
-        return [Finding("apex", "ok", version)] if version else []
+        return [passed("apex", version)] if version else []
     fix = "pip uninstall apex; NVIDIA's apex is built from source and is optional"
-    return [Finding("apex", "note", f"{version} is not NVIDIA's (no CUDA extensions)", fix)]
+    return [Problem("apex", f"{version} is not NVIDIA's (no CUDA extensions)", fix, severity="warning")]
 
 
-def _others(lock: Path, pins: Mapping[str, str]) -> Finding:
+def _others(lock: Path, pins: Mapping[str, str]) -> Problem:
     if not pins:
-        return Finding("lock", "note", f"{lock.name} is not here: not a checkout, or a Python without a lock")
+        return Problem(
+            "lock", f"{lock.name} is not here: not a checkout, or a Python without a lock", severity="warning"
+        )
     found = {_canonical(package.name): package.version for package in importlib.metadata.distributions()}
     differ = [f"{name} {found[name]} ({pin})" for name, pin in pins.items() if found.get(name, pin) != pin]
     absent = sum(name not in found for name in pins)
     same = len(pins) - absent - len(differ)
     text = f"{same} of {len(pins)} other packages as in {lock.name}, {absent} are not installed"
     if not differ:
-        return Finding("lock", "ok", text)
+        return passed("lock", text)
     more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-    return Finding("lock", "note", f"{text}; others differ: {', '.join(differ[:_SHOWN])}{more}")
+    return Problem("lock", f"{text}; others differ: {', '.join(differ[:_SHOWN])}{more}", severity="warning")
 
 
 def _canonical(name: str) -> str:

@@ -7,20 +7,20 @@ import platform
 import sys
 
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN_FILE
+from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.doctor.deep import check_collectives, check_imports
 from ctpo_megatron.doctor.devices import check_devices, gpus, torch_cuda
-from ctpo_megatron.doctor.findings import Finding
 from ctpo_megatron.doctor.machine import Wanted, check_machine
 from ctpo_megatron.doctor.packages import check_packages, version_of
 from ctpo_megatron.doctor.sandbox import check_sandbox
 
 
-def diagnose(wanted: Wanted) -> list[Finding]:
+def diagnose(wanted: Wanted) -> list[Problem]:
     """Findings on this machine, for a run that wants so much of it."""
     found = gpus()
     count = 0 if isinstance(found, str) else len(found)
     findings = [
-        Finding("python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        passed("python", f"{platform.python_version()} ({sys.executable})"),
         *check_packages(cuda=count > 0),
         *check_devices(found, torch_cuda()),
         *check_machine(wanted),
@@ -34,16 +34,19 @@ def diagnose(wanted: Wanted) -> list[Finding]:
     return findings
 
 
-def _ray() -> Finding:
+def _ray() -> Problem:
     address = os.environ.get(ADDRESS, "")
     if not address:
-        return Finding("Ray", "ok", "a private one, on this node alone (RAY_ADDRESS is not set)")
+        return passed("Ray", "a private one, on this node alone (RAY_ADDRESS is not set)")
     token, mode = os.environ.get(TOKEN_FILE, ""), os.environ.get(AUTH_MODE, "")
     if mode != "token":
         fix = "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=... on every node"
-        return Finding(
-            "Ray", "note", f"the cluster at {address}, without a token: anyone who reaches it runs code", fix
+        return Problem(
+            "Ray",
+            f"the cluster at {address}, without a token: anyone who reaches it runs code",
+            fix,
+            severity="warning",
         )
     if token and not os.path.isfile(token):
-        return Finding("Ray", "broken", f"RAY_AUTH_TOKEN_PATH={token} is no file", "copy the cluster's token there")
-    return Finding("Ray", "ok", f"the cluster at {address}, with a token")
+        return Problem("Ray", f"RAY_AUTH_TOKEN_PATH={token} is no file", "copy the cluster's token there")
+    return passed("Ray", f"the cluster at {address}, with a token")

@@ -19,13 +19,13 @@ from ctpo_megatron.config import (
     Split,
     engine_count,
     model_parameters,
+    passed,
     peak_memory,
     spec_for,
     tokenizer_problems,
     validate,
 )
 from ctpo_megatron.doctor.devices import Gpu
-from ctpo_megatron.doctor.findings import Finding, Status
 from ctpo_megatron.doctor.machine import GIB, Wanted
 from ctpo_megatron.doctor.sandbox import NODE
 from ctpo_megatron.environments.tokenizer import (
@@ -44,12 +44,12 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 def diagnose_run(
     config: Config, sources: Sources, job: Job, gpus: list[Gpu], *, deep: bool = False
-) -> tuple[list[Finding], Wanted]:
+) -> tuple[list[Problem], Wanted]:
     """Findings on a configuration for ranks as in `job`, and what it wants of each machine. gpus: of this one."""
     activate(config.extensions.path or ())
     gpu_gib = min((gpu.gib for gpu in gpus), default=None)
-    findings = [_finding("config", p) for p in _problems(config, sources, job, gpu_gib)] or [
-        Finding("config", "ok", config.run.name)
+    findings = [_under("config", p) for p in _problems(config, sources, job, gpu_gib)] or [
+        passed("config", config.run.name)
     ]
     wanted = Wanted(
         disk=((str(config.run.directory), 0.0, GIB),),
@@ -66,7 +66,7 @@ def diagnose_run(
     if gpu_gib is not None:
         fullest = GpuMemory.of(config, job, spec, gpu_gib).fullest
         text = f"{fullest.bytes / GIB:.1f} of {gpu_gib:.0f} GiB on {fullest.gpus}, {fullest.when}"
-        findings.append(Finding("GPU memory", "ok", text))  # what is too much is a problem above
+        findings.append(passed("GPU memory", text))  # what is too much is a problem above
     return findings, replace(wanted, **_sizes(config, spec, job, cuda=bool(gpus)))
 
 
@@ -78,9 +78,9 @@ def _problems(config: Config, sources: Sources, job: Job, gpu_gib: float | None)
         return error.problems
 
 
-def _finding(name: str, problem: Problem) -> Finding:
-    status: Status = "broken" if problem.severity == "error" else "note"
-    return Finding(name, status, str(replace(problem, fix="")), problem.fix)
+def _under(name: str, problem: Problem) -> Problem:
+    """The problem with its key and place in the message, under a name of the doctor's."""
+    return Problem(name, str(replace(problem, fix="")), problem.fix, severity=problem.severity)
 
 
 def _sizes(config: Config, spec: ModelSpec, job: Job, *, cuda: bool) -> dict[str, Any]:
@@ -132,35 +132,33 @@ def _servers(config: Config) -> Iterator[tuple[str, int, str]]:
             yield parts.hostname or "", parts.port or 80, "sandbox.url"
 
 
-def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Finding]:
+def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     directory = Path(config.model.path)
     if not directory.is_dir() and config.prepare is not None:
-        yield Finding("tokenizer", "note", f"{directory} is made by the stage prepare")
+        yield Problem("tokenizer", f"{directory} is made by the stage prepare", severity="warning")
         return
     if problems := tokenizer_problems(directory):
-        yield from (_finding("tokenizer", problem) for problem in problems)
+        yield from (_under("tokenizer", problem) for problem in problems)
         return
     try:
         tokenizer = read_tokenizer(directory)
     except TokenizerError as error:
-        yield Finding("tokenizer", "broken", str(error), "copy the model anew")
+        yield Problem("tokenizer", str(error), "copy the model anew")
         return
     if len(tokenizer) > spec.vocab_size:
         text = f"{len(tokenizer)} tokens, but the model's vocabulary has {spec.vocab_size}"
-        yield Finding("tokenizer", "broken", text, "use the tokenizer that the model came with")
+        yield Problem("tokenizer", text, "use the tokenizer that the model came with")
     elif tokenizer.eos_token_id is None:
-        yield Finding(
-            "tokenizer", "broken", "has no token that ends a turn (eos_token)", "set it in tokenizer_config.json"
-        )
+        yield Problem("tokenizer", "has no token that ends a turn (eos_token)", "set it in tokenizer_config.json")
     else:
-        yield Finding("tokenizer", "ok", f"{len(tokenizer)} tokens, a turn ends with {tokenizer.eos_token}")
+        yield passed("tokenizer", f"{len(tokenizer)} tokens, a turn ends with {tokenizer.eos_token}")
     yield _template(config, tokenizer)
 
 
-def _template(config: Config, tokenizer: PreTrainedTokenizerBase) -> Finding:
+def _template(config: Config, tokenizer: PreTrainedTokenizerBase) -> Problem:
     try:
         use_chat_template(tokenizer, config)
         check_chat_template(tokenizer, config)
     except (TokenizerError, OSError) as error:
-        return Finding("chat template", "broken", str(error))
-    return Finding("chat template", "ok", f"of {config.model.chat_template or 'the tokenizer'}")
+        return Problem("chat template", str(error))
+    return passed("chat template", f"of {config.model.chat_template or 'the tokenizer'}")

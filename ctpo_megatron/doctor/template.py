@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.extensions import ExtensionError, activate
-from ctpo_megatron.config import Config, check_protocol, tokenizer_problems
-from ctpo_megatron.doctor.findings import Finding
+from ctpo_megatron.config import Config, Problem, check_protocol, passed, tokenizer_problems
 from ctpo_megatron.environments.factory import make_parser, offered_schemas, system_prompt, tool_schemas
 from ctpo_megatron.environments.protocol import Message
 from ctpo_megatron.environments.template import MessageTemplate, TemplateError, stop_token_ids
@@ -44,13 +43,13 @@ class Sample:
     whole: list[int]
 
 
-def check_template(config: Config) -> tuple[list[Finding], tuple[tuple[str, str], ...]]:
+def check_template(config: Config) -> tuple[list[Problem], tuple[tuple[str, str], ...]]:
     """Findings on the chat template of a configuration, and the texts of a sample episode. Loads no torch."""
     if problems := [str(problem) for problem in check_protocol(config) if problem.severity == "error"]:
-        return [Finding(_NAME, "broken", problem) for problem in problems], ()
+        return [Problem(_NAME, problem) for problem in problems], ()
     if missing := tokenizer_problems(Path(config.model.path)):
         fix = "start the run once: its stage prepare makes the model" if config.prepare else "give model.path"
-        return [Finding(_NAME, "broken", str(problem), fix) for problem in missing], ()
+        return [Problem(_NAME, str(problem), fix) for problem in missing], ()
     activate(config.extensions.path or ())
     try:
         tokenizer = read_tokenizer(config.model.path)
@@ -58,12 +57,12 @@ def check_template(config: Config) -> tuple[list[Finding], tuple[tuple[str, str]
         check_chat_template(tokenizer, config)
         plain, thinking = (_sample(config, tokenizer, begin) for begin in ("", _NO_THOUGHT))
     except (TokenizerError, TemplateError, ExtensionError) as error:
-        return [Finding(_NAME, "broken", str(error))], ()
+        return [Problem(_NAME, str(error))], ()
     same = next((sample for sample in (plain, thinking) if sample.built == sample.whole), None)
     if same is None:
-        return [Finding(_NAME, "broken", _difference(plain, tokenizer), _FIX)], plain.parts
+        return [Problem(_NAME, _difference(plain, tokenizer), _FIX)], plain.parts
     text = f"{len(same.built)} tokens, as an episode builds them and as the template writes them"
-    return [Finding(_NAME, "ok", text if same is plain else f"{text}, for turns that begin with thinking")], same.parts
+    return [passed(_NAME, text if same is plain else f"{text}, for turns that begin with thinking")], same.parts
 
 
 def _sample(config: Config, tokenizer: PreTrainedTokenizerBase, begin: str) -> Sample:

@@ -206,7 +206,10 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
         (["eval.prompts=4"], "eval.prompts = 4: has no effect without data.eval"),
         (["policy.optimizer.warmup_steps=32"], "never reaches the full lr: there are 32 optimizer steps"),
         (["rollout.max_turn_tokens=500"], "never acts: rollout.max_response_tokens (176) is smaller"),
-        (["rollout.group_timeout_s=60"], "one slow tool call (60 s allowed) would replace a whole group"),
+        (
+            ["rollout.group_timeout_s=60"],
+            "one slow tool call (60 s allowed) makes the whole group time out, and it is sampled again",
+        ),
         (["run.resume=true"], "this run writes no checkpoint to resume from"),
         (["rollout.partial=finish"], 'rollout.partial = "finish": has no effect: with rollout.max_staleness: 0'),
         (

@@ -194,7 +194,8 @@ def _deadlines(config: Config) -> Iterator[Problem]:
         message = f"must exceed sandbox.run_timeout_s ({sandbox.run_timeout_s:g})"
         yield error(config, "sandbox.request_timeout_s", message, "queueing and start-up come on top of the execution")
     if config.rollout.group_timeout_s <= sandbox.request_timeout_s:
-        message = f"one slow tool call ({sandbox.request_timeout_s:g} s allowed) would replace a whole group"
+        allowed = f"{sandbox.request_timeout_s:g} s allowed"
+        message = f"one slow tool call ({allowed}) makes the whole group time out, and it is sampled again"
         yield warning(config, "rollout.group_timeout_s", message, "raise it above sandbox.request_timeout_s")
 
 
