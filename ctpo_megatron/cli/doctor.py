@@ -12,7 +12,7 @@ from pathlib import Path
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.config import Job, Problem, load_with_sources, node_ranks, world_size
-from ctpo_megatron.doctor import (
+from ctpo_megatron.preflight import (
     NoCluster,
     Wanted,
     check_template,

@@ -6,10 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import reduce
 from typing import Any, Literal
-
-from pydantic import BaseModel
 
 from ctpo_megatron.base.redact import redacted
 
@@ -66,21 +63,6 @@ class ConfigError(Exception):
 def passed(key: str, message: str) -> Problem:
     """No problem: what a check that passed has seen."""
     return Problem(key, message, severity="ok")
-
-
-def error(config: BaseModel, key: str, message: str, fix: str = "") -> Problem:
-    """An error about a key, with its present value."""
-    return Problem(key, message, fix, value_at(config, key))
-
-
-def warning(config: BaseModel, key: str, message: str, fix: str = "") -> Problem:
-    """A warning about a key, with its present value."""
-    return Problem(key, message, fix, value_at(config, key), severity="warning")
-
-
-def value_at(config: BaseModel, key: str) -> Any:
-    """The value of a dotted key."""
-    return reduce(getattr, key.split("."), config)
 
 
 def show(value: Any, limit: int = 80) -> str:

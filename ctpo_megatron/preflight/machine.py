@@ -1,4 +1,4 @@
-"""Sizes and limits of a machine, held against what a run wants of it."""
+"""Sizes and limits of a machine, held against what a run wants of it; whether Python and its folders will do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 import resource
 import shutil
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from ctpo_megatron.config import Problem, available_cores, passed, temporary_problem
+from ctpo_megatron.config import NO_VALUE, Problem, available_cores, passed
+from ctpo_megatron.preflight.check import MachineContext, Wanted
 
 GIB = 1 << 30
 _OPEN_FILES = (1024, 65536)
@@ -19,28 +22,13 @@ _OPEN_FILES = (1024, 65536)
 _CONNECT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a run wants of each machine.
-
-    weight_bytes: a copy of the weights in the engines' precision. disk: (folder, bytes of one checkpoint, bytes of all
-    that are kept). host_bytes: memory of all processes on a CPU. ports: (address, port, whose) to listen at.
-    servers: (address, port, whose) that have to answer. sandbox: least isolation of a server of our own, or
-    `sandbox.NODE`; empty: none is needed. deep: import packages and try collectives. shared_memory: where it is.
-    """
-
-    weight_bytes: float = 0.0
-    disk: tuple[tuple[str, float, float], ...] = ((".", 0.0, GIB),)
-    host_bytes: float = 0.0
-    ports: tuple[tuple[str, int, str], ...] = ()
-    servers: tuple[tuple[str, int, str], ...] = ()
-    sandbox: str = ""
-    deep: bool = False
-    shared_memory: str = "/dev/shm"
+_LONGEST = 107 - len("/c0ffee00-0000-4000-8000-c0ffee000000")
+"""Of the path of a Unix socket, what the names that vLLM gives its own leave; those of multiprocessing are shorter."""
 
 
-def check_machine(wanted: Wanted) -> Iterator[Problem]:
+def check_machine(context: MachineContext) -> Iterator[Problem]:
     """Cores, memory, shared memory, disks, open files, ports."""
+    wanted = context.wanted
     yield passed("cores", f"{available_cores()}")
     yield _memory(wanted.host_bytes)
     if os.path.isdir(wanted.shared_memory):
@@ -122,3 +110,24 @@ def _server(host: str, port: int, whose: str) -> Problem:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
+
+
+def docstring_problem() -> Problem | None:
+    """Why Ray, which adds to docstrings when it is imported, does not start: Python was told to leave them out."""
+    if sys.flags.optimize < 2:
+        return None
+    message = "leaves out docstrings, without which Ray does not start"
+    return Problem("PYTHONOPTIMIZE", message, "type unset PYTHONOPTIMIZE, or leave out -OO", sys.flags.optimize)
+
+
+def temporary_problem() -> Problem | None:
+    """Why engines and scorers cannot have their files and sockets in the temporary directory."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        given = os.environ.get("TMPDIR", NO_VALUE)
+        return Problem("TMPDIR", f"{error.strerror}", "set it to a folder that can be written to", given)
+    if (length := len(os.fsencode(folder))) <= _LONGEST:
+        return None
+    message = f"has {length} characters, and sockets below it fail beyond {_LONGEST}"
+    return Problem("TMPDIR", message, "set it to a shorter path, e.g. /tmp", folder)

@@ -1,18 +1,23 @@
-"""What can be said of a configuration on this machine, and what it wants of each: sizes, ports, servers."""
+"""The checks of `ctpo doctor`: of a machine, of a configuration on it, and what that wants of each machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ctpo_megatron.base.extensions import activate
+from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN_FILE
 from ctpo_megatron.config import (
+    ELEMENT_BYTES,
+    GIB,
     Config,
     ConfigError,
-    GpuMemory,
     Job,
     Problem,
     Sources,
@@ -23,11 +28,8 @@ from ctpo_megatron.config import (
     peak_memory,
     spec_for,
     tokenizer_problems,
-    validate,
 )
-from ctpo_megatron.doctor.devices import Gpu
-from ctpo_megatron.doctor.machine import GIB, Wanted
-from ctpo_megatron.doctor.sandbox import NODE
+from ctpo_megatron.environments.factory import needs_sandbox
 from ctpo_megatron.environments.tokenizer import (
     TokenizerError,
     check_chat_template,
@@ -35,19 +37,32 @@ from ctpo_megatron.environments.tokenizer import (
     use_chat_template,
 )
 from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, Wanted, failed, run_checks
+from ctpo_megatron.preflight.collectives import check_collectives
+from ctpo_megatron.preflight.configuration import validate
+from ctpo_megatron.preflight.devices import check_devices, gpus, torch_cuda
+from ctpo_megatron.preflight.engine import engine_dtype
+from ctpo_megatron.preflight.machine import check_machine
+from ctpo_megatron.preflight.packages import check_imports, check_packages
+from ctpo_megatron.preflight.placement import GpuMemory
+from ctpo_megatron.preflight.sandbox import NODE, check_sandbox
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BYTES = {"float32": 4, "bfloat16": 2}
+
+def diagnose(wanted: Wanted) -> list[Problem]:
+    """What the checks of this machine find, for a run that wants so much of it."""
+    checks = (*MACHINE, *DEEP) if wanted.deep else MACHINE
+    return run_checks(checks, MachineContext(wanted, gpus(), torch_cuda()))
 
 
 def diagnose_run(
-    config: Config, sources: Sources, job: Job, gpus: list[Gpu], *, deep: bool = False
+    config: Config, sources: Sources, job: Job, here: Sequence[Gpu], *, deep: bool = False
 ) -> tuple[list[Problem], Wanted]:
-    """Findings on a configuration for ranks as in `job`, and what it wants of each machine. gpus: of this one."""
+    """Findings on a configuration for ranks as in `job`, and what it wants of each machine. here: GPUs of this one."""
     activate(config.extensions.path or ())
-    gpu_gib = min((gpu.gib for gpu in gpus), default=None)
+    gpu_gib = min((gpu.gib for gpu in here), default=None)
     findings = [_under("config", p) for p in _problems(config, sources, job, gpu_gib)] or [
         passed("config", config.run.name)
     ]
@@ -67,13 +82,13 @@ def diagnose_run(
         fullest = GpuMemory.of(config, job, spec, gpu_gib).fullest
         text = f"{fullest.bytes / GIB:.1f} of {gpu_gib:.0f} GiB on {fullest.gpus}, {fullest.when}"
         findings.append(passed("GPU memory", text))  # what is too much is a problem above
-    return findings, replace(wanted, **_sizes(config, spec, job, cuda=bool(gpus)))
+    return findings, replace(wanted, **_sizes(config, spec, job, cuda=bool(here)))
 
 
 def _problems(config: Config, sources: Sources, job: Job, gpu_gib: float | None) -> tuple[Problem, ...]:
     cuda = gpu_gib is not None
     try:
-        return tuple(validate(config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib))
+        return tuple(validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib))
     except ConfigError as error:
         return error.problems
 
@@ -86,15 +101,15 @@ def _under(name: str, problem: Problem) -> Problem:
 def _sizes(config: Config, spec: ModelSpec, job: Job, *, cuda: bool) -> dict[str, Any]:
     """The fields of `Wanted` that follow from the model."""
     count, policy, kept = model_parameters(spec)[0], config.policy, config.checkpoint
-    engine = spec.dtype if config.rollout.engine.dtype == "auto" else config.rollout.engine.dtype
+    weights = count * ELEMENT_BYTES[engine_dtype(config, spec)]
     # Weights, and the optimizer's two moments and, below float32, its copy of the weights.
-    one = count * (_BYTES[policy.dtype] + 8 + (4 if policy.dtype != "float32" else 0))
+    one = count * (ELEMENT_BYTES[policy.dtype] + 8 + (4 if policy.dtype != "float32" else 0))
     saves = kept.keep_last + kept.keep_best + 1 if kept.every else 1
-    folder, export = str(config.run.directory), count * _BYTES[policy.dtype]
+    folder, export = str(config.run.directory), count * ELEMENT_BYTES[policy.dtype]
     return {
-        "weight_bytes": count * _BYTES[engine],
+        "weight_bytes": weights,
         "disk": ((folder, one if kept.every else 0.0, one * saves + export + GIB),),
-        "host_bytes": 0.0 if cuda else _host_bytes(config, spec, job, count * _BYTES[engine]),
+        "host_bytes": 0.0 if cuda else _host_bytes(config, spec, job, weights),
     }
 
 
@@ -108,8 +123,6 @@ def _host_bytes(config: Config, spec: ModelSpec, job: Job, weights: float) -> fl
 
 
 def _sandbox(config: Config) -> str:
-    from ctpo_megatron.environments.factory import needs_sandbox
-
     if config.sandbox.url is not None or config.rollout.replay is not None or not needs_sandbox(config.rollout):
         return ""
     return NODE if config.cluster.nodes > 1 else config.sandbox.require
@@ -162,3 +175,48 @@ def _template(config: Config, tokenizer: PreTrainedTokenizerBase) -> Problem:
     except (TokenizerError, OSError) as error:
         return Problem("chat template", str(error))
     return passed("chat template", f"of {config.model.chat_template or 'the tokenizer'}")
+
+
+def check_python(_context: MachineContext) -> Iterator[Problem]:
+    """Which Python this is."""
+    yield passed("python", f"{platform.python_version()} ({sys.executable})")
+
+
+def check_ray(_context: MachineContext) -> Iterator[Problem]:
+    """The cluster to join, and its token."""
+    address, token = os.environ.get(ADDRESS, ""), os.environ.get(TOKEN_FILE, "")
+    if not address:
+        yield passed("Ray", "a private one, on this node alone (RAY_ADDRESS is not set)")
+    elif os.environ.get(AUTH_MODE, "") != "token":
+        message = f"the cluster at {address}, without a token: anyone who reaches it runs code"
+        fix = "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=... on every node"
+        yield Problem("Ray", message, fix, severity="warning")
+    elif token and not os.path.isfile(token):
+        yield Problem("Ray", f"RAY_AUTH_TOKEN_PATH={token} is no file", "copy the cluster's token there")
+    else:
+        yield passed("Ray", f"the cluster at {address}, with a token")
+
+
+MACHINE: tuple[Check[MachineContext], ...] = (
+    check_python,
+    check_packages,
+    check_devices,
+    check_machine,
+    check_ray,
+    check_sandbox,
+)
+DEEP: tuple[Check[MachineContext], ...] = (check_imports, check_collectives)
+
+
+def verdict(problems: Sequence[Problem]) -> str:
+    """One line."""
+    bad, notes = failed(problems), sum(problem.severity == "warning" for problem in problems)
+    if not bad:
+        return f"ready ({notes} notes)" if notes else "ready"
+    return f"not ready: {len(bad)} to mend: {', '.join(dict.fromkeys(problem.key for problem in bad))}"
+
+
+def install_line(problems: Sequence[Problem]) -> str:
+    """The pip line that brings what is missing; empty if nothing is."""
+    extras = sorted({problem.extra for problem in failed(problems) if problem.extra})
+    return f"pip install -e '.[{','.join(extras)}]'" if extras else ""

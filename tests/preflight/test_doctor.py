@@ -15,13 +15,13 @@ import pytest
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import Problem, passed
-from ctpo_megatron.doctor import Gpu, Wanted, failed, install_line, verdict, weight_bytes
-from ctpo_megatron.doctor.deep import check_collectives, check_imports, import_troubles
-from ctpo_megatron.doctor.devices import check_devices, gpus
-from ctpo_megatron.doctor.machine import check_machine
-from ctpo_megatron.doctor.nodes import _versions
-from ctpo_megatron.doctor.packages import check_package, check_packages
-from ctpo_megatron.doctor.sandbox import NODE, check_sandbox
+from ctpo_megatron.preflight import Gpu, MachineContext, Wanted, failed, install_line, verdict, weight_bytes
+from ctpo_megatron.preflight.collectives import check_collectives
+from ctpo_megatron.preflight.devices import check_devices, gpus
+from ctpo_megatron.preflight.machine import check_machine
+from ctpo_megatron.preflight.nodes import _versions
+from ctpo_megatron.preflight.packages import check_imports, check_package, check_packages, import_troubles
+from ctpo_megatron.preflight.sandbox import NODE, check_sandbox
 from ctpo_sandbox import Limits, start_server
 from tests.support.deadlines import scaled
 
@@ -39,7 +39,7 @@ def installed(folder: Path, name: str, version: str, requires: str = "") -> None
 
 
 def machine(**wanted: object) -> dict[str, Problem]:
-    return {problem.key: problem for problem in check_machine(Wanted(**wanted))}  # type: ignore[arg-type]
+    return {problem.key: problem for problem in check_machine(MachineContext(Wanted(**wanted)))}  # type: ignore[arg-type]
 
 
 def test_this_machine_is_ready_and_says_so_cheaply(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_the_rest_of_a_lock_is_counted(tmp_path: Path) -> None:
     (tmp_path / f"cpu-{python}.txt").write_text(
         "pytest==0.0.1 \\\n    --hash=sha256:0\nno-such-package==1\nrich==1.0\n"
     )
-    lock = next(finding for finding in check_packages(False, tmp_path) if finding.key == "lock")
+    lock = next(finding for finding in check_packages(MachineContext(Wanted()), tmp_path) if finding.key == "lock")
     assert lock.severity == "warning"
     assert lock.message.startswith(
         f"0 of 3 other packages as in cpu-{python}.txt, 1 are not installed; others differ: pytest "
@@ -114,7 +114,7 @@ def test_shared_memory_is_held_against_the_weights_of_a_model(
         with (tmp_path / f"model-{shard}.safetensors").open("wb") as file:
             file.truncate(1 << 42)  # takes no room
     assert weight_bytes(tmp_path) == 2 << 42
-    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: list(check_machine(wanted)))
+    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: list(check_machine(MachineContext(wanted))))
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "weights (8192.0 GiB) and Ray objects pass through it" in out and "--shm-size 8194g" in out
@@ -138,11 +138,11 @@ def test_few_open_files_and_ports_in_use_are_found(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         code = (
             "import json, resource, sys\n"
-            "from ctpo_megatron.doctor import Wanted\n"
-            "from ctpo_megatron.doctor.machine import check_machine\n"
+            "from ctpo_megatron.preflight import MachineContext, Wanted\n"
+            "from ctpo_megatron.preflight.machine import check_machine\n"
             "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
             f"at = ('127.0.0.1', {port}, 'the tracker prometheus'), ('127.0.0.1', 1, 'sandbox.url')\n"
-            "found = check_machine(Wanted(ports=at[:1], servers=at))\n"
+            "found = check_machine(MachineContext(Wanted(ports=at[:1], servers=at)))\n"
             "print(json.dumps({p.key: (p.severity, p.message, p.fix) for p in found}))\n"
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -163,12 +163,12 @@ def test_a_driver_is_held_against_the_cuda_of_torch(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = gpus()
     assert isinstance(found, list) and found == [Gpu("NVIDIA H100 80GB HBM3", 81559 / 1024, "570.86.15")]
-    old = {problem.key: problem for problem in check_devices(found, "13.0")}
+    old = {problem.key: problem for problem in check_devices(MachineContext(Wanted(), found, "13.0"))}
     assert old["driver"].severity == "error" and old["driver"].fix == "install a driver of branch 580 or newer"
-    assert {p.key: p.severity for p in check_devices(found, "12.8")}["driver"] == "ok"
-    assert {p.key: p.severity for p in check_devices(found, None)}["driver"] == "warning"
+    assert {p.key: p.severity for p in check_devices(MachineContext(Wanted(), found, "12.8"))}["driver"] == "ok"
+    assert {p.key: p.severity for p in check_devices(MachineContext(Wanted(), found))}["driver"] == "warning"
     program.write_text("#!/bin/sh\necho 'NVML: Driver/library version mismatch'\nexit 18\n")
-    assert "Driver/library version mismatch" in next(iter(check_devices(gpus(), None))).message
+    assert "Driver/library version mismatch" in next(iter(check_devices(MachineContext(Wanted(), gpus())))).message
 
 
 def test_the_sandbox_of_a_node_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,11 +177,13 @@ def test_the_sandbox_of_a_node_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
         slots=1, limits=limits, start_timeout_s=scaled(60), log_path=tmp_path / "log", tiers=["stdlib"]
     ) as server:
         monkeypatch.setenv("CTPO_SANDBOX_URL", server.url)
-        assert check_sandbox(NODE) == [passed("sandbox", f"this node's own answers at {server.url}")]
-    (gone,) = check_sandbox(NODE)
+        assert check_sandbox(MachineContext(Wanted(sandbox=NODE))) == [
+            passed("sandbox", f"this node's own answers at {server.url}")
+        ]
+    (gone,) = check_sandbox(MachineContext(Wanted(sandbox=NODE)))
     assert gone.severity == "error" and "does not answer" in gone.message
     monkeypatch.delenv("CTPO_SANDBOX_URL")
-    (none,) = check_sandbox(NODE)
+    (none,) = check_sandbox(MachineContext(Wanted(sandbox=NODE)))
     assert none.severity == "error" and "CTPO_SANDBOX_URL is not set" in none.message
 
 
@@ -213,8 +215,8 @@ def test_modules_that_raise_or_kill_are_told_apart(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_everything_imports_and_ranks_meet() -> None:
-    assert failed(check_imports()) == []
-    met = check_collectives(gpus=0)
+    assert failed(check_imports(MachineContext(Wanted()))) == []
+    (met,) = check_collectives(MachineContext(Wanted()))
     assert met.severity == "ok" and met.message.startswith("2 ranks: an all-reduce of 16 MiB took ")
 
 

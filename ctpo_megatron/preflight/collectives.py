@@ -1,66 +1,36 @@
-"""What metadata cannot tell, tried in child processes: does everything import, and do ranks reach each other?"""
+"""Whether ranks reach each other, tried in child processes."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 from ctpo_megatron.config import Problem, passed
-from ctpo_megatron.doctor.packages import PACKAGES, version_of
+from ctpo_megatron.preflight.check import MachineContext
+from ctpo_megatron.preflight.packages import version_of
 
-_IMPORT_S = 300.0
 _MEET_S = 120.0
 _ELEMENTS = 1 << 22
 """Of float32 in the exchange that is timed."""
-_PROBE = """
-import importlib, json, sys
-found = {}
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-        found[name] = ""
-    except BaseException as error:
-        found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-print("\\n" + json.dumps(found))
+_RANK = """
+import sys
+from ctpo_megatron.preflight.collectives import meet
+print(meet(*sys.argv[1:3], *map(int, sys.argv[3:])))
 """
-_RANK = "import sys; from ctpo_megatron.doctor.deep import meet; print(meet(*sys.argv[1:3], *map(int, sys.argv[3:])))"
 
 
-def check_imports() -> list[Problem]:
-    """A finding for each package that is installed and does not import; vLLM is left out: it takes ten seconds."""
-    modules = {module: name for name, (module, _) in PACKAGES.items() if version_of(name) is not None}
-    broken = [
-        Problem(modules[module], f"{version_of(modules[module])} does not import: {trouble}", "install it anew")
-        for module, trouble in import_troubles(list(modules)).items()
-        if trouble
-    ]
-    return broken or [passed("imports", f"all {len(modules)} packages import")]
-
-
-def import_troubles(modules: Sequence[str]) -> dict[str, str]:
-    """Why each module does not import; empty if it does."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE, *modules], capture_output=True, text=True, timeout=_IMPORT_S, check=False
-        )
-        found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return dict.fromkeys(modules, f"not within {_IMPORT_S:g} s")
-    except (IndexError, json.JSONDecodeError):  # an import killed the child
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return dict.fromkeys(modules, f"the interpreter died: {reason}")
-    return found
-
-
-def check_collectives(gpus: int) -> Problem:
+def check_collectives(context: MachineContext) -> list[Problem]:
     """Two ranks of this machine, or one for each of several GPUs, add tensors: over NCCL on GPUs, else over gloo."""
-    backend, ranks = ("nccl", gpus) if gpus > 1 else ("gloo", 2)
+    if version_of("torch") is None:
+        return []
+    return [_exchange("nccl", context.gpu_count) if context.cuda and context.gpu_count > 1 else _exchange("gloo", 2)]
+
+
+def _exchange(backend: str, ranks: int) -> Problem:
     address = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(

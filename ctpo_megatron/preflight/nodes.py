@@ -1,4 +1,4 @@
-"""Every node of the Ray cluster that RAY_ADDRESS names says of itself what `report.diagnose` says of this one."""
+"""Nodes of a cluster: what a configuration needs of each, and what the checks of a machine find on each."""
 
 from __future__ import annotations
 
@@ -6,19 +6,41 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE
-from ctpo_megatron.config import Problem, passed
-from ctpo_megatron.doctor.deep import free_port, meet
-from ctpo_megatron.doctor.machine import Wanted
-from ctpo_megatron.doctor.packages import PACKAGES
-from ctpo_megatron.doctor.report import diagnose
+from ctpo_megatron.config import Config, Job, Placement, Problem, engine_count, passed
+from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_megatron.preflight.check import Wanted
+from ctpo_megatron.preflight.collectives import free_port, meet
+from ctpo_megatron.preflight.devices import has_cuda_device
+from ctpo_megatron.preflight.doctor import diagnose
+from ctpo_megatron.preflight.packages import PACKAGES
 
 _NODE_S = 180.0
 _SKEW_S = 2.0
 """Clocks that differ by more make deadlines of jobs and times in logs misleading."""
+
+
+@dataclass(frozen=True)
+class NodeNeeds:
+    """Of one node. `cpus`: what Ray may promise to engines; `gpus`: those that it shows them, None on a CPU."""
+
+    ray: bool
+    sandbox: bool
+    cpus: int
+    gpus: str | None
+
+    @classmethod
+    def of(cls, config: Config, nodes: int, node_ranks: int) -> NodeNeeds:
+        """On one node the trainer itself starts both: a private Ray, and a sandbox on a free port."""
+        ray = nodes > 1 and config.rollout.replay is None
+        placed = Placement.of(config, Job(nodes * node_ranks, node_ranks))
+        gpus = placed.engine_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if has_cuda_device() else None
+        # Engines of a lost node may move to another: the CPUs that Ray counts there are no limit.
+        cpus = engine_count(config) * (config.rollout.engine.threads if gpus is None else 1)
+        return cls(ray, ray and needs_sandbox(config.rollout) and config.sandbox.url is None, cpus, gpus)
 
 
 class NoCluster(Exception):

@@ -7,14 +7,16 @@ from pathlib import Path
 
 from ctpo_megatron.config import Problem, Severity, passed
 from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_problem, node_sandbox_url
+from ctpo_megatron.preflight.check import MachineContext
 
 NODE = "node"
 """In place of a least isolation: the node of a cluster has a sandbox that runs already."""
 _START_S = 60.0
 
 
-def check_sandbox(require: str) -> list[Problem]:
-    """Its isolation. require: the least that is wanted, or NODE; empty: one that does not start is only a note."""
+def check_sandbox(context: MachineContext) -> list[Problem]:
+    """Its isolation. One that does not start is only a warning where none is wanted."""
+    require = context.wanted.sandbox
     if require == NODE or names_a_server():
         return [_of_node()]
     bad: Severity = "error" if require else "warning"
