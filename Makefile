@@ -40,8 +40,8 @@ quickstart: $(INSTALLED)
 # and engines anyway.
 # Bytecode is kept, whatever a container says: compiling our sources again costs each of the many processes 3 CPU-s.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not slow and not gpu and not cluster and not machine"
-LIGHT := tests/config tests/data tests/doctor tests/objective $(wildcard tests/test_*.py)
-PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.doctor ctpo_megatron.objective ctpo_megatron.cli
+LIGHT := tests/config tests/data tests/objective tests/preflight $(wildcard tests/test_*.py)
+PACKAGES := ctpo_megatron.config ctpo_megatron.data ctpo_megatron.objective ctpo_megatron.preflight ctpo_megatron.cli
 test: $(INSTALLED) $(TRITON)
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-processes test-light

@@ -6,14 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
-from ctpo_megatron.config import Job, load_with_sources, node_ranks, world_size
-from ctpo_megatron.doctor import (
-    Finding,
+from ctpo_megatron.config import Job, Problem, load_with_sources, node_ranks, world_size
+from ctpo_megatron.preflight import (
     NoCluster,
     Wanted,
     check_template,
@@ -28,6 +27,8 @@ from ctpo_megatron.doctor import (
 )
 
 HERE = "This machine"
+STATUS = {"ok": "ok", "warning": "note", "missing": "missing", "error": "broken"}
+"""What a severity is called here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +90,7 @@ def _template(args: argparse.Namespace) -> int:
     return 1 if failed(findings) else 0
 
 
-def _of_config(args: argparse.Namespace) -> tuple[dict[str, list[Finding]], Wanted]:
+def _of_config(args: argparse.Namespace) -> tuple[dict[str, list[Problem]], Wanted]:
     if args.config is None:
         return {}, Wanted(deep=args.deep)
     config, sources = load_with_sources(args.config, args.overrides)
@@ -100,21 +101,27 @@ def _of_config(args: argparse.Namespace) -> tuple[dict[str, list[Finding]], Want
     return {f"Configuration {args.config}": findings}, wanted
 
 
-def _as_json(found: Mapping[str, Sequence[Finding]], findings: Sequence[Finding]) -> dict[str, object]:
+def _as_json(found: Mapping[str, Sequence[Problem]], findings: Sequence[Problem]) -> dict[str, object]:
     return {
         "ready": not failed(findings),
         "verdict": verdict(findings),
         "to_do": list(dict.fromkeys(finding.fix for finding in failed(findings) if finding.fix)),
-        "findings": {where: [asdict(finding) for finding in part] for where, part in found.items()},
+        "findings": {where: [_row(problem) for problem in part] for where, part in found.items()},
     }
 
 
-def _print(found: Mapping[str, Sequence[Finding]], findings: Sequence[Finding]) -> None:
+def _row(problem: Problem) -> dict[str, str]:
+    status = STATUS[problem.severity]
+    rest = {"detail": problem.message, "fix": problem.fix, "extra": problem.extra}
+    return {"name": problem.key, "status": status, **rest}
+
+
+def _print(found: Mapping[str, Sequence[Problem]], findings: Sequence[Problem]) -> None:
     for where, part in found.items():
-        rows = [(f.name, f.status, f"{f.detail}; {f.fix}" if f.fix else f.detail) for f in part]
+        rows = [(p.key, STATUS[p.severity], f"{p.message}; {p.fix}" if p.fix else p.message) for p in part]
         print_table(where, ("what", "status", "detail"), rows)
     print(f"\n{verdict(findings)}", flush=True)
     for finding in failed(findings):
-        print(f"  {finding.name}: {finding.detail}{f'; {finding.fix}' if finding.fix else ''}", file=sys.stderr)
+        print(f"  {finding.key}: {finding.message}{f'; {finding.fix}' if finding.fix else ''}", file=sys.stderr)
     if line := install_line(findings):
         print(f"To install what is missing: {line}", file=sys.stderr)

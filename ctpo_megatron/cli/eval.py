@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
-from ctpo_megatron.config import Config, Sources, docstring_problem, temporary_problem, validate_sampling
-from ctpo_megatron.run.extensions import check_extensions
+from ctpo_megatron.config import Config, Sources
+from ctpo_megatron.preflight import check_extensions, docstring_problem, temporary_problem, validate_sampling
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""Whether trainer ranks on this machine run on CUDA; `config.has_cuda_device` tells without importing torch."""
+"""Whether trainer ranks on this machine run on CUDA; `preflight.has_cuda_device` tells without importing torch."""
 
 from __future__ import annotations
 

@@ -19,29 +19,32 @@ from ctpo_megatron.config import (
     GPU_GIB,
     Config,
     ConfigError,
-    GpuMemory,
     Job,
-    Plan,
     Problem,
     Split,
-    check_prompts,
-    docstring_problem,
     dump,
-    has_cuda_device,
     load_with_sources,
-    memory_table,
     node_ranks,
-    place,
     rank_problem,
     read_shapes,
     spec_for,
-    temporary_problem,
-    validate,
     world_size,
 )
 from ctpo_megatron.models import ModelSpec
-from ctpo_megatron.run import DataCheck, check_data
-from ctpo_megatron.run.extensions import check_extensions
+from ctpo_megatron.preflight import (
+    DataCheck,
+    GpuMemory,
+    RunPlan,
+    check_data,
+    check_extensions,
+    docstring_problem,
+    failed,
+    has_cuda_device,
+    memory_table,
+    place,
+    temporary_problem,
+    validate,
+)
 from ctpo_sandbox.arguments import positive
 
 _ASKED_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGINT)
@@ -96,18 +99,16 @@ def run(args: argparse.Namespace) -> int:
     problems: list[Problem] = []
     warnings: list[Problem] = []
     with _collected(problems):
-        warnings = validate(
-            config, world_size=job.world_size, cuda=cuda, sources=sources, job=job, gpu_gib=gpu_gib, shapes=shapes
-        )
+        warnings = validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib, shapes=shapes)
     with _collected(problems):
         check_extensions(config, sources)
         if args.dry_run and is_rank_zero():
             data = DataCheck(not_checked="--shapes") if shapes else check_data(config, None if args.full else _ROWS)
-            problems += [place(problem, sources) for problem in data.problems]
+            placed = [place(problem, sources) for problem in data.problems]
+            problems += failed(placed)
+            warnings += [problem for problem in placed if not problem.failed]
     if problems:
         raise ConfigError(problems)
-    if args.dry_run and is_rank_zero():
-        warnings += [place(problem, sources) for problem in check_prompts(config, data.train_rows)]
     if is_rank_zero():
         _print_warnings(warnings)
     if args.dry_run:
@@ -171,7 +172,7 @@ def _print_data(data: DataCheck, full: bool) -> None:
 
 def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:
     print(dump(config), end="", flush=True)
-    for title, rows in Plan.of(config, job.world_size).tables().items():
+    for title, rows in RunPlan.of(config, job.world_size).tables().items():
         print_table(title, ("", "value", "from"), rows)
     memory = memory_table(spec, Split.of(config.policy, job.world_size))
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)

@@ -21,7 +21,7 @@ GPU_GIB = 80
 USABLE = 0.9
 """Share of a GPU that the arithmetic may fill; the rest is for the CUDA context, NCCL and fragmentation."""
 
-_BYTES = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _MAIN_GRADIENT = 4
 
 
@@ -81,7 +81,7 @@ class Split:
     @property
     def element(self) -> int:
         """Bytes of a weight and of an activation."""
-        return _BYTES[self.dtype]
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def optimizer_shards(self) -> int:
@@ -233,35 +233,3 @@ def peak(spec: ModelSpec, split: Split) -> Memory:
 def gib(size: float) -> str:
     """Bytes as GiB to a tenth (MiB below that)."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 or not size else f"{size / (1 << 20):.1f} MiB"
-
-
-def table(spec: ModelSpec, split: Split) -> list[tuple[str, str, str]]:
-    """Rows (what, size, how it follows) of the rank that needs most."""
-    most = peak(spec, split)
-    weights, gradients = most.weights, most.gradients
-    shards = split.optimizer_shards
-    kept = "+".join(split.recompute) or "nothing"
-    state = "float32 weights and two moments, 12 B" if split.dtype == "bfloat16" else "two moments, 8 B"
-    where = f"/ {shards}" if shards > 1 else "not split"
-    where += f" (of experts / {split.expert_optimizer_shards})" if spec.num_experts and shards > 1 else ""
-    head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"
-    last = most.stage == split.pipeline - 1
-    verdict = "" if most.fits else f"TOO MUCH for a GPU of {GPU_GIB} GiB; "
-    unknown = "" if spec.vocab_size else ", without the vocabulary that `prepare` will decide"
-    return [
-        ("weights", gib(weights), f"{weights // split.element:,} parameters x {split.element} B{unknown}"),
-        ("gradients", gib(gradients), f"x {_MAIN_GRADIENT} B, float32"),
-        ("optimizer", gib(most.optimizer), f"{state}, {where}"),
-        (
-            "activations",
-            gib(most.activations),
-            f"{split.micro_batch_tokens:,} tokens, {in_flight(split, most.stage):g} in flight, recomputed: {kept}",
-        ),
-        ("output layer and loss", gib(most.head), head if last else "on the last stage"),
-        (
-            "total",
-            gib(most.total),
-            f"{verdict}pipeline stage {most.stage}; context, NCCL and fragmentation not counted",
-        ),
-        ("while sampling", gib(most.while_sampling(split.offload)), f"policy.offload: {split.offload}"),
-    ]

@@ -1,31 +1,47 @@
-"""One way to say what is wrong with a configuration, so that every check reads the same and all are shown at once."""
+"""One form of result for every check: of a configuration, a machine, a node. All problems are shown at once."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from enum import Enum
 from typing import Any, Literal
-
-from pydantic import BaseModel
 
 from ctpo_megatron.base.redact import redacted
 
-NO_VALUE: Any = object()
+Severity = Literal["ok", "warning", "missing", "error"]
+"""`missing`: an error that an installation mends."""
+
+
+class _NoValue(Enum):  # unlike an object(), the same one in the process that a problem is sent to
+    NO_VALUE = 0
+
+
+NO_VALUE: Any = _NoValue.NO_VALUE
 """A problem without an offending value, e.g. a missing key."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong (`error`) or probably unwanted (`warning`): where, which key, what, and what would work."""
+    """What a check reports: where, on which key or subject, what, and what would work.
+
+    key: of the configuration, or the subject of the check, such as a package. value: the offending one. where: file
+    and line, or node. extra: of setup.py, that brings what is missing.
+    """
 
     key: str
     message: str
     fix: str = ""
     value: Any = NO_VALUE
     where: str = ""
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
+    extra: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether training cannot start with it."""
+        return self.severity in ("missing", "error")
 
     def __str__(self) -> str:
         value = redacted(self.value, self.key)
@@ -44,19 +60,9 @@ class ConfigError(Exception):
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {problem}" for problem in self.problems)]))
 
 
-def error(config: BaseModel, key: str, message: str, fix: str = "") -> Problem:
-    """An error about a key, with its present value."""
-    return Problem(key, message, fix, value_at(config, key))
-
-
-def warning(config: BaseModel, key: str, message: str, fix: str = "") -> Problem:
-    """A warning about a key, with its present value."""
-    return Problem(key, message, fix, value_at(config, key), severity="warning")
-
-
-def value_at(config: BaseModel, key: str) -> Any:
-    """The value of a dotted key."""
-    return reduce(getattr, key.split("."), config)
+def passed(key: str, message: str) -> Problem:
+    """No problem: what a check that passed has seen."""
+    return Problem(key, message, severity="ok")
 
 
 def show(value: Any, limit: int = 80) -> str:

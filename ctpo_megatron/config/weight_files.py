@@ -1,6 +1,7 @@
 """The files of a Hugging Face model directory: what they should hold, what they hold, and how the two differ.
 
-safetensors is read here by its header alone (8 bytes of length, then JSON), since the base install has no such library.
+A safetensors file is read by its header alone (8 bytes of length, then JSON): the library would name neither the tensor
+nor the bytes that are wrong, and the base install lacks it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ def tokenizer_problems(directory: Path) -> list[Problem]:
     if any((directory / name).is_file() for name in TOKENIZERS):
         return []
     return [_problem(directory, f"has no tokenizer: none of {', '.join(TOKENIZERS)}", "copy it there")]
+
+
+def is_replaceable(target: Path) -> bool:
+    """Whether an export may replace what is there: nothing, an empty directory, or a model directory."""
+    if target.is_dir():
+        return (target / "config.json").is_file() or not any(target.iterdir())
+    return not target.exists()
 
 
 def _index(directory: Path) -> dict[str, Path] | None:

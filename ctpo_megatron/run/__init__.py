@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctpo_megatron.run.bridge import Bridge
-    from ctpo_megatron.run.data_check import DataCheck, check_data
     from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish
     from ctpo_megatron.run.persistence import Persistence
     from ctpo_megatron.run.preemption import EXIT_STATUS, Preemption
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "EXIT_STATUS": "preemption",
     "Bridge": "bridge",
-    "DataCheck": "data_check",
     "Persistence": "persistence",
     "Preemption": "preemption",
     "RankZeroReporter": "reporter",
@@ -30,7 +28,6 @@ _MODULES = {
     "RunState": "state",
     "StopOrLostRank": "state",
     "Services": "services",
-    "check_data": "data_check",
     "is_finished": "directory",
     "open_reporter": "reporter",
     "open_run_directory": "directory",
@@ -41,7 +38,6 @@ _MODULES = {
 __all__ = [
     "EXIT_STATUS",
     "Bridge",
-    "DataCheck",
     "Persistence",
     "Preemption",
     "RankZeroReporter",
@@ -50,7 +46,6 @@ __all__ = [
     "RunState",
     "Services",
     "StopOrLostRank",
-    "check_data",
     "is_finished",
     "open_reporter",
     "open_run_directory",

@@ -1,9 +1,8 @@
-"""Users' parts in a run: checked before it starts, copied into its directory, and the same code when it goes on."""
+"""Users' parts in a run: copied into its directory, and the same code when it continues."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import operator
 import os
@@ -13,33 +12,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.extensions import ExtensionError, activate, load
+from ctpo_megatron.base.extensions import activate, load
 from ctpo_megatron.base.files import read_note, write_json
-from ctpo_megatron.config import Config, ConfigError, Extension, Problem, Sources, named_extensions, place
-from ctpo_megatron.run.doors import check_of
+from ctpo_megatron.config import Config, named_extensions
 
 log = logging.getLogger(__name__)
 
 COPIES, RECORD = "extensions", "extensions.json"
-
-
-def check_extensions(config: Config, sources: Sources | None = None) -> None:
-    """Raises ConfigError with all that is wrong with the parts that the configuration names, and where it says so.
-
-    Imports users' modules into this process.
-    """
-    folders = config.extensions.path or ()
-    activate(folders)
-    problems = [
-        Problem("extensions.path", "no such folder", "give folders that hold your modules", folder)
-        for folder in folders
-        if not Path(folder).is_dir()
-    ]
-    for key, extension in named_extensions(config):
-        if message := _problem(key, extension, config):
-            problems.append(Problem(key, message, value=extension.name))
-    if problems:
-        raise ConfigError([place(problem, sources) for problem in problems])
 
 
 def loaded_files(config: Config) -> dict[str, Path]:
@@ -60,17 +39,6 @@ def loaded_files(config: Config) -> dict[str, Path]:
         if folder and file.is_file():  # torch has modules that claim files which are nowhere
             files[str(file.relative_to(folder))] = file
     return files
-
-
-def _problem(key: str, extension: Extension, config: Config) -> str:
-    check = check_of(key)
-    try:
-        json.dumps(extension.arguments)
-        return check(extension, config) if check else ""
-    except ExtensionError as error:
-        return str(error).removeprefix(f"{extension.name}: ")
-    except TypeError as error:
-        return f"its arguments cannot be handed to another process: {error}"
 
 
 _NOT_USERS = {"__main__", "__mp_main__", "ctpo_megatron", "ctpo_kernels", "ctpo_sandbox", "ctpo_launchers"}

@@ -17,13 +17,13 @@ from ctpo_launchers import network
 from ctpo_launchers.child import asked_status
 from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
-from ctpo_launchers.needs import Needs
 from ctpo_launchers.roll_call import Connection, NotReady, RollCall, report
 from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
 from ctpo_launchers.timeouts import AFTER_GRACE_S, CHILD_POLL_S
 from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
 from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.config import Config
+from ctpo_megatron.preflight import NodeNeeds
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class NodeProgram:
 
     def __init__(self, args: argparse.Namespace, job: NodeJob, config: Config, arguments: Sequence[str]) -> None:
         self._args, self._job, self._config, self._arguments = args, job, config, list(arguments)
-        self._needs = Needs.of(config, job.nodes, args.nproc_per_node)
+        self._needs = NodeNeeds.of(config, job.nodes, args.nproc_per_node)
         base = args.directory or node_folder(config)
         self._token_file = (args.token_file or base / "token").absolute()
         self._logs = base.absolute() / f"node{job.rank}"

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
-from ctpo_launchers.needs import Needs
 from ctpo_launchers.roll_call import NotReady
 from ctpo_launchers.timeouts import CHILD_POLL_S, RAY_RESTARTS
 from ctpo_megatron.config import Config
+from ctpo_megatron.preflight import NodeNeeds
 from ctpo_sandbox import SandboxStartError, start_configured_server
 from ctpo_sandbox.address import node_url
 
@@ -92,7 +92,7 @@ class RayNode:
     def __init__(
         self,
         job: NodeJob,
-        needs: Needs,
+        needs: NodeNeeds,
         log_path: Path,
         environment: Mapping[str, str],
         head: str,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.config import ConfigError, load_with_sources, validate
-from ctpo_megatron.run.extensions import check_extensions
+from ctpo_megatron.config import ConfigError, Job, load_with_sources
+from ctpo_megatron.preflight import check_extensions, validate
 
 # Overrides, and the beginning of what is said of them.
 WRONG = [
@@ -177,7 +177,7 @@ PARTS = [
 def test_values(base: Path, overrides: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config, sources = load_with_sources(base, overrides.split())
-        validate(config, world_size=1, cuda=False, sources=sources)
+        validate(config, Job(1), cuda=False, sources=sources)
     assert message in str(caught.value)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.config import Config, ConfigError, Plan, check, load_with_sources, validate
+from ctpo_megatron.config import Config, ConfigError, Job, load_with_sources
 from ctpo_megatron.config.keys import known_paths
 from ctpo_megatron.models import FAMILIES, ModelSpec
+from ctpo_megatron.preflight import RunContext, RunPlan, validate
+from ctpo_megatron.preflight.configuration import check_training
 
 Make = Callable[..., Config]
 SPEC = ModelSpec(
@@ -27,12 +29,12 @@ SPEC = ModelSpec(
 
 
 def found(config: Config, world_size: int = 1, spec: ModelSpec | None = SPEC, cuda: bool = False) -> list[str]:
-    return [f"{p.severity}: {p}" for p in check(config, world_size, spec, cuda=cuda)]
+    return [f"{p.severity}: {p}" for p in check_training(RunContext(config, spec, Job(world_size), cuda))]
 
 
 def test_good_configuration_has_no_problem(config_with: Make) -> None:
     config = config_with()
-    assert validate(config, world_size=1, cuda=False) == []
+    assert validate(config, Job(1), cuda=False) == []
     assert found(config, world_size=4) == []
     assert found(config_with("policy.tensor_model_parallel_size=2", "policy.sequence_parallel=true"), 2) == []
 
@@ -206,7 +208,10 @@ def test_errors(config_with: Make, overrides: list[str], expected: str) -> None:
         (["eval.prompts=4"], "eval.prompts = 4: has no effect without data.eval"),
         (["policy.optimizer.warmup_steps=32"], "never reaches the full lr: there are 32 optimizer steps"),
         (["rollout.max_turn_tokens=500"], "never acts: rollout.max_response_tokens (176) is smaller"),
-        (["rollout.group_timeout_s=60"], "one slow tool call (60 s allowed) would replace a whole group"),
+        (
+            ["rollout.group_timeout_s=60"],
+            "one slow tool call (60 s allowed) makes the whole group time out, and it is sampled again",
+        ),
         (["run.resume=true"], "this run writes no checkpoint to resume from"),
         (["rollout.partial=finish"], 'rollout.partial = "finish": has no effect: with rollout.max_staleness: 0'),
         (
@@ -287,7 +292,7 @@ def test_good_layouts_of_experts_and_chunks(config_with: Make) -> None:
 def test_all_errors_at_once_with_their_places(base: Path) -> None:
     config, sources = load_with_sources(base, ["eval.every=2", "policy.micro_batch_tokens=100"])
     with pytest.raises(ConfigError) as caught:
-        validate(config, world_size=5, cuda=False, sources=sources)
+        validate(config, Job(5), cuda=False, sources=sources)
     assert [str(problem).split(":")[0] for problem in caught.value.problems] == [
         "default",
         "command line",
@@ -333,7 +338,7 @@ def test_modules_of_dense_layers_are_not_those_of_experts(config_with: Make) -> 
 
 
 def test_layout_arithmetic(config_with: Make) -> None:
-    layout = Plan.of(config_with("policy.tensor_model_parallel_size=2", "data.eval=[x]", "eval.every=3"), 8)
+    layout = RunPlan.of(config_with("policy.tensor_model_parallel_size=2", "data.eval=[x]", "eval.every=3"), 8)
     assert (layout.data_parallel, layout.sequences_per_batch, layout.mini_batches) == (4, 256, 8)
     assert (layout.sequences_per_mini_batch, layout.sequences_per_rank, layout.optimizer_steps) == (32, 8, 32)
     assert (layout.max_sequence_tokens, layout.max_batch_tokens) == (240, 61440)
@@ -343,4 +348,4 @@ def test_layout_arithmetic(config_with: Make) -> None:
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 2), (1, 5), (2, 3), (4, 2), (9, 2)])
 def test_evaluations(config_with: Make, every: int, expected: int) -> None:
-    assert Plan.of(config_with("data.eval=[x]", f"eval.every={every}"), 1).evaluations == expected
+    assert RunPlan.of(config_with("data.eval=[x]", f"eval.every={every}"), 1).evaluations == expected

@@ -10,13 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from ctpo_megatron.cli import main
-from ctpo_megatron.config import Config, check, check_prompts
+from ctpo_megatron.config import Config
+from ctpo_megatron.preflight import RunContext
+from ctpo_megatron.preflight.admission import check_prompts
+from ctpo_megatron.preflight.configuration import check_training
 
 Make = Callable[..., Config]
 
 
 def found(config: Config) -> list[str]:
-    return [f"{p.severity}: {p}" for p in check(config, 1, None, cuda=False)]
+    return [f"{p.severity}: {p}" for p in check_training(RunContext(config))]
 
 
 @pytest.mark.parametrize(

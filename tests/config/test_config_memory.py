@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.config import PolicyConfig, Split, head_chunk_rows, layer_activations, memory_table, stage_memory
+from ctpo_megatron.config import PolicyConfig, Split, head_chunk_rows, layer_activations, stage_memory
 from ctpo_megatron.config.memory import GIB, USABLE, in_flight, memory, parameters, peak, stage_parameters
-from ctpo_megatron.config.sizing import MODELS, SIZINGS, sizing, update
+from ctpo_megatron.preflight import memory_table
+from ctpo_megatron.preflight.sizing import MODELS, SIZINGS, sizing, update
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 ROW = Split(micro_batch_tokens=16384)

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ctpo_megatron.config import Config, check
+from ctpo_megatron.config import Config
+from ctpo_megatron.preflight import RunContext
+from ctpo_megatron.preflight.configuration import check_training
 
 Make = Callable[..., Config]
 
 
 def found(config: Config) -> list[str]:
-    return [f"{problem.severity}: {problem}" for problem in check(config, 1, None, cuda=False)]
+    return [f"{problem.severity}: {problem}" for problem in check_training(RunContext(config))]
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from test_model_spec import write_model
 
-from ctpo_megatron.config import Config, ConfigError, read_spec, validate
+from ctpo_megatron.config import Config, ConfigError, Job, read_spec
 from ctpo_megatron.config.memory import parameters
-from ctpo_megatron.config.sizing import MODELS
 from ctpo_megatron.config.weight_files import stored_tensors
 from ctpo_megatron.models import ModelSpec, Shape
+from ctpo_megatron.preflight import validate
+from ctpo_megatron.preflight.sizing import MODELS
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -62,7 +63,7 @@ def problems(model: Path, config_with: Callable[..., Config]) -> Callable[[], li
     def check() -> list[str]:
         config = config_with(f"model.path={model}")
         try:
-            validate(config, world_size=1, cuda=False)
+            validate(config, Job(1), cuda=False)
         except ConfigError as caught:
             return [str(problem) for problem in caught.problems]
         return []

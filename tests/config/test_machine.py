@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ctpo_megatron.config import has_cuda_device, machine, temporary_problem
+from ctpo_megatron.preflight import devices as node_devices
+from ctpo_megatron.preflight import has_cuda_device, temporary_problem
 
 
 def test_it_agrees_with_torch() -> None:
@@ -23,7 +24,7 @@ def test_it_agrees_with_torch() -> None:
 )
 def test_the_build_of_torch(line: str, expected: bool, tmp_path: Path) -> None:
     (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\ndebug = False\n{line}\nhip: Optional[str] = None\n")
-    assert machine._built_for_cuda(tmp_path / "version.py") == expected
+    assert (node_devices._built_for(tmp_path / "version.py") is not None) == expected
 
 
 @pytest.mark.parametrize(("status", "devices", "expected"), [(0, 2, True), (0, 0, False), (100, 2, False)])
@@ -34,7 +35,7 @@ def test_what_the_driver_shows(status: int, devices: int, expected: bool, monkey
 
     driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=count)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    assert machine._driver_shows_device() == expected
+    assert node_devices._driver_shows_device() == expected
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +43,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert not machine._driver_shows_device()
+    assert not node_devices._driver_shows_device()
 
 
 def test_a_temporary_directory_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from ctpo_megatron.config import Config, GpuMemory, Job, Placement, engine_count
-from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
+from ctpo_megatron.config import Config, Job, Placement, engine_count
 from ctpo_megatron.config.memory import GIB
-from ctpo_megatron.config.sizing import MODELS
+from ctpo_megatron.preflight import GpuMemory, RunContext
+from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
+from ctpo_megatron.preflight.sizing import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER_14B = {
@@ -37,10 +38,8 @@ def readme(**change: Any) -> Config:
 
 
 def refused(config: Config, job: Job, model: str = "Qwen3-4B", gpu_gib: float = 80) -> str:
-    problems = [
-        *check_placement(config, job, cuda=True),
-        *check_gpu_memory(config, job, MODELS[model], gpu_gib=gpu_gib),
-    ]
+    context = RunContext(config, MODELS[model], job, cuda=True, gpu_gib=gpu_gib)
+    problems = [*check_placement(context), *check_gpu_memory(context)]
     return "\n".join(f"{problem.severity}: {problem}" for problem in problems)
 
 
@@ -79,9 +78,9 @@ def test_one_gpu_is_enough_by_turns() -> None:
     """As the first hour on a GPU runs the quickstart."""
     one = Job(1, None, 1)
     single: dict[str, Any] = {"placement": {"trainer_gpus": None, "engine_gpus": None}, "rollout": {"engines": 1}}
-    assert "needs 2 GPUs" in str([str(p) for p in check_placement(readme(**single), one, cuda=True)])
+    assert "needs 2 GPUs" in str([str(p) for p in check_placement(RunContext(readme(**single), None, one, True))])
     shared = merged(single, {"placement": {"mode": "colocated"}})
-    assert list(check_placement(readme(**shared), one, cuda=True)) == []
+    assert list(check_placement(RunContext(readme(**shared), None, one, True))) == []
 
 
 def test_auto_is_one_engine_for_each_group_of_gpus() -> None:
@@ -141,13 +140,13 @@ def test_gpus_of_engines_are_those_of_every_node() -> None:
     ],
 )
 def test_contradictions_are_named(job: Job, change: dict[str, Any], expected: str) -> None:
-    found = [f"{p.severity}: {p}" for p in check_placement(readme(**change), job, cuda=True)]
+    found = [f"{p.severity}: {p}" for p in check_placement(RunContext(readme(**change), None, job, True))]
     assert any(expected in text for text in found), found
 
 
 def test_no_gpu_no_placement() -> None:
-    assert list(check_placement(readme(placement={"trainer_gpus": 3}), Job(1), cuda=False)) == []
-    (problem,) = check_placement(readme(**colocated()), Job(1), cuda=False)
+    assert list(check_placement(RunContext(readme(placement={"trainer_gpus": 3}), None, Job(1), False))) == []
+    (problem,) = check_placement(RunContext(readme(**colocated()), None, Job(1), False))
     assert str(problem) == 'placement.mode = "colocated": engines sleep on CUDA only; set disaggregated'
 
 

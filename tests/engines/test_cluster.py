@@ -105,7 +105,7 @@ def test_all_that_differs_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     other["versions"]["vllm"] = "0.1"
     other["versions"].pop("python")
     python = mine["versions"]["python"]
-    assert list(differences(mine, other, needs)) == [
+    assert [str(problem) for problem in differences(mine, other, needs)] == [
         f"python is missing, and {python} where the trainer runs",
         f"vllm is 0.1, and {mine['versions'].get('vllm', 'missing')} where the trainer runs",
         f"tokenizer.json in {here} (model.path): not the same files as where the trainer runs",
@@ -114,7 +114,7 @@ def test_all_that_differs_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "`python -m ctpo_launchers.node`, or set sandbox.url",
     ]
     gone = node_facts(replace(needs, model_path=str(tmp_path / "gone"), sandbox=False))
-    assert any(text.startswith(f"has no model at {here} (model.path)") for text in differences(mine, gone, needs))
+    assert any(p.message.startswith(f"has no model at {here} (model.path)") for p in differences(mine, gone, needs))
     assert "torch" in mine["versions"] and len(mine["versions"]["code of ctpo-megatron"]) == 12
 
 

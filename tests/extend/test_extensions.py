@@ -13,8 +13,8 @@ import pytest
 
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import Config, ConfigError, load_config, named_extensions
+from ctpo_megatron.preflight import check_extensions
 from ctpo_megatron.run.directory import RunDirectoryError, open_run_directory
-from ctpo_megatron.run.extensions import check_extensions
 from tests.support import ranks
 
 ROOT = Path(__file__).resolve().parents[2]

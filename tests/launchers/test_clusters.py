@@ -11,8 +11,9 @@ from pydantic import TypeAdapter
 
 from ctpo_launchers.clusters import Cluster, ClusterFileError, load_cluster
 from ctpo_megatron.config import Config, Job, engine_count
-from ctpo_megatron.config.checks.placement import check_gpu_memory, check_placement
-from ctpo_megatron.config.sizing import MODELS
+from ctpo_megatron.preflight import RunContext
+from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
+from ctpo_megatron.preflight.sizing import MODELS
 from tests.config.test_placement import merged, readme
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -61,7 +62,8 @@ def test_the_overlays_fit_what_they_say(nodes: int, model: str, engines: int) ->
     config = TypeAdapter(Config).validate_python(merged(readme().model_dump(mode="json"), overlay))
     job = Job(4 * nodes, 4, 8)
     assert engine_count(config) == engines and config.cluster.nodes == nodes
-    problems = [*check_placement(config, job, cuda=True), *check_gpu_memory(config, job, MODELS[model], gpu_gib=80)]
+    context = RunContext(config, MODELS[model], job, cuda=True, gpu_gib=80)
+    problems = [*check_placement(context), *check_gpu_memory(context)]
     assert [str(problem) for problem in problems] == []
 
 

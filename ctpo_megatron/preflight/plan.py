@@ -1,17 +1,18 @@
-"""The parallel layout and the batch arithmetic that follow from a configuration, as data for `--dry-run`."""
+"""The layout, the batch arithmetic and the memory that follow from a configuration, as tables for `--dry-run`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config import GPU_GIB, Config, Split, gib, in_flight, peak_memory
+from ctpo_megatron.models import ModelSpec
 
 Row = tuple[str, str, str]
 """Quantity, value, how it follows from the configuration."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Counts of one run. "Sequences" are trajectories; token numbers are upper bounds, not forecasts."""
 
     world_size: int
@@ -31,7 +32,7 @@ class Plan:
     evaluations: int
 
     @classmethod
-    def of(cls, config: Config, world_size: int) -> Plan:
+    def of(cls, config: Config, world_size: int) -> RunPlan:
         """The plan on so many ranks. Numbers are rounded down where `check` would report an error."""
         policy, rollout = config.policy, config.rollout
         tp, pp, cp = (
@@ -119,3 +120,35 @@ def _evaluations(config: Config) -> int:
     every, steps = config.eval.every, config.run.steps
     first = {0} if config.eval.before_training else set()
     return len({*first, steps, *(range(every, steps, every) if every else ())})
+
+
+def memory_table(spec: ModelSpec, split: Split) -> list[tuple[str, str, str]]:
+    """Rows (what, size, how it follows) of the rank that needs most."""
+    most = peak_memory(spec, split)
+    weights, gradients = most.weights, most.gradients
+    shards = split.optimizer_shards
+    kept = "+".join(split.recompute) or "nothing"
+    state = "float32 weights and two moments, 12 B" if split.dtype == "bfloat16" else "two moments, 8 B"
+    where = f"/ {shards}" if shards > 1 else "not split"
+    where += f" (of experts / {split.expert_optimizer_shards})" if spec.num_experts and shards > 1 else ""
+    head = "chunks of logits, hidden states and gradients" if split.streaming_head else "logits of the micro-batch"
+    last = most.stage == split.pipeline - 1
+    verdict = "" if most.fits else f"TOO MUCH for a GPU of {GPU_GIB} GiB; "
+    unknown = "" if spec.vocab_size else ", without the vocabulary that `prepare` will decide"
+    return [
+        ("weights", gib(weights), f"{weights // split.element:,} parameters x {split.element} B{unknown}"),
+        ("gradients", gib(gradients), "x 4 B, float32"),
+        ("optimizer", gib(most.optimizer), f"{state}, {where}"),
+        (
+            "activations",
+            gib(most.activations),
+            f"{split.micro_batch_tokens:,} tokens, {in_flight(split, most.stage):g} in flight, recomputed: {kept}",
+        ),
+        ("output layer and loss", gib(most.head), head if last else "on the last stage"),
+        (
+            "total",
+            gib(most.total),
+            f"{verdict}pipeline stage {most.stage}; context, NCCL and fragmentation not counted",
+        ),
+        ("while sampling", gib(most.while_sampling(split.offload)), f"policy.offload: {split.offload}"),
+    ]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctpo_megatron.config.checks.parallel import sequence_multiple
-from ctpo_megatron.config.problems import Problem, error, warning
-from ctpo_megatron.config.rollout_schema import EngineConfig
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config import ELEMENT_BYTES, Config, EngineConfig, Problem, sequence_multiple
 from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.check import RunContext, failed
 
 _BFLOAT16_MISMATCH = 0.05
 """Sampler and trainer in bfloat16 differ by up to 0.011 on a tiny random model; trained ones show more."""
@@ -34,9 +32,10 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32's CPU attention kernels; with another size the engine dies at its first request."""
 
 
-def check_tokens(config: Config, spec: ModelSpec | None) -> Iterator[Problem]:
+def check_tokens(context: RunContext) -> Iterator[Problem]:
     """Prompt + response <= engine <= model, and every sequence fits into a micro-batch."""
-    yield from check_budget(config, spec)
+    config = context.config
+    yield from check_budget(context)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     cp = config.policy.context_parallel_size
     multiple = sequence_multiple(config.policy)
@@ -44,7 +43,7 @@ def check_tokens(config: Config, spec: ModelSpec | None) -> Iterator[Problem]:
     if config.policy.micro_batch_tokens * cp < padded:
         share = f" on {cp} context-parallel ranks" if cp > 1 else ""
         message = f"cannot hold the longest sequence{share}, {_budget(config)}"
-        yield error(config, "policy.micro_batch_tokens", message, f"set at least {-(-padded // cp)}")
+        yield context.error("policy.micro_batch_tokens", message, f"set at least {-(-padded // cp)}")
 
 
 def _budget(config: Config) -> str:
@@ -52,54 +51,60 @@ def _budget(config: Config) -> str:
     return f"data.max_prompt_tokens ({prompt}) + rollout.max_response_tokens ({response}) = {prompt + response}"
 
 
-def check_budget(config: Config, spec: ModelSpec | None) -> Iterator[Problem]:
+def check_budget(context: RunContext) -> Iterator[Problem]:
     """Prompt + response <= engine <= model."""
+    config, spec = context.config, context.spec
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     longest, engine = prompt + response, config.rollout.engine.max_model_len
     if longest > engine:
         message = f"is less than {_budget(config)}"
-        yield error(config, "rollout.engine.max_model_len", message, f"set at least {longest}")
+        yield context.error("rollout.engine.max_model_len", message, f"set at least {longest}")
     if spec is not None and engine > spec.max_position_embeddings:
         message = f"exceeds the model's max_position_embeddings ({spec.max_position_embeddings})"
-        yield error(
-            config, "rollout.engine.max_model_len", message, "shorten the token budgets, or scale the positions"
+        yield context.error(
+            "rollout.engine.max_model_len", message, "shorten the token budgets, or scale the positions"
         )
     turn = config.rollout.max_turn_tokens
     if turn is not None and turn > response:
         message = f"never acts: rollout.max_response_tokens ({response}) is smaller"
-        yield warning(config, "rollout.max_turn_tokens", message)
+        yield context.warning("rollout.max_turn_tokens", message)
 
 
-def check_engine(config: Config, spec: ModelSpec | None, *, cuda: bool) -> Iterator[Problem]:
+def check_engine(context: RunContext) -> Iterator[Problem]:
     """vLLM: memory, precision, and extra arguments that would undo what the trainer relies on."""
-    engine = config.rollout.engine
-    if not cuda:
-        yield from _cpu(config, engine)
-    yield from _extra(config, engine)
-    yield from _transport(config, cuda)
+    engine, spec = context.config.rollout.engine, context.spec
+    if not context.cuda:
+        yield from _cpu(context, engine)
+    yield from _extra(engine)
+    yield from _transport(context)
     if spec is None:
         return
     if spec.num_attention_heads % engine.tensor_parallel_size:
         message = f"does not divide the model's {spec.num_attention_heads} attention heads"
-        yield error(config, "rollout.engine.tensor_parallel_size", message)
-    if not cuda and spec.head_dim not in _CPU_HEAD_SIZES:
+        yield context.error("rollout.engine.tensor_parallel_size", message)
+    if not context.cuda and spec.head_dim not in _CPU_HEAD_SIZES:
         fix = f"it supports {', '.join(map(str, _CPU_HEAD_SIZES))}"
-        yield error(config, "model.path", f"head_dim {spec.head_dim} is unknown to vLLM's CPU attention", fix)
-    yield from _cache(config, spec)
-    yield from _precision(config, spec)
+        yield context.error("model.path", f"head_dim {spec.head_dim} is unknown to vLLM's CPU attention", fix)
+    yield from _cache(context, spec)
+    yield from _precision(context, spec)
 
 
-def _cpu(config: Config, engine: EngineConfig) -> Iterator[Problem]:
+def check_engine_starts(context: RunContext) -> list[Problem]:
+    """The errors of `check_engine`: its warnings are about training."""
+    return failed(check_engine(context))
+
+
+def _cpu(context: RunContext, engine: EngineConfig) -> Iterator[Problem]:
     if engine.kv_cache_mb is None:
         message = "required without CUDA: vLLM would claim most of the machine's memory"
-        yield error(config, "rollout.engine.kv_cache_mb", message, "64 suffices for a tiny model")
+        yield context.error("rollout.engine.kv_cache_mb", message, "64 suffices for a tiny model")
     if engine.model_runner == "v2":
-        yield error(config, "rollout.engine.model_runner", "needs CUDA and Triton", "set v1")
+        yield context.error("rollout.engine.model_runner", "needs CUDA and Triton", "set v1")
     if engine.block_size is not None and engine.block_size % 32:
-        yield error(config, "rollout.engine.block_size", "must be a multiple of 32 without CUDA", "set 32")
+        yield context.error("rollout.engine.block_size", "must be a multiple of 32 without CUDA", "set 32")
 
 
-def _extra(config: Config, engine: EngineConfig) -> Iterator[Problem]:
+def _extra(engine: EngineConfig) -> Iterator[Problem]:
     for name, value in engine.extra.items():
         if name in _OWNED:
             yield Problem(f"rollout.engine.extra.{name}", "is set elsewhere", f"use {_OWNED[name]}", value)
@@ -107,45 +112,53 @@ def _extra(config: Config, engine: EngineConfig) -> Iterator[Problem]:
             yield Problem(f"rollout.engine.extra.{name}", f"is not for you to set: {_FIXED[name]}", "remove it", value)
 
 
-def _transport(config: Config, cuda: bool) -> Iterator[Problem]:
+def _transport(context: RunContext) -> Iterator[Problem]:
+    config = context.config
     chosen, shared = config.rollout.weights.transport, config.placement.mode == "colocated"
     key = "rollout.weights.transport"
     if chosen == "nccl_m2n":
         message = "is not built: vLLM's backend can describe no pipeline stages and no expert-parallel ranks"
-        yield error(config, key, message, "set nccl, or tcp where several ranks shall send")
-    elif chosen in ("nccl", "ipc") and not cuda:
-        yield error(config, key, "needs CUDA", "set auto, file or tcp")
+        yield context.error(key, message, "set nccl, or tcp where several ranks shall send")
+    elif chosen in ("nccl", "ipc") and not context.cuda:
+        yield context.error(key, "needs CUDA", "set auto, file or tcp")
     elif chosen == "ipc" and not shared:
-        yield error(config, key, "is for engines on the trainer's GPUs", "set nccl, or placement.mode: colocated")
+        yield context.error(key, "is for engines on the trainer's GPUs", "set nccl, or placement.mode: colocated")
     elif chosen == "nccl" and shared:
-        yield error(config, key, "cannot join two processes on one GPU (placement.mode: colocated)", "set ipc")
+        yield context.error(key, "cannot join two processes on one GPU (placement.mode: colocated)", "set ipc")
 
 
-def _engine_dtype(config: Config, spec: ModelSpec) -> str:
+def engine_dtype(config: Config, spec: ModelSpec) -> str:
+    """Of the engines' weights and of their keys and values."""
     chosen = config.rollout.engine.dtype
     return spec.dtype if chosen == "auto" else chosen
 
 
-def _cache(config: Config, spec: ModelSpec) -> Iterator[Problem]:
+def cache_bytes(config: Config, spec: ModelSpec) -> int:
+    """Bytes of the keys and values of one token on each GPU of an engine."""
+    heads = max(1, spec.num_key_value_heads // config.rollout.engine.tensor_parallel_size)
+    return 2 * spec.num_layers * heads * spec.head_dim * ELEMENT_BYTES[engine_dtype(config, spec)]
+
+
+def _cache(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
     """vLLM refuses to start when its cache cannot hold one sequence of max_model_len."""
+    config = context.config
     engine = config.rollout.engine
     if engine.kv_cache_mb is None:
         return
-    heads = max(1, spec.num_key_value_heads // engine.tensor_parallel_size)
-    bytes_each = 4 if _engine_dtype(config, spec) == "float32" else 2
-    per_token = 2 * spec.num_layers * heads * spec.head_dim * bytes_each
+    per_token = cache_bytes(config, spec)
     needed = -(-per_token * engine.max_model_len // 2**20)
     if engine.kv_cache_mb < needed:
         message = f"cannot hold one sequence of {engine.max_model_len} tokens ({per_token} bytes each)"
-        yield error(config, "rollout.engine.kv_cache_mb", message, f"set at least {needed}")
+        yield context.error("rollout.engine.kv_cache_mb", message, f"set at least {needed}")
 
 
-def _precision(config: Config, spec: ModelSpec) -> Iterator[Problem]:
-    trainer, sampler = config.policy.dtype, _engine_dtype(config, spec)
+def _precision(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
+    config = context.config
+    trainer, sampler = config.policy.dtype, engine_dtype(config, spec)
     limit = config.rollout.mismatch_limit
     if trainer != sampler:
         message = f"but the engine runs in {sampler}: sampler and trainer will disagree by rounding"
-        yield warning(config, "policy.dtype", message, "set rollout.engine.dtype to the same")
+        yield context.warning("policy.dtype", message, "set rollout.engine.dtype to the same")
     if limit is not None and limit < _BFLOAT16_MISMATCH and "bfloat16" in (trainer, sampler):
         message = "is within the rounding of bfloat16: a healthy run may stop"
-        yield warning(config, "rollout.mismatch_limit", message, f"set {_BFLOAT16_MISMATCH} or more, or null")
+        yield context.warning("rollout.mismatch_limit", message, f"set {_BFLOAT16_MISMATCH} or more, or null")

@@ -1,23 +1,109 @@
-"""Memory of both sides on each GPU of a node, moment by moment, and the cheapest changes where it is too much."""
+"""Checks of `placement`: which side has which GPUs, and whether both sides' memory fits into each of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel
 
-from ctpo_megatron.config.memory import GIB, USABLE, Memory, Split, gib, parameters, peak
-from ctpo_megatron.config.placement import Job, Placement
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config import (
+    ELEMENT_BYTES,
+    GIB,
+    USABLE,
+    Config,
+    Job,
+    Memory,
+    Placement,
+    Problem,
+    Split,
+    gib,
+    model_parameters,
+    peak_memory,
+)
 from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.check import RunContext
+from ctpo_megatron.preflight.engine import cache_bytes, engine_dtype
 
 ASLEEP = 2 * GIB
 """What a sleeping engine keeps: CUDA context, NCCL, workspaces, captured graphs. An estimate."""
 
 T = TypeVar("T", bound=BaseModel)
-_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def check_placement(context: RunContext) -> Iterator[Problem]:
+    """Numbers of GPUs that contradict each other, the job or the node."""
+    config, job = context.config, context.job
+    placement, rollout = config.placement, config.rollout
+    if not context.cuda:
+        if placement.mode == "colocated":
+            yield context.error("placement.mode", "engines sleep on CUDA only", "set disaggregated")
+        return
+    wanted, ranks = placement.trainer_gpus, job.node_ranks or job.world_size
+    if wanted is not None and (wanted != ranks if job.node_ranks else ranks % wanted):
+        fix = f"start {wanted} ranks a node: torchrun --nproc-per-node {wanted} (for a dry run: WORLD_SIZE={wanted})"
+        yield context.error("placement.trainer_gpus", f"but {ranks} trainer ranks run here", fix)
+    if rollout.replay is None:
+        yield from _engines(context, Placement.of(config, job), job.node_gpus)
+
+
+def _engines(context: RunContext, placed: Placement, node_gpus: int | None) -> Iterator[Problem]:
+    config = context.config
+    placement, rollout = config.placement, config.rollout
+    each, given, nodes = rollout.engine.tensor_parallel_size, placement.engine_gpus, config.cluster.nodes
+    if given is None:
+        if rollout.engines == "auto":
+            yield context.error("rollout.engines", "needs to know how many GPUs there are", "set placement.engine_gpus")
+    elif given % each:
+        message = f"cannot be shared out among engines of {each} GPUs"
+        fix = "make it a multiple of rollout.engine.tensor_parallel_size"
+        yield context.error("placement.engine_gpus", message, fix)
+    elif rollout.engines != "auto" and rollout.engines * each > given * nodes:
+        message = f"x {each} GPUs each do not fit into placement.engine_gpus ({given}){_times(nodes)}"
+        yield context.error("rollout.engines", message, "set auto")
+    elif rollout.engines != "auto" and rollout.engines * each < given * nodes:
+        left = given * nodes - rollout.engines * each
+        message = f"leaves {left} of placement.engine_gpus ({given}){_times(nodes)} without an engine"
+        yield context.warning("rollout.engines", message, "set auto")
+    if placement.mode == "colocated" and len(placed.engines) > len(placed.trainer):
+        message = f"but engines need {len(placed.engines)} GPUs, and the trainer has {len(placed.trainer)} to share"
+        yield context.error("placement.mode", message, "lower rollout.engines or placement.engine_gpus")
+    elif node_gpus is not None and placed.gpus > node_gpus:
+        sides = f"{len(placed.trainer)} for the trainer and {len(placed.engines)} for the engines"
+        message = f"needs {placed.gpus} GPUs, {sides}, and this node shows {node_gpus}"
+        yield context.error("placement.mode", message, "start fewer trainer ranks, or set colocated")
+
+
+def _times(nodes: int) -> str:
+    return f" x cluster.nodes ({nodes})" if nodes > 1 else ""
+
+
+def check_gpu_memory(context: RunContext) -> Iterator[Problem]:
+    """The fullest moment of every GPU of the node against `gpu_gib`, with the cheapest changes that help."""
+    config, spec, job, gpu_gib = context.config, context.spec, context.job, context.gpu_gib
+    if spec is None or gpu_gib is None:
+        return
+    share, least = config.rollout.engine.gpu_memory_utilization, least_of_engine(config, spec)
+    if config.rollout.replay is None and share * gpu_gib * GIB < least:
+        message = f"of {gpu_gib:g} GiB cannot hold the model and one longest sequence, {gib(least)} on each GPU"
+        needed = math.ceil(100 * least / (gpu_gib * GIB)) / 100
+        fix = f"set at least {needed:g}" if needed <= USABLE else "raise rollout.engine.tensor_parallel_size"
+        yield context.error("rollout.engine.gpu_memory_utilization", message, fix)
+    fullest, limit = GpuMemory.of(config, job, spec, gpu_gib).fullest, USABLE * gpu_gib * GIB
+    if fullest.bytes <= limit:
+        return
+    parts = " + ".join(f"{name} {gib(size)}" for name, size in fullest.parts.items())
+    message = (
+        f"{fullest.gpus}: {gib(fullest.bytes)} of {gpu_gib:g} GiB {fullest.when} ({parts}); "
+        f"{1 - USABLE:.0%} are kept for CUDA, NCCL and fragmentation"
+    )
+    changes = cheapest_changes(config, job, spec, gpu_gib)
+    enough = any(size <= limit for _, size in changes)
+    named = ", ".join(f"{change} ({gib(size)})" for change, size in changes) or "none"
+    advice = "cheapest changes" if enough else "no single change is enough, use more GPUs; those that save most"
+    yield context.error("placement.mode", message, f"{advice}: {named}")
 
 
 @dataclass(frozen=True)
@@ -43,7 +129,7 @@ class GpuMemory:
     def of(cls, config: Config, job: Job, spec: ModelSpec, gpu_gib: float) -> GpuMemory:
         """Engines take `gpu_memory_utilization` of a GPU of `gpu_gib`."""
         placed = Placement.of(config, job)
-        most = peak(spec, Split.of(config.policy, job.world_size))
+        most = peak_memory(spec, Split.of(config.policy, job.world_size))
         held = config.rollout.engine.gpu_memory_utilization * gpu_gib * GIB
         if config.placement.mode == "colocated" and placed.engines:
             moments = _shared(config, spec, most, held, _named(placed.engines))
@@ -87,16 +173,13 @@ def _shared(config: Config, spec: ModelSpec, most: Memory, held: float, gpus: st
 def _weights(config: Config, spec: ModelSpec) -> float:
     """Bytes of the model on each GPU of an engine."""
     engine = config.rollout.engine
-    element = _BYTES[spec.dtype if engine.dtype == "auto" else engine.dtype]
-    return parameters(spec)[0] * element / engine.tensor_parallel_size
+    return model_parameters(spec)[0] * ELEMENT_BYTES[engine_dtype(config, spec)] / engine.tensor_parallel_size
 
 
 def least_of_engine(config: Config, spec: ModelSpec) -> float:
     """Bytes with which an engine can start: weights, keys and values of one longest sequence, what it keeps asleep."""
     engine = config.rollout.engine
-    element = _BYTES[spec.dtype if engine.dtype == "auto" else engine.dtype]
-    heads = max(1, spec.num_key_value_heads // engine.tensor_parallel_size)
-    sequence = 2 * spec.num_layers * heads * spec.head_dim * element * engine.max_model_len
+    sequence = cache_bytes(config, spec) * engine.max_model_len
     return _weights(config, spec) + sequence + ASLEEP
 
 

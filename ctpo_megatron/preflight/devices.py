@@ -1,31 +1,23 @@
-"""GPUs and their driver as nvidia-smi says, held against the CUDA that torch was built for."""
+"""GPUs and their driver, held against the CUDA that torch was built for; without importing torch."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from ctpo_megatron.doctor.findings import Finding
-from ctpo_megatron.doctor.packages import version_of
+from ctpo_megatron.config import Problem, passed
+from ctpo_megatron.preflight.check import Gpu, MachineContext
+from ctpo_megatron.preflight.packages import version_of
 
 _QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
 _TIMEOUT_S = 30.0
 _LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
 """First driver branch of each major version of CUDA (NVIDIA, CUDA Compatibility, "minor version compatibility")."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU of this node, of the names and sizes that the driver gives."""
-
-    name: str
-    gib: float
-    driver: str
 
 
 def gpus() -> list[Gpu] | str:
@@ -42,19 +34,20 @@ def gpus() -> list[Gpu] | str:
     return [Gpu(name, float(mib) / 1024, driver) for name, mib, driver in rows]
 
 
-def check_devices(found: list[Gpu] | str, cuda: str | None) -> Iterator[Finding]:
-    """cuda: the version of CUDA that torch was built for; None: for none, or there is no torch."""
+def check_devices(context: MachineContext) -> Iterator[Problem]:
+    """GPUs, their driver, and which layers and optimizer follow from what is installed."""
+    found, cuda = context.gpus, context.cuda
     if isinstance(found, str) or not found:
-        yield Finding("CUDA", "note", f"none ({found or 'no GPU'}): everything runs on the CPU")
+        yield Problem("CUDA", f"none ({found or 'no GPU'}): everything runs on the CPU", severity="warning")
     else:
-        yield Finding("CUDA", "ok", ", ".join(f"{gpu.name} {gpu.gib:.0f} GiB" for gpu in found))
+        yield passed("CUDA", ", ".join(f"{gpu.name} {gpu.gib:.0f} GiB" for gpu in found))
         yield _driver(found[0].driver, cuda)
     engine = not isinstance(found, str) and cuda is not None and version_of("transformer-engine") is not None
     apex = importlib.util.find_spec("amp_C") is not None
     layers = "Transformer Engine" if engine else "local (torch scaled_dot_product_attention)"
     optimizer = "Transformer Engine FusedAdam" if engine else "apex FusedAdam" if apex else "torch.optim.AdamW"
-    yield Finding("layer spec", "ok", layers)
-    yield Finding("optimizer", "ok", optimizer)
+    yield passed("layer spec", layers)
+    yield passed("optimizer", optimizer)
 
 
 def torch_cuda() -> str | None:
@@ -62,17 +55,35 @@ def torch_cuda() -> str | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None
-    text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
-    found = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)", text, re.MULTILINE)
+    return _built_for(Path(spec.submodule_search_locations[0]) / "version.py")
+
+
+def _built_for(version_file: Path) -> str | None:
+    """`cuda: Optional[str] = '12.8'` in a CUDA build of torch, `= None` elsewhere."""
+    found = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)", version_file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else None
 
 
-def _driver(driver: str, cuda: str | None) -> Finding:
+def has_cuda_device() -> bool:
+    """Whether torch is built for CUDA and the driver shows a device (`CUDA_VISIBLE_DEVICES` counts)."""
+    return torch_cuda() is not None and _driver_shows_device()
+
+
+def _driver_shows_device() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def _driver(driver: str, cuda: str | None) -> Problem:
     if cuda is None:
         fix = "install the CUDA build of torch and vLLM (docs/install_cuda.md), or train on the CPU"
-        return Finding("driver", "note", f"{driver}, but torch is a build without CUDA", fix)
+        return Problem("driver", f"{driver}, but torch is a build without CUDA", fix, severity="warning")
     least = _LEAST_DRIVER.get(cuda.split(".")[0], 0)
     if int(driver.split(".")[0]) < least:
         fix = f"install a driver of branch {least} or newer"
-        return Finding("driver", "broken", f"{driver} is too old for CUDA {cuda}, which torch was built for", fix)
-    return Finding("driver", "ok", f"{driver}, for CUDA {cuda}")
+        return Problem("driver", f"{driver} is too old for CUDA {cuda}, which torch was built for", fix)
+    return passed("driver", f"{driver}, for CUDA {cuda}")

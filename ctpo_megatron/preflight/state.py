@@ -7,47 +7,49 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError, read_mapping
-from ctpo_megatron.config.problems import Problem, error, value_at, warning
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config import Problem
+from ctpo_megatron.preflight.check import RunContext
 
 # What decides which prompts a step draws, and how many trajectories it has.
 _DRAW = ("run.seed", "data.shuffle", "rollout.prompts_per_step", "rollout.samples_per_prompt")
 
 
-def check_checkpoints(config: Config) -> Iterator[Problem]:
+def check_checkpoints(context: RunContext) -> Iterator[Problem]:
     """A checkpoint to load that is there; a metric for the best ones that will be."""
+    config = context.config
     settings = config.checkpoint
     if config.run.resume and not settings.every:
-        yield warning(config, "run.resume", "but checkpoint.every is 0: this run writes no checkpoint to resume from")
+        yield context.warning("run.resume", "but checkpoint.every is 0: this run writes no checkpoint to resume from")
     if settings.load is not None:
         path = Path(settings.load)
         if not (path / "COMPLETE.json").is_file():
             fix = "give a folder such as runs/first/checkpoints/step_000010"
-            yield error(config, "checkpoint.load", "is no complete checkpoint (no COMPLETE.json in it)", fix)
+            yield context.error("checkpoint.load", "is no complete checkpoint (no COMPLETE.json in it)", fix)
         of_this_run = path.resolve().is_relative_to(config.run.directory.resolve())
         if of_this_run and not config.run.resume:
             message = "is a checkpoint of this very run, which would begin anew"
-            yield error(config, "checkpoint.load", message, "add run.resume=true, or choose another run.name")
+            yield context.error("checkpoint.load", message, "add run.resume=true, or choose another run.name")
         elif of_this_run and path.name.startswith("discarded_"):
             message = "was given up by this run, whose files have gone on from elsewhere"
-            yield error(config, "checkpoint.load", message, "choose another run.name, without run.resume=true")
+            yield context.error("checkpoint.load", message, "choose another run.name, without run.resume=true")
         elif config.run.resume is True or (of_this_run and config.run.resume):
-            yield from _given_up(config, path)
+            yield from _given_up(context, path)
     if settings.keep_best and settings.best_metric.startswith("val/"):
         if not config.data.eval or config.rollout.replay is not None:
             message = "is never computed: nothing is evaluated"
-            yield error(config, "checkpoint.best_metric", message, "give data.eval, or use reward/mean")
+            yield context.error("checkpoint.best_metric", message, "give data.eval, or use reward/mean")
         elif settings.every and (not config.eval.every or settings.every % config.eval.every):
             message = f"is unknown between evaluations (eval.every: {config.eval.every}): checkpoints there never count"
-            yield warning(config, "checkpoint.best_metric", message, "evaluate at every checkpoint")
+            yield context.warning("checkpoint.best_metric", message, "evaluate at every checkpoint")
 
 
-def _given_up(config: Config, load: Path) -> Iterator[Problem]:
+def _given_up(context: RunContext, load: Path) -> Iterator[Problem]:
+    config = context.config
     found = [path.parent for path in config.run.directory.glob("checkpoints/step_*/COMPLETE.json")]
     newest = max(found, key=_step, default=load)
     if _step(newest) > _step(load) >= 0:
         message = f"gives up what this run did after it, up to {newest.name}, now and at every restart that has it"
-        yield warning(config, "checkpoint.load", message, "leave it out to go on from the newest")
+        yield context.warning("checkpoint.load", message, "leave it out to go on from the newest")
 
 
 def _step(checkpoint: Path) -> int:
@@ -56,15 +58,16 @@ def _step(checkpoint: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def check_replay(config: Config) -> Iterator[Problem]:
+def check_replay(context: RunContext) -> Iterator[Problem]:
     """A recording that has every step, drawn as this run draws."""
+    config = context.config
     if config.rollout.replay is None:
         return
     recording = Path(config.rollout.replay)
     if recording.resolve() == config.run.directory.resolve():
-        yield error(config, "rollout.replay", "is this run's own directory", "choose another run.name")
+        yield context.error("rollout.replay", "is this run's own directory", "choose another run.name")
     if not (recording / "config.yaml").is_file():
-        yield error(config, "rollout.replay", "is no run directory (no config.yaml in it)", "give one, e.g. runs/first")
+        yield context.error("rollout.replay", "is no run directory (no config.yaml in it)", "give one, e.g. runs/first")
         return
     names = [f"step_{step:06d}.jsonl" for step in range(1, config.run.steps + 1)]
     dumps = {path.with_suffix(".jsonl").name for path in (recording / "trajectories").glob("step_*.[jp]*")}
@@ -72,35 +75,36 @@ def check_replay(config: Config) -> Iterator[Problem]:
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         message = f"lacks {len(missing)} of {len(names)} steps: trajectories/{{{shown}}}"
-        yield error(config, "rollout.replay", message, "lower run.steps, or record with tracking.trajectories: all")
+        yield context.error("rollout.replay", message, "lower run.steps, or record with tracking.trajectories: all")
     try:
         recorded = read_mapping(recording / "config.yaml")
     except DamagedFileError as problem:
-        yield error(config, "rollout.replay", str(problem), "give another recording")
+        yield context.error("rollout.replay", str(problem), "give another recording")
         return
     if _at(recorded, "tracking.trajectories") == "sample":
         message = "has a sample of its trajectories only (tracking.trajectories)"
-        yield error(config, "rollout.replay", message, "record with tracking.trajectories: all")
+        yield context.error("rollout.replay", message, "record with tracking.trajectories: all")
     for key in _DRAW:
         found = _at(recorded, key)
-        if found is not None and found != value_at(config, key):
+        if found is not None and found != context.value(key):
             fix = f"set it to {found!r}, or record again"
-            yield error(config, key, f"but rollout.replay was recorded with {found!r}: other prompts are drawn", fix)
-    yield from _refilled(config, recorded)
+            yield context.error(key, f"but rollout.replay was recorded with {found!r}: other prompts are drawn", fix)
+    yield from _refilled(context, recorded)
     if config.data.eval:
-        yield warning(config, "rollout.replay", "has no answers of these weights: nothing is evaluated")
+        yield context.warning("rollout.replay", "has no answers of these weights: nothing is evaluated")
 
 
-def _refilled(config: Config, recorded: Any) -> Iterator[Problem]:
+def _refilled(context: RunContext, recorded: Any) -> Iterator[Problem]:
     """Where there are refills, how often decides which prompts are drawn; `keep` and `drop` draw the same."""
+    config = context.config
     refills = (_at(recorded, "rollout.uniform_groups") == "refill", config.rollout.uniform_groups == "refill")
     if any(refills) and not all(refills):
         was = _at(recorded, "rollout.uniform_groups") or "keep"
         message = f"but rollout.replay was recorded with {was!r}: other prompts are drawn"
-        yield error(config, "rollout.uniform_groups", message, f"set it to {was!r}, or record again")
+        yield context.error("rollout.uniform_groups", message, f"set it to {was!r}, or record again")
     elif all(refills) and (most := _at(recorded, "rollout.max_refills")) != config.rollout.max_refills:
         message = f"but rollout.replay was recorded with {most}: other prompts are drawn"
-        yield error(config, "rollout.max_refills", message, f"set it to {most}, or record again")
+        yield context.error("rollout.max_refills", message, f"set it to {most}, or record again")
 
 
 def _at(tree: Any, key: str) -> Any:

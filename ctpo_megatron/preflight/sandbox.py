@@ -5,24 +5,26 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from ctpo_megatron.doctor.findings import Finding, Status
+from ctpo_megatron.config import Problem, Severity, passed
 from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_problem, node_sandbox_url
+from ctpo_megatron.preflight.check import MachineContext
 
 NODE = "node"
 """In place of a least isolation: the node of a cluster has a sandbox that runs already."""
 _START_S = 60.0
 
 
-def check_sandbox(require: str) -> list[Finding]:
-    """Its isolation. require: the least that is wanted, or NODE; empty: one that does not start is only a note."""
+def check_sandbox(context: MachineContext) -> list[Problem]:
+    """Its isolation. One that does not start is only a warning where none is wanted."""
+    require = context.wanted.sandbox
     if require == NODE or names_a_server():
         return [_of_node()]
-    bad: Status = "broken" if require else "note"
+    bad: Severity = "error" if require else "warning"
     fix = "docs/sandbox.md says what each level needs; sandbox.require takes less, sandbox.url another machine"
     try:
         from ctpo_sandbox import Limits, SandboxStartError, start_server
     except ImportError as error:
-        return [Finding("sandbox", bad, f"does not import: {error}", extra="sandbox")]
+        return [Problem("sandbox", f"does not import: {error}", extra="sandbox", severity=bad)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "sandbox.log"
         try:
@@ -36,14 +38,14 @@ def check_sandbox(require: str) -> list[Finding]:
             ) as server:
                 health = server.health
         except SandboxStartError as error:
-            return [Finding("sandbox", bad, f"does not start: {error}", fix)]
+            return [Problem("sandbox", f"does not start: {error}", fix, severity=bad)]
     return [
-        Finding("sandbox", "ok", f"level {health['level']}: {'; '.join(health['enforced'])}"),
-        Finding("  not enforced", "note", "; ".join(health["not_enforced"])),
+        passed("sandbox", f"level {health['level']}: {'; '.join(health['enforced'])}"),
+        Problem("  not enforced", "; ".join(health["not_enforced"]), severity="warning"),
     ]
 
 
-def _of_node() -> Finding:
+def _of_node() -> Problem:
     if problem := node_sandbox_problem():
-        return Finding("sandbox", "broken", problem, "logs/ of the node program say why it ended")
-    return Finding("sandbox", "ok", f"this node's own answers at {node_sandbox_url()}")
+        return Problem("sandbox", problem, "logs/ of the node program say why it ended")
+    return passed("sandbox", f"this node's own answers at {node_sandbox_url()}")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron import cli
-from ctpo_megatron.config import Job, load_with_sources
-from ctpo_megatron.doctor import Finding, Gpu, Wanted, diagnose_run
-from ctpo_megatron.doctor.sandbox import NODE
+from ctpo_megatron.config import Job, Problem, load_with_sources, passed
+from ctpo_megatron.preflight import Gpu, Wanted, diagnose_run
+from ctpo_megatron.preflight.sandbox import NODE
 from tests.engines.tiny_model import CHATML, build_tiny_model, tiny_tokenizer
 
 TOOLS = "{%- if tools %}{{ tools | tojson }}{%- endif %}" + CHATML
@@ -35,16 +35,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def checked(*overrides: str, gpus: tuple[Gpu, ...] = ()) -> tuple[dict[str, Finding], Wanted]:
+def checked(*overrides: str, gpus: tuple[Gpu, ...] = ()) -> tuple[dict[str, Problem], Wanted]:
     config, sources = load_with_sources("first.yaml", [*overrides])
     findings, wanted = diagnose_run(config, sources, Job(1, 1, len(gpus)), [*gpus])
-    return {finding.name: finding for finding in findings}, wanted
+    return {finding.key: finding for finding in findings}, wanted
 
 
 def test_a_good_configuration(folder: Path) -> None:
     found, wanted = checked('tracking.trackers=[{"name": "prometheus"}]', "sandbox.require=seccomp")
-    assert found["tokenizer"].status == found["chat template"].status == "ok", found
-    assert "a turn ends with <|im_end|>" in found["tokenizer"].detail
+    assert found["tokenizer"].severity == found["chat template"].severity == "ok", found
+    assert "a turn ends with <|im_end|>" in found["tokenizer"].message
     assert wanted.ports == (("127.0.0.1", 9464, "the tracker prometheus"),)
     assert wanted.sandbox == "seccomp" and wanted.servers == ()
     ((where, one, kept),) = wanted.disk
@@ -55,23 +55,23 @@ def test_a_good_configuration(folder: Path) -> None:
 def test_every_fault_of_tokenizer_and_template_is_named(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder / "model")
     found, _ = checked()
-    assert "does not show the model its tools (code_interpreter)" in found["chat template"].detail
+    assert "does not show the model its tools (code_interpreter)" in found["chat template"].message
     tiny_tokenizer("{{ raise_exception('no') }}").save_pretrained(folder / "model")
-    assert checked()[0]["chat template"].status == "broken"
+    assert checked()[0]["chat template"].severity == "error"
     tokenizer = tiny_tokenizer(TOOLS)
     tokenizer.add_tokens([f"one of many {n}" for n in range(512)])
     tokenizer.save_pretrained(folder / "model")
     found, _ = checked()
-    assert found["tokenizer"].status == "broken" and "but the model's vocabulary has" in found["tokenizer"].detail
+    assert found["tokenizer"].severity == "error" and "but the model's vocabulary has" in found["tokenizer"].message
     (folder / "model" / "tokenizer.json").unlink()
     found, _ = checked()
-    assert "has no tokenizer: none of tokenizer.json" in found["tokenizer"].detail
+    assert "has no tokenizer: none of tokenizer.json" in found["tokenizer"].message
 
 
 def test_a_model_that_is_not_there_hides_nothing_else(folder: Path) -> None:
     (folder / "elsewhere").mkdir()
     found, wanted = checked("model.path=elsewhere", 'tracking.trackers=[{"name": "prometheus"}]')
-    assert found["config"].status == "broken" and "cannot read elsewhere/config.json" in found["config"].detail
+    assert found["config"].severity == "error" and "cannot read elsewhere/config.json" in found["config"].message
     assert wanted.ports and wanted.sandbox == "landlock" and wanted.disk == (("runs/first", 0.0, float(1 << 30)),)
 
 
@@ -85,16 +85,16 @@ def test_servers_that_a_run_names_are_wanted() -> None:
 def test_a_gpu_that_is_too_small_is_a_problem_of_the_configuration(folder: Path) -> None:
     card = Gpu("NVIDIA T4", 1e-3, "580.1")
     found, _ = checked("rollout.engine.kv_cache_mb=null", gpus=(card, card))
-    assert found["config"].status == "broken" and "GiB" in found["config"].detail
+    assert found["config"].severity == "error" and "GiB" in found["config"].message
     fits = Gpu("NVIDIA H100", 80.0, "580.1")
     found, _ = checked("rollout.engine.kv_cache_mb=null", gpus=(fits, fits))
-    assert found["GPU memory"].status == "ok" and "of 80 GiB on GPU 1, while sampling" in found["GPU memory"].detail
+    assert found["GPU memory"].severity == "ok" and "of 80 GiB on GPU 1, while sampling" in found["GPU memory"].message
 
 
 def test_the_exit_status_tells_ready_broken_and_wrong_request(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: [Finding("torch", "ok", "2")])
+    monkeypatch.setattr("ctpo_megatron.cli.doctor.diagnose", lambda wanted: [passed("torch", "2")])
     assert cli.main(["doctor", "frist.yaml"]) == 2
     assert "did you mean first.yaml?" in capsys.readouterr().err
     (folder / "model" / "tokenizer.json").unlink()

@@ -1,0 +1,54 @@
+"""Preflight: every check before something starts, each a `Check` that yields `Problem`s. No torch unless asked for.
+
+warnings = validate(config, Job(2), cuda=False)         the dry run and a start; raises ConfigError with all errors
+check_extensions(config, sources)                       users' parts
+data = check_data(config, limit)                        prompts, tokenizer, chat template
+problems = diagnose(Wanted())                           `ctpo doctor`: metadata, sizes, limits, a sandbox
+problems, wanted = diagnose_run(config, ...)            of a configuration, and what it wants of each machine
+by_node = diagnose_nodes(wanted)                        of every node of RAY_ADDRESS
+needs = NodeNeeds.of(config, nodes, ranks)              what the node program starts
+"""
+
+from ctpo_megatron.preflight.admission import DataCheck, check_data
+from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, RunContext, Wanted, failed, place, run_checks
+from ctpo_megatron.preflight.configuration import validate, validate_sampling
+from ctpo_megatron.preflight.devices import gpus, has_cuda_device
+from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line, verdict
+from ctpo_megatron.preflight.extensions import check_extensions
+from ctpo_megatron.preflight.machine import docstring_problem, temporary_problem, weight_bytes
+from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
+from ctpo_megatron.preflight.placement import GpuMemory
+from ctpo_megatron.preflight.plan import RunPlan, memory_table
+from ctpo_megatron.preflight.template import check_template
+
+__all__ = [
+    "Check",
+    "DataCheck",
+    "Gpu",
+    "GpuMemory",
+    "MachineContext",
+    "NoCluster",
+    "NodeNeeds",
+    "RunContext",
+    "RunPlan",
+    "Wanted",
+    "check_data",
+    "check_extensions",
+    "check_template",
+    "diagnose",
+    "diagnose_nodes",
+    "diagnose_run",
+    "docstring_problem",
+    "failed",
+    "gpus",
+    "has_cuda_device",
+    "install_line",
+    "memory_table",
+    "place",
+    "run_checks",
+    "temporary_problem",
+    "validate",
+    "validate_sampling",
+    "verdict",
+    "weight_bytes",
+]

@@ -1,0 +1,226 @@
+"""The checks of a configuration, chosen for training or for sampling alone: what would fail, or be wrong, later.
+
+Settings of Megatron-Core that train wrongly without an error are refused by not being offered: `batch_p2p_comm`,
+`overlap_p2p_comm`, `deallocate_pipeline_outputs`, `perform_initialization`, `expert_tensor_parallel_size`.
+docs/parallelism.md says what each of them would do.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ctpo_megatron.config import (
+    COLDEST,
+    LONGEST_S,
+    Config,
+    ConfigError,
+    Job,
+    OptimizerConfig,
+    Problem,
+    Sources,
+    check_parallel,
+    spec_for,
+)
+from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.check import Check, RunContext, failed, run_checks, warnings_of
+from ctpo_megatron.preflight.engine import check_budget, check_engine, check_engine_starts, check_tokens
+from ctpo_megatron.preflight.files import check_export, check_model_directory, check_prompt_files
+from ctpo_megatron.preflight.objective import check_groups, check_objective
+from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
+from ctpo_megatron.preflight.state import check_checkpoints, check_replay
+from ctpo_megatron.preflight.template import check_protocol
+
+
+def validate(
+    config: Config,
+    job: Job,
+    *,
+    cuda: bool,
+    sources: Sources | None = None,
+    gpu_gib: float | None = None,
+    shapes: ModelSpec | None = None,
+) -> list[Problem]:
+    """Run the checks of training; returns the warnings, with file and line if `sources` know them.
+
+    gpu_gib: refuse what a GPU of that size cannot hold. shapes: of the model, where neither the model nor the prompt
+    files are there; checks of those are left out. Raises ConfigError with all errors.
+    """
+    spec, problems = (shapes, []) if shapes else _spec(config)
+    context = RunContext(config, spec, job, cuda, gpu_gib if cuda else None)
+    problems += check_training(context, files=shapes is None)
+    if not failed(problems):
+        problems += check_gpu_memory(context)
+    return warnings_of(problems, sources)
+
+
+def check_training(context: RunContext, *, files: bool = True) -> list[Problem]:
+    """What the checks of training find, errors first. files: model and prompt files are there."""
+    checks = [check for check in TRAINING if files or check not in FILES]
+    return sorted(run_checks(checks, context), key=lambda problem: problem.severity)
+
+
+def validate_sampling(config: Config, *, cuda: bool, sources: Sources | None = None) -> list[Problem]:
+    """As `validate`, of what an evaluation without a trainer needs."""
+    spec, problems = _spec(config)
+    context = RunContext(config, spec, cuda=cuda)
+    if spec is not None:
+        problems += run_checks(ENGINE, context)
+    return warnings_of([*problems, *run_checks(SAMPLING, context)], sources)
+
+
+def _spec(config: Config) -> tuple[ModelSpec | None, list[Problem]]:
+    """The model's, or why it cannot be read."""
+    try:
+        return spec_for(config), []
+    except ConfigError as unreadable:
+        return None, [*unreadable.problems]
+
+
+def check_layout(context: RunContext) -> Iterator[Problem]:
+    """The parallel layout against the ranks and the model."""
+    return check_parallel(context.config.policy, context.job.world_size, context.spec, cuda=context.cuda)
+
+
+def check_run(context: RunContext) -> Iterator[Problem]:
+    config = context.config
+    if config.run.resume and config.run.overwrite:
+        yield context.error("run.resume", "contradicts run.overwrite: true", "switch one of them off")
+    if (deadline := config.run.deadline) is not None and not 0 < deadline - time.time() < LONGEST_S:
+        message = "is in the past" if deadline <= time.time() else "is decades ahead"
+        yield context.error("run.deadline", message, "give seconds since the epoch, such as $(date -d +4hours +%s)")
+
+
+def check_batch(context: RunContext) -> Iterator[Problem]:
+    config = context.config
+    rollout, policy, world_size = config.rollout, config.policy, context.job.world_size
+    mini = policy.mini_batch_prompts
+    if rollout.prompts_per_step % mini:
+        fix = f"choose a divisor of rollout.prompts_per_step ({rollout.prompts_per_step})"
+        yield context.error("policy.mini_batch_prompts", "does not divide the batch", fix)
+    ranks = policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size * policy.context_parallel_size
+    if world_size % ranks == 0:
+        data_parallel = world_size // ranks
+        sequences = mini * rollout.samples_per_prompt
+        if sequences % data_parallel:
+            message = f"x {rollout.samples_per_prompt} samples = {sequences} sequences cannot be shared evenly"
+            fix = f"make it divisible by the {data_parallel} data-parallel ranks"
+            yield context.error("policy.mini_batch_prompts", message, fix)
+        if config.sft and config.sft.conversations_per_step % data_parallel:
+            fix = f"make it a multiple of the {data_parallel} data-parallel ranks"
+            yield context.error("sft.conversations_per_step", "cannot be shared evenly", fix)
+    if rollout.prompts_per_step == mini and config.objective.anchor != "behaviour":
+        message = "makes exactly one update per batch: the ratio is identically 1 and the clip never acts"
+        fix = f"use a smaller divisor of rollout.prompts_per_step ({rollout.prompts_per_step}), or anchor: behaviour"
+        yield context.warning("policy.mini_batch_prompts", message, fix)
+
+
+def check_schedules(context: RunContext) -> Iterator[Problem]:
+    config = context.config
+    updates = config.run.steps * max(1, config.rollout.prompts_per_step // config.policy.mini_batch_prompts)
+    yield from _schedule(context, "policy.optimizer", config.policy.optimizer, updates)
+    if config.sft:
+        yield from _schedule(context, "sft.optimizer", config.sft.optimizer, config.sft.steps)
+
+
+def _schedule(context: RunContext, key: str, optimizer: OptimizerConfig, steps: int) -> Iterator[Problem]:
+    if optimizer.min_lr > optimizer.lr:
+        yield context.error(f"{key}.min_lr", f"is above lr ({optimizer.lr:g})", "lower it")
+    if steps and optimizer.warmup_steps >= steps:
+        yield context.warning(f"{key}.warmup_steps", f"never reaches the full lr: there are {steps} optimizer steps")
+    for index, beta in enumerate(optimizer.betas):
+        if not 0 <= beta < 1:
+            yield context.error(f"{key}.betas", f"item {index} must be in [0, 1)")
+
+
+def check_evaluation(context: RunContext) -> Iterator[Problem]:
+    config = context.config
+    evaluation = config.eval
+    if not config.data.eval:
+        if evaluation.every:
+            yield context.error("eval.every", "there is nothing to evaluate on", "give data.eval, or set it to 0")
+        elif evaluation.prompts is not None:
+            yield context.warning("eval.prompts", "has no effect without data.eval")
+    training = {Path(file).resolve() for file in config.data.train}
+    if both := [file for file in config.data.eval if Path(file).resolve() in training]:
+        message = "is training data too: the accuracy there says nothing about other problems"
+        yield Problem("data.eval", message, "give held-out prompts", ", ".join(both), severity="warning")
+    if 0 < evaluation.temperature < COLDEST:
+        fix = f"set 0 for greedy decoding, or at least {COLDEST:g}"
+        yield context.error("eval.temperature", f"the engine would sample at {COLDEST:g} instead", fix)
+    if evaluation.temperature == 0 and evaluation.samples > 1:
+        fix = "set eval.temperature above 0, or samples to 1"
+        yield context.warning("eval.samples", "greedy decoding gives the same answer every time", fix)
+
+
+def check_deadlines(context: RunContext) -> Iterator[Problem]:
+    config = context.config
+    sandbox = config.sandbox
+    if sandbox.request_timeout_s <= sandbox.run_timeout_s:
+        message = f"must exceed sandbox.run_timeout_s ({sandbox.run_timeout_s:g})"
+        yield context.error("sandbox.request_timeout_s", message, "queueing and start-up come on top of the execution")
+    if config.rollout.group_timeout_s <= sandbox.request_timeout_s:
+        allowed = f"{sandbox.request_timeout_s:g} s allowed"
+        message = f"one slow tool call ({allowed}) makes the whole group time out, and it is sampled again"
+        yield context.warning("rollout.group_timeout_s", message, "raise it above sandbox.request_timeout_s")
+
+
+def check_cluster(context: RunContext) -> Iterator[Problem]:
+    """An address that is none."""
+    config = context.config
+    address = config.cluster.node_address
+    if address is None:
+        return
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        fix = "give the address that Ray was started with here (ray start --node-ip-address), or null"
+        yield context.error("cluster.node_address", "is no IP address", fix)
+
+
+def check_staleness(context: RunContext) -> Iterator[Problem]:
+    """Both sides have to work at once, and what is sampled must come from engines."""
+    config = context.config
+    rollout = config.rollout
+    if not rollout.max_staleness:
+        if rollout.partial == "finish":
+            message = "has no effect: with rollout.max_staleness: 0 nothing is in flight when weights change"
+            yield context.warning("rollout.partial", message, "leave it out, or raise rollout.max_staleness")
+        return
+    if config.objective.anchor == "proximal":
+        message = "is biased for stale data (rollout.max_staleness): it lacks what updates since its sampling changed"
+        yield context.warning("objective.anchor", message, "leave it out, which takes behaviour, or set decoupled")
+    if config.placement.mode == "colocated":
+        message = "needs engines that sample while the trainer works; those on its GPUs (placement.mode) sleep then"
+        yield context.error("rollout.max_staleness", message, "set 0, or placement.mode: disaggregated")
+    if rollout.replay is not None:
+        message = "is for engines; what rollout.replay has recorded has the versions that it was recorded with"
+        fix = "set 0; for a recording that is stale, set objective.anchor: behaviour, too"
+        yield context.error("rollout.max_staleness", message, fix)
+
+
+FILES: tuple[Check[RunContext], ...] = (check_prompt_files, check_model_directory)
+TRAINING: tuple[Check[RunContext], ...] = (
+    check_run,
+    check_layout,
+    check_batch,
+    check_tokens,
+    check_engine,
+    check_placement,
+    check_cluster,
+    check_protocol,
+    check_objective,
+    check_groups,
+    check_staleness,
+    check_schedules,
+    check_evaluation,
+    check_deadlines,
+    *FILES,
+    check_export,
+    check_checkpoints,
+    check_replay,
+)
+ENGINE: tuple[Check[RunContext], ...] = (check_budget, check_engine_starts, check_model_directory)
+SAMPLING: tuple[Check[RunContext], ...] = (check_cluster, check_protocol, check_evaluation, check_deadlines)

@@ -1,0 +1,222 @@
+"""The checks of `ctpo doctor`: of a machine, of a configuration on it, and what that wants of each machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ctpo_megatron.base.extensions import activate
+from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN_FILE
+from ctpo_megatron.config import (
+    ELEMENT_BYTES,
+    GIB,
+    Config,
+    ConfigError,
+    Job,
+    Problem,
+    Sources,
+    Split,
+    engine_count,
+    model_parameters,
+    passed,
+    peak_memory,
+    spec_for,
+    tokenizer_problems,
+)
+from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_megatron.environments.tokenizer import (
+    TokenizerError,
+    check_chat_template,
+    read_tokenizer,
+    use_chat_template,
+)
+from ctpo_megatron.models import ModelSpec
+from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, Wanted, failed, run_checks
+from ctpo_megatron.preflight.collectives import check_collectives
+from ctpo_megatron.preflight.configuration import validate
+from ctpo_megatron.preflight.devices import check_devices, gpus, torch_cuda
+from ctpo_megatron.preflight.engine import engine_dtype
+from ctpo_megatron.preflight.machine import check_machine
+from ctpo_megatron.preflight.packages import check_imports, check_packages
+from ctpo_megatron.preflight.placement import GpuMemory
+from ctpo_megatron.preflight.sandbox import NODE, check_sandbox
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def diagnose(wanted: Wanted) -> list[Problem]:
+    """What the checks of this machine find, for a run that wants so much of it."""
+    checks = (*MACHINE, *DEEP) if wanted.deep else MACHINE
+    return run_checks(checks, MachineContext(wanted, gpus(), torch_cuda()))
+
+
+def diagnose_run(
+    config: Config, sources: Sources, job: Job, here: Sequence[Gpu], *, deep: bool = False
+) -> tuple[list[Problem], Wanted]:
+    """Findings on a configuration for ranks as in `job`, and what it wants of each machine. here: GPUs of this one."""
+    activate(config.extensions.path or ())
+    gpu_gib = min((gpu.gib for gpu in here), default=None)
+    findings = [_under("config", p) for p in _problems(config, sources, job, gpu_gib)] or [
+        passed("config", config.run.name)
+    ]
+    wanted = Wanted(
+        disk=((str(config.run.directory), 0.0, GIB),),
+        ports=tuple(_ports(config)),
+        servers=tuple(_servers(config)),
+        sandbox=_sandbox(config),
+        deep=deep,
+    )
+    try:
+        spec = spec_for(config)
+    except ConfigError:
+        return findings, wanted
+    findings += [*_tokenizer(config, spec)]
+    if gpu_gib is not None:
+        fullest = GpuMemory.of(config, job, spec, gpu_gib).fullest
+        text = f"{fullest.bytes / GIB:.1f} of {gpu_gib:.0f} GiB on {fullest.gpus}, {fullest.when}"
+        findings.append(passed("GPU memory", text))  # what is too much is a problem above
+    return findings, replace(wanted, **_sizes(config, spec, job, cuda=bool(here)))
+
+
+def _problems(config: Config, sources: Sources, job: Job, gpu_gib: float | None) -> tuple[Problem, ...]:
+    cuda = gpu_gib is not None
+    try:
+        return tuple(validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib))
+    except ConfigError as error:
+        return error.problems
+
+
+def _under(name: str, problem: Problem) -> Problem:
+    """The problem with its key and place in the message, under a name of the doctor's."""
+    return Problem(name, str(replace(problem, fix="")), problem.fix, severity=problem.severity)
+
+
+def _sizes(config: Config, spec: ModelSpec, job: Job, *, cuda: bool) -> dict[str, Any]:
+    """The fields of `Wanted` that follow from the model."""
+    count, policy, kept = model_parameters(spec)[0], config.policy, config.checkpoint
+    weights = count * ELEMENT_BYTES[engine_dtype(config, spec)]
+    # Weights, and the optimizer's two moments and, below float32, its copy of the weights.
+    one = count * (ELEMENT_BYTES[policy.dtype] + 8 + (4 if policy.dtype != "float32" else 0))
+    saves = kept.keep_last + kept.keep_best + 1 if kept.every else 1
+    folder, export = str(config.run.directory), count * ELEMENT_BYTES[policy.dtype]
+    return {
+        "weight_bytes": weights,
+        "disk": ((folder, one if kept.every else 0.0, one * saves + export + GIB),),
+        "host_bytes": 0.0 if cuda else _host_bytes(config, spec, job, weights),
+    }
+
+
+def _host_bytes(config: Config, spec: ModelSpec, job: Job, weights: float) -> float:
+    """What the trainer's ranks of a node and its engines hold between steps, on a CPU."""
+    rank = peak_memory(spec, Split.of(config.policy, job.world_size)).while_sampling("none")
+    engines = 0 if config.rollout.replay else engine_count(config)
+    return rank * (job.node_ranks or job.world_size) + engines * (
+        weights + (config.rollout.engine.kv_cache_mb or 0) * 2**20
+    )
+
+
+def _sandbox(config: Config) -> str:
+    if config.sandbox.url is not None or config.rollout.replay is not None or not needs_sandbox(config.rollout):
+        return ""
+    return NODE if config.cluster.nodes > 1 else config.sandbox.require
+
+
+def _ports(config: Config) -> Iterator[tuple[str, int, str]]:
+    for tracker in config.tracking.trackers:
+        if tracker.name == "prometheus":
+            from ctpo_megatron.tracking import PROMETHEUS_ADDRESS
+
+            host, port = PROMETHEUS_ADDRESS
+            given = tracker.arguments
+            yield str(given.get("host", host)), int(given.get("port", port)), "the tracker prometheus"
+
+
+def _servers(config: Config) -> Iterator[tuple[str, int, str]]:
+    for url in (config.sandbox.url or "").split(","):
+        if url.strip():
+            parts = urlsplit(url.strip())
+            yield parts.hostname or "", parts.port or 80, "sandbox.url"
+
+
+def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Problem]:
+    directory = Path(config.model.path)
+    if not directory.is_dir() and config.prepare is not None:
+        yield Problem("tokenizer", f"{directory} is made by the stage prepare", severity="warning")
+        return
+    if problems := tokenizer_problems(directory):
+        yield from (_under("tokenizer", problem) for problem in problems)
+        return
+    try:
+        tokenizer = read_tokenizer(directory)
+    except TokenizerError as error:
+        yield Problem("tokenizer", str(error), "copy the model anew")
+        return
+    if len(tokenizer) > spec.vocab_size:
+        text = f"{len(tokenizer)} tokens, but the model's vocabulary has {spec.vocab_size}"
+        yield Problem("tokenizer", text, "use the tokenizer that the model came with")
+    elif tokenizer.eos_token_id is None:
+        yield Problem("tokenizer", "has no token that ends a turn (eos_token)", "set it in tokenizer_config.json")
+    else:
+        yield passed("tokenizer", f"{len(tokenizer)} tokens, a turn ends with {tokenizer.eos_token}")
+    yield _template(config, tokenizer)
+
+
+def _template(config: Config, tokenizer: PreTrainedTokenizerBase) -> Problem:
+    try:
+        use_chat_template(tokenizer, config)
+        check_chat_template(tokenizer, config)
+    except (TokenizerError, OSError) as error:
+        return Problem("chat template", str(error))
+    return passed("chat template", f"of {config.model.chat_template or 'the tokenizer'}")
+
+
+def check_python(_context: MachineContext) -> Iterator[Problem]:
+    """Which Python this is."""
+    yield passed("python", f"{platform.python_version()} ({sys.executable})")
+
+
+def check_ray(_context: MachineContext) -> Iterator[Problem]:
+    """The cluster to join, and its token."""
+    address, token = os.environ.get(ADDRESS, ""), os.environ.get(TOKEN_FILE, "")
+    if not address:
+        yield passed("Ray", "a private one, on this node alone (RAY_ADDRESS is not set)")
+    elif os.environ.get(AUTH_MODE, "") != "token":
+        message = f"the cluster at {address}, without a token: anyone who reaches it runs code"
+        fix = "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=... on every node"
+        yield Problem("Ray", message, fix, severity="warning")
+    elif token and not os.path.isfile(token):
+        yield Problem("Ray", f"RAY_AUTH_TOKEN_PATH={token} is no file", "copy the cluster's token there")
+    else:
+        yield passed("Ray", f"the cluster at {address}, with a token")
+
+
+MACHINE: tuple[Check[MachineContext], ...] = (
+    check_python,
+    check_packages,
+    check_devices,
+    check_machine,
+    check_ray,
+    check_sandbox,
+)
+DEEP: tuple[Check[MachineContext], ...] = (check_imports, check_collectives)
+
+
+def verdict(problems: Sequence[Problem]) -> str:
+    """One line."""
+    bad, notes = failed(problems), sum(problem.severity == "warning" for problem in problems)
+    if not bad:
+        return f"ready ({notes} notes)" if notes else "ready"
+    return f"not ready: {len(bad)} to mend: {', '.join(dict.fromkeys(problem.key for problem in bad))}"
+
+
+def install_line(problems: Sequence[Problem]) -> str:
+    """The pip line that brings what is missing; empty if nothing is."""
+    extras = sorted({problem.extra for problem in failed(problems) if problem.extra})
+    return f"pip install -e '.[{','.join(extras)}]'" if extras else ""

@@ -1,0 +1,133 @@
+"""Sizes and limits of a machine, held against what a run wants of it; whether Python and its folders will do."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+from ctpo_megatron.config import NO_VALUE, Problem, available_cores, passed
+from ctpo_megatron.preflight.check import MachineContext, Wanted
+
+GIB = 1 << 30
+_OPEN_FILES = (1024, 65536)
+"""Fewer are not enough for Ray and an engine; Ray advises the second."""
+_CONNECT_S = 5.0
+
+
+_LONGEST = 107 - len("/c0ffee00-0000-4000-8000-c0ffee000000")
+"""Of the path of a Unix socket, what the names that vLLM gives its own leave; those of multiprocessing are shorter."""
+
+
+def check_machine(context: MachineContext) -> Iterator[Problem]:
+    """Cores, memory, shared memory, disks, open files, ports."""
+    wanted = context.wanted
+    yield passed("cores", f"{available_cores()}")
+    yield _memory(wanted.host_bytes)
+    if os.path.isdir(wanted.shared_memory):
+        yield _shared_memory(wanted)
+    yield from (_disk(folder, one, kept) for folder, one, kept in wanted.disk)
+    if problem := temporary_problem():
+        yield Problem("temporary directory", str(replace(problem, fix="")), problem.fix)
+    yield _open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield from (_port(host, port, whose) for host, port, whose in wanted.ports)
+    yield from (_server(host, port, whose) for host, port, whose in wanted.servers)
+
+
+def weight_bytes(model: Path) -> int:
+    """Bytes of the weights of a Hugging Face model directory."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def _memory(host_bytes: float) -> Problem:
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if host_bytes <= have:
+        return passed("memory", f"{_gib(have)}" + (f", a run takes {_gib(host_bytes)}" if host_bytes else ""))
+    fix = "a smaller model, policy.use_distributed_optimizer over more nodes, or another machine"
+    return Problem("memory", f"{_gib(have)}, but weights and optimizer alone take {_gib(host_bytes)}", fix)
+
+
+def _shared_memory(wanted: Wanted) -> Problem:
+    free, need = shutil.disk_usage(wanted.shared_memory).free, GIB / 2 + wanted.weight_bytes
+    if free >= need:
+        return passed("/dev/shm", f"{_gib(free)} free")
+    fix = (
+        f"weights ({_gib(wanted.weight_bytes)}) and Ray objects pass through it, and weights go by the disk where it "
+        f"is full: docker run --shm-size {ceil(need / GIB) + 1}g"
+    )
+    return Problem("/dev/shm", f"{_gib(free)} free", fix, severity="warning")
+
+
+def _disk(folder: str, one: float, kept: float) -> Problem:
+    """one: bytes without which a run fails; kept: bytes that it fills in the end."""
+    there = next(path for path in (Path(folder).resolve(), *Path(folder).resolve().parents) if path.exists())
+    name = f"disk of {folder}"
+    if not os.access(there, os.W_OK):
+        return Problem(name, f"{there} cannot be written to", "another run.root, or chmod")
+    free, fix = shutil.disk_usage(there).free, "free some, another run.root, or fewer of checkpoint.keep_last"
+    if free < one:
+        return Problem(name, f"{_gib(free)} free, but one checkpoint takes {_gib(one)}", fix)
+    if free < kept:
+        return Problem(name, f"{_gib(free)} free, {_gib(kept)} wanted", fix, severity="warning")
+    return passed(name, f"{_gib(free)} free")
+
+
+def _open_files(limits: tuple[int, int]) -> Problem:
+    soft, hard = limits
+    least, advised = _OPEN_FILES
+    fix = f"ulimit -n {advised} before the start; for more than {hard}: LimitNOFILE= of the service, docker --ulimit"
+    if 0 <= soft < least:
+        return Problem("open files", f"{soft} at most; Ray and an engine need {least}", fix)
+    if 0 <= soft < advised:
+        return Problem("open files", f"{soft} at most; Ray advises {advised}", fix, severity="warning")
+    return passed("open files", f"{soft} at most" if soft >= 0 else "no limit")
+
+
+def _port(host: str, port: int, whose: str) -> Problem:
+    try:
+        with socket.create_server((host, port)):
+            return passed(f"port {port}", f"free, for {whose}")
+    except OSError as error:
+        fix = "end who listens there (ss -ltnp), or configure another port"
+        return Problem(f"port {port}", f"{host}:{port} of {whose}: {os.strerror(error.errno or 0)}", fix)
+
+
+def _server(host: str, port: int, whose: str) -> Problem:
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_S):
+            return passed(whose, f"{host}:{port} answers")
+    except OSError as error:
+        fix = "start it, or look at address and firewall"
+        return Problem(whose, f"{host}:{port} does not answer: {error.strerror or error}", fix)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def docstring_problem() -> Problem | None:
+    """Why Ray, which adds to docstrings when it is imported, does not start: Python was told to leave them out."""
+    if sys.flags.optimize < 2:
+        return None
+    message = "leaves out docstrings, without which Ray does not start"
+    return Problem("PYTHONOPTIMIZE", message, "type unset PYTHONOPTIMIZE, or leave out -OO", sys.flags.optimize)
+
+
+def temporary_problem() -> Problem | None:
+    """Why engines and scorers cannot have their files and sockets in the temporary directory."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        given = os.environ.get("TMPDIR", NO_VALUE)
+        return Problem("TMPDIR", f"{error.strerror}", "set it to a folder that can be written to", given)
+    if (length := len(os.fsencode(folder))) <= _LONGEST:
+        return None
+    message = f"has {length} characters, and sockets below it fail beyond {_LONGEST}"
+    return Problem("TMPDIR", message, "set it to a shorter path, e.g. /tmp", folder)
