@@ -1,6 +1,6 @@
 """The files of a Hugging Face model directory: what they should hold, what they hold, and how the two differ.
 
-A safetensors file is read by its header alone (8 bytes of length, then JSON): the library would name neither the tensor
+A safetensors file is read by its header alone: 8 bytes of length, then JSON. The library would name neither the tensor
 nor the bytes that are wrong, and the base install lacks it.
 """
 

@@ -1,10 +1,10 @@
 """Policy: the Megatron-Core model under training, its parallel layout, optimizer steps, weights and checkpoints.
 
-layout = init_distributed(config.policy, seed)                      process groups of this rank
-trainer = Trainer(config.policy, layout, model_path, temperature=1.0)
-trainer.prepare_rl(TrainSettings.of(...), phases)
-result = trainer.train(batch)                                       metrics and token diagnostics of an RL step
-trainer.weights()                                                   Hugging Face names and tensors
+    layout = init_distributed(config.policy, seed)                      process groups of this rank
+    trainer = Trainer(config.policy, layout, model_path, temperature=1.0)
+    trainer.prepare_rl(TrainSettings.of(...), phases)
+    result = trainer.train(batch)                                       metrics and token diagnostics of an RL step
+    trainer.weights()                                                   Hugging Face names and tensors
 
 A supervised stage makes its steps one by one: `use_optimizer`, then `distribute` and `update` for each batch.
 """

@@ -81,9 +81,9 @@ def make_mini_batches(
 
     sequences, advantages: as `share_sizes` gives them. The tokens travel from rank zero to the ranks that train on
     them. Shares are balanced by model FLOPs. skip_zero_advantage: sequences whose advantage is 0 are in the
-    denominators and in no micro-batch; a rank that is left without any runs one masked sequence. padded_attention:
-    attention pads within length classes (the local layer spec), which counts as computed tokens. Raises ValueError when
-    an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
+    denominators and in no micro-batch. A rank that is left without any runs one masked sequence.
+    padded_attention: attention pads within length classes (the local layer spec), which counts as computed tokens.
+    Raises ValueError when an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
     """
     rules = packing_rules(config)
     result = []

@@ -96,7 +96,7 @@ class Trainer:
             )
             metrics = old_log_probs.before_updates(mini_batches)
         with rl.phases.phase("update"):
-            updates = []
+            updates: list[Update] = []
             for mini_batch in mini_batches:
                 gradient = steps.gradient(mini_batch, rl.loss)
                 if not updates:
@@ -147,12 +147,11 @@ class Trainer:
         version: of the current weights; tokens of other versions are not compared. None: all are compared.
         See `checked_sequences` and `make_mini_batches`.
         """
-        if advantages is None:
-            advantages = [0.0] * len(trajectories)
+        known: Sequence[float] = [0.0] * len(trajectories) if advantages is None else advantages
         checked = self.layout.keep_on_rank_zero(
-            lambda: checked_sequences(trajectories, advantages, self.spec.vocab_size, version)
+            lambda: checked_sequences(trajectories, known, self.spec.vocab_size, version)
         )
-        sequences, advantages = share_sizes(checked or [], advantages, self.layout)
+        sequences, advantages = share_sizes(checked or [], known, self.layout)
         return make_mini_batches(
             sequences,
             advantages,

@@ -1,6 +1,6 @@
 """Training batches: prompts are drawn, sampled, scored and filtered, in the order of the data, ahead or not.
 
-`rollout.max_staleness` is the one difference. 0: a batch is begun when it is asked for, in the caller's thread. k: a
+`rollout.max_staleness` is the one difference. 0: a batch is begun when it is requested, in the caller's thread. k: a
 thread begins the batch of step s once version s - k is published, and keeps engines and scorers busy.
 """
 
@@ -47,7 +47,7 @@ class RolloutSettings:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """As a run is configured; a recording is read when a batch is asked for, never ahead."""
+        """As a run is configured; a recording is read when a batch is requested, never ahead."""
         rollout = config.rollout
         if rollout.replay is not None:
             rollout = rollout.model_copy(update={"max_staleness": 0})
@@ -71,7 +71,7 @@ class Rollouts:
         phases: Phases,
     ) -> None:
         """stop: checked about every second while sampling. phases: times `rollout` and `reward` of a batch that is
-        sampled when it is asked for, and hears of every complete group."""
+        sampled when it is requested, and hears of every complete group."""
         self._settings, self._config = settings, settings.rollout
         self._generator, self._scorer, self._prompts = generator, scorer, prompts
         self._stop, self._phases = stop, phases
@@ -207,7 +207,7 @@ class Rollouts:
     def _uniform(self, refills: int = 0) -> UniformGroups:
         return UniformGroups(self._config, self._settings.mini_batch_prompts, refills)
 
-    # A batch that is sampled when it is asked for, in the caller's thread.
+    # A batch that is sampled when it is requested, in the caller's thread.
 
     def _sample(self, step: int) -> OpenBatch | None:
         before = self._prompts.state_dict(), self._ledger.state_dict()

@@ -18,8 +18,8 @@ class Restarter:
     """Waits for a server process to exit, and restarts it on `port` until `stopping` is true.
 
     start: starts the server again on the same port; raises SandboxStartError when it does not become healthy.
-    pauses_s: before a restart, by the number of early exits and failed starts in a row; the last one repeats. steady_s:
-    a server that ran at least this long did not exit early. restarts: how often it was started again.
+    pauses_s: before a restart, by the number of early exits and failed starts in a row. The last one repeats.
+    steady_s: a server that ran at least this long did not exit early. restarts: how often it was started again.
     """
 
     def __init__(
