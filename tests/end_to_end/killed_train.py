@@ -48,7 +48,7 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     from ctpo_megatron.tracking import MetricsWriter
 
     return {
-        "sample": (Replay, "collect", None),
+        "sample": (Replay, "wait_ready", None),
         "score": (RewardPool, "begin", None),
         "update": (Trainer, "update", None),
         "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),

@@ -72,10 +72,10 @@ def record(config: Config, chance: float = 0.5) -> None:
 
     for step in range(1, config.run.steps + 1):
         drawn, groups = sampler.take(config.rollout.prompts_per_step), []
-        choice = UniformGroups(config.rollout, sampler, config.policy.mini_batch_prompts)
+        choice = UniformGroups(config.rollout, config.policy.mini_batch_prompts)
         while drawn:
             groups += [Group(p, [answer(p, n) for n in range(config.rollout.samples_per_prompt)]) for p in drawn]
-            drawn = choice.further(groups)
+            drawn = sampler.take(choice.missing(groups))
         write_trajectories(directory, step, groups, tokenizer.decode)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron import weights
+from ctpo_megatron.engines import weights
 from ctpo_megatron.config.rollout_schema import EngineConfig
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.engines import WeightClient
@@ -73,7 +73,7 @@ def methods_of(node: ast.ClassDef) -> dict[str, ast.arguments]:
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
 def test_arguments_of_the_trainers_side(backend: str) -> None:
-    """What `weights/vllm_trainer.py` gives vLLM's trainer-side engines, and what those give the engines' workers."""
+    """What `engines/weights/vllm.py` gives vLLM's trainer-side engines, and what those give the engines' workers."""
     name = backend.upper()
     rendezvous = {"master_address", "master_port", "world_size"} if backend == "nccl" else set()
     packed = {"packed", "packed_buffer_size_bytes"}
@@ -97,7 +97,7 @@ def test_our_client_and_source_are_vllms() -> None:
         assert list(ours) == [argument.arg for argument in arguments.args], name
     source = class_of(f"{TRANSFER}.base.WeightSource")
     abstract = {item.name for item in source.body if isinstance(item, ast.FunctionDef) and item.decorator_list}
-    text = (Path(weights.__file__).parent / "vllm_trainer.py").read_text(encoding="utf-8")
+    text = (Path(weights.__file__).parent / "vllm.py").read_text(encoding="utf-8")
     (ours,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == "TrainerWeights"]
     assert abstract and abstract <= set(methods_of(ours))
 
@@ -114,7 +114,7 @@ def test_a_dead_engine_can_be_left() -> None:
 def test_names_that_the_checksums_read() -> None:
     """Modules and attributes of vLLM's layers, on CPU and CUDA."""
     layers = "vllm.model_executor.layers"
-    text = (Path(weights.__file__).parent / "vllm_checksum.py").read_text(encoding="utf-8")
+    text = (Path(weights.__file__).parent / "engine_checksums.py").read_text(encoding="utf-8")
     imports = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]
     for node in imports:
         for alias in node.names if (node.module or "").startswith("vllm") else ():

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ctpo_megatron.base.tensor_file import TensorFile
-from ctpo_megatron.engines.weights import shared_file as weights
+from ctpo_megatron.engines.weights import file as weights
 
 TENSORS = {
     "matrix": torch.arange(12.0).view(3, 4).T,

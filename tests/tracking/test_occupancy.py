@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_megatron.rollouts.occupancy import Occupancy
+from ctpo_megatron.engines.occupancy import Occupancy
 from ctpo_megatron.tracking.occupancy import OCCUPANCY_FILE, engine_occupancy
 from ctpo_megatron.tracking.panels import panels
 from ctpo_megatron.tracking.run_data import RunData
