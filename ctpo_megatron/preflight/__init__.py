@@ -1,12 +1,7 @@
-"""Preflight: every check before something starts, each a `Check` that yields `Problem`s. No torch unless asked for.
+"""Preflight: every check before something starts, each a `Check` that yields `Problem`s. No torch unless needed.
 
-warnings = validate(config, Job(2), cuda=False)         the dry run and a start; raises ConfigError with all errors
-check_extensions(config, sources)                       users' parts
-data = check_data(config, limit)                        prompts, tokenizer, chat template
-problems = diagnose(Wanted())                           `ctpo doctor`: metadata, sizes, limits, a sandbox
-problems, wanted = diagnose_run(config, ...)            of a configuration, and what it wants of each machine
-by_node = diagnose_nodes(wanted)                        of every node of RAY_ADDRESS
-needs = NodeNeeds.of(config, nodes, ranks)              what the node program starts
+`validate` checks a configuration for the dry run and a start, `check_extensions` users' parts, `check_data` the prompts.
+`diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`. `NodeNeeds.of` is what the node program checks.
 """
 
 from ctpo_megatron.preflight.admission import DataCheck, check_data
