@@ -28,7 +28,7 @@ MAX_COPIES = 256
 
 
 class NotRun(Exception):
-    """A rival cannot run here; the text says why."""
+    """A rival cannot run here; the text is the reason."""
 
 
 class Session:

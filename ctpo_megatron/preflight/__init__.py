@@ -1,6 +1,6 @@
 """Preflight: every check before something starts, each a `Check` that yields `Problem`s. No torch unless needed.
 
-`validate` checks a configuration for the dry run and a start, `check_extensions` users' parts, `check_data` the prompts.
+`validate` checks a configuration for the dry run and a start, `check_extensions` users' parts, `check_data` prompts.
 `diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`. `NodeNeeds.of` is what the node program checks.
 """
 
