@@ -9,21 +9,21 @@ TILE = 128
 """Rows that the gradient products leave out together; chunks are multiples of it."""
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1216 << 20}
-"""Default size of the float32 logits of one chunk. The same on every GPU, whatever memory is free."""
+"""Float32 logits of one chunk where the caller says nothing. The same on every GPU, whatever memory is free."""
 
 SIZES = tuple(CHUNK_BYTES["cuda"] * 2 // 2**halved for halved in range(4))
 """What `chunk_rows` chooses among, 2.4 GiB to 304 MiB: 4096 to 512 rows of a vocabulary of 152k.
 
-Beyond the largest, what the weight gradient reads and writes is small compared with the products; below the smallest it takes
+Beyond the largest, what the weight gradient reads and writes is small beside the products; below the smallest it takes
 longer than they do, and little memory is saved.
 """
 
 SHARE = 4
-"""A chunk takes at most 1/N of the free memory."""
+"""A chunk is at most one part in so many of the free memory."""
 
 
 def rows_within(size: int, columns: int) -> int:
-    """Rows of float32 logits with `columns` columns that fit into `size` bytes: a multiple of TILE, at least one."""
+    """Rows of float32 logits with so many columns in `size` bytes: a multiple of TILE, at least one."""
     return max(TILE, size // (4 * max(1, columns)) // TILE * TILE)
 
 

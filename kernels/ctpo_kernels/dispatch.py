@@ -59,7 +59,7 @@ def choose(tensor: torch.Tensor) -> Backend:
 
     Forced (`use_backend`, or the environment variable CTPO_KERNELS_BACKEND): that one, or RuntimeError with the reason
     why it cannot run. Otherwise Triton where it can run and computes in float32, else the torch twin; on a GPU, which
-    the twin leaves mostly idle, with one warning that gives the reason. RuntimeError when the interpreter is asked for
+    the twin leaves mostly idle, with one warning that says why. RuntimeError when the interpreter is asked for
     (TRITON_INTERPRET=1) and Triton is missing: tests would check the twin twice.
     """
     return _choose(tensor.device, tensor.dtype)

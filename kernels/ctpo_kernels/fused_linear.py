@@ -1,6 +1,6 @@
 """Output layer, log-probs, loss and all gradients in one sweep over the tokens, without the logits of all of them.
 
-The cumulative ratio of a token needs only tokens up to it, so while its chunk's logits are in memory everything that its
+The cumulative ratio of a token needs only tokens up to it, so while its chunk's logits are at hand everything that its
 gradient needs is known: three matrix products in all, none of them again in a backward pass. Ratios of the whole
 sequence need tokens that come later: their logits are computed twice (four products).
 """

@@ -76,9 +76,11 @@ def ctpo_loss(
     if dispatch.compiling(log_probs):
         from ctpo_kernels import ops_loss
 
+        given = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
         return ops_loss.compiled_loss(
-            tokens, (batch_num_tokens, global_batch_size), keywords, cp_group, return_per_token
+            given, (batch_num_tokens, global_batch_size), keywords, cp_group, return_per_token
         )
+    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
     batch, spec, inverse = prepared(*tokens, LossKeywords(*keywords), batch_num_tokens, global_batch_size, cp_group)
     loss, out = _Loss.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
         log_probs.reshape(-1), lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)

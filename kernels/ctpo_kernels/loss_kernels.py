@@ -5,7 +5,7 @@ before its own and emits everything, `reduce_kernel` adds up what the programs r
 take one launch of `loss_kernel` each, a program per segment, and the prefix stays in `state` between them.
 
 Segment b owns the slots (programs, and columns of their results) from cu[b] // span + b on: enough for its spans, and
-no table is needed to find them. Boundaries are clamped to the batch: the host has not read them.
+no table is needed to find them. Boundaries are clamped to the batch: nobody has read them on the host.
 """
 
 import triton
@@ -28,12 +28,12 @@ ALIGNMENT = tl.constexpr(16)
 """Tokens. A tile begins at a multiple of it."""
 
 COUNTS = ["segments", "slots", "tile_bits", "window_start", "window_end", "tokens", "columns"]
-"""Arguments that differ between batches: without this Triton recompiles for 1 and for multiples of 16."""
+"""Arguments that differ from batch to batch: Triton would compile anew for a 1 and for multiples of 16."""
 
 
 @triton.jit
 def _inverse(inverse, span_totals, slots, IS_POINTER: tl.constexpr, COUNT_ALL: tl.constexpr, LOOK: tl.constexpr):
-    """The given inverse denominator; COUNT_ALL: one over the loss tokens of all spans, at least 1."""
+    """The given inverse denominator; COUNT_ALL: that of the loss tokens of all spans, at least 1."""
     if COUNT_ALL:
         trained = tl.zeros((LOOK,), tl.int32)
         for start in range(0, slots, LOOK):
@@ -112,7 +112,7 @@ def span_totals_kernel(
 ):
     """Grid: slots. span_totals: int64 `[slots, 4]`: units, response tokens, NaN, loss tokens of each span.
 
-    For the only span of a segment, only a ratio of the WHOLE_SEQUENCE needs more than the loss tokens.
+    Of a segment's only span nobody but a ratio of the WHOLE_SEQUENCE asks for more than the loss tokens.
     """
     slot = tl.program_id(0)
     segment = _segment_of_slot(slot, cu, segments, tile_bits, BLOCK)

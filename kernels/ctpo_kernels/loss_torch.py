@@ -78,7 +78,7 @@ def loss_pass(
     """Loss, gradient and statistics of the segments of a batch.
 
     inverse: `LossSpec.inverse_denominator`. state: None starts every segment at zero. totals: None takes each segment
-    for a whole sequence. positions: no sequence has more response tokens, where `state` shows that pieces of it are
+    for a whole sequence. positions: no sequence has more response tokens, where `state` says that pieces of it are
     elsewhere (default: the tokens of the batch); the twin does not ask.
     """
     dtype = batch.log_probs.dtype

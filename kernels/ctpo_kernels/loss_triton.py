@@ -23,7 +23,7 @@ BLOCK, RUN, WARPS = 128, 4, 1
 """A program is one warp, so that scans and sums need no barrier; each of its threads owns RUN tokens side by side."""
 
 OPTIONS = {"num_warps": WARPS, "maxnreg": 128}
-"""maxnreg: ptxas spills a few bytes to reach a smaller number that it prefers unless this one is set."""
+"""maxnreg: ptxas spills a few bytes to reach a smaller number that it prefers unless it is told this one."""
 
 LOOK = 128
 """Spans whose totals a program reads at a time."""

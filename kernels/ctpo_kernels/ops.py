@@ -184,7 +184,7 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def dense_gradients(hidden: Tensor, *found: Tensor | None) -> tuple[Tensor, ...]:
-    """Gradients in memory of their own, uncopied: a copy would double the peak memory of a call; empty for None."""
+    """Gradients that nobody else holds, for which a copy would double the largest memory of a call; empty for None."""
     return tuple(hidden.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
 
 

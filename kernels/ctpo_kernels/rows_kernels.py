@@ -7,10 +7,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 IGNORED_LABEL = tl.constexpr(-100)
 COUNTS = ["rows"]
-"""Differ between batches: without this Triton recompiles for 1 and for multiples of 16."""
+"""Differs from batch to batch: Triton would compile anew for a 1 and for multiples of 16."""
 
 PER_ROW = ["labels", "parts", "log_probs", "lse", "entropy", "g", "entropy_g"]
-"""One value or four a row, in slices at any offset: without this Triton recompiles for addresses off 16 bytes."""
+"""One value or four a row, in slices that begin anywhere: Triton would compile anew for addresses off 16 bytes."""
 
 
 @triton.jit

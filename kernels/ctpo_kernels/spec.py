@@ -24,7 +24,7 @@ FRACTION_BITS = 40
 
 @dataclass(frozen=True)
 class LossKeywords:
-    """The keywords of a loss call, as `ctpo_loss` documents them, with its defaults."""
+    """The keywords that say what a loss call computes, as `ctpo_loss` documents them, with its defaults."""
 
     clip_low: float = 0.025
     clip_high: float = 0.05
@@ -38,7 +38,7 @@ class LossKeywords:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The checked keywords of a loss call, in the form that kernels compare with.
+    """What a loss call computes, in the form in which kernels compare.
 
     ratio: one of `names.RATIO_MODES`. low, high, dual: bounds of log r_t in nats, times t^power; dual is inf where off.
     agg: one of `names.LOSS_AGG_MODES`; loss_scale_factor: the constant L that seq-mean-token-sum divides by.
@@ -75,7 +75,7 @@ class LossSpec:
     ) -> float | torch.Tensor | None:
         """1/T, 1/N or 1/(N L) by aggregation mode: a float where the counts are host numbers, else a 0-d tensor.
 
-        Sequences are counted in `batch` where they are None. None: T, the loss tokens, has not been counted.
+        Sequences are counted in `batch` where they are None. None: nobody has counted T, the loss tokens.
         """
         if self.agg == "token-mean":
             return None if batch_num_tokens is None else _inverse(batch_num_tokens, 1.0)

@@ -21,7 +21,7 @@ from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
 from ctpo_kernels.tiles import Runs, active_runs, check_known, may_learn
 
 Prepared = tuple[PackedTokens, LossSpec, float | Tensor | None]
-"""The result of `loss.prepared`: batch, keywords, inverse denominator."""
+"""What `loss.prepared` gives."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class Swept:
-    """loss: scalar. vector: statistics. log_probs, entropy: `[N]`; entropy is empty unless requested.
+    """loss: scalar. vector: statistics. log_probs, entropy: `[N]`; entropy is empty where nobody asked for it.
 
     d_hidden: `[N, H]`, or this rank's rows; d_weight: `[V / tp, H]`, in the dtype of the sums; None where not wanted.
     """
@@ -94,7 +94,7 @@ class Swept:
 
 
 class _Gradients:
-    """Accumulates the gradients of `hidden` and `weight` over chunks. Either is None when not requested."""
+    """Those of the operands, chunk by chunk: d_hidden is written, d_weight added to; None: not wanted."""
 
     def __init__(self, head: LinearHead, plan: SweepPlan, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
         self.d_hidden, self.d_weight = d_hidden, d_weight
@@ -119,13 +119,13 @@ class _Gradients:
         return runs
 
     def add(self, dz: Tensor, start: int, runs: Runs) -> None:
-        """Accumulate the contribution of a chunk; dz `[C, V / tp]`: its gradient by the logits."""
+        """What the chunk's gradient by the logits, dz `[C, V / tp]`, gives both."""
         self._head.accumulate(dz, start, self.d_hidden, self.d_weight, runs)
 
 
 @without_autocast
 def sweep(hidden: Tensor, weight: Tensor, plan: SweepPlan, *, want_hidden: bool, d_weight: Tensor | None) -> Swept:
-    """Loss, statistics and gradients of a plan. d_weight: accumulates the weight's gradient; None: not requested."""
+    """All of it. d_weight: what the weight's gradient is added to; None where it is not wanted."""
     group = plan.head["group"]
     x = pick(gather_hidden(hidden, group, plan.sequence_parallel), plan.rows)
     head = LinearHead(x, weight, plan.labels, **plan.head)
@@ -160,7 +160,7 @@ def _once(head: LinearHead, plan: SweepPlan, bonus: EntropyBonus, gradients: _Gr
 
 
 def _twice(head: LinearHead, plan: SweepPlan, bonus: EntropyBonus, gradients: _Gradients) -> Tensor:
-    """Like `_once`, when the ratio needs all log-probs first: the logits of every chunk are computed twice."""
+    """The same when the ratio needs all log-probs first."""
     batch = plan.batch
     lse = torch.empty_like(batch.log_probs)
     for start, end in head.chunks():
