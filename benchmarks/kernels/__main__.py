@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--deadline", type=float, default=520, help="seconds after which nothing new is started")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device is available; --device cpu --quick shows that the code runs")
+        parser.error("no CUDA device is at hand; --device cpu --quick shows that the code runs")
 
     if options.device == "cpu" and not options.quick:
         parser.error("--device cpu needs --quick: the full shapes are for a GPU")

@@ -52,7 +52,7 @@ SHARED_BYTES = 16 << 10
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the assembler reports for one launch on one architecture; `error` is empty where it compiled.
+    """What the assembler says of one launch on one architecture; `error` is empty where it compiled.
 
     instructions, other_instructions: of the loss, a token and what a program does once. unordered: a gradient that lies
     over its logits is written before they are read.

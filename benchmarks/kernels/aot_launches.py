@@ -22,7 +22,7 @@ class KernelLaunch:
     """One kernel as a launcher calls it.
 
     module: where the kernel is. signature, constants: by argument name. divisible: arguments that are multiples of 16.
-    options: what the launcher passes in addition to the arguments (num_warps, ...).
+    options: what the launcher passes beside the arguments (num_warps, ...).
     """
 
     kernel: str

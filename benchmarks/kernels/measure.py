@@ -28,7 +28,7 @@ MAX_COPIES = 256
 
 
 class NotRun(Exception):
-    """A rival cannot run here; the text is the reason."""
+    """A rival cannot run here; the text says why."""
 
 
 class Session:

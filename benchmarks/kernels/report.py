@@ -34,7 +34,7 @@ def environment(device: str, threads: int | None = None) -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    """The accelerator's name, or the processor's with the number of available cores."""
+    """The accelerator's name, or the processor's with the number of cores at hand."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     model = platform.processor() or platform.machine()
