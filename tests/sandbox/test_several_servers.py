@@ -66,7 +66,7 @@ def test_the_bench_shows_how_servers_share_the_work(pair: Pair) -> None:
 
 
 def test_the_bench_ends_at_once_where_no_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_FIRST_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bench, "BENCH_FIRST_RUN_S", 0.5)
     with pytest.raises(SandboxUnavailable, match=r"127\.0\.0\.1:9"):
         bench.run(["http://127.0.0.1:9"], 60.0, [1])
 
