@@ -60,7 +60,7 @@ def sent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     config = make_config(tmp_path, tmp_path, sections={"cluster": {"node_address": address}})
     ranks: Any = OneRank()
     fleet = Fleet()
-    services: Any = SimpleNamespace(fleet=fleet, rollouts=None)
+    services: Any = SimpleNamespace(pool=fleet, rollouts=None)
     transport = make_transport(ranks, services, config)
     transport.init()
     transport.send(Source(TENSORS), 3)
