@@ -31,8 +31,8 @@ from ctpo_megatron.engines import EnginePool, Sampling
 from ctpo_megatron.engines.open import open_engines
 from ctpo_megatron.environments.prompts import held_out_prompts
 from ctpo_megatron.evaluate import find_target, read_config
-from ctpo_megatron.evaluate.answering import Answers, play
-from ctpo_megatron.evaluate.results import Scorer, results
+from ctpo_megatron.evaluate.answering import ScoredAnswers, play
+from ctpo_megatron.evaluate.results import ScoreColumn, results
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollouts import Request, Scheduler, Scoring
@@ -73,10 +73,12 @@ def eval_side(
 ) -> dict[tuple[str, int], tuple[float, int]]:
     """What `ctpo eval` does with engines that are up; score and length of every sample."""
     with SampleStore(folder, {}) as store:
-        answers = Answers(pool, store, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), lambda _: None)
+        answers = ScoredAnswers(
+            pool, store, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), lambda _: None
+        )
         play(config.eval, prompts, store, Scheduler.of(fleet), answers)
         samples = [sample for prompt in prompts for sample in store.complete(prompt.id, config.eval.samples)]
-    results(samples, [Scorer("strict", {(s.prompt_id, s.index): s.score for s in samples})], seed=0)
+    results(samples, [ScoreColumn("strict", {(s.prompt_id, s.index): s.score for s in samples})], seed=0)
     return {(s.prompt_id, s.index): (s.score, s.response_tokens) for s in samples}
 
 

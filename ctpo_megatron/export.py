@@ -28,7 +28,7 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """What is to be exported, and checked.
 
     model: Hugging Face directory that gives architecture and tokenizer. checkpoint: None, to check `target` alone.
@@ -44,7 +44,7 @@ class Request:
     chat_template: str | None = None
 
 
-def resolve(source: Path, model: Path | None, output: Path | None, family: ModelFamily | None = None) -> Request:
+def resolve(source: Path, model: Path | None, output: Path | None, family: ModelFamily | None = None) -> ExportRequest:
     """Find out what `source` is: a run directory, one of its checkpoints, or a Hugging Face directory.
 
     A run stands for its newest checkpoint; one without checkpoints, and a Hugging Face directory, for the model that
@@ -53,7 +53,7 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
     if (source / "config.json").is_file():
         if output is not None:
             raise ConfigError([Problem("--output", f"{source} is in Hugging Face format already", "leave it out")])
-        return Request(source, None, source, _policy(read_spec(source, family).dtype), family)
+        return ExportRequest(source, None, source, _policy(read_spec(source, family).dtype), family)
     is_checkpoint = (source / "COMPLETE.json").is_file()
     run = source.resolve().parent.parent if is_checkpoint else source
     if not (run / "config.yaml").is_file():
@@ -83,7 +83,7 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
 
 def _request_outside_a_run(
     checkpoint: Path, model: Path | None, output: Path | None, family: ModelFamily | None
-) -> Request:
+) -> ExportRequest:
     if model is not None and output is not None:
         return _request(checkpoint, model, output, family)
     message = f"{checkpoint} is not in a run directory with config.yaml"
@@ -95,7 +95,7 @@ def _request_outside_a_run(
 
 def _request(
     checkpoint: Path, model: Path, target: Path, family: ModelFamily | None, dtype: str | None = None
-) -> Request:
+) -> ExportRequest:
     """dtype: None, that of the model's files."""
     if not (model / "config.json").is_file():
         fix = "export from the folder that the run was started in, or give the directory: --model DIR"
@@ -106,7 +106,7 @@ def _request(
     if not is_replaceable(target):
         fix = "choose a directory that does not exist, or an exported model, which is replaced"
         raise ConfigError([Problem("--output", "exists and is no exported model", fix, str(target))])
-    return Request(model, checkpoint, target, _policy(dtype or read_spec(model, family).dtype), family)
+    return ExportRequest(model, checkpoint, target, _policy(dtype or read_spec(model, family).dtype), family)
 
 
 def _policy(dtype: str) -> PolicyConfig:
@@ -114,7 +114,7 @@ def _policy(dtype: str) -> PolicyConfig:
     return PolicyConfig(dtype="bfloat16" if dtype == "bfloat16" else "float32", head="logits")
 
 
-def layout_of(request: Request, tensor_parallel: int, pipeline_parallel: int) -> PolicyConfig:
+def layout_of(request: ExportRequest, tensor_parallel: int, pipeline_parallel: int) -> PolicyConfig:
     """The policy under a layout. Raises ConfigError naming the options that ranks or model do not fit."""
     spec = read_spec(request.model, request.family)
     policy = request.policy.model_copy(
@@ -131,7 +131,7 @@ def layout_of(request: Request, tensor_parallel: int, pipeline_parallel: int) ->
 
 
 def export(
-    request: Request, *, check: bool, tolerance: float | None, tensor_parallel: int, pipeline_parallel: int
+    request: ExportRequest, *, check: bool, tolerance: float | None, tensor_parallel: int, pipeline_parallel: int
 ) -> list[Finding] | None:
     """Write `request.target`, and check it; collective over the ranks that torchrun started. None: not checked.
 

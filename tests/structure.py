@@ -31,21 +31,24 @@ ARGUMENTS, WORDS = 6, 30
 
 WALKS = {
     "row -> loss": """
-        train.py prompts.py data/prompt_set.py data/prompts.py data/sampler.py data/records.py run/services.py
-        run/bridge.py run/scoring.py rollout/source.py rollout/controller.py rollout/buffer.py rollout/uniform.py
-        rollout/filters.py rollout/dispatch.py rollout/quarantine.py rollout/fleet.py rollout/handle.py rollout/tasks.py
-        rollout/engine.py environments/episode.py environments/template.py environments/toolbox.py
-        environments/protocol.py rewards/pool.py rewards/worker.py policy/policy.py policy/exchange.py
-        policy/minibatch.py policy/start.py policy/step.py policy/losses.py policy/predictions.py policy/workload.py
-        data/sequences.py data/packing.py objective/advantages.py objective/function.py objective/policy_loss.py
-        objective/ratios.py objective/clips.py objective/aggregation.py objective/fused.py
+        train.py environments/prompts.py data/prompt_set.py data/prompts.py data/sampler.py data/prompt.py
+        data/trajectory.py data/batch.py run/services.py run/bridge.py rollouts/rollouts.py rollouts/request.py
+        rollouts/scoring.py rollouts/buffer.py rollouts/groups.py rollouts/filters.py rollouts/scheduler.py
+        rollouts/quarantine.py engines/pool.py engines/handle.py engines/tasks.py engines/engine.py
+        environments/episode.py environments/template.py environments/toolbox.py environments/protocol.py
+        rewards/pool.py rewards/worker.py policy/trainer.py policy/exchange.py policy/minibatch.py
+        policy/old_log_probs.py policy/optimizer_steps.py policy/passes.py policy/step.py policy/losses.py
+        policy/predictions.py policy/workload.py data/sequences.py data/packing.py objective/advantages.py
+        objective/function.py objective/policy_loss.py objective/ratios.py objective/clips.py
+        objective/aggregation.py objective/fused.py
     """,
     "weights -> engines": """
-        policy/policy.py policy/hf.py run/transports.py run/bridge.py run/services.py rollout/source.py
-        rollout/controller.py rollout/fleet.py rollout/updates.py rollout/handle.py rollout/tasks.py rollout/engine.py
-        rollout/engine_group.py rollout/expected.py rollout/weight_client.py weights/transport.py weights/memory.py
-        weights/shared_file.py weights/tensor_file.py weights/tcp.py weights/tcp_transport.py weights/checksum.py
-        weights/vllm_checksum.py weights/vllm_trainer.py weights/vllm_worker.py
+        policy/trainer.py policy/hf.py run/transports.py run/bridge.py run/services.py rollouts/rollouts.py
+        engines/pool.py engines/updates.py engines/handle.py engines/tasks.py engines/engine.py engines/group.py
+        engines/expected.py engines/weight_client.py engines/weights/offer.py engines/weights/memory.py
+        engines/weights/file.py base/tensor_file.py engines/weights/tcp.py engines/weights/tcp_transport.py
+        engines/weights/checksums.py engines/weights/engine_checksums.py engines/weights/vllm.py
+        engines/weights/receiver.py
     """,
 }
 """Flow -> files of the core, those of helpers included."""

@@ -225,6 +225,16 @@ def test_every_package_has_a_level() -> None:
     assert folders | files == set(LEVEL)
 
 
+def test_no_class_name_is_defined_twice() -> None:
+    """Private ones neither: one name, one meaning."""
+    places: dict[str, list[str]] = {}
+    for path in all_modules():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
 def test_every_module_says_why_it_exists() -> None:
     silent = [
         str(path.relative_to(ROOT))

@@ -31,7 +31,7 @@ from ctpo_megatron.engines.tasks import (
 )
 from ctpo_megatron.engines.turns import TurnScheduler
 from ctpo_megatron.engines.weights import EngineFacts
-from ctpo_megatron.environments.episode import Episode, EpisodeFailed, Limits, ModelTurn, play
+from ctpo_megatron.environments.episode import Episode, EpisodeFailed, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
@@ -92,7 +92,7 @@ class RolloutEngine:
         await self._llm.update_weight_version(str(INITIAL_VERSION))
         self._codec = self._make_codec(self._llm.get_tokenizer())
         rollout = self._config.rollout
-        self._limits = Limits(
+        self._limits = EpisodeLimits(
             rollout.max_turns,
             rollout.max_turn_tokens,
             rollout.max_response_tokens,

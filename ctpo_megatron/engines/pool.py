@@ -30,7 +30,7 @@ from ctpo_megatron.engines.tasks import (
     WeightSyncError,
     choose_transport,
 )
-from ctpo_megatron.engines.updates import ReadBack, Update, check_complete
+from ctpo_megatron.engines.updates import PendingUpdate, ReadBack, check_complete
 from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
 from ctpo_megatron.engines.weights.file import FileWeights
 
@@ -78,7 +78,7 @@ class EnginePool:
         self._engines: list[EngineHandle] = []
         self._memory = SleepState(config.rollout.start_timeout_s)
         self._weights: EngineWeights | None = None
-        self._update: Update | None = None
+        self._update: PendingUpdate | None = None
         self._facts: EngineFacts | None = None
         self._read_back = ReadBack()
         self._parks = False
@@ -195,7 +195,7 @@ class EnginePool:
         self._weights = weights
         self._memory.wake(self._engines, WEIGHTS)
         serving = [engine for engine in self._memory.living(self._engines) if engine.live]
-        self._update = Update(weights, serving, began)
+        self._update = PendingUpdate(weights, serving, began)
 
     def finish_update(self) -> None:
         """Return when all engines have the weights of the last `begin_update`. One that died or is late is replaced;

@@ -25,7 +25,7 @@ def check_complete(weights: EngineWeights, model_path: str) -> None:
         raise WeightSyncError(f"weights {weights.version} lack {len(missing)} tensors, e.g. {sorted(missing)[:3]}")
 
 
-class Update:
+class PendingUpdate:
     """Weights that all engines were told to take, at once. began: when they began to be made, monotonic clock."""
 
     def __init__(self, weights: EngineWeights, engines: Sequence[EngineHandle], began: float) -> None:

@@ -50,7 +50,7 @@ class TextCodec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EpisodeLimits:
     """Budgets of an episode, in tokens unless named otherwise. max_tool_s: seconds; None: no limit."""
 
     max_turns: int
@@ -109,7 +109,7 @@ class Episode:
         engine: GenerateTurn,
         codec: TextCodec,
         tools: Toolbox,
-        limits: Limits,
+        limits: EpisodeLimits,
     ) -> None:
         self.prompt = prompt
         self._trajectory, self._engine, self._codec = trajectory, engine, codec

@@ -30,7 +30,7 @@ _AT_ONCE = 256
 """Samples that are scored between two looks at the display."""
 
 
-class Answers:
+class ScoredAnswers:
     """Takes trajectories from engines, has them scored while others are sampled, and puts the samples into a store.
 
     decode: token ids to text without special tokens. finished: is given the samples that were added.
@@ -100,13 +100,13 @@ def answer(
         engines.wait_ready()
         display.stage("evaluation")
         scheduler = Scheduler.of(engines)
-        play(config.eval, lacking, store, scheduler, Answers(pool, store, _decoder(tokenizer), finished))
+        play(config.eval, lacking, store, scheduler, ScoredAnswers(pool, store, _decoder(tokenizer), finished))
         for prompt in scheduler.quarantined:
             display.note(f"[evaluation] prompt {prompt.prompt_id} was discarded: {prompt.cause}")
 
 
 def play(
-    settings: EvalConfig, prompts: Sequence[Prompt], store: SampleStore, generator: Generator, answers: Answers
+    settings: EvalConfig, prompts: Sequence[Prompt], store: SampleStore, generator: Generator, answers: ScoredAnswers
 ) -> None:
     """Sample with engines that are up, as section `eval` specifies, and score and keep what they answer."""
     sampling = Sampling(settings.temperature, settings.top_p, 0)

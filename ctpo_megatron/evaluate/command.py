@@ -12,7 +12,7 @@ from ctpo_megatron.config import Config, Extension
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.answering import answer, reference_scores
 from ctpo_megatron.evaluate.page import write_evaluation_page
-from ctpo_megatron.evaluate.results import REFERENCE_SCORER, Scorer, results, write_results
+from ctpo_megatron.evaluate.results import REFERENCE_SCORER, ScoreColumn, results, write_results
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.evaluate.target import settings_of
 from ctpo_megatron.tracking import Display
@@ -53,9 +53,9 @@ def evaluate(
     left_out = [prompt_id for prompt_id, problem in problems.items() if not problem]
     if not samples:
         raise RuntimeError(f"no prompt has all of its {config.eval.samples} samples; see {output / 'logs'}")
-    scorers = [Scorer(_first_scorer(config), {(s.prompt_id, s.index): s.score for s in samples})]
+    scorers = [ScoreColumn(_first_scorer(config), {(s.prompt_id, s.index): s.score for s in samples})]
     if reference:
-        scorers.append(Scorer(REFERENCE_SCORER, reference_scores(config, prompts, samples, display)))
+        scorers.append(ScoreColumn(REFERENCE_SCORER, reference_scores(config, prompts, samples, display)))
     found = _facts(config, scorers, left_out) | results(samples, scorers, config.run.seed)
     write_results(output, found)
     return Outcome(found, left_out, write_evaluation_page(output, found, prompts, problems, scorers[0]))
@@ -67,7 +67,7 @@ def _first_scorer(config: Config) -> str:
     return "strict" if reward.function == STRICT and not reward.by_source else "reward"
 
 
-def _facts(config: Config, scorers: Sequence[Scorer], left_out: list[str]) -> dict[str, Any]:
+def _facts(config: Config, scorers: Sequence[ScoreColumn], left_out: list[str]) -> dict[str, Any]:
     evaluation, rollout = config.eval, config.rollout
     return {
         "model": config.model.path,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.evaluate.results import Scorer, said
+from ctpo_megatron.evaluate.results import ScoreColumn, said
 from ctpo_megatron.rollouts import Sample
 from ctpo_megatron.tracking import LIGHT, drawn, write_page
 
@@ -52,7 +52,7 @@ def write_evaluation_page(
     found: Mapping[str, Any],
     prompts: Sequence[Prompt],
     problems: Mapping[str, list[Sample]],
-    by: Scorer,
+    by: ScoreColumn,
 ) -> Path:
     """Write `report.html`. found: content of results.json. problems: samples by prompt id. by: orders the problems."""
     k, overall, groups = found["samples_per_prompt"], found["overall"], _groups(found)
@@ -145,7 +145,7 @@ def _draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylabel("share right")
 
 
-def _row(prompt: Prompt, samples: Sequence[Sample], scorer: Scorer) -> Row:
+def _row(prompt: Prompt, samples: Sequence[Sample], scorer: ScoreColumn) -> Row:
     scores = [scorer.scores[sample.prompt_id, sample.index] for sample in samples]
     shown = [said(sample, scorer.name) for sample in samples]
     answers = Counter("(no answer)" if text is None else text[:200] for text in shown)

@@ -19,7 +19,7 @@ _RIGHT = "\0right"
 
 
 @dataclass(frozen=True)
-class Scorer:
+class ScoreColumn:
     """A column of the results. scores: of every sample, by prompt id and index."""
 
     name: str
@@ -51,7 +51,7 @@ def said(sample: Sample, scorer: str) -> str | None:
     return box if box is not None or scorer == "strict" else sample.final_text.strip() or None
 
 
-def results(samples: Sequence[Sample], scorers: Sequence[Scorer], seed: int) -> dict[str, Any]:
+def results(samples: Sequence[Sample], scorers: Sequence[ScoreColumn], seed: int) -> dict[str, Any]:
     """`overall` and `sources`, each {problems, samples, conduct..., <scorer>: {<figure>: {value, low, high}}}."""
     sources = {source: _figures(of_source, scorers, seed) for source, of_source in by_source(samples).items()}
     return {
@@ -61,7 +61,7 @@ def results(samples: Sequence[Sample], scorers: Sequence[Scorer], seed: int) -> 
     }
 
 
-def _figures(samples: Sequence[Sample], scorers: Sequence[Scorer], seed: int) -> dict[str, Any]:
+def _figures(samples: Sequence[Sample], scorers: Sequence[ScoreColumn], seed: int) -> dict[str, Any]:
     problems = by_problem(samples)
     columns = {by.name: _with_intervals([by.problem(problem) for problem in problems], seed) for by in scorers}
     return {"problems": len(problems), "samples": len(samples), **conduct(samples), **columns}

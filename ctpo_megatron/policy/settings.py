@@ -17,7 +17,7 @@ from ctpo_megatron.policy.losses import configured_loss
 from ctpo_megatron.policy.reports import Diagnostics
 
 
-class Phases(Protocol):
+class PhaseTiming(Protocol):
     """Times the phases of a step, under the names of `time/*` metrics."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -69,7 +69,7 @@ class TrainSettings:
 class Reinforcement:
     """The RL phase of a trainer: its settings, and what follows from them for every batch."""
 
-    def __init__(self, settings: TrainSettings, phases: Phases) -> None:
+    def __init__(self, settings: TrainSettings, phases: PhaseTiming) -> None:
         self.settings = settings
         self.phases = phases
         self.advantage = advantage_from_config(settings.objective)

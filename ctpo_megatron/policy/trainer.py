@@ -28,7 +28,7 @@ from ctpo_megatron.policy.optimizer_steps import BadSteps, OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.passes import Passes
 from ctpo_megatron.policy.reports import Diagnostics, Update, gather_diagnostics, summarize_updates
-from ctpo_megatron.policy.settings import Phases, Reinforcement, TrainResult, TrainSettings
+from ctpo_megatron.policy.settings import PhaseTiming, Reinforcement, TrainResult, TrainSettings
 
 
 class Trainer:
@@ -65,7 +65,7 @@ class Trainer:
         self._optimizer_steps: OptimizerSteps | None = None
         self._rl: Reinforcement | None = None
 
-    def prepare_rl(self, settings: TrainSettings, phases: Phases) -> None:
+    def prepare_rl(self, settings: TrainSettings, phases: PhaseTiming) -> None:
         """Start the RL phase, for `train`: a fresh optimizer with a schedule over all batches.
 
         Raises ExtensionError for a user's objective that cannot be found or called.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.rollouts.request import Job
+from ctpo_megatron.rollouts.request import GroupJob
 
 
 class GroupOrder:
@@ -24,7 +24,7 @@ class GroupOrder:
             self._sum += mean - self._last.get(prompt.id, 0.0)
             self._last[prompt.id] = mean
 
-    def sorted(self, jobs: Iterable[Job]) -> list[Job]:
+    def sorted(self, jobs: Iterable[GroupJob]) -> list[GroupJob]:
         """The jobs in the order in which to begin them; equal ones stay in their order."""
         longest = sorted(jobs, key=lambda job: self.expected(job.prompt), reverse=True)
         return sorted(longest, key=lambda job: job.request.step)

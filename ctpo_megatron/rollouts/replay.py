@@ -12,7 +12,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import pool_stats
 from ctpo_megatron.rollouts.quarantine import Quarantined, Replacements
-from ctpo_megatron.rollouts.request import Answers, Job, Request
+from ctpo_megatron.rollouts.request import Answers, GroupJob, Request
 
 
 class ReplayError(Exception):
@@ -32,7 +32,7 @@ class Replay:
     ) -> None:
         self._recorded, self._max_quarantined, self._refills = recorded, max_quarantined, refills
         self._step, self._rest = -1, list[Trajectory]()  # of the step, what no round has asked for yet
-        self._queue: list[Job] = []
+        self._queue: list[GroupJob] = []
         self._counts: Counter[str] = Counter()
         self.quarantined: list[Quarantined] = []
         self.lock, self.on_hold = threading.RLock(), False
@@ -52,7 +52,7 @@ class Replay:
 
     def add(self, slot: Hashable, prompt: Prompt, request: Request) -> None:
         """See `Generator`."""
-        self._queue.append(Job(slot, prompt, request))
+        self._queue.append(GroupJob(slot, prompt, request))
 
     def submit(self) -> None:
         """See `Generator`; `collect` answers everything."""

@@ -42,7 +42,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Job:
+class GroupJob:
     """A group to sample: its slot in the answer, how often it failed, and when it may be tried again (monotonic)."""
 
     slot: Hashable

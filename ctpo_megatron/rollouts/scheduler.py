@@ -18,7 +18,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EngineHandle, EnginePool, FleetError, GroupOutcome, GroupTask, engine_died
 from ctpo_megatron.rollouts.order import GroupOrder
 from ctpo_megatron.rollouts.quarantine import Quarantine, Quarantined
-from ctpo_megatron.rollouts.request import TICK_S, Answers, Job, Request
+from ctpo_megatron.rollouts.request import TICK_S, Answers, GroupJob, Request
 
 FETCH_TIMEOUT_S = 60.0  # for a complete group to arrive from its engine's node
 
@@ -27,7 +27,7 @@ FETCH_TIMEOUT_S = 60.0  # for a complete group to arrive from its engine's node
 class _InFlight:
     """A submitted job. launch: number of the engine's process; deadline: monotonic."""
 
-    job: Job
+    job: GroupJob
     engine: EngineHandle
     launch: int
     deadline: float
@@ -54,7 +54,7 @@ class Scheduler:
         self._pool, self._order, self._retries, self._quarantine = pool, order, retry, quarantine
         self._background = background
         self.lock, self.on_hold = pool.lock, False
-        self._waiting: list[Job] = []
+        self._waiting: list[GroupJob] = []
         self._in_flight: dict[Any, _InFlight] = {}
         self._reported: dict[str, set[int]] = {}
         self._ready: Sequence[Any] = ()
@@ -102,7 +102,7 @@ class Scheduler:
                 return
             prompt = self._quarantine.draw(request.replacements)
         self._pool.check_prompt(prompt)
-        self._waiting.append(Job(slot, prompt, request))
+        self._waiting.append(GroupJob(slot, prompt, request))
 
     def submit(self) -> None:
         """See `Generator`. The least busy engine comes first, and takes as many groups as fill its batches."""
@@ -123,7 +123,7 @@ class Scheduler:
                 taken[engine.index] += 1
             self._submit_to(engine, job, now + self._pool.settings.group_timeout_s)
 
-    def _submit_to(self, engine: EngineHandle, job: Job, deadline: float) -> None:
+    def _submit_to(self, engine: EngineHandle, job: GroupJob, deadline: float) -> None:
         request = job.request
         done = {*request.done.get(job.prompt.id, ()), *self._reported.get(job.prompt.id, ())}
         samples = tuple(index for index in range(request.samples) if index not in done)
@@ -244,7 +244,7 @@ class Scheduler:
         if new:
             answers.samples.append((prompt, new))
 
-    def _retry(self, job: Job, cause: str, *, pause: bool = False) -> None:
+    def _retry(self, job: GroupJob, cause: str, *, pause: bool = False) -> None:
         """Queue the whole group again with the same seeds, or quarantine its prompt and queue its replacement."""
         job.failures += 1
         if job.failures > self._retries.retries:
@@ -255,7 +255,7 @@ class Scheduler:
             job.not_before = time.monotonic() + self._retries.delay_s(job.failures)
         self._waiting.append(job)
 
-    def _quarantine_prompt(self, job: Job, cause: str) -> None:
+    def _quarantine_prompt(self, job: GroupJob, cause: str) -> None:
         if job.prompt.id not in self._quarantine:  # small data may hold a prompt twice in a batch
             self._pool.counts["quarantined"] += 1
             self._quarantine.add(Quarantined(job.prompt.id, job.request.step, cause))

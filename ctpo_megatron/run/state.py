@@ -60,16 +60,6 @@ class RunState:
         return self.version
 
     @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of one RL step."""
-        return self.config.rollout.prompts_per_step // self.config.policy.mini_batch_prompts
-
-    @property
-    def update_size(self) -> int:
-        """Trajectories of one optimizer step, over all ranks."""
-        return self.config.policy.mini_batch_prompts * self.config.rollout.samples_per_prompt
-
-    @property
     def evaluates(self) -> bool:
         """Whether an evaluation is due after the steps done: by `eval.before_training`, `eval.every`, or the last."""
         every = self.config.eval.every

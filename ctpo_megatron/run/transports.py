@@ -46,6 +46,8 @@ def make_transport(layout: Layout, services: Services | None, config: Config) ->
 
 
 class _Receiver:
+    """Gives tensors to the pool. A replay has none: the tensors are consumed, so that all ranks gather them."""
+
     def __init__(self, pool: EnginePool | None) -> None:
         self._pool = pool
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.batch import Group
 
 
-class ScoreReport(Protocol):
+class ReportedScores(Protocol):
     """What scoring reports besides the rewards: trajectories without one, and the reward functions' own metrics."""
 
     @property
@@ -23,7 +23,7 @@ class ScoreReport(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
 
-def reward_metrics(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
+def reward_metrics(groups: Sequence[Group], report: ReportedScores) -> dict[str, float]:
     """`reward/*`: mean and standard deviation over trajectories, share of groups that carry a signal, counts, and what
     the reward functions add."""
     rewards = [reward for group in groups for reward in group.rewards]

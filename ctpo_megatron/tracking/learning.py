@@ -18,7 +18,7 @@ _FAILURES = {
 
 
 @dataclass(frozen=True)
-class Check:
+class Indicator:
     """One line of the health section; `good` None means there is nothing to judge by."""
 
     label: str
@@ -88,7 +88,7 @@ def _trajectories(metrics: Mapping[str, float]) -> float:
     return round(metrics["tokens/model"] / each) if each else 0.0
 
 
-def learning_checks(run: RunData) -> Iterator[Check]:
+def learning_checks(run: RunData) -> Iterator[Indicator]:
     """Rows of the report; nothing for a quantity that the run does not have."""
     if mixed := run.series("reward/groups_mixed"):
         note = "no group had both outcomes: compare `final_text` and `answer` in trajectories/"
@@ -105,20 +105,20 @@ def learning_checks(run: RunData) -> Iterator[Check]:
     if repeated := run.series("rollout/prompts_repeated"):
         most = max(repeated.values)
         note = "groups of a prompt that the batch already had, in the worst step; data.train may be too small"
-        yield Check("Repeated prompts", f"{most:,.0f}", most == 0, note)
+        yield Indicator("Repeated prompts", f"{most:,.0f}", most == 0, note)
 
 
-def _steps(label: str, series: Series, note: str) -> Check:
+def _steps(label: str, series: Series, note: str) -> Indicator:
     """How many steps have a zero; one in ten is no reason to worry."""
     zero = series.values.count(0.0)
-    return Check(label, f"{zero} of {len(series.values)}", zero <= len(series.values) / 10, note)
+    return Indicator(label, f"{zero} of {len(series.values)}", zero <= len(series.values) / 10, note)
 
 
-def _share(label: str, series: Series, note: str) -> Check:
+def _share(label: str, series: Series, note: str) -> Indicator:
     mean = sum(series.values) / len(series.values)
     last = series.values[-1]
     shown = f"mean of all steps, {last:.0%} in the last; {note}"
-    return Check(label, f"{mean:.0%}", mean < MANY and last < MANY, shown)
+    return Indicator(label, f"{mean:.0%}", mean < MANY and last < MANY, shown)
 
 
 def _no_box(run: RunData) -> Series | None:

@@ -13,7 +13,7 @@ import yaml
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.tracking.display_view import duration
 from ctpo_megatron.tracking.figures import write_figures
-from ctpo_megatron.tracking.learning import Check, learning_checks
+from ctpo_megatron.tracking.learning import Indicator, learning_checks
 from ctpo_megatron.tracking.page import write_page
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
 from ctpo_megatron.tracking.run_data import RunData, Series
@@ -113,7 +113,7 @@ def left_out(run: RunData, shown: list[Panel], figures: dict[str, Any]) -> Itera
             yield f"{panel.title} (in part)", absent
 
 
-def checks(run: RunData) -> Iterator[Check]:
+def checks(run: RunData) -> Iterator[Indicator]:
     """Whether the run could learn, and numbers that should be zero or small in a healthy run."""
     yield from learning_checks(run)
     limit = run.setting("rollout.mismatch_limit")
@@ -132,13 +132,15 @@ def checks(run: RunData) -> Iterator[Check]:
     ):
         series = run.series(metric)
         if series:
-            yield Check(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
+            yield Indicator(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
     if failures := run.series("tracking/failures"):
-        yield Check("Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run went on")
+        yield Indicator(
+            "Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run went on"
+        )
     yield from _packing(run)
     nonfinite = run.series("tracking/nonfinite")
     count = sum(nonfinite.values) if nonfinite else 0.0
-    yield Check("Non-finite metrics", f"{count:,.0f}", count == 0, "values that were NaN or infinite")
+    yield Indicator("Non-finite metrics", f"{count:,.0f}", count == 0, "values that were NaN or infinite")
 
 
 def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
@@ -151,30 +153,30 @@ def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
     return [(f"ranks {row[0]}–{row[-1]}", [f"{last[rank]:,.0f}" for rank in row]) for row in rows]
 
 
-def _noise(run: RunData) -> Iterator[Check]:
+def _noise(run: RunData) -> Iterator[Indicator]:
     longest = run.setting("rollout.max_response_tokens")
     if (crossing := run.series("mismatch/t_star")) and longest:
         note = f"where sampler–trainer noise alone leaves the clip window; a response has up to {longest:,}"
-        yield Check("Noise position", f"token {min(crossing.values):,.3g}", min(crossing.values) >= longest, note)
+        yield Indicator("Noise position", f"token {min(crossing.values):,.3g}", min(crossing.values) >= longest, note)
 
 
-def _packing(run: RunData) -> Iterator[Check]:
+def _packing(run: RunData) -> Iterator[Indicator]:
     if useful := run.series("packing/useful_token_fraction"):
         lowest = min(useful.values)
-        yield Check("Useful tokens", f"{lowest:.1%}", lowest >= 0.95, "of the rows computed, in the worst step")
+        yield Indicator("Useful tokens", f"{lowest:.1%}", lowest >= 0.95, "of the rows computed, in the worst step")
     if overhead := run.series("time/update_overhead_fraction"):
         note = "of the update outside of passes and optimizer, median"
-        yield Check("Update overhead", f"{_median(overhead):.1%}", _median(overhead) < 0.1, note)
+        yield Indicator("Update overhead", f"{_median(overhead):.1%}", _median(overhead) < 0.1, note)
     if imbalance := run.series("packing/imbalance"):
         note = "largest over mean model FLOPs of the data-parallel ranks, median"
-        yield Check("Rank imbalance", f"{_median(imbalance):.3f}", _median(imbalance) < 1.1, note)
+        yield Indicator("Rank imbalance", f"{_median(imbalance):.3f}", _median(imbalance) < 1.1, note)
 
 
-def _largest(run: RunData, metric: str, label: str, limit: float | None, note: str) -> Iterator[Check]:
+def _largest(run: RunData, metric: str, label: str, limit: float | None, note: str) -> Iterator[Indicator]:
     series = run.series(metric)
     if series:
         largest = max(series.values)
-        yield Check(label, f"{largest:.2g}", None if limit is None else largest <= limit, note)
+        yield Indicator(label, f"{largest:.2g}", None if limit is None else largest <= limit, note)
 
 
 def facts(run: RunData) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,6 @@ full gradient by Hugging Face name. Layouts run as real jobs of their own, group
 
 from ctpo_megatron.verify.exported import Finding, check_exported
 from ctpo_megatron.verify.layouts import LAYOUTS
-from ctpo_megatron.verify.run import Check, unsupported_layouts, verify
+from ctpo_megatron.verify.run import LayoutResult, unsupported_layouts, verify
 
-__all__ = ["LAYOUTS", "Check", "Finding", "check_exported", "unsupported_layouts", "verify"]
+__all__ = ["LAYOUTS", "Finding", "LayoutResult", "check_exported", "unsupported_layouts", "verify"]

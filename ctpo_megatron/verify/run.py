@@ -32,7 +32,7 @@ _LOG_CHARACTERS = 3000
 
 
 @dataclass(frozen=True)
-class Check:
+class LayoutResult:
     """One layout under one objective, against the oracle; `problem` says why there are no figures.
 
     loss: relative. log_probs: largest absolute difference, nats. gradient: |difference| / |gradient| over all tensors
@@ -84,7 +84,7 @@ def _reason_against(layout: LayoutCase, spec: ModelSpec) -> str:
 
 def verify(
     model: Path | None, layouts: Sequence[str], objectives: Sequence[str], family: ModelFamily | None = None
-) -> Iterator[Check]:
+) -> Iterator[LayoutResult]:
     """Check layouts (names of `LAYOUTS` that fit) and objectives (preset names), one after another.
 
     model: a Hugging Face directory small enough for float64; None makes a tiny dense one and a tiny mixture of experts.
@@ -106,7 +106,7 @@ def verify(
 
 def _verify_model(
     folder: Path, model: Path, layouts: Sequence[str], objectives: Sequence[str], family: ModelFamily | None
-) -> Iterator[Check]:
+) -> Iterator[LayoutResult]:
     oracle = _prepare(folder, model, objectives, family)
     groups: dict[int, list[str]] = defaultdict(list)
     for layout in layouts:
@@ -180,23 +180,23 @@ def _reason(log: str) -> str:
     return text[-_LOG_CHARACTERS:].partition("\n")[2]
 
 
-def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle, problem: str) -> Check:
+def _check(folder: Path, layout: str, objective: str, ranks: int, oracle: Oracle, problem: str) -> LayoutResult:
     if problem:
-        return Check(layout, objective, ranks, problem=problem)
+        return LayoutResult(layout, objective, ranks, problem=problem)
     found = torch.load(folder / f"{layout}.pt", weights_only=False)
     if found["log_probs"].keys() != oracle.log_probs.keys():
-        return Check(layout, objective, ranks, problem="the job did not evaluate every sequence")
+        return LayoutResult(layout, objective, ranks, problem="the job did not evaluate every sequence")
     expected = oracle.gradient[objective]
     gradient = found["gradient"][objective]
     if gradient.keys() != expected.keys():
         apart = sorted(gradient.keys() ^ expected.keys())
-        return Check(layout, objective, ranks, problem=f"gradients of other tensors: {', '.join(apart)[:500]}")
+        return LayoutResult(layout, objective, ranks, problem=f"gradients of other tensors: {', '.join(apart)[:500]}")
     errors = {name: _norm(gradient[name].double() - tensor) for name, tensor in expected.items()}
     sizes = {name: _norm(tensor) for name, tensor in expected.items()}
     ratios = {name: errors[name] / sizes[name] if sizes[name] else errors[name] for name in expected}
     worst = max(ratios, key=lambda name: ratios[name])
     loss = oracle.loss[objective]
-    return Check(
+    return LayoutResult(
         layout,
         objective,
         ranks,

@@ -13,8 +13,8 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.environments.episode import (
     Episode,
     EpisodeFailed,
+    EpisodeLimits,
     EpisodeOver,
-    Limits,
     ModelTurn,
     PromptTooLong,
 )
@@ -92,7 +92,7 @@ def play(
         engine=engine,
         codec=codec or Codec(),
         tools=toolbox,
-        limits=Limits(**(settings | limits)),
+        limits=EpisodeLimits(**(settings | limits)),
     )
     return asyncio.run(play_episode(environment or ToolEnvironment(), episode))
 

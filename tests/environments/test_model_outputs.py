@@ -12,7 +12,7 @@ import yaml
 
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
-from ctpo_megatron.environments.episode import Episode, Limits, ModelTurn, play
+from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
@@ -90,7 +90,7 @@ def played(parser: ToolParser, *turns: str, prompt: str = "?", **limits: Any) ->
         engine=engine,
         codec=Codec(),
         tools=toolbox,
-        limits=Limits(**(settings | limits)),
+        limits=EpisodeLimits(**(settings | limits)),
     )
     return asyncio.run(play(TurnByTurn(), episode)), engine
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from ctpo_megatron.config import RewardConfig
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.evaluate.answering import Answers
+from ctpo_megatron.evaluate.answering import ScoredAnswers
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.rewards import RewardPool
 from ctpo_megatron.rollouts.samples import Sample
@@ -34,7 +34,7 @@ def test_answers_between_two_looks_are_awaited_together(tmp_path: Path) -> None:
     kept: list[Sample] = []
     with RewardPool(config, [str(tmp_path)]) as pool:
         store = SampleStore(tmp_path / "samples", {})
-        answers = Answers(pool, store, lambda ids: " ".join(map(str, ids)), kept.extend)
+        answers = ScoredAnswers(pool, store, lambda ids: " ".join(map(str, ids)), kept.extend)
         for index in range(3):
             trajectory = Trajectory("p", index, seed=index)
             trajectory.append_context([1, 2], turn=0)

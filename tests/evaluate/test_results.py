@@ -12,7 +12,7 @@ import pytest
 
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.page import write_evaluation_page
-from ctpo_megatron.evaluate.results import Scorer, results, said, write_results
+from ctpo_megatron.evaluate.results import ScoreColumn, results, said, write_results
 from ctpo_megatron.rollouts.samples import Sample, by_problem
 
 
@@ -31,8 +31,8 @@ SAMPLES = [
 ]
 
 
-def scorer(name: str, score: float | None = None) -> Scorer:
-    return Scorer(name, {(s.prompt_id, s.index): s.score if score is None else score for s in SAMPLES})
+def scorer(name: str, score: float | None = None) -> ScoreColumn:
+    return ScoreColumn(name, {(s.prompt_id, s.index): s.score if score is None else score for s in SAMPLES})
 
 
 def values(figures: dict[str, Any]) -> dict[str, float]:
@@ -61,7 +61,7 @@ def test_the_reference_votes_with_what_it_reads() -> None:
     assert found["overall"]["reference"]["maj@4"]["value"] == found["overall"]["reference"]["worst@4"]["value"] == 1
 
 
-def written(directory: Path, scorers: list[Scorer]) -> dict[str, Any]:
+def written(directory: Path, scorers: list[ScoreColumn]) -> dict[str, Any]:
     facts = {"model": "runs/x/model", "samples_per_prompt": 4, "temperature": 0.7, "left_out": ["z/9"]}
     found = facts | {"scorers": [each.name for each in scorers]} | results(SAMPLES, scorers, seed=0)
     prompts = [Prompt(id, "a", ({"role": "user", "content": f"What <b>is</b> {id}?"},), "7", ()) for id in BOXES]

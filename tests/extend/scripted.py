@@ -13,7 +13,7 @@ from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.environments.episode import Episode, Limits, ModelTurn, play
+from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.protocol import Message
 
@@ -73,7 +73,7 @@ def played(config: Config, *turns: str, answer: str = "") -> tuple[str, Trajecto
             engine=generate,
             codec=codec,
             tools=make_toolbox(config, "http://127.0.0.1:9"),
-            limits=Limits(config.rollout.max_turns, None, 4000, 4096),
+            limits=EpisodeLimits(config.rollout.max_turns, None, 4000, 4096),
         )
         return await play(make_environment(config.rollout), episode)
 

@@ -13,7 +13,7 @@ import torch
 
 from ctpo_megatron import cli
 from ctpo_megatron.objective import PRESETS, PolicyObjective
-from ctpo_megatron.verify import LAYOUTS, Check, batch, job, run, unsupported_layouts
+from ctpo_megatron.verify import LAYOUTS, LayoutResult, batch, job, run, unsupported_layouts
 from tests.support import children
 from tests.support import ranks as pool
 
@@ -143,7 +143,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory):
     return folder, oracle
 
 
-def check_after(truth, change) -> Check:
+def check_after(truth, change) -> LayoutResult:
     """The check of what the job wrote, once `change` was made to it."""
     folder, oracle = truth
     found = torch.load(folder / "one.pt", weights_only=False)

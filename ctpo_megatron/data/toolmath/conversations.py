@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from ctpo_megatron.config import CorruptionConfig
-from ctpo_megatron.data.toolmath.families import Problem, Program, run
+from ctpo_megatron.data.toolmath.families import Program, Question, run
 
 Message = dict[str, str]
 
@@ -31,7 +31,7 @@ PROTOCOLS: dict[str, Callable[[str, str], list[Message]]] = {"hermes": hermes, "
 
 
 def conversation(
-    problem: Problem, corruption: CorruptionConfig, rng: Random, tool_parser: str = "hermes"
+    problem: Question, corruption: CorruptionConfig, rng: Random, tool_parser: str = "hermes"
 ) -> list[Message]:
     """One conversation about `problem`, each kind of spoiling drawn independently with its own probability.
 
@@ -51,7 +51,7 @@ def conversation(
     return [*messages, {"role": "assistant", "content": final}]
 
 
-def _choose_program(problem: Problem, corruption: CorruptionConfig, rng: Random) -> Program:
+def _choose_program(problem: Question, corruption: CorruptionConfig, rng: Random) -> Program:
     common, rare = problem.family.wrong
     draw = rng.random()
     if draw < corruption.wrong_common:

@@ -38,7 +38,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Question:
     """One question with its exact answer."""
 
     family: Family
@@ -56,7 +56,7 @@ def run(program: Program, numbers: Mapping[str, int]) -> list[int]:
     return results
 
 
-def draw_problem(family: Family, rng: Random) -> Problem:
+def draw_problem(family: Family, rng: Random) -> Question:
     """Draw numbers until no wrong program gives the right answer by accident and no digit occurs twice.
 
     Digits are single tokens. With all of them different, "what followed this digit" has one answer, and a two-layer
@@ -69,7 +69,7 @@ def draw_problem(family: Family, rng: Random) -> Problem:
             continue
         answer = run(family.right, numbers)[-1]
         if answer not in (run(program, numbers)[-1] for program in family.wrong):
-            return Problem(family, numbers, family.question.format(**numbers), answer)
+            return Question(family, numbers, family.question.format(**numbers), answer)
 
 
 _SUM = Expression("{a}+{b}", lambda a, b, **_: a + b)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from ctpo_megatron.config import PrepareConfig
 from ctpo_megatron.data.problems import DataError
 from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, Message, conversation
-from ctpo_megatron.data.toolmath.families import FAMILIES, Problem, draw_problem
+from ctpo_megatron.data.toolmath.families import FAMILIES, Question, draw_problem
 from ctpo_megatron.data.toolmath.model import build_model, write_model
 from ctpo_megatron.data.toolmath.tokenizer import train_tokenizer
 
@@ -67,9 +67,9 @@ def _record(config: PrepareConfig, tool_parser: str) -> dict[str, Any]:
     return {"format": FORMAT, "tool_parser": tool_parser, **config.model_dump(mode="json", exclude={"directory"})}
 
 
-def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = True) -> list[Problem]:
+def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = True) -> list[Question]:
     """`count` problems, the families in turn, none of whose questions is in `seen` (which grows if `distinct`)."""
-    problems: list[Problem] = []
+    problems: list[Question] = []
     while len(problems) < count:
         problem = draw_problem(FAMILIES[len(problems) % len(FAMILIES)], rng)
         if problem.question not in seen:
@@ -105,7 +105,7 @@ def _write(config: PrepareConfig, tool_parser: str, directory: Path) -> None:
     write_model(build_model(config.model, tokenizer, config.seed), tokenizer, directory / "model")
 
 
-def _prompt_row(problem: Problem, index: int, split: str) -> dict[str, Any]:
+def _prompt_row(problem: Question, index: int, split: str) -> dict[str, Any]:
     return {
         "id": f"toolmath/{split}/{index}",
         "data_source": "toolmath",

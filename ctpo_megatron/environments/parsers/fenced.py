@@ -31,7 +31,7 @@ _FENCE = re.compile("`{3,}")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FencedBlock:
     """A fenced block. language: first word behind the opening fence, in lower case. closed: whether it has an end."""
 
     language: str
@@ -39,7 +39,7 @@ class Block:
     closed: bool
 
 
-def fenced_blocks(text: str) -> Iterator[Block]:
+def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     """The blocks of a text, in order.
 
     A block opens where a line ends in three or more backticks and at most a word, and closes with a line of at least as
@@ -51,12 +51,12 @@ def fenced_blocks(text: str) -> Iterator[Block]:
             fence, language = _opened(line)
             content = []
         elif len(line.strip()) >= len(fence) and not line.strip().strip("`"):
-            yield Block(language, "\n".join(content), True)
+            yield FencedBlock(language, "\n".join(content), True)
             fence = ""
         else:
             content.append(line)
     if fence:
-        yield Block(language, "\n".join(content), False)
+        yield FencedBlock(language, "\n".join(content), False)
 
 
 def _opened(line: str) -> tuple[str, str]:
@@ -105,7 +105,7 @@ class FencedParser:
         return [Message("user", _shown(call)) for call in calls]
 
 
-def _program(text: str) -> Block | None:
+def _program(text: str) -> FencedBlock | None:
     return next((block for block in fenced_blocks(without_thinking(text)) if block.language in LANGUAGES), None)
 
 
