@@ -1,8 +1,7 @@
-"""The supervised stage: learning from conversations, through the same policy step as RL."""
+"""The supervised stage: learning from conversations, through the same trainer step as RL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -10,50 +9,48 @@ from ctpo_megatron.config import SftConfig
 from ctpo_megatron.data import batch_order, batches, load_conversations
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.tokenizer import training_tokenizer
-from ctpo_megatron.policy import Trainer, summarize_updates, supervised
-from ctpo_megatron.run import Persistence, Reporter, RunState
+from ctpo_megatron.run import Controller, Persistence, Reporter, Run, TrainerGroup
 
 _CHECKED_EVERY = 10
 
 
 def fine_tune(
     sft: SftConfig,
-    policy: Trainer,
-    run: RunState,
+    run: Run,
+    trainer: TrainerGroup,
+    controller: Controller,
     persistence: Persistence,
     report: Reporter,
     checkpoint: Path | None,
-    check: Callable[[], None],
 ) -> None:
-    """Train `policy` on the assistant's tokens of conversations, from `checkpoint` of this stage or the beginning.
+    """Train on the assistant's tokens of conversations, from `checkpoint` of this stage or the beginning.
 
-    check: raises what would end the run afterwards; called every few steps.
-    A run that is asked to end is checkpointed and left after the step at hand, with `run.preempted` set. Collective;
-    every rank reads the conversations. Raises DataError for bad files, ValueError when there are fewer conversations
+    Every few steps it is checked whether the engines start, which load meanwhile. A run that is to stop is saved after
+    the current step, and `run.stopped`. Raises DataError for bad files, ValueError when there are fewer conversations
     than one step takes.
     """
-    model, every = run.config.model, run.config.checkpoint.sft_every
+    config, every = run.config, run.config.checkpoint.sft_every
     conversations = load_conversations(
         sft.data,
-        training_tokenizer(run.config),
-        tool_schemas=offered_schemas(run.config),
-        chat_template_kwargs=model.chat_template_kwargs,
-        system_prompt=system_prompt(run.config),
+        training_tokenizer(config),
+        tool_schemas=offered_schemas(config),
+        chat_template_kwargs=config.model.chat_template_kwargs,
+        system_prompt=system_prompt(config),
     )
-    policy.use_optimizer(sft.optimizer, sft.steps)
-    with run.preemption.deferred():
-        order = batch_order(conversations, sft.conversations_per_step, run.config.run.seed)
-        done = persistence.restore_sft(policy, sft.steps, checkpoint, order)
-        stream = islice(batches(conversations, sft.conversations_per_step, run.config.run.seed), done, sft.steps)
+    trainer.use_optimizer(sft.optimizer, sft.steps)
+    with trainer.stop_deferred():
+        order = batch_order(conversations, sft.conversations_per_step, config.run.seed)
+        done = persistence.restore_sft(sft.steps, checkpoint, order)
+        stream = islice(batches(conversations, sft.conversations_per_step, config.run.seed), done, sft.steps)
         for step, batch in enumerate(stream, start=done + 1):
             if step % _CHECKED_EVERY == 0:
-                check()
+                controller.check_start()
             with report.phase("sft"):
-                (mini_batch,) = policy.distribute(batch, None, sft.conversations_per_step)
-                metrics = summarize_updates([policy.update(mini_batch, supervised(), temperature=1.0)])
+                metrics = trainer.fine_tune(batch, sft.conversations_per_step)
             report.log_sft(step, sft.steps, metrics)
-            if run.notice() or (every and step % every == 0):
-                persistence.save_sft(policy, step, order)
-            policy.finish_save(wait=run.preempted or step == sft.steps)
-            if run.preempted:
-                return
+            stopping = trainer.stop_agreed()
+            if stopping or (every and step % every == 0):
+                persistence.save_sft(step, order)
+            trainer.finish_save(wait=stopping or step == sft.steps)
+            if stopping:
+                break

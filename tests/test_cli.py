@@ -307,7 +307,7 @@ def test_user_errors_of_other_packages_are_messages(
 
 @pytest.mark.usefixtures("second_rank")
 @pytest.mark.parametrize(
-    ("package", "name"), [("policy", "RankZeroError"), ("policy", "RankLost"), ("engines", "FleetError")]
+    ("package", "name"), [("policy", "RankZeroError"), ("policy", "RankLost"), ("engines", "EngineError")]
 )
 def test_what_failed_in_another_process_is_said_in_one_line(
     driver: types.ModuleType,

@@ -10,8 +10,9 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, PromptRules, load_prompts, prepare
 from ctpo_megatron.engines import EnginePool, Sampling
+from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
 from ctpo_megatron.rollouts import Request, Scheduler, ticks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,16 +47,17 @@ def measure(config: Config) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
     prompts = load_prompts(config.data.train, tokenizer, PromptRules(config.data.max_prompt_tokens))[:PROMPTS]
     figures: dict[str, float] = {}
-    fleet = EnginePool(config, str(config.model.path), config.run.seed, "unused")  # one turn: no tool is called
+    fleet = EnginePool(config, "unused")  # one turn: no tool is called
     clock = time.perf_counter()
     fleet.start()
     try:
-        fleet.wait_ready()
+        facts = fleet.wait_ready()
         figures["start_s"] = time.perf_counter() - clock
         for version in (0, 1):
             if version:
                 clock = time.perf_counter()
-                fleet.sync(_moved(model), version)
+                fleet.send(_Sender(model, facts, config), version)
+                fleet.finish_update()
                 figures["sync_s"] = time.perf_counter() - clock
             clock = time.perf_counter()
             answered = ticks(Scheduler.of(fleet), prompts, Request(version, SAMPLES, Sampling()), threading.Event())
@@ -67,6 +70,39 @@ def measure(config: Config) -> dict[str, float]:
     finally:
         fleet.close()
     return figures
+
+
+class _Sender:
+    """A trainer of one rank with a changed model, which goes by the transport of these engines."""
+
+    rank, is_rank_zero = 0, True
+
+    def __init__(self, model: Any, facts: EngineFacts, config: Config) -> None:
+        self._tensors = dict(_moved(model))
+        self._transport = open_transport(self, facts, TransportSettings.of(config.rollout.weights))
+
+    def on_rank_zero(self, action: Callable[[], Any]) -> Any:
+        return action()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+    own_weights = weights
+
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()]
+
+    own_weight_shapes = weight_shapes
+
+    def offer(self, version: int) -> WeightOffer:
+        self._offer = self._transport.offer(self, version)
+        return self._offer
+
+    def transfer(self) -> None:
+        self._offer.transfer()
 
 
 def _config(folder: Path, device: str, runner: str) -> Config:

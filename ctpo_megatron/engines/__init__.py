@@ -9,35 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.engines.stats import pool_stats
-from ctpo_megatron.engines.tasks import Cancelled, FleetError, GroupOutcome, GroupTask, Sampling, WeightSyncError
+from ctpo_megatron.engines.tasks import EngineError, GroupOutcome, GroupTask, Sampling, WeightSyncError
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines.cpu.priority import give_way_to_engines
     from ctpo_megatron.engines.handle import EngineHandle, engine_died
     from ctpo_megatron.engines.open import check_tokenizer, cluster_of, open_engines
     from ctpo_megatron.engines.pool import EnginePool
-    from ctpo_megatron.engines.weight_client import WeightClient
 
 _NEED_RAY = {
     "EngineHandle": "handle",
     "engine_died": "handle",
     "give_way_to_engines": "cpu.priority",
     "EnginePool": "pool",
-    "WeightClient": "weight_client",
     "check_tokenizer": "open",
     "cluster_of": "open",
     "open_engines": "open",
 }
 
 __all__ = [
-    "Cancelled",
+    "EngineError",
     "EngineHandle",
     "EnginePool",
-    "FleetError",
     "GroupOutcome",
     "GroupTask",
     "Sampling",
-    "WeightClient",
     "WeightSyncError",
     "check_tokenizer",
     "cluster_of",

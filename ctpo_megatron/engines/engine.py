@@ -102,7 +102,9 @@ class RolloutEngine:
         )
         gc.collect()
         gc.freeze()  # the imported world is large and stays: full collections would cost more than the episodes
-        return os.getpid(), EngineFacts(self._llm.model_config.dtype, _node_address())
+        return os.getpid(), EngineFacts(
+            self._llm.model_config.dtype, _node_address(), self._spec.transport, engine.tensor_parallel_size
+        )
 
     async def ping(self) -> str:
         """The current weight version, as the engine core itself answers."""
@@ -116,7 +118,7 @@ class RolloutEngine:
         async with self._updated:
             await self._updated.wait_for(lambda: self._version >= task.version)
         trajectories = [
-            Trajectory(task.prompt.id, i, trajectory_seed(self._spec.run_seed, task.step, task.prompt.id, i))
+            Trajectory(task.prompt.id, i, trajectory_seed(self._config.run.seed, task.step, task.prompt.id, i))
             for i in task.samples
         ]
         finished: list[Trajectory] = []

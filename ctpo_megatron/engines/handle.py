@@ -17,14 +17,14 @@ from ctpo_megatron.engines.group import EngineGroup
 from ctpo_megatron.engines.logs import LogCopy, seat_of
 from ctpo_megatron.engines.tasks import (
     INITIAL_VERSION,
+    EngineError,
     EngineLate,
     EngineSpec,
-    FleetError,
     GroupTask,
     UpdateReport,
     WeightSyncError,
 )
-from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
+from ctpo_megatron.engines.weights import EngineFacts
 from ctpo_megatron.engines.weights.checksums import Part, Sums, differences
 
 _PING_TIMEOUT_S = 20.0
@@ -108,37 +108,38 @@ class EngineHandle:
             self._log = LogCopy(self.name, self.log_path, self._actor, self._seat_ref)
             self._group.logs.follow(self._log)
 
-    def register(self, weights: EngineWeights | None, *, park: bool = False) -> None:
-        """Collect the finished start, push the current weights if there are any, and go live. Raises FleetError.
+    def take_start(self) -> bool:
+        """Collect the finished start: whether the process is up. Raises EngineError when it did not start.
 
-        park: stay up without serving, until `admit`. An engine whose process or node died meanwhile is begun again,
-        with the deadline that it had.
+        An engine whose process or node died meanwhile is begun again, with the deadline that it had.
         """
         try:
             _, self.facts = ray.get(self.ready_ref, timeout=0)
         except Exception as error:  # whatever the engine's constructor raised, Ray passes on as its own type
             if self._begun_again(error):
-                return
-            raise FleetError(f"{self.name} did not start: {_reason(error)}; log: {self.log_path}") from error
-        if weights is not None:
-            try:
-                with weights.offered() as offer:
-                    self.check_update(*self.begin_update(offer, weights), weights)
-            except RayError as error:
-                if self._begun_again(error):
-                    return
-                raise FleetError(f"{self.name} did not take its weights: {error}; log: {self.log_path}") from error
-        self.live, self.parked = not park, park
+                return False
+            raise EngineError(f"{self.name} did not start: {_reason(error)}; log: {self.log_path}") from error
+        return True
+
+    def retry_start(self, error: BaseException | str) -> None:
+        """Begin again a process that has started, but died of its weights. Raises EngineError for another `error`."""
+        cause = error if isinstance(error, BaseException) else None
+        if cause is None or not self._begun_again(cause):
+            raise EngineError(f"{self.name} did not take its weights: {error}; log: {self.log_path}") from cause
+
+    def park(self) -> None:
+        """Stay up without serving, until `admit`."""
+        self.live, self.parked = False, True
 
     def admit(self) -> None:
-        """Go live with the weights that came by another way than `register`."""
+        """Serve from now on."""
         self.live, self.parked = True, False
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The reference of what a method of `RolloutEngine` returns."""
         return getattr(self._actor, method).remote(*arguments)
 
-    def _begun_again(self, error: Exception) -> bool:
+    def _begun_again(self, error: BaseException) -> bool:
         """Launch it once more if its process died, or its node: Ray notices that late, and begins engines there."""
         if not engine_died(error) or (not self._lost_node(error) and self._begun == _STARTS):
             return False
@@ -147,7 +148,7 @@ class EngineHandle:
         self._launch()
         return True
 
-    def _lost_node(self, error: Exception) -> bool:
+    def _lost_node(self, error: BaseException) -> bool:
         if self._group is None:
             return False
         deadline = time.monotonic() + (_VERDICT_TIMEOUT_S if isinstance(error, ActorUnavailableError) else 0.0)
@@ -186,29 +187,28 @@ class EngineHandle:
         """Begin to wake; see `RolloutEngine.wake_up`."""
         return self._actor.wake_up.remote(tags)
 
-    def begin_update(self, offer: dict[str, Any], weights: EngineWeights) -> tuple[Any, float]:
-        """Begin a weight update; returns the reference for `check_update`, and until when it has to be done."""
-        reference = self._actor.update_weights.remote(offer, weights.version)
-        self.version = weights.version
+    def begin_update(self, message: dict[str, Any], version: int) -> tuple[Any, float]:
+        """Begin to take weights; returns the reference for `update_report`, and until when it has to be done."""
+        reference = self._actor.update_weights.remote(message, version)
+        self.version = version
         return reference, time.monotonic() + self._update_timeout_s
 
-    def check_update(self, reference: Any, deadline: float, weights: EngineWeights) -> tuple[list[str], float]:
-        """Wait for an update and compare what the engine has with `weights`.
-
-        Returns tensors that cannot be read back from it, and the seconds that it took. Raises EngineLate, and
-        WeightSyncError when the engine has another version or other weights.
-        """
+    def update_report(self, reference: Any, version: int) -> UpdateReport:
+        """What the engine reports of an update that has ended, or is late. Raises EngineLate, and what it raised."""
         try:
-            report: UpdateReport = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+            report: UpdateReport = ray.get(reference, timeout=0)
         except GetTimeoutError as error:
             limit = f"{self._update_timeout_s:g} s (rollout.weights.timeout_s)"
             raise EngineLate(
-                f"{self.name} has not loaded weights {weights.version} in {limit}; log: {self.log_path}"
+                f"{self.name} has not loaded weights {version} in {limit}; log: {self.log_path}"
             ) from error
-        return self.check_report(report, weights.version, weights.sums), report.seconds
+        return report
 
     def check_report(self, report: UpdateReport, version: int, sums: Sums) -> list[str]:
-        """Tensors that cannot be read back; raises WeightSyncError as `check_update`."""
+        """Compare what an engine reports with the weights that it was offered; tensors that cannot be read back.
+
+        Raises WeightSyncError when the engine has another version or other weights.
+        """
         if report.version != str(version):
             raise WeightSyncError(f"{self.name} reports weights {report.version!r} after being sent {version}")
         wrong, unchecked = differences((Part(*part) for part in report.parts), sums)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ctpo_megatron.base.ray_environment import ADDRESS
+from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, spec_for
 from ctpo_megatron.engines.pool import EnginePool
 from ctpo_megatron.environments import node_sandbox
@@ -27,27 +28,22 @@ def check_tokenizer(config: Config, tokens: int) -> None:
 
 
 @contextmanager
-def open_engines(config: Config, logs: Path, *, placement: Placement | None) -> Iterator[EnginePool]:
+def open_engines(
+    config: Config, logs: Path, *, placement: Placement | None, stop: Stop | None = None
+) -> Iterator[EnginePool]:
     """Engines with the weights of `model.path`, which load in the background, and the sandbox that they need.
 
-    logs: folder for the output of both. placement: the engines' GPUs; None: Ray may have all. Raises ConfigError,
-    SandboxStartError.
+    logs: folder for the output of both. placement: the engines' GPUs; None: Ray may have all. stop: ends waits.
+    Raises ConfigError, SandboxStartError.
     """
     with ExitStack() as stack:
         url = stack.enter_context(_sandbox(config, logs)) if needs_sandbox(config.rollout) else ""
         log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
-        path, seed, cluster = config.model.path, config.run.seed, cluster_of(config)
-        fleet = EnginePool(
-            config,
-            path,
-            seed,
-            url,
-            log_dir=logs,
-            placement=None if cluster else placement,
-            cluster=cluster,
-        )
-        stack.enter_context(fleet).start()
-        yield fleet
+        cluster = cluster_of(config)
+        local = None if cluster else placement
+        pool = EnginePool(config, url, log_dir=logs, placement=local, cluster=cluster, stop=stop)
+        stack.enter_context(pool).start()
+        yield pool
 
 
 def cluster_of(config: Config) -> ClusterConfig | None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ray
 
+from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines.group import EngineGroup
@@ -24,19 +25,17 @@ from ctpo_megatron.engines.sleep import CACHE, WEIGHTS, SleepState
 from ctpo_megatron.engines.stats import UPDATES_BY, pool_stats
 from ctpo_megatron.engines.tasks import (
     Device,
+    EngineError,
     EngineSpec,
-    FleetError,
-    Transport,
-    WeightSyncError,
     choose_transport,
 )
-from ctpo_megatron.engines.updates import PendingUpdate, ReadBack, check_complete
-from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
-from ctpo_megatron.engines.weights.file import FileWeights
+from ctpo_megatron.engines.updates import PendingUpdate, ReadBack, UpdateResult, check_complete
+from ctpo_megatron.engines.weights import EngineFacts, OffersWeights, WeightOffer
 
-if TYPE_CHECKING:
-    import torch
+log = logging.getLogger(__name__)
 
+_SLEEP_AT_STOP_S = 10.0  # for engines to free their GPUs when the run is to stop
+_ATTEMPTS = 2  # to send an offer of which nothing is kept
 _CLOSE_TIMEOUT_S = 20.0
 _MARGIN_S = 5.0  # the runtime has the same deadline, and knows better what it waits for
 
@@ -48,40 +47,41 @@ class EnginePool:
     settings: section `rollout`. load: groups in flight by engine, of all schedulers. counts: of what `stats` reports.
     occupancy: trajectories in flight over time. The four are used under the lock.
 
-    config: the whole run configuration (rollout, sandbox, model and run sections are used).
-    model_path: Hugging Face directory the engines start from; its weights carry version 0.
-    run_seed: part of every sampling seed.
+    config: the whole run configuration. The engines start from `model.path`, whose weights are version 0; `run.seed` is
+    part of every sampling seed.
     sandbox_url: base URL of the code execution service; None: every node has its own.
+    log_dir: None: `logs` in the run directory.
     placement: whose the GPUs of this node are; None without any, or where Ray may have all.
     cluster: of RAY_ADDRESS, where the engines run; None: they run on this node.
+    stop: ends every wait of the pool, with Cancelled.
     """
 
     def __init__(
         self,
         config: Config,
-        model_path: str,
-        run_seed: int,
         sandbox_url: str | None,
         *,
         log_dir: Path | None = None,
         placement: Placement | None = None,
         cluster: ClusterConfig | None = None,
+        stop: Stop | None = None,
     ) -> None:
         log_dir = (log_dir or config.run.directory / "logs").resolve()
-        self._spec = EngineSpec(config, str(Path(model_path).absolute()), run_seed, sandbox_url, log_dir)
+        # Absolute, as engines may run in other folders.
+        model = config.model.model_copy(update={"path": str(Path(config.model.path).absolute())})
+        self._spec = EngineSpec(config.model_copy(update={"model": model}), sandbox_url, log_dir)
         self.settings, self._count = config.rollout, engine_count(config)
         self._placement = placement
         self._cluster = cluster
+        self._stop = stop or NeverStop()
         self._group: EngineGroup | None = None
         self._runtime: RayRuntime | None = None
         self._started_at = 0.0
         self._engines: list[EngineHandle] = []
         self._memory = SleepState(config.rollout.start_timeout_s)
-        self._weights: EngineWeights | None = None
+        self._offer: WeightOffer | None = None
         self._update: PendingUpdate | None = None
-        self._facts: EngineFacts | None = None
         self._read_back = ReadBack()
-        self._parks = False
         self.counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self.load: Counter[int] = Counter()
@@ -112,30 +112,39 @@ class EnginePool:
             self._spec = self._group.spec
         self._engines = [EngineHandle(index, self._spec, self._group) for index in range(self._count)]
 
-    def wait_ready(self) -> None:
-        """Block until every engine serves. Raises FleetError naming what is late or failed, and where its log is."""
+    def wait_ready(self) -> EngineFacts:
+        """Block until every engine is up; what a weight transport has to know of them.
+
+        Raises EngineError naming what is late or failed, and where its log is; Cancelled.
+        """
         self._await_runtime()
         with self.lock:
             for engine in self._engines:
                 self._await_start(engine)
+            return self._engines[0].facts
 
     def _await_runtime(self) -> None:
         if self._runtime is None:
-            raise FleetError("the fleet was not started")
-        limit = self.settings.start_timeout_s
+            raise EngineError("the engine pool was not started")
+        limit = self._started_at + self.settings.start_timeout_s + _MARGIN_S
         try:
-            self._runtime.wait(max(0.0, self._started_at + limit + _MARGIN_S - time.monotonic()))
+            self._runtime.wait(max(0.0, limit - time.monotonic()), self._stop)
+        except Cancelled:
+            raise
         except Exception as error:
-            raise FleetError(f"the rollout side did not start: {error}") from error
+            raise EngineError(f"the rollout side did not start: {error}") from error
 
     def _await_one(self) -> None:
-        """Block until an engine serves; those that still start get the current weights when they are up."""
+        """Block until an engine is up, which then has no weights but those of its model directory."""
         self._await_runtime()
         with self.lock:
             while not any(engine.live for engine in self._engines):
-                late = min(engine.deadline for engine in self._engines) - time.monotonic()
-                ray.wait([engine.ready_ref for engine in self._engines], timeout=max(0.0, late))
-                self.register_started()
+                first = min(engine.deadline for engine in self._engines)
+                pause_s = stop_poll(first, self._stop, "an engine to start")
+                ray.wait([engine.ready_ref for engine in self._engines], timeout=pause_s)
+                for engine in self._engines:
+                    if self._is_started(engine) and engine.take_start():
+                        engine.admit()
 
     def check_start(self) -> None:
         """Raise at once what `wait_ready` is going to raise; returns while there is hope. Needs `start`."""
@@ -153,108 +162,123 @@ class EnginePool:
             )
 
     @property
-    def transport(self) -> Transport:
-        """What carries weights to these engines; waits until they are up."""
-        self.wait_ready()
-        return self._spec.transport
-
-    def engine_facts(self) -> EngineFacts:
-        """What a weight transport has to know of the engines; the first call waits until they are up."""
-        if self._facts is None:
-            self.wait_ready()
-            self._facts = self._engines[0].facts
-        return self._facts
-
-    def sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Give all engines these weights: `begin_sync`, then `finish_update`."""
-        self.begin_sync(named_tensors, version)
-        self.finish_update()
-
-    def begin_sync(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Begin to give all engines these weights (Hugging Face names, full shapes) by a file; see `begin_update`."""
-        dtype, began = self.engine_facts().dtype, time.monotonic()
-        self.begin_update(FileWeights(named_tensors, version, dtype), began)
-
-    def begin_update(self, weights: EngineWeights, began: float) -> None:
-        """All engines that serve begin to take these weights, of a version >= 0, which are closed with the next ones.
-
-        What is submitted from now on is played with them. Waits until one serves, and for an update before this one.
-        Engines that sleep wake for their weights; their caches sleep on. began: when the weights began to be made, on
-        the monotonic clock. Raises WeightSyncError when a tensor of the model is missing: engines would silently keep
-        the old one.
-        """
-        self.finish_update()
-        self._await_one()
-        try:
-            check_complete(weights, self._spec.model_path)
-        except WeightSyncError:
-            weights.close()
-            raise
-        if self._weights is not None:
-            self._weights.close()
-        self._weights = weights
-        self._memory.wake(self._engines, WEIGHTS)
-        serving = [engine for engine in self._memory.living(self._engines) if engine.live]
-        self._update = PendingUpdate(weights, serving, began)
-
-    def finish_update(self) -> None:
-        """Return when all engines have the weights of the last `begin_update`. One that died or is late is replaced;
-        the new one gets them when it is up, which nobody waits for here.
-
-        Whoever plays groups in turns does it as soon as there is nothing to wait for. Raises WeightSyncError when an
-        engine answers with another version or keeps other values.
-        """
-        with self.lock:
-            update, self._update = self._update, None
-            if update is None:
-                return
-            failed, unchecked, seconds = update.finish()
-            self._memory.dead += failed
-            if not self._memory.asleep:
-                self._replace_dead()
-            self._count_update(unchecked, seconds, update.weights.size)
-
-    def _count_update(self, unchecked: list[str], seconds: float, size: int) -> None:
-        self._read_back.note(unchecked)
-        self._seconds["sync_s"] = self._seconds.get("sync_s", 0.0) + seconds
-        self.counts.update({"sync_bytes": size, f"{UPDATES_BY}{self._spec.transport}": 1})
-
-    @property
     def engines(self) -> Sequence[EngineHandle]:
-        """All of them, for a transport that leads their update itself."""
+        """All of them."""
         return self._engines
 
-    def begin_transfer(self) -> None:
-        """A transport that keeps no copy of the weights gives them to the engines: replaced ones wait for the next."""
-        self.wait_ready()
-        self._parks = True
-        self._memory.wake(self._engines, WEIGHTS)
+    def send(self, trainer: OffersWeights, version: int) -> None:
+        """Give all engines the trainer's current weights as `version`: an offer, its `update`, its transfer.
 
-    def end_transfer(self, failed: Sequence[EngineHandle], unchecked: list[str], began: float, size: int) -> None:
-        """The others serve with the new weights, those that failed are replaced. Raises FleetError if they cannot."""
-        if failed and self._memory.asleep:
-            names = ", ".join(engine.name for engine in failed)
-            raise FleetError(f"{names} failed in an update, and cannot be replaced while the trainer has the GPUs")
-        self._memory.dead += failed
+        Returns when the trainer may change them; engines that take a copy may still be at it. An offer of which nothing
+        is kept is sent once more to engines that were replaced. Raises as `update`, and TimeoutError when these fail
+        again.
+        """
+        self.finish_update()  # engines may still fetch the former weights, of which the next offer leaves nothing
+        offer = trainer.offer(version)
+        for _ in range(_ATTEMPTS):
+            self.update(offer)
+            trainer.transfer()
+            if offer.kept or self.finish_update():
+                return
+        raise TimeoutError(f"weights {version} reached not all engines in {_ATTEMPTS} attempts; see their logs")
+
+    def update(self, offer: WeightOffer) -> PendingUpdate:
+        """Begin to give all engines the weights of an offer, of a version >= 0, which is closed with the next one.
+
+        What is submitted from now on is sampled with them. Waits for an update before this one, and until an engine
+        serves, or all of them for an offer that is not kept. Engines that sleep wake for their weights; their caches
+        sleep on. Raises WeightSyncError when a tensor of the model is missing: engines would silently keep the old one.
+        """
+        with self.lock:
+            try:
+                self.finish_update()
+                check_complete(offer, self._spec.model_path)
+                if offer.kept:
+                    self._await_one()
+                else:
+                    self.wait_ready()
+            except BaseException:
+                offer.close()
+                raise
+            if self._offer is not None and self._offer is not offer:
+                self._offer.close()
+            self._offer = offer
+            self._memory.wake(self._engines, self._stop, WEIGHTS)
+            living = self._memory.living(self._engines)
+            taking = [engine for engine in living if engine.live or not offer.kept]
+            self._update = PendingUpdate(offer, taking, self._stop)
+            return self._update
+
+    def finish_update(self) -> bool:
+        """Return when all engines have the weights of the last `update`: whether none had to be replaced.
+
+        A new engine is given a kept offer when it is up, which is not waited for here; it waits for the next offer
+        where nothing is kept. Schedulers call this as soon as there is nothing to wait for. Raises WeightSyncError when
+        an engine reports another version or other values, EngineError when one cannot be replaced, Cancelled.
+        """
+        with self.lock:
+            if self._update is None:
+                return True
+            self._update.wait()
+            update, self._update = self._update, None
+            result = update.finish()
+            self._count_update(update.offer, result)
+            if result.failed and self._stop.is_set():
+                raise Cancelled(f"stop requested while weights {update.offer.version} were sent")
+            self._memory.dead += result.failed
+            if update.offer.kept:
+                if not self._memory.asleep:
+                    self._replace_dead()
+            else:
+                self._settle_transfer(update)
+            return not result.failed
+
+    def _settle_transfer(self, update: PendingUpdate) -> None:
+        """Replaced engines are up again, and the others serve."""
+        if update.failed and self._memory.asleep:
+            names = ", ".join(engine.name for engine in update.failed)
+            raise EngineError(f"{names} failed in an update, and cannot be replaced while the trainer has the GPUs")
         self._revive()
-        for engine in self._engines:
-            if engine not in failed:
+        for engine in update.engines:
+            if engine not in update.failed:
                 engine.admit()
-        self._count_update(unchecked, time.monotonic() - began, size)
+
+    def _count_update(self, offer: WeightOffer, result: UpdateResult) -> None:
+        self._read_back.note(result.unchecked)
+        self._seconds["sync_s"] = self._seconds.get("sync_s", 0.0) + result.seconds
+        self.counts.update({"sync_bytes": offer.size, f"{UPDATES_BY}{self._spec.transport}": 1})
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engines, or a part of their memory, sleep."""
+        return bool(self._memory.asleep)
 
     def sleep(self, level: int) -> None:
         """All engines give their GPU memory back: 1 keeps the weights in host memory, 2 keeps nothing. Idempotent.
 
-        Raises FleetError when an engine refuses. A dead one is restarted at `wake`, when there is memory for it.
+        Raises EngineError when an engine refuses. A dead one is restarted at `wake`, when there is memory for it. When
+        the stop signal is set, engines are not needed any more: those that do not sleep soon are killed.
         """
-        self.wait_ready()
-        self.finish_update()
-        self._memory.sleep(self._engines, level)
+        try:
+            self.wait_ready()
+            self.finish_update()
+            self._memory.sleep(self._engines, level, self._stop)
+        except Cancelled:
+            self._sleep_or_end(level)
+
+    def _sleep_or_end(self, level: int) -> None:
+        """Have the GPU memory back whatever the engines do."""
+        try:
+            self._memory.sleep(self._engines, level, NeverStop(), _SLEEP_AT_STOP_S)
+        except EngineError as error:
+            log.warning("the engines are killed, as the trainer needs their GPUs to save: %s", error)
+            for engine in self._engines:
+                engine.kill()
 
     def wake(self) -> None:
-        """All engines take their memory again and can sample. Raises FleetError when one cannot."""
+        """All engines take their memory again and can sample. Raises EngineError when one cannot."""
         self.finish_update()
-        self._memory.wake(self._engines, WEIGHTS, CACHE)
+        self._memory.wake(self._engines, self._stop, WEIGHTS, CACHE)
         self._revive()
 
     def _revive(self) -> None:
@@ -296,9 +320,9 @@ class EnginePool:
         if self._group is not None:
             self._group.close()
             self._group = None
-        if self._weights is not None:
-            self._weights.close()
-            self._weights = None
+        if self._offer is not None:
+            self._offer.close()
+            self._offer = None
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
@@ -312,22 +336,45 @@ class EnginePool:
     def register_started(self) -> None:
         """Finish an update that is over, and register restarted engines that are up.
 
-        Raises FleetError when one failed or is late, and as `finish_update`.
+        Raises EngineError when one failed or is late, and as `finish_update`.
         """
         if self._update is not None and self._update.is_over:
             self.finish_update()
         for engine in self._engines:
-            if engine.starting and (ray.wait([engine.ready_ref], timeout=0)[0] or engine.deadline <= time.monotonic()):
-                self._register(engine, 0.0)
+            if engine.starting and self._is_started(engine):
+                self._register(engine)
 
     def _await_start(self, engine: EngineHandle) -> None:
         while engine.starting:
-            self._register(engine, max(0.0, engine.deadline - time.monotonic()))
+            if self._is_started(engine):
+                self._register(engine)
+            else:
+                ray.wait([engine.ready_ref], timeout=stop_poll(engine.deadline, self._stop, f"{engine.name} to start"))
 
-    def _register(self, engine: EngineHandle, timeout_s: float) -> None:
-        ready, _ = ray.wait([engine.ready_ref], timeout=timeout_s)
-        if not ready:
-            limit = self.settings.start_timeout_s
-            late = f"{engine.name} is not up after {limit:g} s (rollout.start_timeout_s)"
-            raise FleetError(f"{late}; {engine.waits_for()}")
-        engine.register(self._weights, park=self._parks)
+    def _is_started(self, engine: EngineHandle) -> bool:
+        """Whether its process has started, or failed. Raises EngineError when it is late."""
+        if not engine.starting:
+            return False
+        if ray.wait([engine.ready_ref], timeout=0)[0]:
+            return True
+        if engine.deadline <= time.monotonic():
+            limit = f"{self.settings.start_timeout_s:g} s (rollout.start_timeout_s)"
+            raise EngineError(f"{engine.name} is not up after {limit}; {engine.waits_for()}")
+        return False
+
+    def _register(self, engine: EngineHandle) -> None:
+        """Let an engine whose process has started serve, with the weights of the offer that is kept."""
+        offer = self._offer
+        if not engine.take_start():
+            return
+        if offer is None:
+            engine.admit()
+        elif not offer.kept:
+            engine.park()
+        else:
+            update = PendingUpdate(offer, [engine], self._stop)
+            update.wait()
+            if failed := update.finish().failed:
+                engine.retry_start(failed[engine])
+            else:
+                engine.admit()

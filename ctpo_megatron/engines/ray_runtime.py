@@ -18,6 +18,7 @@ import psutil
 
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN_FILE
 from ctpo_megatron.base.signals import children_spared
+from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.engines.cluster import join
 
@@ -119,9 +120,15 @@ class RayRuntime:
             raise self._error
         return self._up.is_set()
 
-    def wait(self, timeout_s: float) -> None:
-        """Return once `then` has run; raises what Ray or `then` raised, TimeoutError when it takes longer."""
-        if not self._up.wait(timeout_s):
+    def wait(self, timeout_s: float, stop: Stop | None = None) -> None:
+        """Return once `then` has run.
+
+        Raises what Ray or `then` raised, TimeoutError when it takes longer, Cancelled when `stop` is set meanwhile.
+        """
+        deadline, stop = time.monotonic() + timeout_s, stop or NeverStop()
+        while not self._up.wait(stop_poll(deadline, stop, "Ray to start")):
+            if time.monotonic() < deadline:
+                continue
             where = f"its logs: {self._temp}"
             if self._cluster is not None:
                 where = f"is there a Ray node of RAY_ADDRESS={os.environ.get(ADDRESS)} on this machine?"

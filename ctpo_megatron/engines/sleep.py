@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from ctpo_megatron.base.stop import Stop, stop_poll
 from ctpo_megatron.engines.handle import EngineHandle, engine_died
-from ctpo_megatron.engines.tasks import FleetError
+from ctpo_megatron.engines.tasks import EngineError
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 """vLLM's names of what an engine has on its GPU."""
@@ -26,29 +28,37 @@ class SleepState:
         self.asleep: tuple[str, ...] = ()
         self.dead: list[EngineHandle] = []
 
-    def sleep(self, engines: Sequence[EngineHandle], level: int) -> None:
-        """Level 1 keeps the weights in host memory, 2 keeps nothing. Idempotent; raises FleetError."""
+    def sleep(self, engines: Sequence[EngineHandle], level: int, stop: Stop, timeout_s: float | None = None) -> None:
+        """Level 1 keeps the weights in host memory, 2 keeps nothing. Idempotent; raises EngineError, Cancelled."""
         if not self.asleep:
-            self._wait_for([(engine, engine.begin_sleep(level)) for engine in engines], "fall asleep")
+            references = [(engine, engine.begin_sleep(level)) for engine in engines]
+            self._wait_for(references, "fall asleep", stop, self._timeout_s if timeout_s is None else timeout_s)
             self.asleep = (WEIGHTS, CACHE)
 
-    def wake(self, engines: Sequence[EngineHandle], *what: str) -> None:
-        """Wake what sleeps of `what`, weights first. Raises FleetError."""
+    def wake(self, engines: Sequence[EngineHandle], stop: Stop, *what: str) -> None:
+        """Wake what sleeps of `what`, weights first. Raises EngineError, Cancelled."""
         tags = [tag for tag in self.asleep if tag in what]
         if tags:
             references = [(engine, engine.begin_wake(tags)) for engine in self.living(engines)]
-            self._wait_for(references, f"wake its {' and '.join(tags)}")
+            self._wait_for(references, f"wake its {' and '.join(tags)}", stop, self._timeout_s)
             self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
 
     def living(self, engines: Sequence[EngineHandle]) -> list[EngineHandle]:
         """Those that are not in `dead`."""
         return [engine for engine in engines if engine not in self.dead]
 
-    def _wait_for(self, references: Sequence[tuple[EngineHandle, Any]], what: str) -> None:
+    def _wait_for(
+        self, references: Sequence[tuple[EngineHandle, Any]], what: str, stop: Stop, timeout_s: float
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
         for engine, reference in references:
+            while not ray.wait([reference], timeout=0)[0]:
+                if not (pause_s := stop_poll(deadline, stop, f"{engine.name} to {what}")):
+                    raise EngineError(f"{engine.name} did not {what} within {timeout_s:g} s; log: {engine.log_path}")
+                ray.wait([reference], timeout=pause_s)
             try:
-                ray.get(reference, timeout=self._timeout_s)
+                ray.get(reference)
             except RayError as error:
                 if not engine_died(error):
-                    raise FleetError(f"{engine.name} did not {what}: {error}; log: {engine.log_path}") from error
+                    raise EngineError(f"{engine.name} did not {what}: {error}; log: {engine.log_path}") from error
                 self.dead.append(engine)

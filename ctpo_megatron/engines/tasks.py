@@ -11,9 +11,9 @@ from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 from ctpo_megatron.engines.expected import LOGGING_CONFIG
+from ctpo_megatron.engines.weights import Transport
 
 Device = Literal["cpu", "cuda"]
-Transport = Literal["file", "tcp", "nccl", "nccl_m2n", "ipc"]
 
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""
@@ -21,20 +21,23 @@ INITIAL_VERSION = 0
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What every engine of a fleet is made from.
+    """What every engine of a pool is made from.
 
-    model_path: Hugging Face directory, absolute. run_seed: part of every sampling seed. sandbox_url: None: that of the
-    engine's own node. log_mark: tells an engine on a cluster whether its node sees `log_dir` (`rollout.logs`).
+    sandbox_url: None: that of the engine's own node. log_mark: tells an engine on a cluster whether its node sees
+    `log_dir` (`rollout.logs`).
     """
 
     config: Config
-    model_path: str
-    run_seed: int
     sandbox_url: str | None
     log_dir: Path
     device: Device = "cpu"
     transport: Transport = "file"
     log_mark: str = ""
+
+    @property
+    def model_path(self) -> str:
+        """Hugging Face directory, absolute."""
+        return str(Path(self.config.model.path).absolute())
 
     @property
     def resources(self) -> dict[str, int]:
@@ -92,20 +95,16 @@ class GroupOutcome:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
-class FleetError(RuntimeError):
-    """The fleet cannot go on; the message names the engine, the cause and where to look."""
+class EngineError(RuntimeError):
+    """The engines cannot go on; the message names the engine, the cause and where to look."""
 
 
-class WeightSyncError(FleetError):
+class WeightSyncError(EngineError):
     """An engine does not hold the weights it was sent."""
 
 
-class EngineLate(FleetError):
+class EngineLate(EngineError):
     """An engine did not finish a weight update in time."""
-
-
-class Cancelled(Exception):
-    """Sampling was cancelled."""
 
 
 class EngineDied(RuntimeError):
@@ -124,8 +123,10 @@ class UpdateReport:
 
 def choose_transport(config: Config, device: Device, *, cluster: bool) -> Transport:
     """What carries weights to engines on `device`; cluster: Ray is that of `RAY_ADDRESS`, over nodes."""
-    if config.rollout.weights.transport != "auto":
-        return config.rollout.weights.transport
+    chosen = config.rollout.weights.transport
+    if chosen != "auto":
+        assert chosen != "nccl_m2n"  # refused before a run starts
+        return chosen
     if device == "cuda":
         return "ipc" if config.placement.mode == "colocated" else "nccl"
     return "tcp" if cluster else "file"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,20 +18,17 @@ class DeviceMemory:
 
     Only what the distributed optimizer keeps apart from the parameters can move: master weights and moments of a
     bfloat16 model (megatron-core's `offload_to_cpu`, `offload_grad_buffers`). Methods may be called at any time.
-    acquire_gpu: see `Trainer`.
     """
 
-    def __init__(self, config: PolicyConfig, model: BuiltModel, acquire_gpu: Callable[[], None]) -> None:
+    def __init__(self, config: PolicyConfig, model: BuiltModel) -> None:
         self._what = config.offload
         self._model = model
-        self._acquire_gpu = acquire_gpu
         self._offloaded: MegatronOptimizer | None = None
         self._released = False
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Everything is on the device, and calls into megatron-core are possible. Does not nest."""
-        self._acquire_gpu()
         with device.scope():
             self._reclaim()
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +36,6 @@ class Trainer:
 
     The architecture and the weights come from the Hugging Face directory `model_path`. Log-probs are of
     softmax(logits / temperature), the distribution that rollouts are sampled from. family: the user's, or None.
-    acquire_gpu: called on every rank before the trainer uses the GPU, to make the engines release it.
     version: of the current weights; 1 before the first batch.
     """
 
@@ -48,7 +47,6 @@ class Trainer:
         *,
         temperature: float,
         family: ModelFamily | None = None,
-        acquire_gpu: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -58,7 +56,7 @@ class Trainer:
         with device.scope():
             self._model = build_model(self.spec, config, layout.device)
             hf.load(self._model, model_path, layout)
-        self._memory = DeviceMemory(config, self._model, acquire_gpu)
+        self._memory = DeviceMemory(config, self._model)
         self._passes = Passes(self._model, layout, self._memory, temperature)
         self._bad_steps = BadSteps(config.max_bad_steps)
         self._writer = checkpoint.Writer(layout, config.timeout_minutes * 60)

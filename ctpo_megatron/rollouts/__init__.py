@@ -15,7 +15,7 @@ from ctpo_megatron.rollouts.filters import Filters, filter_problem
 from ctpo_megatron.rollouts.metrics import rollout_metrics
 from ctpo_megatron.rollouts.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
-from ctpo_megatron.rollouts.request import Answers, Generator, Request, Stop, ticks
+from ctpo_megatron.rollouts.request import Answers, Generator, Request, ticks
 from ctpo_megatron.rollouts.rollouts import Rollouts, RolloutSettings
 from ctpo_megatron.rollouts.samples import Sample, accuracies, by_problem, by_source, conduct, validation_metrics
 from ctpo_megatron.rollouts.scoring import Scorer, Scoring
@@ -41,7 +41,6 @@ __all__ = [
     "Scheduler",
     "Scorer",
     "Scoring",
-    "Stop",
     "TooManyQuarantined",
     "accuracies",
     "bootstrap",

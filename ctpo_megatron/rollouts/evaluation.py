@@ -10,11 +10,12 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Self
 
+from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.config.schema import EvalConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.engines import Cancelled, Sampling
-from ctpo_megatron.rollouts.request import Generator, Request, Stop, ticks
+from ctpo_megatron.engines import Sampling
+from ctpo_megatron.rollouts.request import Generator, Request, ticks
 from ctpo_megatron.rollouts.samples import Sample, validation_metrics
 from ctpo_megatron.rollouts.scoring import PendingScoring, Scorer
 from ctpo_megatron.tracking import Phases

@@ -11,6 +11,7 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import pool_stats
+from ctpo_megatron.engines.weights import OffersWeights
 from ctpo_megatron.rollouts.quarantine import Quarantined, Replacements
 from ctpo_megatron.rollouts.request import Answers, GroupJob, Request
 
@@ -39,6 +40,9 @@ class Replay:
 
     def wait_ready(self) -> None:
         """See `Generator`; nothing has to start."""
+
+    def update(self, trainer: OffersWeights, version: int) -> None:
+        """See `Generator`; nothing samples with them."""
 
     @property
     def pending(self) -> Mapping[Any, Prompt]:

@@ -7,20 +7,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ctpo_megatron.base.stop import Cancelled, Stop
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import Cancelled, Sampling
+from ctpo_megatron.engines import Sampling
+from ctpo_megatron.engines.weights import OffersWeights
 from ctpo_megatron.rollouts.quarantine import Quarantined, Replacements
 
 TICK_S = 1.0  # longest wait of a tick, and so how often a waiting thread checks the stop signal
-
-
-class Stop(Protocol):
-    """Whether to stop: `StopSignal`."""
-
-    def is_set(self) -> bool:
-        """Whether this process is to stop. May raise what ends the run, such as a lost rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +77,13 @@ class Generator(Protocol):
         """Groups that are being sampled."""
 
     def wait_ready(self) -> None:
-        """Block until the engines serve. Raises EngineError."""
+        """Block until the engines serve. Raises EngineError, Cancelled."""
+
+    def update(self, trainer: OffersWeights, version: int) -> None:
+        """Sample what is submitted from now on with the trainer's current weights, which are `version`.
+
+        The caller holds the lock where other threads sample. Raises as `EnginePool.send`.
+        """
 
     def add(self, slot: Hashable, prompt: Prompt, request: Request) -> None:
         """Queue a prompt, or its replacement if it is quarantined. Raises TooManyQuarantined, and ValueError for a

@@ -14,17 +14,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from ctpo_megatron.base.stop import STOP_POLL_S, Cancelled, Stop
 from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.engines import FleetError, Sampling
+from ctpo_megatron.engines import EngineError, Sampling
+from ctpo_megatron.engines.weights import OffersWeights
 from ctpo_megatron.rollouts.buffer import OpenBatch, Slot
 from ctpo_megatron.rollouts.filters import Filters
 from ctpo_megatron.rollouts.groups import UniformGroups
 from ctpo_megatron.rollouts.ledger import Ledger, PromptStream
 from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics
 from ctpo_megatron.rollouts.quarantine import Quarantined
-from ctpo_megatron.rollouts.request import TICK_S, Generator, Request, Stop
+from ctpo_megatron.rollouts.request import TICK_S, Generator, Request
 from ctpo_megatron.rollouts.scoring import PendingScoring, Scorer
 from ctpo_megatron.tracking import Phases
 
@@ -32,7 +34,6 @@ log = logging.getLogger(__name__)
 
 AHEAD_TICK_S = 0.1  # longest tick of the thread: what was published meanwhile is submitted after it
 SCORING_TICK_S = 0.02  # the same while groups are scored
-STOP_POLL_S = 0.5  # how often a waiting thread checks the stop signal
 JOIN_S = 30.0  # for the thread to end when the run does
 
 
@@ -120,23 +121,33 @@ class Rollouts:
             batch.sampler = self._prompts.state_dict()
         return batch
 
-    @contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        """Within, the engines are given weights `version`; samples that begin later are of them.
+    def publish(self, trainer: OffersWeights, version: int) -> bool:
+        """Sample with the trainer's current weights, which are `version`, from now on.
 
-        Raises what the thread has raised, and FleetError when it or a group is late.
+        Returns at once when the run is to stop: whether they were published. Raises what the thread has raised,
+        EngineError when it or a group is late, and as `EnginePool.send`.
         """
-        if not self.ahead:
-            yield
-            self._version = version
-            return
+        if self._stop.is_set():
+            return False
+        try:
+            if self.ahead:
+                self._publish_ahead(trainer, version)
+            else:
+                self._generator.update(trainer, version)
+                self._version = version
+        except Cancelled as cancelled:
+            log.info("weights %d were not published: %s", version, cancelled)
+            return False
+        return True
+
+    def _publish_ahead(self, trainer: OffersWeights, version: int) -> None:
         self._generator.wait_ready()
         try:
             if self._config.partial == "finish":
                 self._finish_in_flight()
             with self._held():
                 self._raise_failure()
-                yield
+                self._generator.update(trainer, version)
                 self._version = version
                 self._begin_batches()
                 self._generator.on_hold = False
@@ -166,7 +177,7 @@ class Rollouts:
             return state | {"ahead": {"shape": self._shape, "settled": self._ledger.state_dict(), "batches": batches}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, before the first `updating`; prompts that were in flight are sampled again.
+        """Continue from a `state_dict`, before the first `publish`; prompts that were in flight are sampled again.
 
         Raises ValueError when it is of other prompts, or holds batches that do not fit these settings.
         """
@@ -221,11 +232,13 @@ class Rollouts:
                 with self._phases.phase("rollout"):
                     while self._generator.pending and len(self._scoring) + len(opened.scored) < self._wanted(opened):
                         if self._stop.is_set():
-                            self._withdraw(*before)
-                            return None
+                            raise Cancelled(f"stop requested while {len(self._generator.pending)} groups were sampled")
                         self._tick(TICK_S)
                 with self._phases.phase("reward"):
                     self._complete_scored(opened)
+        except Cancelled:
+            self._withdraw(*before)
+            return None
         finally:
             self._generator.cancel()
             self._scoring.clear()
@@ -254,7 +267,7 @@ class Rollouts:
         """The complete batch of a step; None: the run is to stop.
 
         Every group has its deadline (`rollout.group_timeout_s`) and its number of retries, which bounds the wait while
-        the thread ticks. Raises FleetError when it does not.
+        the thread ticks. Raises EngineError when it does not.
         """
         while not self._stop.is_set():
             with self._held():
@@ -275,18 +288,20 @@ class Rollouts:
         if time.monotonic() > self._ticked_at + self._patience_s:
             pending = f"{len(self._generator.pending)} groups to sample, {len(self._scoring)} to score"
             late = f"has not ended its tick within {self._patience_s:g} s"
-            raise FleetError(f"step {step} waits for the rollout thread, which {late}; it has {pending}")
+            raise EngineError(f"step {step} waits for the rollout thread, which {late}; it has {pending}")
 
     def _finish_in_flight(self) -> None:
-        """Submit nothing more, and return when no group is in flight, or the run is to stop."""
+        """Submit nothing more, and return when no group is in flight. Raises Cancelled."""
         deadline = time.monotonic() + self._config.group_timeout_s + JOIN_S
         with self._held():
             self._generator.on_hold = True
-            while self._generator.in_flight and not self._stop.is_set():
+            while self._generator.in_flight:
                 self._raise_failure()
+                if self._stop.is_set():
+                    raise Cancelled(f"stop requested while {self._generator.in_flight} groups were in flight")
                 if time.monotonic() > deadline:
                     late = f"{self._generator.in_flight} groups neither end nor expire (rollout.group_timeout_s)"
-                    raise FleetError(f"the weights wait for what is in flight (rollout.partial: finish): {late}")
+                    raise EngineError(f"the weights wait for what is in flight (rollout.partial: finish): {late}")
                 self._changed.wait(STOP_POLL_S)
 
     def _work(self) -> None:
@@ -330,7 +345,7 @@ class Rollouts:
     @contextmanager
     def _held(self) -> Iterator[None]:
         if not self._changed.acquire(timeout=self._patience_s):
-            raise FleetError(f"the rollout thread has not released the engines for {self._patience_s:g} s")
+            raise EngineError(f"the rollout thread has not released the engines for {self._patience_s:g} s")
         try:
             yield
         finally:

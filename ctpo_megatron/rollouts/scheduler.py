@@ -15,7 +15,8 @@ from ctpo_megatron.base.retry import RetryPolicy
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import EngineHandle, EnginePool, FleetError, GroupOutcome, GroupTask, engine_died
+from ctpo_megatron.engines import EngineError, EngineHandle, EnginePool, GroupOutcome, GroupTask, engine_died
+from ctpo_megatron.engines.weights import OffersWeights
 from ctpo_megatron.rollouts.order import GroupOrder
 from ctpo_megatron.rollouts.quarantine import Quarantine, Quarantined
 from ctpo_megatron.rollouts.request import TICK_S, Answers, GroupJob, Request
@@ -94,6 +95,10 @@ class Scheduler:
     def wait_ready(self) -> None:
         """See `Generator`."""
         self._pool.wait_ready()
+
+    def update(self, trainer: OffersWeights, version: int) -> None:
+        """See `Generator`."""
+        self._pool.send(trainer, version)
 
     def add(self, slot: Hashable, prompt: Prompt, request: Request) -> None:
         """See `Generator`."""
@@ -176,7 +181,7 @@ class Scheduler:
     def _watched(self) -> list[Any]:
         engines = self._pool.engines
         if all(engine.parked for engine in engines):
-            raise FleetError(
+            raise EngineError(
                 "all engines died and were replaced, and get weights only with the next update "
                 f"(rollout.weights.transport: {self._pool.settings.weights.transport}): restart the run with "
                 "run.resume=auto"

@@ -1,6 +1,7 @@
-"""Run: where a run stands and what it owns: directory, reporter, services of rank zero, checkpoints, preemption.
+"""Run: where a run stands, and what it owns: directory, reporter, checkpoints, the ranks of the trainer.
 
-Each class owns one kind of state and is complete once made. `run.directory` and `run.owner` need no torch.
+`TrainerGroup` is the trainer on all ranks, `Controller` what rank zero owns, `Run` the steps. `run.directory` and
+`run.owner` need no torch.
 """
 
 from __future__ import annotations
@@ -9,48 +10,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctpo_megatron.run.bridge import Bridge
+    from ctpo_megatron.run.controller import Controller, StopOrLostRank
     from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish
     from ctpo_megatron.run.persistence import Persistence
-    from ctpo_megatron.run.preemption import EXIT_STATUS, Preemption
-    from ctpo_megatron.run.reporter import RankZeroReporter, Reporter, open_reporter
+    from ctpo_megatron.run.ranks import TrainerGroup
+    from ctpo_megatron.run.reporter import Reporter
+    from ctpo_megatron.run.run import Run
+    from ctpo_megatron.run.scheduler import stop_signal
     from ctpo_megatron.run.services import Services, start_services
-    from ctpo_megatron.run.state import RunState, StopOrLostRank
 
 _MODULES = {
-    "EXIT_STATUS": "preemption",
-    "Bridge": "bridge",
+    "Controller": "controller",
     "Persistence": "persistence",
-    "Preemption": "preemption",
-    "RankZeroReporter": "reporter",
     "Reporter": "reporter",
+    "Run": "run",
     "RunDirectoryError": "directory",
-    "RunState": "state",
-    "StopOrLostRank": "state",
     "Services": "services",
+    "StopOrLostRank": "controller",
+    "TrainerGroup": "ranks",
     "is_finished": "directory",
-    "open_reporter": "reporter",
     "open_run_directory": "directory",
     "record_finish": "directory",
     "start_services": "services",
+    "stop_signal": "scheduler",
 }
 
 __all__ = [
-    "EXIT_STATUS",
-    "Bridge",
+    "Controller",
     "Persistence",
-    "Preemption",
-    "RankZeroReporter",
     "Reporter",
+    "Run",
     "RunDirectoryError",
-    "RunState",
     "Services",
     "StopOrLostRank",
+    "TrainerGroup",
     "is_finished",
-    "open_reporter",
     "open_run_directory",
     "record_finish",
     "start_services",
+    "stop_signal",
 ]
 
 

@@ -11,18 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.config import Config, SftConfig
-from ctpo_megatron.policy import (
-    CheckpointError,
-    Layout,
-    Trainer,
-    discard_checkpoints,
-    latest_checkpoint,
-    read_checkpoint_marker,
-)
+from ctpo_megatron.policy import CheckpointError, discard_checkpoints, latest_checkpoint, read_checkpoint_marker
+from ctpo_megatron.rollouts import Rollouts
 from ctpo_megatron.run.directory import take_over
+from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
-from ctpo_megatron.run.services import Services
-from ctpo_megatron.run.state import RunState
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +28,12 @@ _SFT_STATE = {"step", "order"}
 
 
 class Persistence:
-    """Saves and restores a run; every method is collective."""
+    """Saves and restores a run. Lives on rank zero, whose state a checkpoint keeps."""
 
     def __init__(
-        self, config: Config, layout: Layout, directory: Path, services: Services | None, report: Reporter
+        self, config: Config, trainer: TrainerGroup, directory: Path, rollouts: Rollouts, report: Reporter
     ) -> None:
-        """services: None on ranks other than zero, whose state a checkpoint does not keep."""
-        self._config, self._layout, self._services, self._report = config, layout, services, report
+        self._config, self._trainer, self._rollouts, self._report = config, trainer, rollouts, report
         self._directory = directory / "checkpoints"
         self._saved: int | None = None
 
@@ -55,13 +47,13 @@ class Persistence:
         elsewhere = load is not None and not load.resolve().is_relative_to(self._directory.resolve())
         if not resume or (load is not None and not (resume == "auto" and elsewhere)):
             return load
-        return self._layout.on_rank_zero(self._newest) or load
+        return self._newest() or load
 
     def _newest(self) -> Path | None:
         return latest_checkpoint(self._directory) or latest_checkpoint(self._directory / _SFT)
 
     def sft_to_do(self, checkpoint: Path | None) -> SftConfig | None:
-        """What SFT is to do before RL; None: it is over, or there is none. Collective.
+        """What SFT is to do before RL; None: it is over, or there is none.
 
         Raises CheckpointError for a damaged checkpoint, and for one of SFT when the configuration has none.
         """
@@ -69,7 +61,7 @@ class Persistence:
         if checkpoint is None:
             return sft
         # Not by its folder: a checkpoint may have been brought from elsewhere.
-        if not self._layout.on_rank_zero(lambda: read_checkpoint_marker(checkpoint).run.keys() <= _SFT_STATE):
+        if not read_checkpoint_marker(checkpoint).run.keys() <= _SFT_STATE:
             return None
         if sft is None:
             raise CheckpointError(
@@ -77,18 +69,18 @@ class Persistence:
             )
         return sft
 
-    def restore_sft(self, policy: Trainer, total_steps: int, checkpoint: Path | None, order: Mapping[str, Any]) -> int:
-        """Put policy and `sft.jsonl` where `checkpoint` was saved, or at the beginning; returns the SFT steps done.
+    def restore_sft(self, total_steps: int, checkpoint: Path | None, order: Mapping[str, Any]) -> int:
+        """Put trainer and `sft.jsonl` where `checkpoint` was saved, or at the beginning; returns the SFT steps done.
 
         order: what that of the batches follows from (`data.batch_order`). Raises CheckpointError if it was another.
         """
         done = -1
         if checkpoint is not None:
-            state = policy.load(checkpoint)
+            state = self._trainer.load(checkpoint)
             _check_order(checkpoint, state.get("order"), order)
             done = state["step"]
-            policy.set_scheduler_step(done / total_steps)
-        self._layout.on_rank_zero(lambda: self._rewind_sft(checkpoint, done))
+            self._trainer.set_schedule(done / total_steps)
+        self._rewind_sft(checkpoint, done)
         return max(done, 0)
 
     def _rewind_sft(self, checkpoint: Path | None, done: int) -> None:
@@ -98,70 +90,68 @@ class Persistence:
         if checkpoint is not None:
             self._report.note(f"continuing after SFT step {done}, from {checkpoint}")
 
-    def save_sft(self, policy: Trainer, step: int, order: Mapping[str, Any]) -> None:
-        """Checkpoint the policy after so many SFT steps over batches in this order."""
+    def save_sft(self, step: int, order: Mapping[str, Any]) -> None:
+        """Checkpoint the trainer after `step` SFT steps over batches in this order."""
         settings = self._config.checkpoint.model_copy(update={"keep_best": 0})
-        policy.save(self._directory / _SFT, step, {"step": step, "order": dict(order)}, settings)
+        self._trainer.save(self._directory / _SFT, step, {"step": step, "order": dict(order)}, settings)
 
-    def restore(self, policy: Trainer, run: RunState, checkpoint: Path | None) -> None:
-        """Put policy, rollouts and `run` where `checkpoint` was saved; without one the run starts from its beginning.
+    def restore(self, checkpoint: Path | None) -> int | None:
+        """Put trainer and rollouts where `checkpoint` was saved; without one the run starts from its beginning.
+
+        Returns the RL steps done, None at the beginning.
 
         What lies beyond is set aside: checkpoints, dumps and lines of metrics get names that nothing reads. Raises
         CheckpointError when the checkpoint is damaged, of another model or version, or of a run on other prompts.
         """
         if checkpoint is None:
-            self._layout.on_rank_zero(self._start_over)
-            return
-        state = policy.load(checkpoint)
+            self._start_over()
+            return None
+        state = self._trainer.load(checkpoint)
         if "rollouts" not in state:
             raise CheckpointError(
                 f"{checkpoint} was written by version 0.1, whose run state this version does not read: finish the run "
                 "with that version, or give its export as model.path of a new run"
             )
-        policy.set_scheduler_step(state["step"] / max(1, self._config.run.steps))  # an evaluation alone has none
+        self._trainer.set_schedule(state["step"] / max(1, self._config.run.steps))  # an evaluation alone has none
         if checkpoint.resolve().parent == self._directory.resolve():
             self._saved = state["step"]
-        self._layout.on_rank_zero(lambda: self._rewind(checkpoint, state))
-        run.done, run.version = state["step"], state["weights_version"]
-        run.resumed = True
+        self._rewind(checkpoint, state)
+        done: int = state["step"]
+        return done
 
-    def save(self, policy: Trainer, run: RunState) -> None:
-        """Checkpoint the policy and the state of the run after the steps done."""
+    def save(self, done: int) -> None:
+        """Checkpoint the trainer and the state of the run after `done` steps."""
         with self._report.phase("checkpoint"):
-            settings, state = self._config.checkpoint, self._state(run)
+            settings, state = self._config.checkpoint, self._state(done)
             attached = _sampled_ahead(state)
-            self._layout.on_rank_zero(self._report.flush)
-            policy.save(self._directory, run.done, state, settings, self._score(run.done), attached)
-            policy.release()
-            self._layout.on_rank_zero(self._drop_sft)
-        self._saved = run.done
-        self._report.log(run.done, {})
+            self._report.flush()
+            self._trainer.save(self._directory, done, state, settings, self._score(done), attached)
+            self._trainer.release()
+            self._drop_sft()
+        self._saved = done
+        self._report.log(done, {})
 
-    def ensure_saved(self, policy: Trainer, run: RunState) -> None:
-        """Make sure that a complete checkpoint of the steps done exists."""
+    def ensure_saved(self, done: int) -> None:
+        """Make sure that a complete checkpoint of these steps exists."""
         self._report.timer.metrics()  # of a step that was cut short, they belong to no line
-        policy.finish_save()
-        if self._saved != run.done:
-            self.save(policy, run)
-            policy.finish_save()
+        self._trainer.finish_save()
+        if self._saved != done:
+            self.save(done)
+            self._trainer.finish_save()
 
     def _drop_sft(self) -> None:
         if latest_checkpoint(self._directory) is not None:
             shutil.rmtree(self._directory / _SFT, ignore_errors=True)
 
-    def _state(self, run: RunState) -> dict[str, Any]:
-        if self._services is None:
-            return {}
+    def _state(self, done: int) -> dict[str, Any]:
         return {
-            "step": run.done,
-            "weights_version": run.version,
-            "rollouts": self._services.rollouts.state_dict(),
+            "step": done,
+            "weights_version": self._trainer.version,
+            "rollouts": self._rollouts.state_dict(),
             "metrics": self._report.latest,
         }
 
     def _score(self, step: int) -> float | None:
-        if self._services is None:
-            return None
         settings = self._config.checkpoint
         score = self._report.latest.get(settings.best_metric)
         if settings.keep_best and score is None:
@@ -181,8 +171,7 @@ class Persistence:
 
     def _rewind(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         try:
-            assert self._services is not None  # an action of rank zero
-            self._services.rollouts.load_state_dict(state["rollouts"] | _read_sampled_ahead(checkpoint))
+            self._rollouts.load_state_dict(state["rollouts"] | _read_sampled_ahead(checkpoint))
         except ValueError as error:
             raise CheckpointError(f"{checkpoint} does not fit this run: {error}") from error
         self._discard(state["step"], state["metrics"])

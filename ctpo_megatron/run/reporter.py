@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import AutoTokenizer
 
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
-from ctpo_megatron.policy import Layout, peak_flops
-from ctpo_megatron.run.watchdog import Watchdog
+from ctpo_megatron.policy import peak_flops
 from ctpo_megatron.tracking import (
     SFT_FILE,
     Display,
@@ -46,78 +45,12 @@ _SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")
 
 
 class Reporter:
-    """Times phases and stages, and writes nothing: what ranks other than zero have."""
-
-    def __init__(self, directory: Path | None = None) -> None:
-        self.phases = Phases(PhaseTimer(directory))
-        self.timer, self.progress = self.phases.timer, self.phases.progress
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is open."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the current step."""
-        with self.phases.phase(name):
-            yield
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Show and time one stage of the run."""
-        with self.phases.stage(name):
-            yield
-
-    @property
-    def latest(self) -> Mapping[str, Any]:
-        """The record of the latest step, `step` included; without any, that of step -1."""
-        return {"step": -1}
-
-    def note(self, text: str) -> None:
-        """Show a line that stays."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the line of a step, with the time since the last call."""
-
-    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add an evaluation to the line of its step, the latest, and show it; the times of the line stay."""
-
-    def log_step(
-        self,
-        step: int,
-        batch: Batch,
-        metrics: Mapping[str, float],
-        diagnostics: Mapping[int, Mapping[str, Any]],
-    ) -> None:
-        """Write and show a finished RL step; dump its trajectories with what `diagnostics` adds by place."""
-
-    def begin_sft(self, done: int) -> None:
-        """Set aside what an earlier attempt wrote of the supervised steps beyond `done`."""
-
-    def log_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Write and show one supervised step; `begin_sft` comes before the first."""
-
-    def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep the answers to held-out prompts."""
-
-    def flush(self) -> None:
-        """Return when all dumps are on disk. Raises DumpError when one could not be written."""
-
-    def discard(self, after: int, record: Mapping[str, Any] | None) -> None:
-        """Set aside dumps and metrics beyond step `after`; see `MetricsWriter.truncate_after`."""
-
-    def finish(self) -> None:
-        """Write the report and print the summary."""
-
-
-class RankZeroReporter(Reporter):
-    """The reporter of rank zero."""
+    """Metrics, display, dumps and report of a run, and the time of its phases and stages. Lives on rank zero."""
 
     def __init__(self, config: Config, directory: Path, decode: Decode, *, trainers: int, peak: float | None) -> None:
         """decode: token ids to text, special tokens kept. peak: FLOP/s of one device; None where not known."""
-        super().__init__(directory)
+        self.phases = Phases(PhaseTimer(directory))
+        self.timer, self.progress = self.phases.timer, self.phases.progress
         self._config, self._directory, self._decode = config.tracking, directory, decode
         sampling = config.rollout.replay is None  # reading a file is no sampling
         engines = engine_count(config) * config.rollout.engine.tensor_parallel_size if sampling else 0
@@ -134,29 +67,49 @@ class RankZeroReporter(Reporter):
         self._tools, self._is_first_batch = bool(config.rollout.tools), True
         self.note(f"writing to {directory}")
 
+    @classmethod
+    def of(cls, config: Config, directory: Path, trainers: int) -> Self:
+        """trainers: ranks of the trainer."""
+        peak = peak_flops(config.policy)
+        return cls(config, directory, decoder(config.model.path), trainers=trainers, peak=peak)
+
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *error: Any) -> None:
         self._exit.__exit__(*error)
 
     @property
     def latest(self) -> Mapping[str, Any]:
+        """The record of the latest step, `step` included; without any, that of step -1."""
         return self._metrics.latest
 
     def note(self, text: str) -> None:
+        """Show a line that stays."""
         self._display.note(text)
 
     @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the current step."""
+        with self.phases.phase(name):
+            yield
+
+    @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """Show and time one stage of the run."""
         self._display.stage(name)
         self.timer.lap()
-        with super().stage(name):
+        with self.phases.stage(name):
             yield
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the line of a step, with the time since the last call."""
         former = self._metrics.latest if self._metrics.latest["step"] == step else {}
         self.progress.step = step
         self.log_evaluation(step, self._with_speed(metrics, former))
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add an evaluation to the line of its step, the latest, and show it; the times of the line stay."""
         self._metrics.log(step, metrics)
         self._display.evaluation(step, metrics, self._first_evaluation)
 
@@ -175,6 +128,7 @@ class RankZeroReporter(Reporter):
         metrics: Mapping[str, float],
         diagnostics: Mapping[int, Mapping[str, Any]],
     ) -> None:
+        """Write and show a finished RL step; dump its trajectories with what `diagnostics` adds by index."""
         with self.phase("dump"):
             self._dumps.wait()
         behind = {"time/dump_behind": self._dumps.take_cpu_s()}
@@ -198,6 +152,7 @@ class RankZeroReporter(Reporter):
             log.warning("warning: step %d: %s", step, text)
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep the answers to held-out prompts."""
         self._dump(step, groups, {}, "evaluation")
 
     def _dump(
@@ -209,14 +164,17 @@ class RankZeroReporter(Reporter):
             self._dumps.put(f"the dump of step {step} in {folder}", write)
 
     def flush(self) -> None:
+        """Return when all dumps are on disk. Raises DumpError when one could not be written."""
         with self.phase("dump"):
             self._dumps.flush()
 
     def begin_sft(self, done: int) -> None:
+        """Set aside what an earlier attempt wrote of the supervised steps beyond `done`."""
         self._sft = self._exit.enter_context(MetricsWriter(self._directory, self._trackers, SFT_FILE))
         self._sft.truncate_after(done)
 
     def log_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """Write and show one supervised step; `begin_sft` comes before the first."""
         assert self._sft is not None, "begin_sft comes before log_sft"
         metrics = {**metrics, **self.timer.metrics()}
         record = sft_metrics(metrics | throughput_metrics(metrics, self._peaks))
@@ -225,12 +183,14 @@ class RankZeroReporter(Reporter):
         self._display.progress(step, total, {name: record[name] for name in _SFT_SHOWN})
 
     def discard(self, after: int, record: Mapping[str, Any] | None) -> None:
+        """Set aside dumps and metrics beyond step `after`; see `MetricsWriter.truncate_after`."""
         self.flush()
         discard_dumps(self._directory, after)
         self._metrics.truncate_after(after, record)
         self.progress.step = max(after, 0)
 
     def finish(self) -> None:
+        """Write the report and print the summary."""
         self.flush()
         with self.stage("report"):
             if self._config.report:
@@ -268,22 +228,6 @@ def _dumped(
     extra = [[known(number) for _ in group.trajectories] for number, group in enumerate(batch.sampled)]
     start = 0 if most is None else max(0, len(extra) - most)
     return batch.sampled[start:], dict(enumerate(itertools.chain.from_iterable(extra[start:])))
-
-
-@contextmanager
-def open_reporter(config: Config, layout: Layout, directory: Path) -> Iterator[Reporter]:
-    """The reporter of this rank; while it is open, a watchdog looks whether there is progress."""
-    with _reporter(config, layout, directory) as reporter:
-        timeout_s, end = config.run.stall_timeout_s, config.run.end_on_stall
-        with Watchdog(reporter.progress, layout.rank_zero, directory, timeout_s=timeout_s, end=end):
-            yield reporter
-
-
-def _reporter(config: Config, layout: Layout, directory: Path) -> Reporter:
-    if not layout.is_rank_zero:
-        return Reporter()
-    peak = peak_flops(config.policy)
-    return RankZeroReporter(config, directory, decoder(config.model.path), trainers=layout.world_size, peak=peak)
 
 
 def decoder(model_path: str) -> Decode:

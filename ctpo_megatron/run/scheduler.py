@@ -1,4 +1,4 @@
-"""What the job's scheduler and launcher say of time: when the job ends, and how long they wait after SIGTERM."""
+"""The stop signal of a run, with the times of the job's scheduler and launcher: its end, the wait after SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import time
 
+from ctpo_megatron.base.stop_signal import StopSignal
 from ctpo_megatron.config import Config
 
 log = logging.getLogger(__name__)
@@ -15,6 +16,13 @@ log = logging.getLogger(__name__)
 _SCONTROL_S = 10.0
 _TORCHRUN_S = 30.0
 _EARLIER = "ask for an earlier signal, which is treated alike: #SBATCH --signal=USR1@{seconds:.0f}"
+
+
+def stop_signal(config: Config) -> StopSignal:
+    """As configured, and as the job's scheduler and launcher allow."""
+    end = job_end(config)
+    warn_of_short_grace(config.checkpoint.grace_s, end)
+    return StopSignal(config.checkpoint.grace_s, end)
 
 
 def job_end(config: Config) -> float | None:

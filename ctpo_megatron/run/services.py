@@ -1,4 +1,4 @@
-"""What runs beside the trainer, on rank zero: prompts, sandbox, engines or a recording, scorers."""
+"""What runs next to the trainer, on rank zero: prompts, sandbox, engines or a recording, scorers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import Config, Job, Placement, node_ranks, world_size
 from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
@@ -14,14 +15,13 @@ from ctpo_megatron.environments.prompts import held_out_prompts, training_prompt
 from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollouts import Evaluation, Generator, Replay, Rollouts, RolloutSettings, Scheduler, Scoring, Stop
-from ctpo_megatron.run.reporter import Reporter
-from ctpo_megatron.tracking import recorded_trajectories, trajectory_files
+from ctpo_megatron.rollouts import Evaluation, Generator, Replay, Rollouts, RolloutSettings, Scheduler, Scoring
+from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
 
 
 @dataclass(frozen=True)
 class Services:
-    """What rank zero owns beside its share of the policy."""
+    """What rank zero owns besides its share of the trainer."""
 
     rollouts: Rollouts
     evaluation: Evaluation
@@ -30,11 +30,11 @@ class Services:
 
 
 @contextmanager
-def start_services(config: Config, directory: Path, report: Reporter, stop: Stop) -> Iterator[Services]:
+def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) -> Iterator[Services]:
     """Read the prompts and start sandbox, engines and scorers; the engines load in the background.
 
-    stop: checked while groups are sampled. Raises DataError for bad prompts, TokenizerError for a chat template that
-    cannot be used, ConfigError for a tokenizer of more tokens than the model has.
+    stop: checked while engines start and groups are sampled. Raises DataError for bad prompts, TokenizerError for a
+    chat template that cannot be used, ConfigError for a tokenizer of more tokens than the model has.
     """
     tokenizer = training_tokenizer(config)
     check_tokenizer(config, len(tokenizer))
@@ -44,13 +44,13 @@ def start_services(config: Config, directory: Path, report: Reporter, stop: Stop
     held_out = [] if replayed or not config.data.eval else usable(held_out_prompts(config, tokenizer))
     prompts = PromptSampler(train, config.run.seed, config.data.shuffle)
     with ExitStack() as stack:
-        pool = None if replayed else _engines(config, directory, stack)
+        pool = None if replayed else _engines(config, directory, stop, stack)
         training, evaluating = _replay(config) if pool is None else _schedulers(pool)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
         scoring = Scoring(scorers, _overlong_penalty(config))
         settings = RolloutSettings.of(config)
-        rollouts = Rollouts(settings, training, scoring, prompts, stop, report.phases)
-        evaluation = Evaluation(config.eval, evaluating, Scoring(scorers), held_out, stop, report.phases)
+        rollouts = Rollouts(settings, training, scoring, prompts, stop, phases)
+        evaluation = Evaluation(config.eval, evaluating, Scoring(scorers), held_out, stop, phases)
         yield Services(stack.enter_context(rollouts), stack.enter_context(evaluation), pool)
 
 
@@ -60,9 +60,9 @@ def _overlong_penalty(config: Config) -> OverlongPenalty | None:
     return OverlongPenalty(settings.buffer, settings.penalty, config.rollout.max_response_tokens)
 
 
-def _engines(config: Config, directory: Path, stack: ExitStack) -> EnginePool:
+def _engines(config: Config, directory: Path, stop: Stop, stack: ExitStack) -> EnginePool:
     placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
-    return stack.enter_context(open_engines(config, directory / "logs", placement=placement))
+    return stack.enter_context(open_engines(config, directory / "logs", placement=placement, stop=stop))
 
 
 def _schedulers(pool: EnginePool) -> tuple[Generator, Generator]:

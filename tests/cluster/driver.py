@@ -77,15 +77,15 @@ class _Served:
 
     def refusal(self, model: str, root: str, sandbox_url: str | None = "unused", **rollout: Any) -> str:
         """Why a fleet of this configuration does not start."""
-        from ctpo_megatron.engines import EnginePool, FleetError
+        from ctpo_megatron.engines import EngineError, EnginePool
         from tests.engines.pool_helpers import make_config
 
         config = make_config(Path(model), Path(root), **rollout)
-        with EnginePool(config, model, 0, sandbox_url, cluster=config.cluster) as fleet:
+        with EnginePool(config, sandbox_url, cluster=config.cluster) as fleet:
             try:
                 fleet.start()
                 fleet.wait_ready()
-            except FleetError as error:
+            except EngineError as error:
                 return str(error)
         raise AssertionError("the fleet started")
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +21,7 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EnginePool, Sampling
-from ctpo_megatron.engines.weights import EngineFleet
-from ctpo_megatron.engines.weights.tcp_transport import TcpTransport
+from ctpo_megatron.engines.weights import TransportSettings, WeightOffer, WeightTransport, open_transport
 from ctpo_megatron.rollouts import Request, Scheduler, ticks
 from ctpo_megatron.rollouts.quarantine import Replacements
 from tests.engines.tiny_model import CALL, build_tiny_model
@@ -53,7 +53,7 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
     }
     return Config.model_validate(
         {
-            "run": {"name": "test", "root": str(root), "steps": 1},
+            "run": {"name": "test", "root": str(root), "steps": 1, "seed": 7},
             "model": {"path": str(path)},
             "data": {"train": ["unused"]},
             "rollout": settings | rollout,
@@ -66,7 +66,7 @@ def make_config(path: Path, root: Path, **rollout: Any) -> Config:
 class OneRank:
     """A job of one rank, as a transport calls it."""
 
-    is_rank_zero = True
+    rank, is_rank_zero = 0, True
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
         return action()
@@ -90,6 +90,21 @@ class Source:
         return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._state.items()]
 
 
+class Sender:
+    """A trainer of one rank, as the engine pool calls it. `change` stands between its offers and the pool."""
+
+    def __init__(self, transport: WeightTransport, change: Callable[[Any], Any] = lambda offer: offer) -> None:
+        self.transport, self.change = transport, change
+        self.state: dict[str, torch.Tensor] = {}
+
+    def offer(self, version: int) -> WeightOffer:
+        self.offered = self.transport.offer(Source(self.state), version)
+        return self.change(self.offered)  # type: ignore[no-any-return]
+
+    def transfer(self) -> None:
+        self.offered.transfer()
+
+
 class Stage:
     """A running fleet with what the tests compare it to. `flag` tells its scripted tool what to do.
 
@@ -105,15 +120,24 @@ class Stage:
         self.version = 0
         self.config = make_config(self.path, root, **rollout)
         cluster = self.config.cluster if os.environ.get("RAY_ADDRESS") else None
-        self.fleet = EnginePool(self.config, str(self.path), 7, sandbox_url, cluster=cluster)
+        self.fleet = EnginePool(self.config, sandbox_url, cluster=cluster)
         self.scheduler = Scheduler.of(self.fleet)
         self.fleet.start()
-        self.transport: TcpTransport | None = None
+        self._sender: Sender | None = None
 
     def close(self) -> None:
         self.fleet.close()
-        if self.transport is not None:
-            self.transport.close()
+        if self._sender is not None:
+            self._sender.transport.close()
+
+    @property
+    def sender(self) -> Sender:
+        """Sends by the transport of the fleet's configuration."""
+        if self._sender is None:
+            settings = TransportSettings.of(self.config.rollout.weights)
+            settings = replace(settings, bucket_bytes=64 << 10)
+            self._sender = Sender(open_transport(OneRank(), self.fleet.wait_ready(), settings))
+        return self._sender
 
     def prompts(self, count: int, length: int = 40) -> list[Prompt]:
         generator = torch.Generator().manual_seed(count)
@@ -135,29 +159,23 @@ class Stage:
         return load_file(self.path.parent / "updated" / "model.safetensors")
 
     def send(self, state: dict[str, torch.Tensor], version: int) -> None:
-        """By the transport of the fleet's configuration."""
-        if self.fleet.transport != "tcp":
-            return self.fleet.sync(state.items(), version)
-        if self.transport is None:
-            self.transport = self._tcp(self.fleet)
-        self.transport.send(Source(state), version)
+        """Returns when all engines have the weights."""
+        self.begin_send(state, version)
         self.fleet.finish_update()
 
-    def _tcp(self, engines: EngineFleet) -> TcpTransport:
-        timeout_s = self.config.rollout.weights.timeout_s
-        transport = TcpTransport(OneRank(), engines, bucket_bytes=64 << 10, timeout_s=timeout_s)
-        transport.init()
-        return transport
+    def begin_send(self, state: dict[str, torch.Tensor], version: int) -> None:
+        """Returns when the weights can be changed."""
+        self.sender.state = state
+        self.fleet.send(self.sender, version)
 
     @contextmanager
-    def between(self, engines: EngineFleet) -> Iterator[None]:
-        """What is sent over TCP meanwhile goes to `engines`."""
-        former, self.transport = self.transport, self._tcp(engines)
+    def changed(self, change: Callable[[Any], Any]) -> Iterator[None]:
+        """Within, the fleet gets what `change` makes of each offer."""
+        former, self.sender.change = self.sender.change, change
         try:
             yield
         finally:
-            self.transport.close()
-            self.transport = former
+            self.sender.change = former
 
     def generate(
         self,

@@ -138,7 +138,7 @@ def test_engines_share_the_sandbox_of_their_node_only(tmp_path: Path) -> None:
 
 
 def test_a_log_is_where_the_run_directory_is_seen(tmp_path: Path) -> None:
-    spec = EngineSpec(make_config(tmp_path, tmp_path), "/model", 0, None, tmp_path / "logs")
+    spec = EngineSpec(make_config(tmp_path, tmp_path), None, tmp_path / "logs")
     assert path_here(spec, 3) == tmp_path / "logs" / "rollout_engine_3.log"  # a private Ray asks for nothing
     marked = replace(spec, log_mark=mark(spec.log_dir))
     assert path_here(marked, 3) == path_here(spec, 3)

@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import Cancelled, Sampling, WeightSyncError
+from ctpo_megatron.engines import Sampling, WeightSyncError
 from ctpo_megatron.rollouts import Quarantined, Request, TooManyQuarantined, rollout_metrics, ticks
 from tests.engines.pool_helpers import (
     MAX_RESPONSE,
@@ -135,7 +136,7 @@ def test_sync_refuses_an_incomplete_state_dict(stage: Stage) -> None:
     state = dict(stage.model.state_dict())
     state.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(WeightSyncError, match="up_proj"):
-        stage.fleet.sync(state.items(), 99)
+        stage.send(state, 99)
 
 
 def test_prompt_without_room_is_named(stage: Stage) -> None:

@@ -94,7 +94,7 @@ def test_what_is_asked_for_during_an_update_is_of_the_new_weights(stage: Stage) 
     assert versions([Group(prompt, outcome.trajectories)]) == {stage.version}
     stage.fleet.stats()
     stage.version += 1
-    stage.fleet.begin_sync(stage.state().items(), stage.version)
+    stage.begin_send(stage.state(), stage.version)
     groups = stage.generate(stage.prompts(3), step=30)
     assert versions(groups) == {stage.version} and largest_log_prob_error(stage.model, groups) <= 1e-4
     assert stage.fleet.stats()["sync_by_file"] == 1

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.engines import EnginePool, FleetError, Sampling
+from ctpo_megatron.engines import EngineError, EnginePool, Sampling
 from ctpo_megatron.rollouts import Request, Scheduler
 from tests.engines.pool_helpers import groups_of, make_config
 from tests.engines.tiny_model import CALL, build_tiny_model
@@ -32,33 +32,33 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_failed_and_late_starts_name_engine_and_log(model_path: Path, tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing")
-    with EnginePool(make_config(Path(missing), tmp_path), missing, 0, "unused") as fleet:
+    with EnginePool(make_config(Path(missing), tmp_path), "unused") as fleet:
         fleet.start()
         deadline = time.monotonic() + scaled(120)
-        with pytest.raises(FleetError, match=r"rollout engine 0 did not start: .*log: .*rollout_engine_0\.log"):
+        with pytest.raises(EngineError, match=r"rollout engine 0 did not start: .*log: .*rollout_engine_0\.log"):
             while time.monotonic() < deadline:  # as during the supervised stage
                 fleet.check_start()
                 time.sleep(0.2)
     small = {"max_model_len": 320, "max_num_seqs": 64, "dtype": "float32", "kv_cache_mb": 32}
     odd = make_config(model_path, tmp_path, engine=small | {"extra": {"max_num_batched_tokens": 63}})
     refused = r"did not start: ValueError: SchedulerConfig: Value error, max_num_batched_tokens \(63\) is .*; log: "
-    with EnginePool(odd, str(model_path), 0, "unused") as fleet:
+    with EnginePool(odd, "unused") as fleet:
         fleet.start()
-        with pytest.raises(FleetError, match=refused):
+        with pytest.raises(EngineError, match=refused):
             fleet.wait_ready()
     late = make_config(model_path, tmp_path, start_timeout_s=7)
-    with EnginePool(late, str(model_path), 0, "unused") as fleet:
+    with EnginePool(late, "unused") as fleet:
         fleet.start()
-        with pytest.raises(FleetError, match=r"not up after 7 s.*(rollout_engine_0\.log|no place for 1 CPU)"):
+        with pytest.raises(EngineError, match=r"not up after 7 s.*(rollout_engine_0\.log|no place for 1 CPU)"):
             fleet.wait_ready()
-    with EnginePool(late, str(model_path), 0, "unused") as fleet, pytest.raises(FleetError):
+    with EnginePool(late, "unused") as fleet, pytest.raises(EngineError):
         fleet.wait_ready()  # never started
 
 
 def test_an_engine_that_dies_while_it_loads_is_begun_again(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with EnginePool(make_config(model_path, tmp_path), str(model_path), 0, "unused") as fleet:
+    with EnginePool(make_config(model_path, tmp_path), "unused") as fleet:
         earlier = set(engines())
         fleet.start()
         kill_engine(earlier)
@@ -91,7 +91,7 @@ def test_group_past_its_deadline_is_retried_then_quarantined(model_path: Path, t
     limit = scaled(5)
     config = make_config(model_path, tmp_path, group_timeout_s=limit, max_group_retries=1)
     prompts = [Prompt(f"p{i}", "test", (), "", tuple(range(i, i + 40))) for i in range(4)]
-    with EnginePool(config, str(model_path), 0, "unused") as fleet:
+    with EnginePool(config, "unused") as fleet:
         fleet.start()
         fleet.wait_ready()
         flag.write_text("hang")
@@ -112,7 +112,7 @@ sys.path.insert(0, sys.argv[3])
 from tests.engines.pool_helpers import make_config
 from ctpo_megatron.engines import EnginePool
 path, root = Path(sys.argv[1]), Path(sys.argv[2])
-fleet = EnginePool(make_config(path, root), str(path), 0, "unused")
+fleet = EnginePool(make_config(path, root), "unused")
 fleet.start()
 fleet.wait_ready()
 print("ready", flush=True)

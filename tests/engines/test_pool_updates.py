@@ -7,9 +7,7 @@ import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,12 @@ import ray
 import torch
 
 from ctpo_megatron.data import Group
-from ctpo_megatron.engines import EnginePool, Sampling, WeightSyncError
-from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
+from ctpo_megatron.engines import Sampling, WeightSyncError
+from ctpo_megatron.engines.weights import WeightOffer
 from ctpo_megatron.engines.weights.checksums import Checksums
 from ctpo_megatron.rollouts import Request
 from ctpo_megatron.rollouts.request import tick
-from tests.engines.pool_helpers import Source, Stage, engine_processes, largest_log_prob_error, versions
+from tests.engines.pool_helpers import Stage, engine_processes, largest_log_prob_error, versions
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.timeout(600)
@@ -65,20 +63,22 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class Fleet:
-    """Stands between a transport and its fleet, and hands on what `change` makes of the weights."""
+class Offer:
+    """An offer with something changed."""
 
-    def __init__(self, fleet: EnginePool, change: Callable[[Any], Any]) -> None:
-        self._fleet, self._change = fleet, change
+    def __init__(self, offer: WeightOffer) -> None:
+        self._offer = offer
 
-    def engine_facts(self) -> EngineFacts:
-        return self._fleet.engine_facts()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._offer, name)
 
-    def begin_update(self, weights: EngineWeights, began: float) -> None:
-        self._fleet.begin_update(self._change(weights), began)
 
-    def finish_update(self) -> None:
-        self._fleet.finish_update()
+class WithSums(Offer):
+    """What the engines are to have sums up to this."""
+
+    def __init__(self, offer: WeightOffer, sums: Any) -> None:
+        super().__init__(offer)
+        self.sums = sums
 
 
 def test_other_values_in_an_engine_are_seen(users_stage: Stage) -> None:
@@ -87,7 +87,7 @@ def test_other_values_in_an_engine_are_seen(users_stage: Stage) -> None:
     honest = Checksums(stage.version, torch.float32)
     deque(honest.watch(state.items()), maxlen=0)
     changed = {name: change(state[name]).contiguous() for name, change in CHANGES.items()}
-    with stage.between(Fleet(stage.fleet, lambda weights: replace(weights, sums=honest.sums))):
+    with stage.changed(lambda offer: WithSums(offer, honest.sums)):
         with pytest.raises(
             WeightSyncError, match=rf"engine 0 keeps other values .* in {len(CHANGES)} tensors, e\.g\. "
         ):
@@ -95,28 +95,26 @@ def test_other_values_in_an_engine_are_seen(users_stage: Stage) -> None:
         for name in CHANGES:
             with pytest.raises(WeightSyncError, match=rf"in 1 tensors, e\.g\. {name}; so it looks"):
                 stage.send(state | {name: changed[name]}, stage.version)
-        assert stage.transport is not None
-        stage.transport.send(Source(state | changed), stage.version)  # it is seen by who samples, too
+        stage.begin_send(state | changed, stage.version)  # it is seen by who samples, too
         with pytest.raises(WeightSyncError, match="engine 0 keeps other values"):
             stage.generate(stage.prompts(1), step=13)
     stage.send(state, stage.version)
 
 
-class Stalled:
-    """Weights that the first engine is offered from where nothing comes."""
+class Stalled(Offer):
+    """The first engine is told to fetch from where nothing comes."""
 
-    def __init__(self, weights: EngineWeights, address: tuple[str, int]) -> None:
-        self._weights, self._address, self._offers = weights, address, 0
+    def __init__(self, offer: WeightOffer, address: tuple[str, int]) -> None:
+        super().__init__(offer)
+        self._address, self._begun = address, 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._weights, name)
-
-    @contextmanager
-    def offered(self) -> Iterator[dict[str, Any]]:
-        self._offers += 1
-        with self._weights.offered() as offer:
-            shares = [(*self._address, share[2]) for share in offer["shares"]]
-            yield offer | {"shares": shares} if self._offers == 1 else offer
+    def begin(self, update: Any) -> None:
+        self._begun += 1
+        if self._begun > 1:
+            return self._offer.begin(update)
+        message = self._offer.message  # type: ignore[attr-defined]
+        shares = [(*self._address, share[2]) for share in message.shares]
+        return update.tell({**vars(message), "shares": shares})  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
@@ -139,7 +137,7 @@ def test_an_engine_that_fails_in_an_update_is_replaced(
         with socket.create_server(("127.0.0.1", 0)) as mute:
             thread = threading.Thread(target=meet, args=(mute,))
             thread.start()
-            with stage.between(Fleet(stage.fleet, lambda weights: Stalled(weights, mute.getsockname()))):
+            with stage.changed(lambda offer: Stalled(offer, mute.getsockname())):
                 stage.sync(0.01)
                 stage.fleet.wait_ready()  # the next process gets them from this transport
             thread.join(scaled(10))
@@ -161,7 +159,7 @@ def test_no_update_waits_for_an_engine_that_is_replaced(shared_ray: None, tmp_pa
         stage.sync(0.01)
         psutil.Process(ray.get(fleet.engines[1].ready_ref)[0]).kill()
         for stage.version in (2, 3):  # it dies in the first, and starts in the second
-            fleet.sync(stage.state().items(), stage.version)
+            stage.send(stage.state(), stage.version)
             assert [engine.live for engine in fleet.engines] == [True, False]
         fleet.wait_ready()  # for both
         turns, done = stage.scheduler.another(), dict[Hashable, Group]()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
-from ctpo_megatron.engines.weights.file import FileWeights, WeightSnapshot, checkpoint_names
+from ctpo_megatron.engines.weights.file import FileOffer, WeightSnapshot, checkpoint_names
 from ctpo_megatron.environments.seeds import trajectory_seed, turn_seed
 from ctpo_megatron.rollouts.metrics import rollout_metrics
 
@@ -119,19 +121,34 @@ def test_snapshot_has_a_name_only_while_published() -> None:
     snapshot = WeightSnapshot([("a", weight), ("tied", weight), ("t", weight.T)], 3)
     paths = []
     for _ in range(2):  # the second time stands for an engine that starts later
-        with snapshot.published() as path:
-            loaded = load_file(path)
-            paths.append(path)
+        path = snapshot.publish()
+        loaded = load_file(path)
+        paths.append(path)
         assert torch.equal(loaded["a"], weight)
         assert torch.equal(loaded["t"], weight.T)
+        snapshot.unpublish()
         assert not Path(path).exists()
     snapshot.close()
     assert not any(Path(path).exists() for path in paths)
 
 
+def test_a_file_stays_until_its_last_reader_has_ended() -> None:
+    """An engine that starts during an update takes the file, too, while others may still have to open it."""
+    offer = FileOffer([("a", torch.ones(1))], 3, torch.float32)
+    told: list[dict[str, str]] = []
+    update: Any = SimpleNamespace(tell=told.append)
+    offer.begin(update)
+    offer.begin(update)
+    offer.end()
+    assert torch.equal(load_file(told[0]["path"])["a"], torch.ones(1))
+    offer.end()
+    assert not Path(told[0]["path"]).exists()
+    offer.close()
+
+
 def test_snapshot_refuses_nonsense() -> None:
     with pytest.raises(ValueError, match="no tensors"):
-        FileWeights([], 0, torch.float32)
+        FileOffer([], 0, torch.float32)
     with pytest.raises(ValueError, match="twice"):
         WeightSnapshot([("a", torch.zeros(1)), ("a", torch.zeros(1))], 0)
 

@@ -12,8 +12,9 @@ import pytest
 
 from ctpo_megatron.config.rollout_schema import EngineConfig
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.engines import WeightClient, weights
+from ctpo_megatron.engines import weights
 from ctpo_megatron.engines.tasks import Device, engine_arguments, engine_environment
+from ctpo_megatron.engines.weights.client import WeightClient
 from tests.optional.signatures import Sources, parsed
 
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")

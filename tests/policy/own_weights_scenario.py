@@ -13,41 +13,33 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from ctpo_megatron.config import PolicyConfig
-from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
+from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
-from ctpo_megatron.engines.weights.tcp import Share, fetched
-from ctpo_megatron.engines.weights.tcp_transport import TcpTransport
+from ctpo_megatron.engines.weights.tcp import Message, Share, fetched
 from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed
 from tests.policy.jobs import Results, Scenarios
 
 
 class Receiver:
-    """Takes weights as an engine does, and keeps them."""
+    """Takes weights as the engines of an update do, and keeps them."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-        self.weights: EngineWeights | None = None
+        self.message: dict[str, Any] = {}
 
-    def engine_facts(self) -> EngineFacts:
-        return EngineFacts(torch.bfloat16, "127.0.0.1")
+    def tell(self, message: dict[str, Any]) -> None:
+        self.message = message
 
-    def begin_update(self, weights: EngineWeights, began: float) -> None:
-        self.weights = weights
-
-    def finish_update(self) -> None:
-        if (weights := self.weights) is None:
-            return
-        self.weights = None
-        with weights.offered() as offer:
-            shares = [Share(*share) for share in offer["shares"]]
-            more = bytes.fromhex(offer["secret"]), offer["version"], offer["bucket_bytes"], offer["timeout_s"]
-            arriving = Checksums(weights.version, torch.bfloat16)
-            tensors = {name: tensor.clone() for name, tensor in arriving.watch(fetched(shares, *more))}
-        self.found = {
+    def take(self, offer: WeightOffer) -> dict[str, Any]:
+        message = Message(**self.message)
+        shares = [Share(*share) for share in message.shares]
+        more = bytes.fromhex(message.secret), message.version, message.bucket_bytes, message.timeout_s
+        arriving = Checksums(offer.version, torch.bfloat16)
+        tensors = {name: tensor.clone() for name, tensor in arriving.watch(fetched(shares, *more))}
+        return {
             "tensors": tensors,
-            "sums agree": arriving.sums == weights.sums,
-            "names": weights.names,
-            "size": weights.size,
+            "sums agree": arriving.sums == offer.sums,
+            "names": offer.names,
+            "size": offer.size,
             "of ranks": [sorted(entry[0] for entry in share.entries) for share in shares],
         }
 
@@ -56,17 +48,21 @@ def run(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     config = PolicyConfig(timeout_minutes=2.0, **settings.get("policy", {}))
     layout = init_distributed(config, seed=0)
     policy = Trainer(config, layout, model, temperature=1.0)
-    receiver = Receiver()
-    transport = TcpTransport(layout, receiver if layout.is_rank_zero else None, bucket_bytes=20_000, timeout_s=60)
-    transport.init()
+    facts = EngineFacts(torch.bfloat16, "127.0.0.1", "tcp")
+    transport = open_transport(layout, facts, TransportSettings(20_000, 60.0))
+    found: dict[str, Any] = {}
     for version in (1, 2):
-        transport.send(policy, version)
-    if layout.is_rank_zero:
-        receiver.finish_update()
+        offer, receiver = transport.offer(policy, version), Receiver()
+        update: Any = receiver
+        offer.begin(update)
+        offer.transfer()
+        if layout.is_rank_zero:
+            found = receiver.take(offer)
+        layout.wait_for_ranks()
     whole = {name: tensor.clone() for name, tensor in policy.weights()}
     transport.close()
     declared = policy.weight_shapes()
-    return receiver.found | {"whole": whole, "declared": declared}
+    return found | {"whole": whole, "declared": declared}
 
 
 def main(models_dir: Path, scenarios: Scenarios) -> Results | None:

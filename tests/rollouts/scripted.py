@@ -37,8 +37,8 @@ class ScriptedGenerator:
         self._queue: list[tuple[Hashable, Prompt, Request]] = []
         self._sampling: dict[Hashable, tuple[Prompt, Request, int]] = {}
 
-    def take_weights(self, version: int) -> None:
-        """As an update of the weights does while trajectories are in flight."""
+    def update(self, trainer: Any, version: int) -> None:
+        """Also while trajectories are in flight."""
         self.in_update, self.version = self.in_flight, version
 
     def wait_ready(self) -> None:

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import EvalConfig
 from ctpo_megatron.engines import Sampling
-from ctpo_megatron.rollouts import Evaluated, Evaluation, ReplayError, Stop
+from ctpo_megatron.rollouts import Evaluated, Evaluation, ReplayError
 from tests.rollouts.scripted import ScriptedGenerator, Stops
 from tests.rollouts.test_source import PROMPTS, Run
 

@@ -14,7 +14,7 @@ import pytest
 
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Prompt, PromptSampler
-from ctpo_megatron.engines import FleetError
+from ctpo_megatron.engines import EngineError
 from ctpo_megatron.rollouts import Rollouts, RolloutSettings
 from ctpo_megatron.rollouts.ledger import AccountingError
 from ctpo_megatron.tracking import Phases
@@ -64,9 +64,9 @@ class Run:
             self.publish()
             yield self
 
-    def publish(self) -> None:
-        with self.source.updating(self.done + 1):
-            self.engines.take_weights(self.done + 1)
+    def publish(self, *, stopped: bool = False) -> None:
+        trainer: Any = None  # scripted engines take nothing from it
+        assert self.source.publish(trainer, self.done + 1) is not stopped
 
     def train(self, until: int | None = None) -> Run:
         while self.done < (until or self.steps):
@@ -169,8 +169,8 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_stragglers(partial: str) -
         run.done = 1
         stop.set()
         began = time.monotonic()
-        run.publish()
-        assert run.source.next_batch(2) is None
+        run.publish(stopped=True)
+        assert run.engines.version == 1 and run.source.next_batch(2) is None
         state = run.state()
         assert time.monotonic() < began + 5
     [batch, *_] = state["ahead"]["batches"]
@@ -308,7 +308,7 @@ def test_a_thread_that_stands_still_is_named() -> None:
 
     with Run(Blocked(), start_timeout_s=0.1, weights={"timeout_s": 0.1}).going() as run:
         late = "step 1 waits for the rollout thread, which has not ended its tick within 0.2 s; it has 8 groups"
-        with pytest.raises(FleetError, match=late):
+        with pytest.raises(EngineError, match=late):
             run.train()
         go_on.set()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config.rollout_schema import RolloutConfig
 from ctpo_megatron.data import Prompt, PromptSampler, Trajectory
-from ctpo_megatron.rollouts import Answers, Quarantined, Replay, Rollouts, RolloutSettings, Stop
+from ctpo_megatron.rollouts import Answers, Quarantined, Replay, Rollouts, RolloutSettings
 from ctpo_megatron.tracking import Phases
 from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer, Stops
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import RolloutConfig
 from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler
-from ctpo_megatron.rollouts import Generator, Replay, ReplayError, Rollouts, RolloutSettings, Stop
+from ctpo_megatron.rollouts import Generator, Replay, ReplayError, Rollouts, RolloutSettings
 from ctpo_megatron.tracking import Phases, read_trajectories, trajectory_files, trajectory_of, write_trajectories
 from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer, Stops
 

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from ctpo_megatron.config import Config, PolicyConfig
-from ctpo_megatron.policy import (
-    CheckpointError,
-    Layout,
-    Trainer,
-    checkpoint_files,
-    destroy_distributed,
-    init_distributed,
-)
-from ctpo_megatron.run import Persistence, Reporter
+from ctpo_megatron.config import Config
+from ctpo_megatron.policy import CheckpointError, checkpoint_files
+from ctpo_megatron.run import Persistence
 from tests.tracking.synthetic_run import make_config
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[Layout]:
-    yield init_distributed(PolicyConfig(), seed=0)
-    destroy_distributed()
 
 
 def write(directory: Path, step: int, **state: Any) -> Path:
@@ -35,17 +21,28 @@ def write(directory: Path, step: int, **state: Any) -> Path:
     return checkpoint_files.publish(aside, marker, keep_last=9, keep_best=0)
 
 
-def persistence(layout: Layout, config: Config) -> Persistence:
-    return Persistence(config, layout, config.run.directory, None, Reporter())
+class Nothing:
+    """Stands for what is not used here: rollouts, and a reporter that writes nothing."""
+
+    def begin_sft(self, done: int) -> None:
+        """Nothing to set aside."""
+
+    def note(self, text: str) -> None:
+        """Nothing is shown."""
 
 
-def test_the_newest_of_rl_comes_before_those_of_sft_and_another_run(layout: Layout, tmp_path: Path) -> None:
+def persistence(config: Config, trainer: Any = None) -> Persistence:
+    nothing: Any = Nothing()
+    return Persistence(config, trainer, config.run.directory, nothing, nothing)
+
+
+def test_the_newest_of_rl_comes_before_those_of_sft_and_another_run(tmp_path: Path) -> None:
     other = write(tmp_path / "other" / "checkpoints", 5)
 
     def found(resume: bool | str, load: Path | None = None) -> Path | None:
         checkpoint = {"load": None if load is None else str(load)}
         config = make_config(tmp_path, run={"resume": resume}, checkpoint=checkpoint)
-        return persistence(layout, config).find()
+        return persistence(config).find()
 
     ours = tmp_path / "demo" / "checkpoints"
     assert found(True) is found("auto") is None
@@ -58,27 +55,27 @@ def test_the_newest_of_rl_comes_before_those_of_sft_and_another_run(layout: Layo
     assert found(True, first) == found("auto", first) == first
 
 
-def test_sft_goes_before_rl_and_from_its_own_checkpoints(layout: Layout, tmp_path: Path) -> None:
+def test_sft_goes_before_rl_and_from_its_own_checkpoints(tmp_path: Path) -> None:
     sft: dict[str, Any] = {"data": ["sft.parquet"], "steps": 9}
     with_sft, without = make_config(tmp_path, sft=sft), make_config(tmp_path)
     checkpoints = tmp_path / "demo" / "checkpoints"
     of_sft, of_rl = write(checkpoints / "sft", 3), write(checkpoints, 3, rollouts={})
-    assert persistence(layout, with_sft).sft_to_do(None) == with_sft.sft
-    assert persistence(layout, with_sft).sft_to_do(of_sft) == with_sft.sft
-    assert persistence(layout, with_sft).sft_to_do(of_rl) is None
-    assert persistence(layout, without).sft_to_do(None) is persistence(layout, without).sft_to_do(of_rl) is None
+    assert persistence(with_sft).sft_to_do(None) == with_sft.sft
+    assert persistence(with_sft).sft_to_do(of_sft) == with_sft.sft
+    assert persistence(with_sft).sft_to_do(of_rl) is None
+    assert persistence(without).sft_to_do(None) is persistence(without).sft_to_do(of_rl) is None
     with pytest.raises(CheckpointError, match=r"sft/step_000003 is of the SFT stage, which"):
-        persistence(layout, without).sft_to_do(of_sft)
+        persistence(without).sft_to_do(of_sft)
 
 
-def test_a_checkpoint_is_of_the_stage_that_wrote_it_wherever_it_lies(layout: Layout, tmp_path: Path) -> None:
+def test_a_checkpoint_is_of_the_stage_that_wrote_it_wherever_it_lies(tmp_path: Path) -> None:
     config = make_config(tmp_path, sft={"data": ["sft.parquet"], "steps": 9})
-    assert persistence(layout, config).sft_to_do(write(tmp_path / "saved" / "sft", 3, rollouts={})) is None
-    assert persistence(layout, config).sft_to_do(write(tmp_path / "saved", 3)) == config.sft
+    assert persistence(config).sft_to_do(write(tmp_path / "saved" / "sft", 3, rollouts={})) is None
+    assert persistence(config).sft_to_do(write(tmp_path / "saved", 3)) == config.sft
 
 
 class Saved:
-    """Of a policy what the place in the batches needs: what its checkpoint says of the run."""
+    """Of a trainer what the place in the batches needs: what its checkpoint says of the run."""
 
     def __init__(self, **state: Any) -> None:
         self._state = state
@@ -86,20 +83,18 @@ class Saved:
     def load(self, directory: Path) -> dict[str, Any]:
         return self._state
 
-    def set_scheduler_step(self, share: float) -> None:
+    def set_schedule(self, share: float) -> None:
         assert share == self._state["step"] / 9
 
 
-def test_sft_goes_on_with_the_batches_it_was_begun_with(
-    layout: Layout, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sft_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(tmp_path, sft={"data": ["sft.parquet"], "steps": 9})
     config.run.directory.mkdir()
     checkpoint = tmp_path / "step_000003"
     ours = {"seed": 0, "conversations_per_step": 8, "conversations": "aa"}
 
     def restored(**saved: Any) -> int:
-        return persistence(layout, config).restore_sft(cast(Trainer, Saved(step=3, **saved)), 9, checkpoint, ours)
+        return persistence(config, Saved(step=3, **saved)).restore_sft(9, checkpoint, ours)
 
     assert restored(order=dict(ours)) == 3 and not caplog.records
     with pytest.raises(CheckpointError) as refused:

@@ -13,7 +13,7 @@ import torch
 
 from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
 from ctpo_megatron.policy import Layout
-from ctpo_megatron.run import RankZeroReporter, Reporter, open_reporter
+from ctpo_megatron.run import Reporter, TrainerGroup
 from ctpo_megatron.tracking import DumpError, read_heartbeat, read_trajectories
 from tests.tracking.synthetic_run import make_config
 
@@ -27,9 +27,9 @@ def batch(reward: float = 1.0) -> Batch:
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Iterator[RankZeroReporter]:
+def report(tmp_path: Path) -> Iterator[Reporter]:
     config = make_config(tmp_path, tracking={"live": "off", "trackers": []})
-    with RankZeroReporter(config, tmp_path, lambda ids: " ".join(map(str, ids)), trainers=1, peak=None) as reporter:
+    with Reporter(config, tmp_path, lambda ids: " ".join(map(str, ids)), trainers=1, peak=None) as reporter:
         yield reporter
 
 
@@ -37,7 +37,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_step_has_its_metrics_time_and_trajectories(report: RankZeroReporter, tmp_path: Path) -> None:
+def test_a_step_has_its_metrics_time_and_trajectories(report: Reporter, tmp_path: Path) -> None:
     with report.phase("step"):
         pass
     report.log_step(1, batch(), {"actor/pg_loss": 0.25}, {0: {"advantage": 1.5}})
@@ -52,7 +52,7 @@ def test_a_step_has_its_metrics_time_and_trajectories(report: RankZeroReporter, 
     assert record["token_ids"] == [1, 2, 3, 4] and record["advantage"] == 1.5 and record["answer"] == "4"
 
 
-def test_the_time_of_a_step_reaches_from_line_to_line(report: RankZeroReporter, tmp_path: Path) -> None:
+def test_the_time_of_a_step_reaches_from_line_to_line(report: Reporter, tmp_path: Path) -> None:
     with report.stage("rl"):
         report.log(0, {"val/test/acc/mean@1": 0.5})
         began, _ = report.timer._lap
@@ -81,13 +81,13 @@ def test_a_sample_is_of_the_last_prompts(tmp_path: Path) -> None:
     config = make_config(tmp_path, tracking={"live": "off", "trackers": [], "trajectories": "sample"})
     groups = [batch(number / 16).groups[0] for number in range(12)]
     diagnostics = {number: {"advantage": float(number)} for number in range(12)}
-    with RankZeroReporter(config, tmp_path, str, trainers=1, peak=None) as reporter:
+    with Reporter(config, tmp_path, str, trainers=1, peak=None) as reporter:
         reporter.log_step(1, Batch(groups), {}, diagnostics)
     dumped = read_trajectories(tmp_path / "trajectories" / "step_000001.jsonl")
     assert [(record["reward"], record["advantage"]) for record in dumped] == [(n / 16, n) for n in range(4, 12)]
 
 
-def test_a_dump_that_fails_ends_the_run(report: RankZeroReporter, tmp_path: Path) -> None:
+def test_a_dump_that_fails_ends_the_run(report: Reporter, tmp_path: Path) -> None:
     (tmp_path / "trajectories").write_text("a file where the folder should be")
     report.log_step(1, batch(), {}, {})
     with pytest.raises(DumpError, match=r"the dump of step 1 in trajectories could not be written: .*File exists"):
@@ -98,13 +98,13 @@ def test_a_dump_that_fails_ends_the_run(report: RankZeroReporter, tmp_path: Path
 def test_an_evaluation_is_compared_with_the_first_of_the_run_also_after_a_resume(tmp_path: Path, capfd: Any) -> None:
     config = make_config(tmp_path, tracking={"live": "plain", "trackers": []})
     for step, accuracy in ((0, 0.25), (8, 0.75)):
-        with RankZeroReporter(config, tmp_path, str, trainers=1, peak=None) as reporter:
+        with Reporter(config, tmp_path, str, trainers=1, peak=None) as reporter:
             reporter.log(step, {"val/test/acc/mean@1": accuracy})
     printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[eval]")]
     assert printed == ["[eval] step 0 test mean@1 0.250", "[eval] step 8 test mean@1 0.750 (+0.50)"]
 
 
-def test_dropped_groups_are_dumped_where_they_were_sampled(report: RankZeroReporter, tmp_path: Path) -> None:
+def test_dropped_groups_are_dumped_where_they_were_sampled(report: Reporter, tmp_path: Path) -> None:
     sampled = [batch(reward).groups[0] for reward in (0.0, 0.25, 0.5, 0.75)]
     trained = Batch([sampled[1], sampled[3]], dropped={0: sampled[0], 2: sampled[2]})
     report.log_step(1, trained, {}, {1: {"advantage": 1.5}})
@@ -116,7 +116,7 @@ def test_dropped_groups_are_dumped_where_they_were_sampled(report: RankZeroRepor
 
 
 def test_the_first_batch_says_what_is_wrong_and_later_ones_do_not(
-    report: RankZeroReporter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    report: Reporter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dead = {"reward/groups_mixed": 0.0, "reward/mean": 0.0, "reward/std": 0.0}
     for step in (3, 4):  # 3: where it was resumed
@@ -129,7 +129,7 @@ def test_the_first_batch_says_what_is_wrong_and_later_ones_do_not(
     assert record.message.endswith(f"in {tmp_path / 'trajectories' / 'step_000003.jsonl'}")
 
 
-def test_what_is_discarded_is_set_aside(report: RankZeroReporter, tmp_path: Path) -> None:
+def test_what_is_discarded_is_set_aside(report: Reporter, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         report.log_step(step, batch(step / 4), {}, {})
     report.discard(1, None)
@@ -140,7 +140,7 @@ def test_what_is_discarded_is_set_aside(report: RankZeroReporter, tmp_path: Path
     assert [line["reward/mean"] for line in lines(tmp_path)] == [0.25, 1.0]
 
 
-def test_supervised_steps_are_written_apart(report: RankZeroReporter, tmp_path: Path) -> None:
+def test_supervised_steps_are_written_apart(report: Reporter, tmp_path: Path) -> None:
     metrics = {"supervised/loss": 2.0, "actor/grad_norm": 1.0, "actor/lr": 1e-3, "memory/trainer_peak_mib": 100.0}
     metrics |= {"tokens/trained": 10.0, "tokens/trained_forward_tflop": 0.5}
     for done, steps, loss in ((-1, (1, 2, 3), 2.0), (1, (2,), 1.0)):
@@ -156,20 +156,12 @@ def test_supervised_steps_are_written_apart(report: RankZeroReporter, tmp_path: 
     assert not lines(tmp_path)
 
 
-def test_other_ranks_time_and_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with Reporter() as report, report.stage("rl"), report.phase("step"):
-        report.log_step(1, batch(), {}, {})
-        report.log(1, {})
-        report.finish()
-    assert "time/step" in report.timer.metrics()
-    assert report.latest == {"step": -1} and list(tmp_path.iterdir()) == []
-
-
 def test_a_run_has_a_heartbeat_from_beginning_to_end(tmp_path: Path) -> None:
     alone = Layout(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, device=torch.device("cpu"))
     config = make_config(tmp_path, tracking={"live": "off", "trackers": []})
-    with open_reporter(config, alone, tmp_path) as reporter:
+    stop: Any = None
+    trainer = TrainerGroup(config, alone, stop)
+    with Reporter.of(config, tmp_path, 1) as reporter, trainer, trainer.watched(tmp_path, reporter.phases):
         reporter.log(5, {"reward/mean": 0.5})
         with reporter.stage("rl"), reporter.phase("update"):
             assert reporter.progress.phase == "rl/update"

@@ -10,7 +10,8 @@ from transformers import Qwen3Config
 
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.data import DataError
-from ctpo_megatron.run import Reporter, start_services
+from ctpo_megatron.run import start_services
+from ctpo_megatron.tracking import Phases
 from tests.engines.tiny_model import tiny_tokenizer
 from tests.tracking.synthetic_run import make_config
 
@@ -32,5 +33,5 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(tmp_path: Path, su
     message = f"has {rows + 1} tokens, but the model's vocabulary {rows} "
     # Without a surplus it goes on to the prompts, which are not there.
     error, message = (ConfigError, message) if surplus else (DataError, "none.parquet")
-    with pytest.raises(error, match=message), start_services(ours, tmp_path, Reporter(), threading.Event()):
+    with pytest.raises(error, match=message), start_services(ours, tmp_path, Phases(), threading.Event()):
         pass

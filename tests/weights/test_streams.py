@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.policy import Trainer, device, hf
+from ctpo_megatron.policy.device_memory import DeviceMemory
 
 pytestmark = pytest.mark.slow  # vLLM takes eight seconds to import
 
@@ -64,10 +66,8 @@ class Gathering(Trainer):
 
     def __init__(self, streams: Streams) -> None:
         self._model: Any = GatheringModel(streams)
+        self._memory = DeviceMemory(PolicyConfig(), self._model)
         self.layout: Any = None
-
-    def _at_work(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 class Group:

@@ -1,76 +1,64 @@
-"""The transport over TCP on one rank, with a fleet that records: where it serves, and what its records show."""
+"""The transport over TCP on one rank: where it serves, what arrives, and what a record of an offer shows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ctpo_megatron.base.addresses import address_toward, is_own
-from ctpo_megatron.engines.weights import EngineFacts, EngineWeights
+from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Offer, Share, fetched
-from ctpo_megatron.run.transports import make_transport
-from tests.engines.pool_helpers import OneRank, Source, make_config
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Message, Share, fetched
+from ctpo_megatron.engines.weights.tcp_transport import TcpOffer
+from tests.engines.pool_helpers import OneRank, Source
 
 TENSORS = {"model.layers.0.weight": torch.randn(3, 4), "model.norm.weight": torch.randn(4)}
 ELSEWHERE = "192.0.2.1"
 """Of no machine (RFC 5737)."""
 
 
-class Fleet:
-    """Takes what it is given; an engine that comes up later takes what there was last, before it is said to be up."""
-
-    transport = "tcp"
+class Engines:
+    """Take what they are told, when they are asked to: a `PendingUpdate` of one engine."""
 
     def __init__(self) -> None:
-        self.updates: list[Any] = []
-        self.taken: list[dict[str, torch.Tensor]] = []
+        self.message: dict[str, Any] = {}
 
-    def engine_facts(self) -> EngineFacts:
-        if self.updates:
-            self._take()
-        return EngineFacts(torch.float32, "127.0.0.1")
+    def tell(self, message: dict[str, Any]) -> None:
+        self.message = message
 
-    def begin_update(self, weights: EngineWeights, began: float) -> None:
-        assert weights.sums == {}  # nothing was copied yet
-        self.updates.append(weights)
-
-    def finish_update(self) -> None:
-        if self.updates:
-            self._take()
-
-    def _take(self) -> None:
-        arriving = Checksums(self.updates[-1].version, torch.float32)
-        with self.updates[-1].offered() as offer:
-            shares = [Share(*share) for share in offer["shares"]]
-            more = bytes.fromhex(offer["secret"]), offer["version"], offer["bucket_bytes"], offer["timeout_s"]
-            self.taken.append(dict(arriving.watch(fetched(shares, *more))))
-        assert arriving.sums == self.updates[-1].sums
+    def take(self, offer: WeightOffer) -> dict[str, torch.Tensor]:
+        """What arrives; it has the checksums of the offer."""
+        arriving = Checksums(offer.version, torch.float32)
+        message = Message(**self.message)
+        shares = [Share(*share) for share in message.shares]
+        more = bytes.fromhex(message.secret), message.version, message.bucket_bytes, message.timeout_s
+        taken = {name: tensor.clone() for name, tensor in arriving.watch(fetched(shares, *more))}
+        assert arriving.sums == offer.sums
+        return taken
 
 
 @pytest.fixture
-def sent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The weights that a run's transport gives its fleet, where `cluster.node_address` is the test's parameter."""
-    address = getattr(request, "param", None)
-    config = make_config(tmp_path, tmp_path, sections={"cluster": {"node_address": address}})
-    ranks: Any = OneRank()
-    fleet = Fleet()
-    services: Any = SimpleNamespace(pool=fleet, rollouts=None)
-    transport = make_transport(ranks, services, config)
-    transport.init()
-    transport.send(Source(TENSORS), 3)
-    [weights] = fleet.updates
-    yield weights
-    transport.send(Source({name: tensor + 1 for name, tensor in TENSORS.items()}), 4)
-    fleet.finish_update()
+def sent(request: pytest.FixtureRequest) -> Iterator[TcpOffer]:
+    """What a transport offers, where `cluster.node_address` is the test's parameter."""
+    settings = TransportSettings(64 << 10, 60.0, getattr(request, "param", None))
+    transport = open_transport(OneRank(), EngineFacts(torch.float32, "127.0.0.1", "tcp"), settings)
+    for version, added in ((3, 0), (4, 1)):
+        tensors = {name: tensor + added for name, tensor in TENSORS.items()}
+        engines: Any = Engines()
+        offer = transport.offer(Source(tensors), version)
+        assert isinstance(offer, TcpOffer) and offer.kept and offer.sums == {}  # nothing was copied yet
+        assert offer.names == TENSORS.keys() and offer.size == sum(tensor.nbytes for tensor in TENSORS.values())
+        offer.begin(engines)
+        offer.transfer()
+        for _ in range(2):  # the second time stands for an engine that starts later
+            taken = engines.take(offer)
+            assert all(torch.equal(taken[name], tensors[name]) for name in TENSORS)
+        if version == 3:
+            yield offer
     transport.close()
-    for taken, added in zip(fleet.taken, (0, 0, 1), strict=True):
-        assert all(torch.equal(taken[name], TENSORS[name] + added) for name in TENSORS)
 
 
 @pytest.mark.parametrize(
@@ -81,18 +69,11 @@ def test_weights_are_served_at_the_nodes_address(sent: Any, host: str) -> None:
     assert [share.host for share in sent.shares] == [host]
 
 
-def test_the_log_names_the_transport(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> None:
-    caplog.set_level("INFO")
-    request.getfixturevalue("sent")
-    assert "weights go to the engines by tcp (rollout.weights.transport: auto)" in caplog.messages
-
-
 def test_the_secret_is_not_shown(sent: Any) -> None:
     assert len(sent.secret) == SECRET_BYTES
-    with sent.offered() as offer:
-        for shown in (repr(sent), repr(Offer(**offer))):
-            assert "version=3" in shown
-            assert sent.secret.hex() not in shown and repr(sent.secret) not in shown
+    for shown in (repr(sent), repr(sent.message)):
+        assert "version=3" in shown
+        assert sent.secret.hex() not in shown and repr(sent.secret) not in shown
 
 
 def test_addresses_of_this_machine() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ctpo_megatron.engines.weights import EngineFacts
-from ctpo_megatron.engines.weights.checksums import Checksums, Sums
+from ctpo_megatron.base.stop import NeverStop
+from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, open_transport
+from ctpo_megatron.engines.weights.checksums import Checksums
+from ctpo_megatron.engines.weights.client import WeightClient
 from tests.engines.pool_helpers import OneRank
 from tests.support.deadlines import scaled
 
@@ -70,64 +74,75 @@ class Model:
         self.found |= {name: tensor.clone() for name, tensor in weights}
 
 
-class Engines:
-    """Two engines of one worker each, as `EngineClient`: vLLM's worker side in threads, without Ray."""
+class Engine:
+    """vLLM's worker side, without Ray: an engine handle and its process."""
 
-    workers = 2
+    name, log_path = "engine", Path("engine.log")
 
-    def __init__(self, group: Callable[[int], Communicator]) -> None:
+    def __init__(self) -> None:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-        self._group, self._pool = group, ThreadPoolExecutor(2)
-        self.models = [Model(), Model()]
+        self.model = Model()
         made: Callable[..., Any] = NCCLWeightTransferEngine
         parts = SimpleNamespace(parallel_config=None, model_config=None)
-        self.engines = [made(None, parts, torch.device("cpu"), model) for model in self.models]
-        self.members: tuple[object, ...] = (1, 1)
-        self.calls: list[str] = []
-        self.dies_in = -1
-        self.failed = False
+        self.worker = made(None, parts, torch.device("cpu"), self.model)
+        self.ready_ref = 1
 
-    def engine_facts(self) -> EngineFacts:
-        return EngineFacts(torch.float32, "127.0.0.1")
-
-    def begin(self, version: int, sums: Callable[[], Sums], failed: Callable[[], None]) -> None:
-        self.version, self.sums, self.on_failure, self.failed = version, sums, failed, False
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.calls.append("init")
-        infos = [init_info | {"rank_offset": init_info["rank_offset"] + number} for number in range(2)]
-        for engine, info in zip(self.engines, infos, strict=True):
-            engine.init_transfer_engine(engine.parse_init_info(info))
+    def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        self.worker.init_transfer_engine(self.worker.parse_init_info(info))
 
     def start_weight_update(self) -> None:
-        self.calls.append("start")
+        """Nothing is frozen."""
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.calls.append("update")
-        if len([call for call in self.calls if call == "update"]) - 1 == self.dies_in:
-            self.failed = True
-            return self.on_failure()
-        infos = [engine.parse_update_info(update_info) for engine in self.engines]
-        list(self._pool.map(lambda pair: pair[0].receive_weights(pair[1]), zip(self.engines, infos, strict=True)))
-        return None
+    def receive_weights(self, info: dict[str, Any]) -> None:
+        self.worker.receive_weights(self.worker.parse_update_info(info))
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.calls.append("finish")
-        self.agreed = self.sums()
+    def finish_weight_update(self, version: int) -> int:
+        return version
 
-    def settle(self, began: float, size: int) -> bool:
-        assert size == sum(tensor.nbytes for tensor in TENSORS.values())
-        if self.failed:
-            self.members = (1, 2)
-        return not self.failed
+
+class Update:
+    """Of two engines: a `PendingUpdate` that keeps what it is told."""
+
+    def __init__(self, offer: Any, engines: list[Engine]) -> None:
+        self.offer, self.engines, self.stop = offer, engines, NeverStop()
+        self.failed: dict[Any, Any] = {}
+        self.reports: list[Any] = []
+        offer.begin(self)
+
+    def take(self, engine: Engine, report: Any) -> None:
+        self.reports.append(report)
+
+    def fail(self, engine: Engine, why: Any) -> None:
+        self.failed[engine] = why
+
+
+class Engines:
+    """The calls of a client to two engines, in threads; the engine `dies` at call number `dies_in` of an update."""
+
+    def __init__(self) -> None:
+        self.all = [Engine(), Engine()]
+        self.calls: list[str] = []
+        self.dies_in = -1
+        self._pool = ThreadPoolExecutor(2)
+
+    def call(self, client: WeightClient, method: str, arguments: Any = None) -> list[tuple[Any, Any]]:
+        self.calls.append(method)
+        update: Any = client._update
+        if method == "receive_weights" and self.calls.count(method) - 1 == self.dies_in:
+            update.fail(self.all[1], "it died")
+            self.all[1].ready_ref += 1
+            time.sleep(1.0)  # rank zero would wait in a broadcast
+            return []
+        alive = [engine for engine in self.all if engine not in update.failed]
+        own = [()] * 2 if arguments is None else [(argument,) for argument in arguments]
+        jobs = [self._pool.submit(getattr(engine, method), *own[n]) for n, engine in enumerate(alive)]
+        return [(engine, job.result()) for engine, job in zip(alive, jobs, strict=True)]
 
 
 @pytest.fixture
 def rehearsal(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Engines, list[Communicator]]:
     from vllm.distributed.weight_transfer import nccl_engine, packed_tensor
-
-    from ctpo_megatron.engines.weights.vllm import VllmTransport
 
     made: list[Communicator] = []
     inboxes: list[Any] = []
@@ -148,24 +163,33 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Engines, list[Commu
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda *_: (stream, stream))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    engines = Engines(lambda rank: Communicator(inboxes, rank))
-    transport = VllmTransport(OneRank(), 0, engines, "nccl", bucket_bytes=300, timeout_s=scaled(20))
-    transport.init()
+    engines = Engines()
+    monkeypatch.setattr(WeightClient, "_call", lambda *call: engines.call(*call))
+    settings = TransportSettings(300, scaled(20))
+    transport = open_transport(OneRank(), EngineFacts(torch.float32, "127.0.0.1", "nccl"), settings)
     return transport, engines, made
+
+
+ROUND = ["start_weight_update", "receive_weights", "finish_weight_update"]
 
 
 def test_both_engines_get_every_tensor_and_its_checksum(rehearsal: tuple[Any, Engines, list[Communicator]]) -> None:
     transport, engines, made = rehearsal
     source = Source()
     for version in (1, 2):
-        transport.send(source, version)
+        offer = transport.offer(source, version)
+        update = Update(offer, engines.all)
+        offer.transfer()
         expected = Checksums(version, torch.float32)
         for name, tensor in TENSORS.items():
             expected.add(name, tensor)
-            for model in engines.models:
-                assert model.found[name].dtype == tensor.dtype and torch.equal(model.found[name], tensor)
-        assert engines.agreed == expected.sums
-    assert engines.calls == ["init", "start", "update", "finish", "start", "update", "finish"]
+            for engine in engines.all:
+                assert engine.model.found[name].dtype == tensor.dtype
+                assert torch.equal(engine.model.found[name], tensor)
+        assert offer.sums == expected.sums and offer.names == TENSORS.keys() and not offer.kept
+        assert offer.size == sum(tensor.nbytes for tensor in TENSORS.values())
+        assert update.reports == [version, version] and not update.failed
+    assert engines.calls == ["init_weight_transfer", *ROUND, *ROUND]
     assert source.passes == 2 and len(made) == 1
     assert made[0].sent == 2 * sum(tensor.nbytes for tensor in TENSORS.values())
     transport.close()
@@ -177,35 +201,36 @@ def test_a_new_group_after_an_engine_died(rehearsal: tuple[Any, Engines, list[Co
     transport, engines, made = rehearsal
     source = Source()
     engines.dies_in = 0
-    transport.send(source, 1)
+    offer = transport.offer(source, 1)
+    first = Update(offer, engines.all)
+    offer.transfer()
+    assert list(first.failed) == [engines.all[1]] and made[0].destroyed.is_set()
+    second = Update(offer, engines.all)
+    offer.transfer()
+    assert not second.failed and second.reports == [1, 1]
     assert [communicator.destroyed.is_set() for communicator in made] == [True, False]
-    assert engines.calls == ["init", "start", "update", "finish", "init", "start", "update", "finish"]
+    assert engines.calls == ["init_weight_transfer", *ROUND] * 2
     assert source.passes == 2
-    assert all(torch.equal(engines.models[1].found[name], tensor) for name, tensor in TENSORS.items())
-    engines.dies_in = 2
-    engines.update_weights = lambda _: (setattr(engines, "failed", True), engines.on_failure())[0]  # type: ignore[method-assign]
-    with pytest.raises(TimeoutError, match="weights 2 reached not all engines in 2 attempts"):
-        transport.send(source, 2)
+    assert all(torch.equal(engines.all[1].model.found[name], tensor) for name, tensor in TENSORS.items())
 
 
 def test_handles_of_gpu_memory_arrive_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuples with classes in them, which the engine's own serialization refuses: as vLLM's HTTP client sends them."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
-    from ctpo_megatron.engines import WeightClient
-
     class Recorder(WeightClient):
-        def _all(self, method: str, arguments: Any = None) -> Any:
+        def _call(self, method: str, arguments: Any = None) -> Any:
             self.asked = (method, arguments)
             return []
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    fleet: Any = SimpleNamespace(engines=[1])
-    client = Recorder(fleet, 1, 1.0)
+    update: Any = SimpleNamespace(engines=[1])
+    client = Recorder(1, 1.0)
+    client.begin(update)
     handles = {"GPU-1": (torch.Tensor, torch.Size([3]), b"handle", torch.uint8)}
     names: dict[str, Any] = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[3]], "tensor_sizes": [12]}
     client.update_weights({**names, "ipc_handles": handles, "ipc_handles_pickled": None})
-    method, [[info]] = client.asked
+    method, [info] = client.asked
     assert method == "receive_weights"
     taken = IPCWeightTransferEngine.parse_update_info(SimpleNamespace(update_info_cls=_ipc_info()), info)  # type: ignore[arg-type]
     assert taken.ipc_handles == handles

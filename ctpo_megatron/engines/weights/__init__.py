@@ -2,22 +2,24 @@
 
 from ctpo_megatron.engines.weights.offer import (
     EngineFacts,
-    EngineFleet,
-    EngineWeights,
-    FileTransport,
+    OffersWeights,
     Ranks,
-    WeightReceiver,
+    Transport,
+    TransportSettings,
+    WeightOffer,
     WeightSource,
     WeightTransport,
+    open_transport,
 )
 
 __all__ = [
     "EngineFacts",
-    "EngineFleet",
-    "EngineWeights",
-    "FileTransport",
+    "OffersWeights",
     "Ranks",
-    "WeightReceiver",
+    "Transport",
+    "TransportSettings",
+    "WeightOffer",
     "WeightSource",
     "WeightTransport",
+    "open_transport",
 ]

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight update: one safetensors file in shared memory, of which only the path travels."""
+"""The transport by one safetensors file in shared memory, of which only the path travels."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
+
+from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, WeightOffer, WeightSource
 
 if TYPE_CHECKING:
     import torch
 
+    from ctpo_megatron.engines.updates import PendingUpdate
     from ctpo_megatron.engines.weights.checksums import Sums
 
 log = logging.getLogger(__name__)
@@ -31,9 +36,9 @@ class WeightSnapshot:
     """The weights of one version, kept so that an engine that starts later can be given them again.
 
     Tensors are written as they come; in the process one of them exists at a time. They go to shared memory, and to the
-    temporary directory once that is full. The file has a name only while `published()`; between updates it lives on as
-    an open descriptor, so nothing is left behind in shared memory however the process ends, except in the middle of an
-    update.
+    temporary directory once that is full. The file has a name only while it is published; between updates it lives on
+    as an open descriptor, so nothing is left behind in shared memory however the process ends, except in the middle of
+    an update.
     """
 
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -59,18 +64,22 @@ class WeightSnapshot:
                 writer.path.parent,
             )
         self.names, self.size, self._path = writer.names, writer.tensor_bytes, writer.path
+        self._readers = 0
         self._file: IO[bytes] = open(self._path, "rb")  # noqa: SIM115 - held for the life of the snapshot
 
-    @contextmanager
-    def published(self) -> Iterator[str]:
-        """Path of the file, valid inside the block; unlinked on leaving it."""
+    def publish(self) -> str:
+        """Path of the file, which exists until `unpublish` was called as often."""
+        self._readers += 1
         if not self._path.exists():
             self._file.seek(0)
             with self._path.open("wb") as copy:
                 shutil.copyfileobj(self._file, copy, 1 << 24)
-        try:
-            yield str(self._path)
-        finally:
+        return str(self._path)
+
+    def unpublish(self) -> None:
+        """One reader of the file has ended; the last one takes the file's name away."""
+        self._readers -= 1
+        if not self._readers:
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -79,13 +88,16 @@ class WeightSnapshot:
         self._file.close()
 
 
-class FileWeights:
-    """`EngineWeights` in one file, for engines of this node."""
+class FileOffer:
+    """A `WeightOffer` in one file of rank zero's node, for engines of that node."""
+
+    kept = True
 
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: torch.dtype) -> None:
         """dtype: of the engines. Raises ValueError for no tensors, or a name that comes twice."""
         from ctpo_megatron.engines.weights.checksums import Checksums
 
+        self.began = time.monotonic()
         checksums = Checksums(version, dtype)
         self._snapshot = WeightSnapshot(checksums.watch(named_tensors), version)
         if not self._snapshot.names:
@@ -94,15 +106,61 @@ class FileWeights:
         self.version, self.names, self.size = version, self._snapshot.names, self._snapshot.size
         self.sums: Sums = checksums.sums
 
-    @contextmanager
-    def offered(self) -> Iterator[dict[str, Any]]:
-        """See `EngineWeights`."""
-        with self._snapshot.published() as path:
-            yield {"path": path}
+    def begin(self, update: PendingUpdate) -> None:
+        """See `WeightOffer`."""
+        update.tell({"path": self._snapshot.publish()})
+
+    def transfer(self) -> None:
+        """The tensors are in the file already."""
+
+    def end(self) -> None:
+        """See `WeightOffer`."""
+        self._snapshot.unpublish()
 
     def close(self) -> None:
         """Release the memory."""
         self._snapshot.close()
+
+
+@dataclass
+class SentElsewhere:
+    """The `WeightOffer` of a rank that helped to gather tensors, which rank zero offers."""
+
+    version: int
+    names: frozenset[str] = frozenset()
+    size: int = 0
+    began: float = 0.0
+    kept: bool = True
+    sums: Sums = field(default_factory=dict)
+
+    def begin(self, update: PendingUpdate) -> None:
+        """Rank zero's is begun."""
+
+    def transfer(self) -> None:
+        """The tensors are in rank zero's file already."""
+
+    def end(self) -> None:
+        """Rank zero's ends."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class FileTransport:
+    """For engines on rank zero's node. Every tensor is gathered on all ranks, one at a time; rank zero writes them."""
+
+    def __init__(self, ranks: Ranks, facts: EngineFacts) -> None:
+        self._ranks, self._facts = ranks, facts
+
+    def offer(self, source: WeightSource, version: int) -> WeightOffer:
+        """See `WeightTransport`."""
+        if self._ranks.is_rank_zero:
+            return FileOffer(source.weights(), version, self._facts.dtype)
+        deque(source.weights(), maxlen=0)  # a loop would keep each tensor while the next one is gathered
+        return SentElsewhere(version)
+
+    def close(self) -> None:
+        """Nothing lasts longer than an offer."""
 
 
 def checkpoint_names(model_path: str | Path) -> frozenset[str]:

@@ -1,20 +1,27 @@
-"""How the trainer's weights reach the engines: the protocols, and the way through one file of rank zero's node."""
+"""How the trainer's weights reach the engines: a transport makes an offer, the engine pool has it taken.
+
+offer = transport.offer(trainer, version)   # all ranks
+pool.update(offer)                          # rank zero: engines begin to take it
+offer.transfer()                            # all ranks: the tensors travel
+pool.finish_update()                        # rank zero: version and checksums of every engine are compared
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
+
+from ctpo_megatron.config import WeightsConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from ctpo_megatron.engines.updates import PendingUpdate
     from ctpo_megatron.engines.weights.checksums import Sums
 
 T = TypeVar("T")
-NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
+Transport = Literal["file", "tcp", "nccl", "ipc"]
 
 
 class WeightSource(Protocol):
@@ -33,82 +40,63 @@ class WeightSource(Protocol):
         """Name, shape and dtype of all `weights`, in their order, on every rank. Collective; no weight is moved."""
 
 
-class EngineWeights(Protocol):
-    """One version of the weights, that engines can be given as often as it takes until it is closed."""
+class WeightOffer(Protocol):
+    """One version of the weights on its way to the engines; one object on every rank.
 
-    @property
-    def version(self) -> int: ...
+    names: of all tensors. size: bytes that an engine takes. began: when the offer began to be made, monotonic seconds.
+    kept: whether engines can be given it again until it is closed, such as one that is replaced; otherwise these wait
+    for the next offer. sums: of the tensors in the engines' dtype; complete once `transfer` has returned.
+    """
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Of all tensors."""
+    version: int
+    names: frozenset[str]
+    size: int
+    began: float
+    kept: bool
 
     @property
     def sums(self) -> Sums:
-        """What the engines' own parameters have to sum up to; complete when the update is to be finished."""
+        """By tensor name."""
 
-    @property
-    def size(self) -> int:
-        """Bytes that an engine takes."""
+    def begin(self, update: PendingUpdate) -> None:
+        """Tell the engines of an update what to take, or remember them for `transfer`. Rank zero; called once for each
+        update, also while earlier ones of the same offer have not ended."""
 
-    def offered(self) -> AbstractContextManager[dict[str, Any]]:
-        """What an engine is told in order to take them; valid inside the block."""
+    def transfer(self) -> None:
+        """Make the tensors available, or send them. Collective; afterwards the trainer may change its weights."""
+
+    def end(self) -> None:
+        """An update that `begin` began has ended. Rank zero."""
 
     def close(self) -> None:
-        """Release them."""
+        """Release what the offer holds; not collective."""
 
 
-@dataclass(frozen=True)
-class EngineFacts:
-    """dtype: of the engines' parameters. address: of an engine's node."""
+class OffersWeights(Protocol):
+    """The trainer as the engine pool sees it: `TrainerGroup`, on rank zero. Both methods are collective."""
 
-    dtype: torch.dtype
-    address: str
+    def offer(self, version: int) -> WeightOffer:
+        """Offer the current weights as `version`; see `WeightTransport.offer`."""
 
-
-class EngineFleet(Protocol):
-    """Has the engines: `EnginePool`, on rank zero."""
-
-    def engine_facts(self) -> EngineFacts:
-        """What a transport has to know of the engines; waits until they are up."""
-
-    def begin_update(self, weights: EngineWeights, began: float) -> None:
-        """All engines begin to take these weights, which the fleet closes when it is given the next ones.
-
-        began: when they began to be made, on the monotonic clock.
-        """
-
-    def finish_update(self) -> None:
-        """Return when all engines have the weights of the last `begin_update`, and were checked."""
-
-
-class WeightReceiver(Protocol):
-    """Takes the weights: a rollout source."""
-
-    def publish(self, named_tensors: NamedTensors, version: int) -> None:
-        """Sample with these weights from now on; they are `version`, and not needed afterwards."""
+    def transfer(self) -> None:
+        """See `WeightOffer.transfer`, of the latest offer."""
 
 
 class WeightTransport(Protocol):
     """Carries weights from the trainer to the engines; one object on every trainer rank."""
 
-    def init(self) -> None:
-        """Prepare what lasts for the run, once; collective."""
-
-    def send(self, source: WeightSource, version: int) -> None:
-        """Give every engine the weights; what is sampled afterwards is of them. Collective.
-
-        Returns when the trainer can change them. Engines that take a copy of them may still be at it: each says then
-        that they are `version`, and is checked (`EngineFleet.finish_update`). An engine that is late by
-        `rollout.weights.timeout_s` or dies is replaced, and the new one is given them.
-        """
+    def offer(self, source: WeightSource, version: int) -> WeightOffer:
+        """Offer the current weights as `version`. Collective. The engines must have taken the offer before it."""
 
     def close(self) -> None:
-        """Release what `init` and `send` made; not collective."""
+        """Release what lasts longer than an offer; not collective."""
 
 
 class Ranks(Protocol):
     """The trainer's ranks, as a transport calls them: `Layout`."""
+
+    @property
+    def rank(self) -> int: ...
 
     @property
     def is_rank_zero(self) -> bool: ...
@@ -120,25 +108,45 @@ class Ranks(Protocol):
         """Every rank's value, on every rank, in rank order."""
 
 
-class FileTransport:
-    """Every tensor is gathered on all ranks, one at a time; rank zero hands it to the receiver of its process.
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a transport has to know of the engines.
 
-    For engines on rank zero's node: `EnginePool` writes the tensors to one file in shared memory.
+    dtype: of their parameters. address: of an engine's node. transport: what carries weights to them. workers: GPUs of
+    one engine.
     """
 
-    def __init__(self, receiver: WeightReceiver | None) -> None:
-        """receiver: None on ranks other than zero."""
-        self._receiver = receiver
+    dtype: torch.dtype
+    address: str
+    transport: Transport
+    workers: int = 1
 
-    def init(self) -> None:
-        """Nothing lasts longer than an update."""
 
-    def send(self, source: WeightSource, version: int) -> None:
-        """See `WeightTransport`."""
-        if self._receiver is not None:
-            self._receiver.publish(source.weights(), version)
-        else:
-            deque(source.weights(), maxlen=0)  # a loop would keep each tensor while the next one is gathered
+@dataclass(frozen=True)
+class TransportSettings:
+    """bucket_bytes: of tensors that travel together. timeout_s: `rollout.weights.timeout_s`. address: of rank zero's
+    node; None: found from the address of an engine."""
 
-    def close(self) -> None:
-        """Nothing to release; the fleet has the weights."""
+    bucket_bytes: int
+    timeout_s: float
+    address: str | None = None
+
+    @classmethod
+    def of(cls, weights: WeightsConfig, address: str | None = None) -> Self:
+        """As configured: `rollout.weights` and `cluster.node_address`."""
+        return cls(weights.bucket_mib << 20, weights.timeout_s, address)
+
+
+def open_transport(ranks: Ranks, facts: EngineFacts, settings: TransportSettings) -> WeightTransport:
+    """The transport of these engines; collective."""
+    if facts.transport == "file":
+        from ctpo_megatron.engines.weights.file import FileTransport
+
+        return FileTransport(ranks, facts)
+    if facts.transport == "tcp":
+        from ctpo_megatron.engines.weights.tcp_transport import TcpTransport
+
+        return TcpTransport(ranks, facts, settings)
+    from ctpo_megatron.engines.weights.vllm import VllmTransport
+
+    return VllmTransport(ranks, facts, settings)

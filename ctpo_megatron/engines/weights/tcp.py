@@ -125,7 +125,7 @@ class Share:
 
 
 @dataclass
-class Offer:
+class Message:
     """What an engine is told in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
 
     shares: list[tuple[str, int, Sequence[Entry]]]

@@ -4,103 +4,95 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.addresses import own_address
-from ctpo_megatron.engines.weights.checksums import Checksums
+from ctpo_megatron.engines.weights.checksums import Checksums, Sums
 from ctpo_megatron.engines.weights.memory import WeightMemory
-from ctpo_megatron.engines.weights.offer import EngineFleet, Ranks, WeightSource
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Offer, Share, WeightServer
+from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Message, Share, WeightServer
+
+if TYPE_CHECKING:
+    from ctpo_megatron.engines.updates import PendingUpdate
 
 
-@dataclass(frozen=True)
-class ServedWeights:
-    """`EngineWeights` that all ranks serve, of which some may still be copied; each rank closes its own."""
+@dataclass
+class TcpOffer:
+    """A `WeightOffer` that all ranks serve, of which some may still be copied; each rank closes its own."""
 
     version: int
     shares: Sequence[Share]
-    sums: dict[str, tuple[int, int]]
     secret: bytes = field(repr=False)
-    bucket_bytes: int
-    timeout_s: float
+    settings: TransportSettings
+    memory: WeightMemory = field(repr=False)
+    source: WeightSource = field(repr=False)
+    ranks: Ranks = field(repr=False)
+    checksums: Checksums = field(repr=False)
+    began: float
+    kept: bool = True
+    sums: Sums = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        entries = [entry for share in self.shares for entry in share.entries]
+        self.names = frozenset(entry[0] for entry in entries)
+        self.size = sum(entry[4] for entry in entries)
 
     @property
-    def names(self) -> frozenset[str]:
-        """See `EngineWeights`."""
-        return frozenset(entry[0] for share in self.shares for entry in share.entries)
-
-    @property
-    def size(self) -> int:
-        """See `EngineWeights`."""
-        return sum(entry[4] for share in self.shares for entry in share.entries)
-
-    @contextmanager
-    def offered(self) -> Iterator[dict[str, Any]]:
-        """See `EngineWeights`."""
+    def message(self) -> Message:
+        """What an engine is told."""
         shares = [(share.host, share.port, share.entries) for share in self.shares]
-        yield vars(Offer(shares, self.secret.hex(), self.version, self.bucket_bytes, self.timeout_s))
+        return Message(shares, self.secret.hex(), self.version, self.settings.bucket_bytes, self.settings.timeout_s)
+
+    def begin(self, update: PendingUpdate) -> None:
+        """See `WeightOffer`; engines may connect before there is anything to fetch."""
+        update.tell(vars(self.message))
+
+    def transfer(self) -> None:
+        """Copy what this rank owns, and exchange the checksums. Returns while engines still fetch."""
+        self.memory.fill(self.source.own_weights(), self.checksums)
+        for sums in self.ranks.gather(self.checksums.sums):
+            self.sums.update(sums)
+
+    def end(self) -> None:
+        """The copy stays."""
 
     def close(self) -> None:
-        """Nothing that rank zero could do for the others."""
+        """The next offer takes the memory over."""
 
 
 class TcpTransport:
     """For engines on any node. A copy of what a rank owns stays in its node's memory until the next version."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        engines: EngineFleet | None,
-        *,
-        bucket_bytes: int,
-        timeout_s: float,
-        address: str | None = None,
-    ) -> None:
-        """engines: None on ranks other than zero. address: that of rank zero's node; others, or all where it is None,
-        serve on the one toward an engine's node."""
-        self._ranks, self._engines, self._address = ranks, engines, address
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+    def __init__(self, ranks: Ranks, facts: EngineFacts, settings: TransportSettings) -> None:
+        """Agree on a secret, and begin to serve; collective. Ranks that are not on the node of `settings.address` serve
+        on their address toward an engine's node."""
+        self._ranks, self._facts, self._settings = ranks, facts, settings
         self._memory = WeightMemory()
-        self._server: WeightServer | None = None
+        self._secret = ranks.on_rank_zero(lambda: secrets.token_bytes(SECRET_BYTES))
+        host = own_address(settings.address, facts.address)
+        self._server = WeightServer(host, self._secret, settings.timeout_s)
 
-    def init(self) -> None:
-        """Agree on a secret, and begin to serve; waits until the engines are up."""
-        self._secret = self._ranks.on_rank_zero(lambda: secrets.token_bytes(SECRET_BYTES))
-        facts = self._ranks.on_rank_zero(lambda: self._rank_zero.engine_facts())
-        host = own_address(self._address, facts.address)
-        self._server = WeightServer(host, self._secret, self._timeout_s)
-
-    def send(self, source: WeightSource, version: int) -> None:
-        """See `WeightTransport`."""
-        if self._server is None:
-            raise RuntimeError("init comes before send")
-        self._ranks.on_rank_zero(lambda: self._rank_zero.finish_update())  # whose copies are gone afterwards
-        # Until they are up: a replaced engine is given the former version first.
-        facts = self._ranks.on_rank_zero(lambda: self._rank_zero.engine_facts())
+    def offer(self, source: WeightSource, version: int) -> TcpOffer:
+        """See `WeightTransport`. The former version cannot be fetched any more."""
         began = time.monotonic()
         self._memory.plan(source.own_weight_shapes(), version)
         self._server.serve(self._memory)
         shares = self._ranks.gather(Share(*self._server.address, self._memory.entries))
-        served = ServedWeights(
-            version, [share for share in shares if share.entries], {}, self._secret, self._bucket_bytes, self._timeout_s
+        return TcpOffer(
+            version,
+            [share for share in shares if share.entries],
+            self._secret,
+            self._settings,
+            self._memory,
+            source,
+            self._ranks,
+            Checksums(version, self._facts.dtype),
+            began,
         )
-        self._ranks.on_rank_zero(lambda: self._rank_zero.begin_update(served, began))
-        checksums = Checksums(version, facts.dtype)
-        self._memory.fill(source.own_weights(), checksums)
-        for sums in self._ranks.gather(checksums.sums):
-            served.sums.update(sums)
 
     def close(self) -> None:
         """See `WeightTransport`."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-            self._memory.close()
-
-    @property
-    def _rank_zero(self) -> EngineFleet:
-        assert self._engines is not None  # asked for in actions of rank zero only
-        return self._engines
+        self._server.close()
+        self._memory.close()

@@ -11,9 +11,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, TrainerWeightTransferEngine
@@ -24,39 +24,15 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ctpo_megatron.base.addresses import own_address
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
-from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, WeightSource
+from ctpo_megatron.engines.weights.client import WeightClient
+from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
+
+if TYPE_CHECKING:
+    from ctpo_megatron.engines.updates import PendingUpdate
 
 log = logging.getLogger(__name__)
 
-_ATTEMPTS = 2
-
-
-class EngineClient(Protocol):
-    """The engines of all fleets as vLLM's `VLLMWeightSyncClient`, on rank zero; its methods do not raise.
-
-    An engine that fails or is late is left out of what follows, and is one of those that `settle` replaces. Otherwise
-    rank zero would leave a collective in which the other ranks wait for it.
-    """
-
-    @property
-    def workers(self) -> int:
-        """Of all engines."""
-
-    @property
-    def members(self) -> tuple[object, ...]:
-        """Changes when an engine is replaced."""
-
-    def engine_facts(self) -> EngineFacts:
-        """What a transport has to know of the engines; waits until they are up."""
-
-    def begin(self, version: int, sums: Callable[[], Sums], failed: Callable[[], None]) -> None:
-        """An update begins, and its deadline. sums: asked for at its end. failed: called when an engine fails."""
-
-    def settle(self, began: float, size: int) -> bool:
-        """Whether all engines took the weights; otherwise those that did not are replaced, and wait for theirs.
-
-        Raises WeightSyncError when an engine keeps something else than was sent.
-        """
+ABORT_POLL_S = 0.25  # how often it is checked whether an engine has failed in a transfer
 
 
 class TrainerWeights(VllmSource):
@@ -67,6 +43,11 @@ class TrainerWeights(VllmSource):
         self._declared = [ParamMeta(name, dtype, shape) for name, shape, dtype in source.weight_shapes()]
         self._running: Iterator[tuple[str, torch.Tensor]] | None = None
         self.checksums: Checksums | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        return frozenset(meta.name for meta in self._declared)
 
     @property
     def size(self) -> int:
@@ -94,121 +75,138 @@ class TrainerWeights(VllmSource):
 
 
 class VllmTransport:
-    """Rank zero broadcasts to all engines (`nccl`), or every rank shows its GPU's engines its memory (`ipc`)."""
+    """Rank zero broadcasts to all engines (`nccl`), or every rank shows its GPU's engines its memory (`ipc`).
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        rank: int,
-        engines: EngineClient | None,
-        kind: str,
-        *,
-        bucket_bytes: int,
-        timeout_s: float,
-        address: str | None = None,
-    ) -> None:
-        """kind: `nccl` or `ipc`. engines: None on ranks other than zero. address: of rank zero; None: detected."""
-        self._ranks, self._rank, self._engines, self._kind, self._address = ranks, rank, engines, kind, address
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+    The group with the engines is opened in the first update, and again after an engine was replaced.
+    """
+
+    def __init__(self, ranks: Ranks, facts: EngineFacts, settings: TransportSettings) -> None:
+        self.ranks, self.facts, self._settings = ranks, facts, settings
+        self.client = WeightClient(facts.workers, settings.timeout_s)
         self._trainer: TrainerWeightTransferEngine[Any] | None = None
         self._weights: TrainerWeights | None = None
         self._members: tuple[object, ...] = ()
+        self._broken = False
 
-    def init(self) -> None:
-        """Wait until the engines are up; they are met in the first update, and again after one was replaced."""
-        self._facts = self._ranks.on_rank_zero(lambda: self._rank_zero.engine_facts())
-
-    def send(self, source: WeightSource, version: int) -> None:
-        """See `WeightTransport`. Raises TimeoutError when engines failed that were replaced for this update, too."""
-        for _ in range(_ATTEMPTS):
-            began = time.monotonic()
-            weights = self._meet(source)
-            self._ranks.on_rank_zero(partial(self._begin, weights, version))
-            self._transfer(weights, version)
-            if self._ranks.on_rank_zero(partial(self._settle, began, weights.size)):
-                return
-            self.close()
-        raise TimeoutError(f"weights {version} reached not all engines in {_ATTEMPTS} attempts; their logs say why")
-
-    def _settle(self, began: float, size: int) -> bool:
-        return self._rank_zero.settle(began, size)
+    def offer(self, source: WeightSource, version: int) -> VllmOffer:
+        """See `WeightTransport`."""
+        if self._weights is None:
+            self._weights = TrainerWeights(source)
+        return VllmOffer(version, self, self._weights)
 
     def close(self) -> None:
-        """Leave the engines; they are met again in the next update."""
+        """Leave the group; it is opened again in the next update."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.shutdown()
 
-    def _meet(self, source: WeightSource) -> TrainerWeights:
-        """Open a group with the engines as they are now, unless it is open."""
-        if self._ranks.on_rank_zero(lambda: self._rank_zero.members != self._members):
+    def group(self, offer: VllmOffer) -> TrainerWeightTransferEngine[Any]:
+        """The group with the engines as they are now; collective. Raises EngineError when an engine does not join."""
+        if self.ranks.on_rank_zero(lambda: self._broken or self.client.members != self._members):
             self.close()
-        if self._weights is None:
-            self._weights = TrainerWeights(source)
         if self._trainer is None:
-            info = self._ranks.on_rank_zero(self._open)
+            info = self.ranks.on_rank_zero(lambda: self._open(offer))
             if self._trainer is None:
-                info.rank = self._rank
-                nobody: Any = None  # vLLM's other ranks never call the engines
-                self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=nobody, source=self._weights)
-        return self._weights
+                self._trainer = self._join(offer, info)
+        return self._trainer
 
-    def _open(self) -> TrainerInitInfo:
-        """Rank zero's side, whose failure all ranks shall hear of."""
-        info, client = self._init_info(), self._rank_zero
-        opened: Any = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._weights)
-        self._trainer, self._members = opened, client.members
+    def _open(self, offer: VllmOffer) -> TrainerInitInfo:
+        """Rank zero's side, whose failure all ranks raise."""
+        info = self._init_info(offer)
+        opened: Any = WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=offer.weights)
+        self._trainer, self._members, self._broken = opened, self.client.members, False
         return info
 
-    def _init_info(self) -> TrainerInitInfo:
-        assert self._weights is not None
-        size = max(self._bucket_bytes, self._weights.largest)  # with less, vLLM refuses it (IPC) or warns of it
-        if self._kind == "ipc":
+    def _join(self, offer: VllmOffer, info: TrainerInitInfo) -> TrainerWeightTransferEngine[Any]:
+        info.rank = self.ranks.rank
+        no_client: Any = None  # vLLM's other ranks never call the engines
+        return WeightTransferTrainerFactory.trainer_init(info, client=no_client, source=offer.weights)
+
+    def _init_info(self, offer: VllmOffer) -> TrainerInitInfo:
+        # With less than the largest tensor, vLLM refuses the size (IPC) or warns of it.
+        size = max(self._settings.bucket_bytes, offer.weights.largest)
+        if self.facts.transport == "ipc":
             return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=0)
-        host = own_address(self._address, self._facts.address)
+        host = own_address(self._settings.address, self.facts.address)
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
         return NCCLTrainerInitInfo(
             master_address=host,
             master_port=port,
-            world_size=1 + self._rank_zero.workers,
+            world_size=1 + self.client.workers,
             packed=True,
             packed_buffer_size_bytes=size,
             rank=0,
         )
 
-    def _begin(self, weights: TrainerWeights, version: int) -> None:
-        assert self._trainer is not None
-        checksums = weights.checksums = Checksums(version, self._facts.dtype)
-        self._rank_zero.begin(version, lambda: checksums.sums, self._abort)
-
-    def _transfer(self, weights: TrainerWeights, version: int) -> None:
-        """One round of vLLM's trainer side. NCCL would wait for a dead engine for ever: it is aborted instead."""
-        trainer = self._trainer
-        assert trainer is not None
-        if self._engines is None:
-            trainer.send_weights()
-            return
-        abort = threading.Timer(self._timeout_s, self._abort)
-        abort.start()
-        try:
-            trainer.send_weights()
-        except RuntimeError as error:  # of NCCL, when it was aborted; `settle` knows which engines failed
-            log.warning("weights %d: the transfer was broken off: %s", version, error)
-            weights.drain()
-        finally:
-            abort.cancel()
-
-    def _abort(self) -> None:
+    def abort(self) -> None:
         """End what waits in NCCL, and make the rest of the transfer do nothing; from any thread."""
+        self._broken = True
         group = getattr(self._trainer, "model_update_group", None)
         if group is not None:
             group.destroy()
 
+
+class VllmOffer:
+    """A `WeightOffer` that vLLM's trainer side sends; no copy of it is kept."""
+
+    kept = False
+
+    def __init__(self, version: int, transport: VllmTransport, weights: TrainerWeights) -> None:
+        self.version, self.names, self.size = version, weights.names, weights.size
+        self.weights, self.began = weights, time.monotonic()
+        self._transport = transport
+        self._checksums = Checksums(version, transport.facts.dtype)
+
     @property
-    def _rank_zero(self) -> EngineClient:
-        assert self._engines is not None  # asked for in actions of rank zero only
-        return self._engines
+    def sums(self) -> Sums:
+        """See `WeightOffer`."""
+        return self._checksums.sums
+
+    def begin(self, update: PendingUpdate) -> None:
+        """See `WeightOffer`; the engines are met in `transfer`."""
+        self._transport.client.begin(update)
+
+    def transfer(self) -> None:
+        """One round of vLLM's trainer side; the update hears what became of each engine."""
+        group = self._transport.group(self)
+        if self._transport.ranks.is_rank_zero:
+            self.weights.checksums = self._checksums = Checksums(self.version, self._transport.facts.dtype)
+            self._lead(group)
+        else:
+            group.send_weights()
+
+    def _lead(self, group: TrainerWeightTransferEngine[Any]) -> None:
+        with self._aborted_on_failure():
+            try:
+                group.send_weights()
+            except RuntimeError as error:  # of NCCL, when it was aborted; the update knows which engines failed
+                log.warning("weights %d: the transfer was aborted: %s", self.version, error)
+                self.weights.drain()
+
+    @contextmanager
+    def _aborted_on_failure(self) -> Iterator[None]:
+        """NCCL would wait for a dead engine for ever: within, the transfer is aborted once an engine has failed."""
+        over, client = threading.Event(), self._transport.client
+
+        def watch() -> None:
+            while not over.wait(ABORT_POLL_S):
+                if client.failed or client.is_late:
+                    return self._transport.abort()
+
+        watcher = threading.Thread(target=watch, name="weight transfer", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
 
 def _bytes(meta: ParamMeta) -> int:

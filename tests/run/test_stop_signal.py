@@ -1,4 +1,4 @@
-"""Who can ask a run to end, what it does then, and what is known of the time it has."""
+"""What sets the stop signal, what a run does then, and what is known of the time it has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.base.signals import ENDING
-from ctpo_megatron.run import Preemption
+from ctpo_megatron.base.stop_signal import StopSignal
 from ctpo_megatron.run.scheduler import job_end, warn_of_short_grace
 from tests.tracking.synthetic_run import make_config
 
@@ -43,20 +43,20 @@ def send(number: signal.Signals) -> None:
 def test_every_way_to_ask_saves_where_there_is_something_and_ends_the_process_elsewhere(
     number: signal.Signals, name: str, status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    preemption = Preemption(grace_s=60)
-    with preemption.deferred():
-        assert not preemption.asked()
+    stop = StopSignal(grace_s=60)
+    with stop.deferred():
+        assert not stop.is_set()
         for _ in range(2):  # the second is one press of Ctrl-C that came twice, or no news
             send(number)
-        assert preemption.asked()
-    assert preemption.leave() == status
+        assert stop.is_set()
+    assert stop.leave() == status
     send(number)  # while engines and sandbox are closed
     assert capfd.readouterr().err == f"{name}: a checkpoint follows, within 60 s (checkpoint.grace_s)\n"
-    Preemption(grace_s=60)
+    StopSignal(grace_s=60)
     with pytest.raises(SystemExit) as ended:
         send(number)
     assert ended.value.code == status
-    assert capfd.readouterr().err == f"{name}: leaving at once; no step is at hand\n"
+    assert capfd.readouterr().err == f"{name}: stopping now; no training step is running\n"
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGALRM])
@@ -64,7 +64,7 @@ def test_what_is_asked_again_does_not_interrupt_the_end(
     second: signal.Signals, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm repeats itself, and the job's end may come meanwhile; engines and sandbox are to be closed."""
-    Preemption(grace_s=60, job_end=time.time() + 3600)
+    StopSignal(grace_s=60, job_end=time.time() + 3600)
     closed = False
     with pytest.raises(SystemExit) as ended:
         try:
@@ -73,7 +73,7 @@ def test_what_is_asked_again_does_not_interrupt_the_end(
             send(second)
             closed = True
     assert closed and ended.value.code == 143
-    assert capfd.readouterr().err == "SIGTERM: leaving at once; no step is at hand\n"
+    assert capfd.readouterr().err == "SIGTERM: stopping now; no training step is running\n"
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 100)
@@ -81,46 +81,66 @@ def test_what_is_asked_again_does_not_interrupt_the_end(
         send(signal.SIGTERM)
 
 
+class Ranks:
+    """All ranks of a job, as a stop signal asks them: `others` are the values of the others."""
+
+    def __init__(self, *others: bool) -> None:
+        self._others = others
+
+    def gather(self, value: bool) -> list[bool]:
+        return [value, *self._others]
+
+
+def test_all_ranks_stop_when_one_is_to_stop() -> None:
+    stop = StopSignal(grace_s=60)
+    with stop.deferred():
+        assert not stop.agreed(Ranks(False)) and not stop.is_set()
+        assert stop.agreed(Ranks(True, False)) and stop.is_set()
+        assert 59 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60  # its own grace, not that of the job's end
+        send(signal.SIGTERM)  # no news
+    assert stop.leave() == 143
+
+
 def test_a_second_ctrl_c_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    preemption = Preemption(grace_s=60)
-    with preemption.deferred():
+    stop = StopSignal(grace_s=60)
+    with stop.deferred():
         send(signal.SIGINT)
         time.sleep(1.1)
         with pytest.raises(SystemExit) as ended:
             send(signal.SIGINT)
     assert ended.value.code == 130
-    assert capfd.readouterr().err.endswith("Ctrl-C again: leaving at once, without a checkpoint\n")
+    assert capfd.readouterr().err.endswith("Ctrl-C again: stopping now, without a checkpoint\n")
 
 
 def test_a_run_under_nohup_outlives_its_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    preemption = Preemption(grace_s=60)
-    with preemption.deferred():
+    stop = StopSignal(grace_s=60)
+    with stop.deferred():
         send(signal.SIGHUP)
-        assert not preemption.asked()
+        assert not stop.is_set()
         send(signal.SIGTERM)
-        assert preemption.asked()
+        assert stop.is_set()
 
 
 def test_a_run_that_nobody_hears_saves_as_well() -> None:
     """Ctrl-C ends `tee`, too, and a terminal that is closed takes no more lines."""
     reader, writer = os.pipe()
     os.close(reader)
-    preemption, stderr = Preemption(grace_s=60), os.dup(2)
+    stop, stderr = StopSignal(grace_s=60), os.dup(2)
     try:
         os.dup2(writer, 2)
-        with preemption.deferred():
+        with stop.deferred():
             send(signal.SIGINT)
     finally:
         os.dup2(stderr, 2)
         for descriptor in (stderr, writer):
             os.close(descriptor)
-    assert preemption.asked() and preemption.leave() == 130
+    assert stop.is_set() and stop.leave() == 130
 
 
 def test_a_grace_that_runs_out_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
-    preemption = Preemption(grace_s=0.1)
-    with preemption.deferred(), pytest.raises(SystemExit) as ended:
+    stop = StopSignal(grace_s=0.1)
+    with stop.deferred(), pytest.raises(SystemExit) as ended:
         send(signal.SIGUSR1)
         signal.pause()
     assert ended.value.code == 143
@@ -129,29 +149,29 @@ def test_a_grace_that_runs_out_ends_the_process(capfd: pytest.CaptureFixture[str
 
 def test_the_clock_asks_when_the_grace_is_left(capfd: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
-    preemption = Preemption(grace_s=60, job_end=time.time() + 60.2)
-    with preemption.deferred():
-        assert not preemption.asked()
+    stop = StopSignal(grace_s=60, job_end=time.time() + 60.2)
+    with stop.deferred():
+        assert not stop.is_set()
         signal.pause()
-        assert preemption.asked()
+        assert stop.is_set()
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 59  # of the grace
     assert "the job's end: a checkpoint follows, within 60 s" in capfd.readouterr().err
     with pytest.raises(SystemExit):  # too late to begin anything
-        Preemption(grace_s=60, job_end=time.time() + 30)
+        StopSignal(grace_s=60, job_end=time.time() + 30)
         signal.pause()
     assert time.monotonic() - started < 30
 
 
 def test_a_forked_process_goes_on(tmp_path: Path) -> None:
     """One writes checkpoints, and a scheduler's signal reaches it, too."""
-    preemption = Preemption(grace_s=60)
-    with preemption.deferred():
+    stop = StopSignal(grace_s=60)
+    with stop.deferred():
         if (child := os.fork()) == 0:
             for number in (*ENDING, signal.SIGINT):
                 send(number)
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert not preemption.asked()
+        assert not stop.is_set()
 
 
 def test_when_the_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,125 @@
+"""Where a run stands: its steps, and what is due after each of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from ctpo_megatron.base.stop import Cancelled
+from ctpo_megatron.base.stop_signal import StopSignal
+from ctpo_megatron.config import Config
+from ctpo_megatron.data import Batch
+from ctpo_megatron.policy import TrainResult
+from ctpo_megatron.run.controller import Controller
+from ctpo_megatron.run.persistence import Persistence
+from ctpo_megatron.run.ranks import TrainerGroup
+from ctpo_megatron.run.reporter import Reporter
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """The steps of a run: counts them, logs them, evaluates and saves when due, ends when a rank is to stop.
+
+    Lives on rank zero. done: RL steps finished. resumed: RL continues from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: TrainerGroup,
+        controller: Controller,
+        persistence: Persistence,
+        report: Reporter,
+        stop: StopSignal,
+    ) -> None:
+        self.config, self._trainer, self._controller = config, trainer, controller
+        self._persistence, self._report, self._stop = persistence, report, stop
+        self.done = 0
+        self.resumed = False
+
+    @property
+    def version(self) -> int:
+        """Of the trainer's weights: 1 before the first step, one more after each."""
+        return self._trainer.version
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is to stop: its state is saved, and no step follows."""
+        return self._stop.is_set()
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps still to do; ends early when the run is to stop."""
+        while self.done < self.config.run.steps and not self.stopped:
+            with self._report.progress.within("step"):
+                yield self.done + 1
+
+    def restore(self, checkpoint: Path | None) -> None:
+        """Continue from a checkpoint, or begin."""
+        done = self._persistence.restore(checkpoint)
+        self.resumed = done is not None
+        self.done = done or 0
+
+    def begin(self) -> None:
+        """Log, evaluate and save the state before the first step."""
+        if not self.resumed or (self.evaluates and self._controller.lacks_evaluation()):
+            self._report.log(self.done, {})
+            self._evaluate()
+        if not self.resumed and self.config.checkpoint.every:
+            self._persistence.save(self.done)
+
+    def agree_to_stop(self) -> bool:
+        """Whether the run is to stop, as any rank was asked to."""
+        return self._trainer.stop_agreed()
+
+    def finish_step(self, step: int, batch: Batch, result: TrainResult) -> None:
+        """A step's updates are done: log it; evaluate and save when due."""
+        self.done = step
+        self._controller.end_evaluation()
+        self._report.log_step(step, batch, result.metrics, result.diagnostics)
+        self._evaluate()
+        if self.stopped:
+            return
+        if self.saves:
+            self._persistence.save(step)
+        self._trainer.finish_save(wait=False)
+
+    def _evaluate(self) -> None:
+        if self.evaluates and not self.stopped:
+            self._controller.evaluate(self.done, awaited=self.awaits_evaluation)
+
+    def end(self) -> bool:
+        """No step follows: finish what is under way, and save if the run is to stop. Whether all steps were done."""
+        try:
+            if not self._trainer.stop_agreed():
+                self._controller.settle()
+        except Cancelled as cancelled:
+            log.info("%s", cancelled)
+        if self._trainer.stop_agreed():
+            self._controller.end_evaluation()
+            self._persistence.ensure_saved(self.done)
+            return False
+        self._trainer.finish_save()
+        return True
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation is due after the steps done: by `eval.before_training`, `eval.every`, or the last."""
+        every = self.config.eval.every
+        if self.done in (0, self.config.run.steps):
+            return self.done == self.config.run.steps or self.config.eval.before_training
+        return every > 0 and self.done % every == 0
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        """Whether what comes after the evaluation needs its result: a checkpoint that is ranked by it, or the end."""
+        settings = self.config.checkpoint
+        ranked = settings.keep_best > 0 and settings.best_metric.startswith("val/")
+        return self.done == self.config.run.steps or (self.saves and ranked)
+
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is due after the steps done."""
+        every = self.config.checkpoint.every
+        return every > 0 and self.done % every == 0

@@ -1,0 +1,67 @@
+"""Rank zero calls, the others serve; what rank zero asks for, and how the ranks end, is the scenario's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.base.stop_signal import StopSignal
+from ctpo_megatron.policy import destroy_distributed, init_distributed
+from ctpo_megatron.policy.rank_zero import RankZeroError
+from ctpo_megatron.run import TrainerGroup
+from ctpo_megatron.tracking import Phases
+from tests.tracking.synthetic_run import make_config
+
+
+class Failed(Exception):
+    """Rank zero has failed between two calls."""
+
+
+def main(root: Path, how: str) -> dict[str, Any]:
+    """What this rank has seen, and how it ended."""
+    config = make_config(root)
+    stop = StopSignal(grace_s=60)
+    layout = init_distributed(config.policy, seed=0)
+    group = TrainerGroup(config, layout, stop)
+    seen: list[Any] = []
+    group._rank.finish_save = lambda wait: seen.append((wait, group._rank.phases.progress.phase))  # type: ignore[method-assign]
+    status: Any = None
+    with suppress(Failed):
+        try:
+            with group:
+                status = _of_rank_zero(group, how) if layout.is_rank_zero else _signalled(group, how)
+        except RankZeroError as error:
+            status = str(error)
+    destroy_distributed()
+    return {"status": status, "seen": seen, "stopped": stop.is_set()}
+
+
+def _of_rank_zero(group: TrainerGroup, how: str) -> int:
+    phases = Phases()
+    with group.watched(Path.cwd(), phases), phases.stage("rl"):
+        group.finish_save(wait=False)
+        with group.stop_deferred():
+            group.finish_save(wait=True)
+            if how == "fails":
+                raise Failed("no more prompts")
+            # The other rank's signal, which it got after that call.
+            while how == "stops" and not group.stop_agreed():
+                pass
+    return 7
+
+
+def _signalled(group: TrainerGroup, how: str) -> int:
+    """Serve; with `stops` this rank alone gets SIGTERM once it may save."""
+    if how == "stops":
+        deferred = group._rank.finish_save
+
+        def finish_save(wait: bool) -> None:
+            deferred(wait)
+            if wait:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        group._rank.finish_save = finish_save  # type: ignore[method-assign]
+    return group.serve()

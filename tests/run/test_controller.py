@@ -1,0 +1,230 @@
+"""Engines and trainer on the same GPUs take turns: who leaves before who comes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ctpo_megatron.base.stop import Cancelled
+from ctpo_megatron.config import Config, RolloutConfig
+from ctpo_megatron.data import Batch
+from ctpo_megatron.engines.cpu.priority import BEHIND_ENGINES
+from ctpo_megatron.engines.weights import EngineFacts
+from ctpo_megatron.rollouts import Evaluated
+from ctpo_megatron.run import Controller, Services
+
+CONFIG = Config.model_validate(
+    {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "data": {"train": ["t.parquet"]}}
+)
+
+
+class Recorder:
+    """Stands for engines, trainer, rollouts and evaluation, whose GPUs are not here, and writes down what they do."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.phases: list[str] = []
+        self.logged: list[dict[str, float]] = []
+        self.batch: Batch | None = Batch([])
+        self.is_asleep = self.evaluates = self.stops = False
+        self.shared: Any = None
+        self.settings = SimpleNamespace(weights=SimpleNamespace(transport="auto"))
+
+    def wait_ready(self) -> EngineFacts:
+        if self.stops:
+            raise Cancelled("stop requested")
+        return EngineFacts(torch.float32, "127.0.0.1", "file")
+
+    def connect(self, facts: EngineFacts) -> None:
+        self.calls.append("connect")
+
+    def disconnect(self) -> None:
+        self.calls.append("disconnect")
+
+    def share_gpus(self, pool: Any) -> None:
+        self.shared = pool
+
+    def sleep(self, level: int) -> None:
+        if not self.is_asleep:
+            self.calls.append(f"engines sleep {level}")
+        self.is_asleep = self.shared is not None or level == 2
+
+    def wake(self) -> None:
+        self.calls.append("engines wake")
+        self.is_asleep = False
+
+    def release(self) -> None:
+        self.calls.append("trainer leaves")
+
+    def work(self, what: str) -> None:
+        """As `TrainerGroup` does."""
+        if self.shared is not None:
+            self.shared.sleep(level=1)
+        self.calls.append(what)
+
+    def publish(self, trainer: Any, version: int) -> bool:
+        if self.stops:
+            return False
+        self.work(f"engines take weights {version}")
+        return True
+
+    def finish_update(self) -> None:
+        self.calls.append("engines have them")
+
+    def next_batch(self, step: int) -> Batch | None:
+        self.calls.append(f"sample {step}")
+        return self.batch
+
+    def run(self, step: int) -> Evaluated:
+        self.calls.append(f"evaluate {step}")
+        return Evaluated(step)
+
+    def begin(self, step: int) -> None:
+        self.calls.append(f"begin to evaluate {step}")
+        self.evaluates = True
+
+    def end(self) -> Evaluated | None:
+        if not self.evaluates:
+            return None
+        self.evaluates = False
+        self.calls.append("evaluation ends")
+        return Evaluated(0, {"val/acc": 0.5})
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Sooner or later, an evaluation is on the line of its step."""
+        assert step == 0
+        self.logged.append(metrics)
+
+    log_evaluation = log
+
+    def phase(self, name: str) -> Any:
+        self.phases.append(name)
+        return nullcontext()
+
+    def note(self, text: str) -> None:
+        """Nothing is shown."""
+
+
+def a_controller(*, shared: bool, ahead: int = 0) -> tuple[Controller, Recorder]:
+    recorder: Any = Recorder()
+    sections: dict[str, Any] = {"rollout": RolloutConfig(max_staleness=ahead)}
+    if shared:
+        sections["placement"] = CONFIG.placement.model_copy(update={"mode": "colocated"})
+    config = CONFIG.model_copy(update=sections)
+    return Controller(config, recorder, Services(recorder, recorder, recorder), recorder), recorder
+
+
+def a_run(controller: Controller, recorder: Any) -> list[str]:
+    """In a thread, which gives way to engines for good."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(a_run_in_this_thread, controller, recorder).result()
+
+
+def a_run_in_this_thread(controller: Controller, recorder: Any) -> list[str]:
+    """As `train.py` calls it: start, SFT, publish, evaluation, checkpoint, one step, export."""
+    with controller:
+        recorder.work("build the model and SFT")
+        controller.publish(0)
+        controller.evaluate(0, awaited=False)
+        recorder.work("save")
+        recorder.release()
+        assert controller.next_batch(1) is not None
+        recorder.work("update")
+        controller.publish(1)
+        recorder.batch = None
+        assert controller.next_batch(2) is None
+        controller.settle()
+        recorder.work("save, to end")
+    return recorder.calls  # type: ignore[no-any-return]
+
+
+def test_no_gpu_holds_both_sides() -> None:
+    assert a_run(*a_controller(shared=True)) == [
+        "engines sleep 2",
+        "build the model and SFT",
+        "connect",
+        "engines take weights 0",
+        "trainer leaves",
+        "engines wake",
+        "trainer leaves",
+        "evaluate 0",
+        "engines sleep 1",  # the weights are needed again
+        "save",
+        "trainer leaves",
+        "trainer leaves",
+        "engines wake",
+        "sample 1",
+        "engines sleep 2",
+        "update",
+        "engines take weights 1",
+        "trainer leaves",
+        "engines wake",
+        "trainer leaves",
+        "sample 2",
+        "engines have them",
+        "engines sleep 1",
+        "save, to end",
+        "disconnect",
+    ]
+
+
+def test_engines_with_gpus_of_their_own_never_sleep() -> None:
+    calls = a_run(*a_controller(shared=False))
+    assert [call for call in calls if "sleep" in call or "wake" in call] == []
+    assert calls.count("trainer leaves") == 3
+
+
+def test_sampling_ahead_waits_for_an_evaluation_before_an_update() -> None:
+    controller, recorder = a_controller(shared=False, ahead=1)
+    calls = a_run(controller, recorder)
+    assert recorder.phases.count("wait_rollout") == 2
+    order = ["begin to evaluate 0", "save", "sample 1", "update", "evaluation ends", "engines take weights 1"]
+    assert [call for call in calls if call in order] == order and recorder.logged == [{"val/acc": 0.5}]
+    controller, recorder = a_controller(shared=False)
+    a_run(controller, recorder)
+    assert "wait_rollout" not in recorder.phases and recorder.logged == [{}]
+
+
+def test_the_log_names_the_transport(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    a_run(*a_controller(shared=False))
+    assert "weights go to the engines by file (rollout.weights.transport: auto)" in caplog.messages
+
+
+def test_nothing_is_published_when_the_run_is_to_stop() -> None:
+    for connected in (False, True):
+        controller, recorder = a_controller(shared=False)
+        if connected:
+            controller.publish(0)
+        recorder.stops, before = True, list(recorder.calls)
+        controller.publish(1)
+        assert recorder.calls == before  # the trainer keeps its memory, as it is going to save
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_trainer_alone_gives_way_to_engines_that_sample_ahead(ahead: int) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def train() -> int:
+        a_run_in_this_thread(*a_controller(shared=False, ahead=ahead))
+        return niceness()
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(train).result() == (max(niceness(), BEHIND_ENGINES) if ahead else niceness())
+
+
+def test_an_evaluation_that_something_needs_is_waited_for_when_sampling_ahead() -> None:
+    controller, recorder = a_controller(shared=False, ahead=1)
+    controller.evaluate(0, awaited=True)
+    controller.settle()
+    assert recorder.calls == ["evaluate 0", "engines have them"] and recorder.logged == [{}]

@@ -1,0 +1,174 @@
+"""Where a run stands: the numbers of its steps, what is due after each, and how the stop signal ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.base.signals import ENDING
+from ctpo_megatron.base.stop import Cancelled
+from ctpo_megatron.base.stop_signal import StopSignal
+from ctpo_megatron.data import Batch
+from ctpo_megatron.policy import TrainResult
+from ctpo_megatron.run import Run
+from ctpo_megatron.tracking import Progress
+from ctpo_megatron.train import reinforce
+from tests.tracking.synthetic_run import make_config
+
+
+class Recorder:
+    """Stands for trainer, controller, checkpoints and reporter, and writes down what they are asked.
+
+    fails: a call that finds the run to be stopped.
+    """
+
+    def __init__(self, stop: StopSignal, fails: str = "") -> None:
+        self.calls: list[str] = []
+        self.progress, self.version = Progress(), 1
+        self.restored: int | None = None
+        self._stop, self._fails = stop, fails
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.calls.append(" ".join([name, *map(str, [*arguments, *keywords.values()])]))
+            if name == self._fails:
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise Cancelled("stop requested")
+
+        return call
+
+    def stop_agreed(self) -> bool:
+        return self._stop.is_set()
+
+    def restore(self, checkpoint: Any) -> int | None:
+        return self.restored
+
+    def lacks_evaluation(self) -> bool:
+        return False
+
+    def next_batch(self, step: int) -> Batch | None:
+        self.calls.append(f"sample {step}")
+        return None if self._stop.is_set() else Batch([])
+
+    def train(self, batch: Batch) -> TrainResult:
+        self.calls.append(f"train {self.version}")
+        self.version += 1
+        return TrainResult({}, {})
+
+    def log_step(self, step: int, *_: Any) -> None:
+        self.calls.append(f"log {step}")
+
+    def log(self, step: int, metrics: Any) -> None:
+        """A line for the state before the first step."""
+
+    def end_evaluation(self) -> None:
+        """None is under way."""
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """None is under way."""
+
+
+@pytest.fixture
+def stop() -> Iterator[StopSignal]:
+    before = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGALRM)}
+    signal_of_run = StopSignal(grace_s=60)
+    with signal_of_run.deferred():
+        yield signal_of_run
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def a_run(tmp_path: Path, stop: StopSignal, fails: str = "", **sections: Any) -> tuple[Run, Recorder]:
+    settings: dict[str, Any] = {
+        "run": {"name": "demo", "root": str(tmp_path), "steps": 5},
+        "eval": {"every": 2},
+        "checkpoint": {"every": 3},
+    }
+    recorder: Any = Recorder(stop, fails)
+    config = make_config(tmp_path, **(settings | sections))
+    return Run(config, recorder, recorder, recorder, recorder, stop), recorder
+
+
+def test_the_loop_is_algorithm_1(tmp_path: Path, stop: StopSignal) -> None:
+    run, recorder = a_run(tmp_path, stop)
+    recorder_as_trainer: Any = recorder
+    reinforce(run, recorder_as_trainer, recorder_as_trainer)
+    assert run.end() and run.done == 5
+    assert recorder.calls == [
+        *("publish 1", "evaluate 0 False", "save 0"),
+        *("sample 1", "train 1", "publish 2", "log 1"),
+        *("sample 2", "train 2", "publish 3", "log 2", "evaluate 2 False"),
+        *("sample 3", "train 3", "publish 4", "log 3", "save 3"),
+        *("sample 4", "train 4", "publish 5", "log 4", "evaluate 4 False"),
+        *("sample 5", "train 5", "publish 6", "log 5", "evaluate 5 True"),
+        "settle",
+    ]
+
+
+def test_a_resumed_run_does_the_steps_that_are_left(tmp_path: Path, stop: StopSignal) -> None:
+    run, recorder = a_run(tmp_path, stop)
+    recorder.restored, recorder.version = 3, 4
+    run.restore(None)
+    everything: Any = recorder
+    reinforce(run, everything, everything)
+    assert [call for call in recorder.calls if call.startswith(("publish", "sample", "save"))] == [
+        *("publish 4", "sample 4", "publish 5", "sample 5", "publish 6")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fails", "last"),
+    [("sample", ["sample 2"]), ("train", ["sample 2", "train 2", "log 2"]), ("log", ["publish 3", "log 2"])],
+)
+def test_sigterm_ends_the_loop_in_its_step(tmp_path: Path, stop: StopSignal, fails: str, last: list[str]) -> None:
+    """Nothing is published, evaluated or sampled after it; the steps done are saved."""
+    run, recorder = a_run(tmp_path, stop)
+    original = {"sample": "next_batch", "train": "train", "log": "log_step"}[fails]
+    function = getattr(recorder, original)
+
+    def signalled(first: Any, *rest: Any) -> Any:
+        if run.done == (2 if fails == "log" else 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(first, *rest)
+
+    setattr(recorder, original, signalled)
+    everything: Any = recorder
+    reinforce(run, everything, everything)
+    assert not run.end() and run.done == (1 if fails == "sample" else 2)
+    assert recorder.calls[-len(last) - 1 :] == [*last, f"ensure_saved {run.done}"]
+
+
+def test_a_stop_while_the_last_update_is_awaited_saves_too(tmp_path: Path, stop: StopSignal) -> None:
+    run, recorder = a_run(tmp_path, stop, fails="settle")
+    everything: Any = recorder
+    reinforce(run, everything, everything)
+    assert not run.end() and recorder.calls[-2:] == ["settle", "ensure_saved 5"]
+
+
+def test_the_first_evaluation_can_be_left_out_but_not_that_of_a_run_without_steps(
+    tmp_path: Path, stop: StopSignal
+) -> None:
+    quiet = {"every": 2, "before_training": False}
+    assert a_run(tmp_path, stop)[0].evaluates
+    assert not a_run(tmp_path, stop, eval=quiet)[0].evaluates
+    no_steps = {"name": "demo", "root": str(tmp_path), "steps": 0}
+    assert a_run(tmp_path, stop, eval=quiet, run=no_steps)[0].evaluates
+
+
+def test_an_evaluation_is_awaited_where_something_needs_its_result(tmp_path: Path, stop: StopSignal) -> None:
+    def awaited(**checkpoint: object) -> list[int]:
+        run, _ = a_run(tmp_path, stop, checkpoint={"every": 3, **checkpoint})
+        steps = []
+        for run.done in range(6):
+            steps += [run.done] if run.awaits_evaluation else []
+        return steps
+
+    assert awaited(keep_best=0, best_metric="val/x/acc/mean@1") == [5]  # the last checkpoint, the report, the export
+    assert awaited(keep_best=2, best_metric="reward/mean") == [5]
+    assert awaited(keep_best=2, best_metric="val/x/acc/mean@1") == [0, 3, 5]
