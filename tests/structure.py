@@ -32,8 +32,8 @@ ARGUMENTS, WORDS = 6, 30
 WALKS = {
     "row -> loss": """
         train.py environments/prompts.py data/prompt_set.py data/prompts.py data/sampler.py data/prompt.py
-        data/trajectory.py data/batch.py run/services.py run/bridge.py rollouts/rollouts.py rollouts/request.py
-        rollouts/scoring.py rollouts/buffer.py rollouts/groups.py rollouts/filters.py rollouts/scheduler.py
+        data/trajectory.py data/batch.py run/services.py run/controller.py run/ranks.py
+        rollouts/rollouts.py rollouts/request.py rollouts/scoring.py rollouts/buffer.py rollouts/groups.py rollouts/filters.py rollouts/scheduler.py
         rollouts/quarantine.py engines/pool.py engines/handle.py engines/tasks.py engines/engine.py
         environments/episode.py environments/template.py environments/toolbox.py environments/protocol.py
         rewards/pool.py rewards/worker.py policy/trainer.py policy/exchange.py policy/minibatch.py
@@ -43,12 +43,11 @@ WALKS = {
         objective/aggregation.py objective/fused.py
     """,
     "weights -> engines": """
-        policy/trainer.py policy/hf.py run/transports.py run/bridge.py run/services.py rollouts/rollouts.py
-        engines/pool.py engines/updates.py engines/handle.py engines/tasks.py engines/engine.py engines/group.py
-        engines/expected.py engines/weight_client.py engines/weights/offer.py engines/weights/memory.py
+        policy/trainer.py policy/hf.py run/ranks.py run/controller.py rollouts/rollouts.py engines/pool.py
+        engines/updates.py engines/handle.py engines/engine.py engines/weights/offer.py engines/weights/memory.py
         engines/weights/file.py base/tensor_file.py engines/weights/tcp.py engines/weights/tcp_transport.py
         engines/weights/checksums.py engines/weights/engine_checksums.py engines/weights/vllm.py
-        engines/weights/receiver.py
+        engines/weights/client.py engines/weights/receiver.py
     """,
 }
 """Flow -> files of the core, those of helpers included."""

@@ -52,7 +52,6 @@ SIDE_DOORS = (
     "ctpo_megatron.environments",
     "ctpo_megatron.tracking.run_data",
     "ctpo_megatron.run.directory",
-    "ctpo_megatron.run.preemption",
 )
 # Heavy packages that a package must not import anywhere, not even lazily.
 NEVER_IMPORT = {
@@ -65,6 +64,18 @@ NEVER_IMPORT = {
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 PACKAGES = tuple(name for name in LEVEL if (PACKAGE / name).is_dir())
 ALL = (*(f"ctpo_megatron.{name}" for name in PACKAGES), *BESIDE)
+# What every rank runs. Everything else is rank zero's, or of one process: it calls nothing that others must call, too.
+ALL_RANKS = (
+    "policy",
+    "verify",
+    "base/stop_signal.py",
+    "engines/weights/file.py",
+    "engines/weights/tcp_transport.py",
+    "engines/weights/vllm.py",
+    "run/ranks.py",
+)
+COLLECTIVES = {"on_rank_zero", "keep_on_rank_zero", "wait_for_ranks", "gather_objects", "gather_on_rank_zero"}
+COLLECTIVES |= {"barrier", "broadcast", "all_reduce", "all_gather", "all_gather_object", "broadcast_object_list"}
 # The loop, and the supervised stage before it.
 DRIVER = ("train.py", "sft.py")
 MAX_LINES, MAX_DRIVER_LINES = 500, 150
@@ -233,6 +244,27 @@ def test_no_class_name_is_defined_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def collectives_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of every call that all ranks have to make; `gather` of a layout or of ranks is one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+            if name in COLLECTIVES or (name == "gather" and owner.rpartition(".")[2].strip("_") in ("layout", "ranks")):
+                yield node.lineno, name
+
+
+def test_rank_zero_makes_no_collective_call() -> None:
+    wrong, found = [], 0
+    for path in modules_of(PACKAGE):
+        calls = list(collectives_in(ast.parse(path.read_text(encoding="utf-8"))))
+        if any(path.is_relative_to(PACKAGE / name) for name in ALL_RANKS):
+            found += len(calls)
+        else:
+            wrong += [show(path, line, name) for line, name in calls]
+    assert wrong == [] and found > len(ALL_RANKS)  # what is looked for is there
 
 
 def test_every_module_says_why_it_exists() -> None:

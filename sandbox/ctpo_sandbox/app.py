@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 from ctpo_sandbox.front import Gate
 from ctpo_sandbox.libraries import absent
 from ctpo_sandbox.metrics import Metrics
-from ctpo_sandbox.pool import Pool, PoolFull, PoolUnavailable, Run
+from ctpo_sandbox.pool import Pool, PoolFull, PoolUnavailable, RunResult
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import NEVER_ENFORCED, PROTECTIONS
 from ctpo_sandbox.timeouts import RETRY_AFTER_S
@@ -60,14 +60,14 @@ class ServerState:
         return [PROTECTIONS[name] for name, holds in self.enforced.items() if not holds] + list(NEVER_ENFORCED)
 
 
-def verdict(run: Run) -> Verdict:
+def verdict(run: RunResult) -> Verdict:
     """`timeout` only when a time limit fired, `success` only for exit code 0."""
     if run.outcome.timed_out:
         return "timeout"
     return "success" if run.outcome.exit_code == 0 else "runtime_error"
 
 
-def _stderr(run: Run) -> str:
+def _stderr(run: RunResult) -> str:
     code, reason = run.outcome.exit_code, run.outcome.killed_for
     if code >= 0:
         return run.stderr
@@ -76,7 +76,7 @@ def _stderr(run: Run) -> str:
     return f"{run.stderr}{separator}[killed {how}]\n"
 
 
-def answer(run: Run) -> dict[str, Any]:
+def answer(run: RunResult) -> dict[str, Any]:
     """The reply to one execution."""
     status = verdict(run)
     return {
@@ -96,7 +96,7 @@ def answer(run: Run) -> dict[str, Any]:
     }
 
 
-def fusion_answer(run: Run) -> dict[str, Any]:
+def fusion_answer(run: RunResult) -> dict[str, Any]:
     """The same in the words of SandboxFusion's `/run_code`, which verl's sandbox tool speaks."""
     status = verdict(run)
     return {
@@ -123,7 +123,7 @@ async def _end_with_client(request: Request, work: asyncio.Timeout) -> None:
 
 async def _run_while_connected(
     request: Request, pool: Pool, execution: ExecutionRequest, timeout_s: float
-) -> Run | None:
+) -> RunResult | None:
     """None when the client hung up first; its snippet is dead then."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(None) as work:
@@ -168,7 +168,7 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
         detail = error.problems if isinstance(error, _Invalid) else error.detail
         return JSONResponse({"detail": detail}, status_code=error.status_code, headers=error.headers)
 
-    async def run(request: Request) -> Run:
+    async def run(request: Request) -> RunResult:
         execution = await _asked(request)
         if execution.language != "python":
             raise HTTPException(400, f"language {execution.language[:80]!a} is not supported, only 'python'")

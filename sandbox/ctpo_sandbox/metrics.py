@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.samples import Sample
 
-from ctpo_sandbox.pool import Pool, Run
+from ctpo_sandbox.pool import Pool, RunResult
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -50,7 +50,7 @@ class Metrics:
     def _samples(self, name: str) -> Iterator[Sample]:
         return (s for metric in self._registry.collect() for s in metric.samples if s.name == name)
 
-    def finished(self, run: Run, status: str) -> None:
+    def finished(self, run: RunResult, status: str) -> None:
         """Count a verdict."""
         self._runs.labels(self._node, status).inc()
         self._wall.observe(run.outcome.wall_s)

@@ -30,7 +30,7 @@ class PoolUnavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResult:
     """A finished run: how the child ended, its decoded output, whether that was cut, and the seconds it queued."""
 
     outcome: ChildOutcome
@@ -48,13 +48,13 @@ class _QueuedRun:
     stdin: bytes
     run_timeout_s: float
     queue_s: float
-    verdict: asyncio.Future[Run] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    verdict: asyncio.Future[RunResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def abandoned(self) -> bool:
         return self.verdict.cancelled()
 
-    def succeed(self, run: Run) -> None:
+    def succeed(self, run: RunResult) -> None:
         if not self.verdict.done():
             self.verdict.set_result(run)
 
@@ -144,7 +144,7 @@ class Pool:
         for slot in self._slots:
             self._idle.put_nowait(slot)
 
-    async def run(self, code: str, stdin: str, run_timeout_s: float) -> Run:
+    async def run(self, code: str, stdin: str, run_timeout_s: float) -> RunResult:
         """Execute one snippet; the queue has no deadline of its own, the caller's request has.
 
         Raises PoolFull at once when the queue is full, and PoolUnavailable when it could not be carried out twice.
@@ -224,7 +224,7 @@ class Pool:
         with run_files(job.code, job.stdin) as files:
             outcome = await worker.run(files, job.run_timeout_s)
             (stdout, cut), (stderr, also_cut) = (read_output(output, limit) for output in files[2:])
-        job.succeed(Run(outcome, stdout, stderr, cut or also_cut, job.queue_s))
+        job.succeed(RunResult(outcome, stdout, stderr, cut or also_cut, job.queue_s))
 
     def _replace(self, worker: Worker, reason: Exception) -> None:
         _log.error("replacing %s: %s", worker.name, reason)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ctpo_sandbox.channel import run_files
-from ctpo_sandbox.pool import Pool, PoolUnavailable, Run
+from ctpo_sandbox.pool import Pool, PoolUnavailable, RunResult
 from ctpo_sandbox.processes import LevelRefused
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.remove import remove_tree
@@ -148,7 +148,7 @@ async def _memory_is_held(pool: Pool) -> bool:
     return run.outcome.exit_code != 0
 
 
-async def _run(pool: Pool, code: str) -> Run:
+async def _run(pool: Pool, code: str) -> RunResult:
     try:
         return await pool.run(code, "", SELFTEST_TIMEOUT_S)
     except PoolUnavailable as error:

@@ -15,7 +15,7 @@ from megatron.core import parallel_state as mpu
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
-from ctpo_megatron.engines.weights.tcp import Message, Share, fetched
+from ctpo_megatron.engines.weights.tcp import FetchMessage, Share, fetched
 from ctpo_megatron.policy import Trainer, destroy_distributed, init_distributed
 from tests.policy.jobs import Results, Scenarios
 
@@ -30,7 +30,7 @@ class Receiver:
         self.message = message
 
     def take(self, offer: WeightOffer) -> dict[str, Any]:
-        message = Message(**self.message)
+        message = FetchMessage(**self.message)
         shares = [Share(*share) for share in message.shares]
         more = bytes.fromhex(message.secret), message.version, message.bucket_bytes, message.timeout_s
         arriving = Checksums(offer.version, torch.bfloat16)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ctpo_megatron.engines.weights import EngineFacts
+from ctpo_megatron.policy import Layout
+from ctpo_megatron.run import TrainerGroup
 from tests.run import ranks_scenario
 from tests.support import ranks
+from tests.tracking.synthetic_run import make_config
 
 pytestmark = pytest.mark.xdist_group("ranks")
+ONE_RANK = Layout(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, torch.device("cpu"))
 SEEN = [(False, "rl"), (True, "rl")]
 
 
@@ -36,3 +43,15 @@ def test_rank_zeros_failure_ends_the_others(tmp_path: Path) -> None:
     first, second = run(tmp_path, "fails")
     assert first["seen"] == second["seen"] == SEEN
     assert second["status"] == "rank 1 stops, rank 0 failed: Failed: no more prompts"
+
+
+def test_weights_are_served_at_the_configured_address(tmp_path: Path) -> None:
+    config = make_config(tmp_path, cluster={"node_address": "127.0.0.2"})
+    stop: Any = None
+    with TrainerGroup(config, ONE_RANK, stop) as group:
+        group.connect(EngineFacts(torch.float32, "127.0.0.1", "tcp"))
+        transport: Any = group._rank.transport
+        assert transport._server.address[0] == "127.0.0.2"
+        group.disconnect()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(transport._server.address)

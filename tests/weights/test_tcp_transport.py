@@ -11,7 +11,7 @@ import torch
 from ctpo_megatron.base.addresses import address_toward, is_own
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
 from ctpo_megatron.engines.weights.checksums import Checksums
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Message, Share, fetched
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, FetchMessage, Share, fetched
 from ctpo_megatron.engines.weights.tcp_transport import TcpOffer
 from tests.engines.pool_helpers import OneRank, Source
 
@@ -32,7 +32,7 @@ class Engines:
     def take(self, offer: WeightOffer) -> dict[str, torch.Tensor]:
         """What arrives; it has the checksums of the offer."""
         arriving = Checksums(offer.version, torch.float32)
-        message = Message(**self.message)
+        message = FetchMessage(**self.message)
         shares = [Share(*share) for share in message.shares]
         more = bytes.fromhex(message.secret), message.version, message.bucket_bytes, message.timeout_s
         taken = {name: tensor.clone() for name, tensor in arriving.watch(fetched(shares, *more))}

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from ctpo_megatron.engines.weights.engine_checksums import kept_parts
-from ctpo_megatron.engines.weights.tcp import Message, Share, fetched
+from ctpo_megatron.engines.weights.tcp import FetchMessage, Share, fetched
 
 FILE, TCP = "ctpo_file", "ctpo_tcp"
 """Names of the backends."""
@@ -38,7 +38,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 
 @dataclass
-class TcpUpdateInfo(Message, WeightTransferUpdateInfo):
+class TcpUpdateInfo(FetchMessage, WeightTransferUpdateInfo):
     """As vLLM wants it."""
 
 

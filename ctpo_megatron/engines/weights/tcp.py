@@ -125,7 +125,7 @@ class Share:
 
 
 @dataclass
-class Message:
+class FetchMessage:
     """What an engine is told in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
 
     shares: list[tuple[str, int, Sequence[Entry]]]

@@ -12,7 +12,7 @@ from ctpo_megatron.base.addresses import own_address
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
 from ctpo_megatron.engines.weights.memory import WeightMemory
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Message, Share, WeightServer
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, FetchMessage, Share, WeightServer
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines.updates import PendingUpdate
@@ -40,10 +40,12 @@ class TcpOffer:
         self.size = sum(entry[4] for entry in entries)
 
     @property
-    def message(self) -> Message:
+    def message(self) -> FetchMessage:
         """What an engine is told."""
         shares = [(share.host, share.port, share.entries) for share in self.shares]
-        return Message(shares, self.secret.hex(), self.version, self.settings.bucket_bytes, self.settings.timeout_s)
+        return FetchMessage(
+            shares, self.secret.hex(), self.version, self.settings.bucket_bytes, self.settings.timeout_s
+        )
 
     def begin(self, update: PendingUpdate) -> None:
         """See `WeightOffer`; engines may connect before there is anything to fetch."""
