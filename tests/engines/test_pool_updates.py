@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import ray
 import torch
 
+from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data import Group
 from ctpo_megatron.engines import Sampling, WeightSyncError
 from ctpo_megatron.engines.weights import WeightOffer
@@ -146,6 +148,50 @@ def test_an_engine_that_fails_in_an_update_is_replaced(
         assert stage.fleet.stats()["engine_restarts"] == 1
         groups = stage.generate(stage.prompts(1), step=1)
         assert versions(groups) == {2} and largest_log_prob_error(stage.model, groups) <= 1e-4
+    finally:
+        stage.close()
+
+
+def test_a_stop_ends_the_wait_for_an_engine_that_is_frozen(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may have the weights later, and is not replaced meanwhile."""
+    stage.sync(0.0)
+    [actor] = engine_processes(stage, "ray::RolloutEngine")
+    stop = threading.Event()
+    stage.fleet.stats()
+    actor.suspend()
+    try:
+        stage.version += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(stage.fleet, "_stop", stop)
+            stage.begin_send(stage.state(), stage.version)
+            threading.Timer(1.0, stop.set).start()
+            began = time.monotonic()
+            with pytest.raises(Cancelled, match=rf"waiting for rollout engine 0 to take weights {stage.version}"):
+                stage.fleet.finish_update()
+            with pytest.raises(Cancelled):  # the next update waits for it, too
+                stage.begin_send(stage.state(), stage.version + 1)
+            assert time.monotonic() < began + scaled(10)
+    finally:
+        actor.resume()
+        stop.clear()
+    assert stage.fleet.finish_update()
+    assert stage.fleet.stats()["engine_restarts"] == 0
+    assert versions(stage.generate(stage.prompts(1), step=14)) == {stage.version}
+
+
+@pytest.mark.slow
+def test_an_engine_that_comes_up_in_an_update_takes_the_new_weights(shared_ray: None, tmp_path: Path) -> None:
+    """Of the former ones the transport has nothing left by then."""
+    stage = Stage(tmp_path, weights={"transport": "tcp"})
+    try:
+        stage.sync(0.01)
+        [engine] = stage.fleet.engines
+        stage.fleet.restart(engine)
+        ray.wait([engine.ready_ref], timeout=scaled(120))
+        stage.sync(0.01)
+        groups = stage.generate(stage.prompts(1), step=1)
+        assert versions(groups) == {2} and largest_log_prob_error(stage.model, groups) <= 1e-4
+        assert stage.fleet.stats()["engine_restarts"] == 1
     finally:
         stage.close()
 
