@@ -13,7 +13,7 @@ from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 from ctpo_megatron.engines.expected import LOGGING_CONFIG
 
 Device = Literal["cpu", "cuda"]
-Transport = Literal["file", "tcp", "nccl", "nccl_m2n", "ipc"]
+Transport = Literal["file", "tcp", "nccl", "ipc"]
 
 INITIAL_VERSION = 0
 """Version of the weights an engine loads from its model directory, before the first update."""

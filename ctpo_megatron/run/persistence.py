@@ -19,7 +19,7 @@ from ctpo_megatron.policy import (
     latest_checkpoint,
     read_checkpoint_marker,
 )
-from ctpo_megatron.run.directory import take_over
+from ctpo_megatron.run.directory import take_over, written_by_another_version
 from ctpo_megatron.run.reporter import Reporter
 from ctpo_megatron.run.services import Services
 from ctpo_megatron.run.state import RunState
@@ -85,7 +85,8 @@ class Persistence:
         done = -1
         if checkpoint is not None:
             state = policy.load(checkpoint)
-            _check_order(checkpoint, state.get("order"), order)
+            _check_version(checkpoint, state, "order")
+            _check_order(checkpoint, state["order"], order)
             done = state["step"]
             policy.set_scheduler_step(done / total_steps)
         self._layout.on_rank_zero(lambda: self._rewind_sft(checkpoint, done))
@@ -113,11 +114,7 @@ class Persistence:
             self._layout.on_rank_zero(self._start_over)
             return
         state = policy.load(checkpoint)
-        if "rollouts" not in state:
-            raise CheckpointError(
-                f"{checkpoint} was written by version 0.1, whose run state this version does not read: finish the run "
-                "with that version, or give its export as model.path of a new run"
-            )
+        _check_version(checkpoint, state, "rollouts")
         policy.set_scheduler_step(state["step"] / max(1, self._config.run.steps))  # an evaluation alone has none
         if checkpoint.resolve().parent == self._directory.resolve():
             self._saved = state["step"]
@@ -214,10 +211,13 @@ _ORDERED_BY = {
 """What the order of batches follows from -> the keys that decide it."""
 
 
-def _check_order(checkpoint: Path, saved: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> None:
-    if saved is None:
-        log.warning("%s is of an earlier version: whether sft.data has changed cannot be told", checkpoint)
-        return
+def _check_version(checkpoint: Path, state: Mapping[str, Any], key: str) -> None:
+    if key not in state:
+        checkpoints = next((folder for folder in checkpoint.parents if folder.name == "checkpoints"), checkpoint.parent)
+        raise CheckpointError(written_by_another_version(checkpoint, checkpoints.parent))
+
+
+def _check_order(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     changed = [
         f"{name} ({saved.get(key)}, now {ours[key]})"
         for key, name in _ORDERED_BY.items()
