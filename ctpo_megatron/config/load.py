@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from ctpo_megatron.base.redact import secrets_in
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
-from ctpo_megatron.config.renames import REMOVED_KEYS, is_kl, renamed, renamed_value
+from ctpo_megatron.config.refusals import is_kl, replacement
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 
@@ -165,13 +165,8 @@ def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
     key, keys = _dotted(detail["loc"]), tuple(str(part) for part in detail["loc"])
     where = sources.where(keys)
     kind, value = detail["type"], detail["input"]
-    if kind == "extra_forbidden" and (now := renamed(key)):
-        shown = f"{now}: {renamed_value(now, value)}" if renamed_value(now, value) else now
-        return Problem(key, f"renamed to {now}", f"write {shown} in its place", NO_VALUE, where)
-    if kind == "literal_error" and (now := renamed_value(key, value)):
-        return Problem(key, f"renamed to {now}", "", value, where)
-    if kind == "extra_forbidden" and key in REMOVED_KEYS:
-        return Problem(key, "removed", REMOVED_KEYS[key], NO_VALUE, where)
+    if kind == "literal_error" and (other := replacement(key, value)):
+        return Problem(key, "removed", f"give {other}", value, where)
     if kind == "extra_forbidden" and is_kl(key, value):
         message = "there is no KL term: the published objective has none, its clip window bounds what an update changes"
         return Problem(key, message, "remove the key (docs/objective.md)", value, where)

@@ -11,8 +11,7 @@ from typing import Any, get_args
 from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES, LossAggMode, RatioMode
 from ctpo_megatron.config.objective_schema import AdvantageConfig, ObjectiveConfig
 from ctpo_megatron.config.presets import PRESETS, WITHOUT_STD, ClipMode
-from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
-from ctpo_megatron.config.renames import renamed, renamed_value
+from ctpo_megatron.config.problems import ConfigError, Problem
 
 _MODES = {"ratio_mode": RATIO_MODES, "clip_mode": get_args(ClipMode), "loss_agg_mode": LOSS_AGG_MODES}
 
@@ -52,9 +51,7 @@ class PolicyObjective:
     def _problems(self) -> Iterator[Problem]:
         for name, modes in _MODES.items():
             mode = str(getattr(self, name))
-            if now := renamed_value(f"objective.{name}", mode):
-                yield self._problem(name, f"renamed to {now}")
-            elif mode not in modes:
+            if mode not in modes:
                 yield self._problem(name, *_unknown(mode, modes))
         for name in ("clip_low", "clip_high", "clip_c", "clip_power", "loss_scale_factor"):
             value = getattr(self, name)
@@ -101,7 +98,7 @@ class PolicyObjective:
         known = [field.name for field in fields(cls)]
         unknown = [key for key in overrides if key not in known]
         if unknown:
-            raise ConfigError([_unknown_field(key, overrides[key], known) for key in unknown])
+            raise ConfigError([Problem(f"objective.{key}", *_unknown(key, known), overrides[key]) for key in unknown])
         return cls(**{**PRESETS[name], **overrides})
 
 
@@ -120,13 +117,6 @@ def advantage_from_config(config: ObjectiveConfig) -> AdvantageConfig:
     if config.advantage.normalize_std is not None:
         return config.advantage
     return config.advantage.model_copy(update={"normalize_std": config.preset not in WITHOUT_STD})
-
-
-def _unknown_field(name: str, value: Any, known: Iterable[str]) -> Problem:
-    key = f"objective.{name}"
-    if now := renamed(key):
-        return Problem(key, f"renamed to {now}", f"write {now.rpartition('.')[2]} in its place", NO_VALUE)
-    return Problem(key, *_unknown(name, known), value)
 
 
 def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:

@@ -41,10 +41,10 @@ class EngineConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engines."""
 
-    transport: Literal["auto", "file", "tcp", "nccl", "nccl_m2n", "ipc"] = Field(
+    transport: Literal["auto", "file", "tcp", "nccl", "ipc"] = Field(
         default="auto",
         description="file: shared memory of one node; tcp: any nodes; nccl and (on shared GPUs) ipc: vLLM's own, for "
-        "CUDA; nccl_m2n: not built; auto: by where the engines are",
+        "CUDA; auto: by where the engines are",
     )
     timeout_s: Seconds = Field(
         default=300.0, description="deadline of one update for every engine; one that is late is replaced"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -14,7 +13,6 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
-    field_validator,
 )
 
 from ctpo_megatron.config.chat_template import is_template_file
@@ -24,8 +22,6 @@ from ctpo_megatron.config.reads import Reads, exists, input_paths
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
 from ctpo_megatron.config.system_prompt import is_prompt_file
 from ctpo_megatron.config.task_schema import LARGEST_SEED, PrepareConfig, Seconds, Section
-
-log = logging.getLogger(__name__)
 
 
 class RunConfig(Section):
@@ -343,15 +339,6 @@ class TrackingConfig(Section):
         default=None,
         description="peak FLOP/s of one device that MFU refers to; null: by the GPU's name, no MFU if unknown",
     )
-
-    @field_validator("trajectories", mode="before")
-    @classmethod
-    def _was_a_switch(cls, value: Any) -> Any:
-        if not isinstance(value, bool):
-            return value
-        now = "all" if value else "none"
-        log.warning("tracking.trajectories: %s is now written %s", str(value).lower(), now)
-        return now
 
 
 class Config(Section):

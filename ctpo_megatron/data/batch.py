@@ -12,10 +12,14 @@ from ctpo_megatron.data.trajectory import Trajectory
 
 @dataclass(slots=True)
 class Group:
-    """The n trajectories of one prompt: the unit of commit, never partial."""
+    """The n trajectories of one prompt: the unit of commit, never partial.
+
+    dropped: whether a batch leaves it out of training (`rollout.uniform_groups`).
+    """
 
     prompt: Prompt
     trajectories: list[Trajectory]
+    dropped: bool = False
 
     @property
     def rewards(self) -> list[float]:
@@ -30,24 +34,20 @@ class Group:
 class Batch:
     """What a rollout source hands over for one training step.
 
-    groups: complete and scored; empty on ranks other than zero, which get the tokens they train on as arrays.
-    metrics: of sampling and scoring. weight_versions: the versions that sampled its tokens, ascending.
-    sampler: position of the prompt stream after this batch, as a checkpoint keeps it. dropped: scored groups that are
-    not trained on, by their place among all groups in the order of sampling.
+    groups: complete and scored, in the order of sampling, dropped ones included; empty on ranks other than zero, which
+    get the tokens they train on as arrays. metrics: of sampling and scoring. weight_versions: those that sampled the
+    tokens to train on, ascending. sampler: position of the prompt stream after this batch, as a checkpoint keeps it.
     """
 
     groups: list[Group]
     metrics: dict[str, float] = field(default_factory=dict)
     weight_versions: tuple[int, ...] = ()
     sampler: Mapping[str, Any] = field(default_factory=dict)
-    dropped: Mapping[int, Group] = field(default_factory=dict)
 
     @property
-    def sampled(self) -> list[Group]:
-        """All groups in the order of sampling, those that are not trained on included."""
-        trained = iter(self.groups)
-        count = len(self.groups) + len(self.dropped)
-        return [self.dropped[place] if place in self.dropped else next(trained) for place in range(count)]
+    def trained(self) -> list[Group]:
+        """The groups that are trained on, in the order of sampling."""
+        return [group for group in self.groups if not group.dropped]
 
     def is_of(self, version: int) -> bool:
         """Whether these weights, and no others, sampled the whole of it."""
@@ -55,5 +55,5 @@ class Batch:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All trajectories, group by group in sample order."""
-        return [trajectory for group in self.groups for trajectory in group.trajectories]
+        """The trajectories that are trained on, group by group in sample order."""
+        return [trajectory for group in self.trained for trajectory in group.trajectories]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from random import Random
 from typing import Any
 
 from ctpo_megatron.data.prompt import Prompt
-
-log = logging.getLogger(__name__)
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
@@ -85,9 +82,7 @@ class PromptSampler:
                     f"prompt {place + 1} of epoch {state['epoch']} was {saved!r}, these data give {ours!r}: "
                     "give the run the data.train and data.shuffle that it was begun with"
                 )
-        if "digest" not in state:
-            log.warning("the checkpoint is of an earlier version: whether data.train has changed cannot be told")
-        elif state["digest"] != self._digest and (state["epoch"], state["cursor"]) != (0, 0):
+        if state["digest"] != self._digest and (state["epoch"], state["cursor"]) != (0, 0):
             raise ValueError(
                 "prompts have other tokens or answers under the same ids, or there are others: give the run the "
                 "data.train, data.system_prompt, data.tool_in_prompt, tokenizer and chat template that it was begun "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -117,26 +117,5 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Trajectory:
-        """Inverse of `to_json`; also reads records of earlier versions."""
-        record = with_current_names(record)
+        """Inverse of `to_json`."""
         return cls(**{**record, "tool_calls": [ToolCall(**call) for call in record["tool_calls"]]})
-
-
-_OLD_NAMES = {"behaviour_logp": "rollout_log_probs", "model_mask": "response_mask"}
-"""Fields of a recorded trajectory that earlier versions called otherwise."""
-
-
-def with_current_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded trajectory, of this or an earlier version, under the present names of its fields."""
-    renamed = {_OLD_NAMES.get(name, name): value for name, value in record.items()}
-    return renamed | {"tool_calls": [_current_call(call) for call in renamed.get("tool_calls", [])]}
-
-
-def _current_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Before there were several tools, a call had the Python source as `code`."""
-    if "code" not in call:
-        return dict(call)
-    rest = {name: value for name, value in call.items() if name != "code"}
-    if call["status"] == "parse_error":
-        return {**rest, "name": "", "arguments": {}}
-    return {**rest, "name": "code_interpreter", "arguments": {"code": call["code"]}}

@@ -123,10 +123,8 @@ class UpdateReport:
 
 def choose_transport(config: Config, device: Device, *, cluster: bool) -> Transport:
     """What carries weights to engines on `device`; cluster: Ray is that of `RAY_ADDRESS`, over nodes."""
-    chosen = config.rollout.weights.transport
-    if chosen != "auto":
-        assert chosen != "nccl_m2n"  # refused before a run starts
-        return chosen
+    if config.rollout.weights.transport != "auto":
+        return config.rollout.weights.transport
     if device == "cuda":
         return "ipc" if config.placement.mode == "colocated" else "nccl"
     return "tcp" if cluster else "file"

@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,7 @@ class FileEntry:
 class Marker:
     """What `COMPLETE.json` says: the step, its score (None: unknown), the driver's state, and every file.
 
-    settings: keys of the configuration that
-    decide which tensors there are, with their values; empty in a checkpoint of 0.1.
+    settings: keys of the configuration that decide which tensors there are, with their values.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -54,7 +53,7 @@ class Marker:
     score: float | None
     run: dict[str, Any]
     files: dict[str, FileEntry]
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
 
 
 _MARKER = TypeAdapter(Marker)
@@ -157,14 +156,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_marker(checkpoint: Path) -> Marker:
-    """The marker of a checkpoint; raises CheckpointError when it is absent or not what was written.
-
-    One of version 0.1, which has no digest, is held against its form only.
-    """
+    """The marker of a checkpoint; raises CheckpointError when it is absent or not what was written."""
     try:
         content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
-        expected = content.pop(_DIGEST, None)
-        if expected not in (None, _digest(content)):
+        if content.pop(_DIGEST, None) != _digest(content):
             raise ValueError("it does not have the contents that were written")
         marker = _MARKER.validate_json(json.dumps(content))
         if not marker.files:

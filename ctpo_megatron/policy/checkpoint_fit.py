@@ -28,7 +28,7 @@ def model_settings(spec: ModelSpec) -> dict[str, Any]:
 
 
 def check_settings(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises CheckpointError naming the keys whose values differ; a checkpoint of 0.1 has none."""
+    """Raises CheckpointError naming the keys whose values differ."""
     other = [f"{key} was {saved[key]} and is {ours[key]}" for key in saved if key in ours and saved[key] != ours[key]]
     if other:
         raise CheckpointError(

@@ -84,7 +84,7 @@ class Trainer:
         equal_weights = batch.is_of(self.version)
         old_log_probs = OldLogProbs(settings.objective, self._passes, self.layout, equal_weights=equal_weights)
         with rl.phases.phase("old_log_probs"):
-            advantages = batch_advantages([group.rewards for group in batch.groups], rl.advantage)
+            advantages = batch_advantages([group.rewards for group in batch.trained], rl.advantage)
             mini_batches = self.distribute(
                 batch.trajectories,
                 advantages,

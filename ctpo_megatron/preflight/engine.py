@@ -116,10 +116,7 @@ def _transport(context: RunContext) -> Iterator[Problem]:
     config = context.config
     chosen, shared = config.rollout.weights.transport, config.placement.mode == "colocated"
     key = "rollout.weights.transport"
-    if chosen == "nccl_m2n":
-        message = "is not built: vLLM's backend can describe no pipeline stages and no expert-parallel ranks"
-        yield context.error(key, message, "set nccl, or tcp where several ranks shall send")
-    elif chosen in ("nccl", "ipc") and not context.cuda:
+    if chosen in ("nccl", "ipc") and not context.cuda:
         yield context.error(key, "needs CUDA", "set auto, file or tcp")
     elif chosen == "ipc" and not shared:
         yield context.error(key, "is for engines on the trainer's GPUs", "set nccl, or placement.mode: colocated")

@@ -29,24 +29,26 @@ class UniformGroups:
         self.refills += missing > 0
         return missing
 
-    def dropped(self, groups: Sequence[Group]) -> dict[int, Group]:
-        """The uniform groups that are not trained on, by their place among the sampled ones.
+    def drop(self, groups: Sequence[Group]) -> None:
+        """Set `dropped` of the uniform groups that are not trained on, given all sampled ones.
 
         As many stay, the last ones, as the last optimizer step needs to be full; at least one step is made.
         """
         if self._config.uniform_groups == "keep":
-            return {}
-        uniform = [place for place, group in enumerate(groups) if is_uniform(group)]
+            return
+        uniform = [group for group in groups if is_uniform(group)]
         mixed = len(groups) - len(uniform)
         steps = max(1, math.ceil(mixed / self._size))
         count = len(groups) - steps * self._size
-        return {place: groups[place] for place in uniform[:count]}
+        for group in uniform[:count]:
+            group.dropped = True
 
-    def metrics(self, groups: Sequence[Group], dropped: int) -> dict[str, float]:
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """`rollout/groups_uniform` (share of the sampled groups), `rollout/groups_dropped`, and `rollout/refills` where
-        there can be any; nothing when all groups are kept."""
+        there can be any; nothing when all groups are kept. Comes after `drop`."""
         if self._config.uniform_groups == "keep":
             return {}
         share = sum(map(is_uniform, groups)) / len(groups)
+        dropped = sum(group.dropped for group in groups)
         refills = {"rollout/refills": float(self.refills)} if self._config.uniform_groups == "refill" else {}
         return {"rollout/groups_uniform": share, "rollout/groups_dropped": float(dropped), **refills}

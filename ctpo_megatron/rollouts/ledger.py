@@ -60,10 +60,10 @@ class Ledger:
         return self.take(1)[0]
 
     def deliver(self, batch: Batch) -> None:
-        """The batch is trained on."""
-        for name, groups in (("trained", batch.groups), ("dropped", list(batch.dropped.values()))):
-            self._settled[name] += len(groups)
-            self._under_way.subtract(group.prompt.id for group in groups)
+        """The batch is trained on, except for its dropped groups."""
+        for group in batch.groups:
+            self._settled["dropped" if group.dropped else "trained"] += 1
+            self._under_way[group.prompt.id] -= 1
 
     def discard(self, prompts: Iterable[Prompt]) -> None:
         """The groups of these are not waited for."""

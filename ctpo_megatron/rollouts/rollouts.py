@@ -114,7 +114,7 @@ class Rollouts:
         metrics = batch.metrics
         metrics["rollout/generate_s"] = opened.seconds
         if self.ahead:
-            metrics |= staleness_metrics(batch.groups, self._version)
+            metrics |= staleness_metrics(batch.trained, self._version)
         with self._held():
             metrics |= {f"rollout/{name}": value for name, value in self._generator.stats().items()}
             metrics["rollout/late_groups"] = float(opened.late_groups)
@@ -433,10 +433,11 @@ class Rollouts:
 
 def assemble(sampled: Sequence[Group], metrics: Mapping[str, float], uniform: UniformGroups, filters: Filters) -> Batch:
     """The batch of scored groups, given the metrics of sampling and scoring. Some are dropped, loss masks written."""
-    dropped = uniform.dropped(sampled)
-    groups = [group for index, group in enumerate(sampled) if index not in dropped]
+    uniform.drop(sampled)
+    batch = Batch(list(sampled), dict(metrics))
     repeated = len(sampled) - len({group.prompt.id for group in sampled})
-    all_metrics = {**metrics, "rollout/prompts_repeated": float(repeated)}
-    all_metrics |= uniform.metrics(sampled, len(dropped)) | filters.apply(groups)
-    versions = {v for group in groups for t in group.trajectories for v in t.weight_version if v >= 0}
-    return Batch(groups, all_metrics, tuple(sorted(versions)), dropped=dropped)
+    batch.metrics["rollout/prompts_repeated"] = float(repeated)
+    batch.metrics |= uniform.metrics(sampled) | filters.apply(batch.trained)
+    versions = {version for t in batch.trajectories for version in t.weight_version if version >= 0}
+    batch.weight_versions = tuple(sorted(versions))
+    return batch

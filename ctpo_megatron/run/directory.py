@@ -117,6 +117,18 @@ def _facts(directory: Path) -> dict[str, Any]:
     return read_note(directory / ENVIRONMENT_FILE, dict, {}, "which version wrote it, and whether it ended, is unknown")
 
 
+def written_by_another_version(place: Path, directory: Path) -> str:
+    """The refusal of a run directory, or of a checkpoint in one, whose contents this version does not read."""
+    facts = _facts(directory)
+    written = facts.get("version") or facts.get("packages", {}).get("ctpo-megatron")
+    version = f" ({written})" if written else ""
+    return (
+        f"{place} was written by another version of ctpo-megatron{version}, and version {__version__} cannot continue "
+        "it. Finish the run with the version that began it, or start a new one (run.name=other), with the run's export "
+        "as model.path"
+    )
+
+
 def _own(directory: Path) -> int:
     try:
         return claim(directory)
@@ -134,12 +146,7 @@ def _check_resumable(directory: Path) -> None:
         )
     facts = _facts(directory)
     if facts and "version" not in facts:
-        written = facts.get("packages", {}).get("ctpo-megatron", "0.1")
-        raise RunDirectoryError(
-            f"{directory} was written by ctpo-megatron {written}; version {__version__} has other names for settings "
-            f"and files and cannot go on with it. Finish it with version {written}, or start anew with run.name=other. "
-            f"`ctpo report` and rollout.replay read it as it is"
-        )
+        raise RunDirectoryError(written_by_another_version(directory, directory))
 
 
 def _check_code(directory: Path, config: Config) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from ctpo_megatron.config import Config, SftConfig
 from ctpo_megatron.policy import CheckpointError, discard_checkpoints, latest_checkpoint, read_checkpoint_marker
 from ctpo_megatron.rollouts import Rollouts
-from ctpo_megatron.run.directory import take_over
+from ctpo_megatron.run.directory import take_over, written_by_another_version
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
 
@@ -77,7 +77,8 @@ class Persistence:
         done = -1
         if checkpoint is not None:
             state = self._trainer.load(checkpoint)
-            _check_order(checkpoint, state.get("order"), order)
+            _check_version(checkpoint, state, "order")
+            _check_order(checkpoint, state["order"], order)
             done = state["step"]
             self._trainer.set_schedule(done / total_steps)
         self._rewind_sft(checkpoint, done)
@@ -107,11 +108,7 @@ class Persistence:
             self._start_over()
             return None
         state = self._trainer.load(checkpoint)
-        if "rollouts" not in state:
-            raise CheckpointError(
-                f"{checkpoint} was written by version 0.1, whose run state this version does not read: finish the run "
-                "with that version, or give its export as model.path of a new run"
-            )
+        _check_version(checkpoint, state, "rollouts")
         self._trainer.set_schedule(state["step"] / max(1, self._config.run.steps))  # an evaluation alone has none
         if checkpoint.resolve().parent == self._directory.resolve():
             self._saved = state["step"]
@@ -203,10 +200,13 @@ _ORDERED_BY = {
 """What the order of batches follows from -> the keys that decide it."""
 
 
-def _check_order(checkpoint: Path, saved: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> None:
-    if saved is None:
-        log.warning("%s is of an earlier version: whether sft.data has changed cannot be told", checkpoint)
-        return
+def _check_version(checkpoint: Path, state: Mapping[str, Any], key: str) -> None:
+    if key not in state:
+        checkpoints = next((folder for folder in checkpoint.parents if folder.name == "checkpoints"), checkpoint.parent)
+        raise CheckpointError(written_by_another_version(checkpoint, checkpoints.parent))
+
+
+def _check_order(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     changed = [
         f"{name} ({saved.get(key)}, now {ours[key]})"
         for key, name in _ORDERED_BY.items()

@@ -216,18 +216,22 @@ class Reporter:
 def _dumped(
     batch: Batch, diagnostics: Mapping[int, Mapping[str, Any]], most: int | None
 ) -> tuple[list[Group], dict[int, Mapping[str, Any]]]:
-    """Sampled groups, and what is known of their trajectories by place among them; of dropped ones `dropped`.
+    """The groups to write, and what is known of their trajectories by place among them; of dropped ones `dropped`.
 
-    most: groups; the last ones, which the diagnostics are of.
+    diagnostics: by place among the trajectories that are trained on. most: groups; the last ones, which the diagnostics
+    are of.
     """
-    trained = itertools.count()
-
-    def known(number: int) -> Mapping[str, Any]:
-        return {"dropped": True} if number in batch.dropped else diagnostics.get(next(trained), {})
-
-    extra = [[known(number) for _ in group.trajectories] for number, group in enumerate(batch.sampled)]
+    extra: list[list[Mapping[str, Any]]] = []
+    trained = 0
+    for group in batch.groups:
+        count = len(group.trajectories)
+        if group.dropped:
+            extra.append([{"dropped": True}] * count)
+        else:
+            extra.append([diagnostics.get(place, {}) for place in range(trained, trained + count)])
+            trained += count
     start = 0 if most is None else max(0, len(extra) - most)
-    return batch.sampled[start:], dict(enumerate(itertools.chain.from_iterable(extra[start:])))
+    return batch.groups[start:], dict(enumerate(itertools.chain.from_iterable(extra[start:])))
 
 
 def decoder(model_path: str) -> Decode:

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError, naming, write_text
-from ctpo_megatron.tracking.old_names import OLD_FILES, with_current_metrics
 from ctpo_megatron.tracking.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -107,14 +106,9 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path, file_name: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """All records of a run in step order, also of one that an earlier version made, under the present names.
-
-    A missing file is no records, a half-written last line is left out.
-    """
+    """All records of a run in step order. A missing file is no records, a half-written last line is left out."""
     path = Path(run_dir) / file_name
-    if not path.exists() and file_name in OLD_FILES:
-        path = path.with_name(OLD_FILES[file_name])
-    return [with_current_metrics(record) for record in _read(path)] if path.exists() else []
+    return _read(path) if path.exists() else []
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

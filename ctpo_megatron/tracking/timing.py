@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 
 from ctpo_megatron.base.files import read_note, write_json
-from ctpo_megatron.tracking.old_names import OLD_STAGES
 
 STAGES_FILE = "stages.json"
 
@@ -88,7 +87,7 @@ def read_stages(run_dir: Path) -> dict[str, Seconds]:
     """Stage totals of a run directory in the order the stages ended; empty when none was written or can be read."""
 
     def totals(stages: dict[str, dict[str, float]]) -> dict[str, Seconds]:
-        return {OLD_STAGES.get(name, name): Seconds(**total) for name, total in stages.items()}
+        return {name: Seconds(**total) for name, total in stages.items()}
 
     return read_note(Path(run_dir) / STAGES_FILE, totals, {}, "the times of earlier stages are lost")
 

@@ -63,9 +63,6 @@ def write_trajectories(
 
 def read_trajectories(path: Path) -> list[Record]:
     """The records of one dump; `trajectory_of` turns one into a Trajectory. Raises DamagedFileError."""
-    # Imported here: the report reads dumps on machines that have no training stack.
-    from ctpo_megatron.data.trajectory import with_current_names
-
     if path.suffix == ".parquet":
         from ctpo_megatron.tracking.parquet_dump import read_table
 
@@ -74,14 +71,18 @@ def read_trajectories(path: Path) -> list[Record]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                records.append(with_current_names(json.loads(line)))
-            except (ValueError, TypeError, AttributeError) as error:
+                record = json.loads(line)
+            except ValueError as error:
                 raise DamagedFileError(f"{path}, line {number}, is damaged ({error})") from error
+            if not isinstance(record, dict):
+                raise DamagedFileError(f"{path}, line {number}, is damaged (no object)")
+            records.append(record)
     return records
 
 
 def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
     """The Trajectory in a record of a dump."""
+    # Imported here: the report reads dumps on machines that have no training stack.
     from ctpo_megatron.data.trajectory import Trajectory
 
     names = {field.name for field in dataclasses.fields(Trajectory)}

@@ -77,7 +77,8 @@ def sample_views(run_dir: Path) -> list[View]:
                 log.warning("%s: the report goes without it", error)
                 continue
             chosen = _best_and_worst(records) if source == "training" else _examples(records)
-            views += [_view(source, step, record, budget) for record in chosen]
+            for record in chosen:
+                views.append(_view(source, step, record, budget))
     return views
 
 

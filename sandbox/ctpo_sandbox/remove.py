@@ -48,7 +48,8 @@ def _empty(top: int) -> None:
         name = pending.pop()
         current = _enter(name, top)
         try:
-            pending += [_lift(inner, current, top, numbers) for inner in _remove_files(current)]
+            for inner in _remove_files(current):
+                pending.append(_lift(inner, current, top, numbers))
         finally:
             os.close(current)
         os.rmdir(name, dir_fd=top)
@@ -58,10 +59,13 @@ def _remove_files(directory: int) -> list[str]:
     """Remove all but the directories that are not empty, whose names it returns."""
     with os.scandir(directory) as entries:
         listed = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    left = []
     for name, is_directory in listed:
         if not is_directory:
             os.unlink(name, dir_fd=directory)
-    return [name for name, is_directory in listed if is_directory and not _remove_empty(name, directory)]
+        elif not _remove_empty(name, directory):
+            left.append(name)
+    return left
 
 
 def _remove_empty(name: str, parent: int) -> bool:

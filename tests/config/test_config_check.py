@@ -103,7 +103,6 @@ def test_good_configuration_has_no_problem(config_with: Make) -> None:
         (["rollout.engine.kv_cache_mb=null"], "kv_cache_mb = null: required without CUDA"),
         (["rollout.engine.model_runner=v2"], 'model_runner = "v2": needs CUDA and Triton; set v1'),
         (["rollout.weights.transport=nccl"], 'transport = "nccl": needs CUDA; set auto, file or tcp'),
-        (["rollout.weights.transport=nccl_m2n"], 'transport = "nccl_m2n": is not built: '),
         (["rollout.engine.block_size=16"], "must be a multiple of 32 without CUDA"),
         (["rollout.engine.extra={dtype: half}"], 'extra.dtype = "half": is set elsewhere; use rollout.engine.dtype'),
         (["rollout.engine.extra={logprobs_mode: raw}"], "the trainer needs the log-probs of the distribution sampled"),

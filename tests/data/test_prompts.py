@@ -212,7 +212,7 @@ def test_sampler_refuses_states_that_cannot_be_its_own():
         PromptSampler([], seed=0)
 
 
-def test_sampler_refuses_other_prompts_under_the_same_ids(caplog):
+def test_sampler_refuses_other_prompts_under_the_same_ids():
     ours = _prompts(10)
     original = PromptSampler(ours, seed=5)
     begun = original.state_dict()
@@ -226,7 +226,3 @@ def test_sampler_refuses_other_prompts_under_the_same_ids(caplog):
             PromptSampler(changed, seed=5).load_state_dict(state)
         PromptSampler(changed, seed=5).load_state_dict(begun)
     PromptSampler(_prompts(10), seed=5).load_state_dict(state)
-    assert caplog.text == ""
-    del state["digest"]
-    PromptSampler(changed, seed=5).load_state_dict(state)
-    assert "earlier version: whether data.train has changed cannot be told" in caplog.text

@@ -96,26 +96,6 @@ def test_a_record_restores_exactly() -> None:
     assert Trajectory.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
-def test_records_of_earlier_versions_are_read() -> None:
-    made = trajectory(
-        0,
-        3,
-        2,
-        "answer",
-        [
-            ToolCall(1, "code_interpreter", {"code": "print(1)"}, "success", "1", 0.25),
-            ToolCall(2, "", {}, "parse_error", "[parse_error] invalid JSON", 0.0),
-        ],
-    )
-    old = made.to_json()
-    old["behaviour_logp"], old["model_mask"] = old.pop("rollout_log_probs"), old.pop("response_mask")
-    for call in old["tool_calls"]:
-        call.pop("name")
-        call["code"] = call.pop("arguments").get("code", "")
-        call.pop("exec_s")
-    assert Trajectory.from_json(json.loads(json.dumps(old))) == made
-
-
 def test_snapshot_has_a_name_only_while_published() -> None:
     weight = torch.arange(12.0).reshape(3, 4)
     snapshot = WeightSnapshot([("a", weight), ("tied", weight), ("t", weight.T)], 3)

@@ -40,13 +40,6 @@ def test_unknown_names_get_the_nearest():
         PolicyObjective.preset("ctpo", ratio_mode="cumprd")
 
 
-def test_old_names_are_told_the_new_ones():
-    with pytest.raises(ConfigError, match=r"objective\.aggregation: renamed to objective\.loss_agg_mode; write"):
-        PolicyObjective.preset("ctpo", aggregation="sequence_mean")
-    with pytest.raises(ConfigError, match=r'loss_agg_mode = "sequence_mean": renamed to seq-mean-token-mean'):
-        PolicyObjective.preset("ctpo", loss_agg_mode="sequence_mean")
-
-
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,20 @@ import pytest
 from ctpo_megatron.policy import CheckpointError, checkpoint_files, latest_checkpoint
 from ctpo_megatron.policy.checkpoint_files import MARKER, Marker
 
+WRITTEN = (
+    '{"step": 1, "score": 0.5, "run": {"step": 1, "weights_version": 2}, '
+    '"files": {"common.pt": {"bytes": 1300, "blake2b": "6a8bbf854580e09a94a7d671eb232843"}}, '
+    '"settings": {"policy.dtype": "float32"}, "blake2b": "1182bdb8a5352ae94503aa74182509b1"}'
+)
+"""By commit 45e9584."""
+
 
 def write(directory: Path, step: int, score: float | None = None, keep_last: int = 2, keep_best: int = 0) -> Path:
     aside = checkpoint_files.begin(directory, step)
     for name in ("a.distcp", "common.pt"):
         (aside / name).write_bytes(f"{name} of {step}".encode() * 100)
     manifest = checkpoint_files.digests(aside, ["a.distcp", "common.pt"])
-    marker = Marker(step, score, {"step": step}, manifest)
+    marker = Marker(step, score, {"step": step}, manifest, settings={})
     return checkpoint_files.publish(aside, marker, keep_last=keep_last, keep_best=keep_best)
 
 
@@ -147,16 +155,40 @@ def test_a_damaged_marker_is_named_and_the_newest_whole_one_offered(tmp_path: Pa
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the marker, and give it the digest of what it holds then."""
     content = json.loads((path / MARKER).read_text())
+    del content["blake2b"]
     change(content)
-    (path / MARKER).write_text(json.dumps(content))
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+    (path / MARKER).write_text(json.dumps({"blake2b": digest} | content))
 
 
 def test_a_marker_that_was_changed_is_damaged(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    rewrite(path, lambda content: content["run"].update(step=7))
+    text = (path / MARKER).read_text()
+    (path / MARKER).write_text(text.replace('"run": {"step": 1}', '"run": {"step": 7}'))
     with pytest.raises(CheckpointError, match="it does not have the contents that were written"):
         checkpoint_files.read_marker(path)
+    (path / MARKER).write_text(text)
+    assert checkpoint_files.read_marker(path).run == {"step": 1}
+
+
+def test_a_marker_without_a_digest_is_damaged(tmp_path: Path) -> None:
+    whole, path = write(tmp_path, 1), write(tmp_path, 2)
+    content = json.loads((path / MARKER).read_text())
+    del content["blake2b"]
+    (path / MARKER).write_text(json.dumps(content))
+    damaged = rf"step_000002/{MARKER} is damaged \(it does not have the contents that were written\).*load={whole}$"
+    with pytest.raises(CheckpointError, match=damaged):
+        checkpoint_files.read_marker(path)
+
+
+def test_a_marker_as_an_earlier_commit_wrote_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001"
+    path.mkdir()
+    (path / MARKER).write_text(WRITTEN)
+    marker = checkpoint_files.read_marker(path)
+    assert marker.files["common.pt"].bytes == 1300 and marker.settings == {"policy.dtype": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -167,14 +199,13 @@ def test_a_marker_that_was_changed_is_damaged(tmp_path: Path) -> None:
         (lambda content: content["files"]["common.pt"].update(bytes="12"), "at files.common.pt.bytes"),
         (lambda content: content.update(step=None), "at step"),
         (lambda content: content.update(surplus=1), "at surplus"),
+        (lambda content: content.pop("settings"), "at settings"),
     ],
 )
-def test_an_old_marker_without_a_digest_is_held_against_its_form(
+def test_a_marker_of_another_form_is_damaged(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     path = write(tmp_path, 1)
-    rewrite(path, lambda content: [content.pop(name) for name in ("blake2b", "settings")])
-    assert checkpoint_files.read_marker(path).run == {"step": 1} and problems(path) == []
     rewrite(path, change)
     with pytest.raises(CheckpointError, match=rf"{MARKER} is damaged \({message}\)\. No older"):
         checkpoint_files.read_marker(path)

@@ -106,13 +106,13 @@ class Run:
     def _count(self, *_: object) -> None:
         self.passes += 1
 
-    def train(self) -> TrainResult:
-        return self.trainer.train(a_batch())
+    def train(self, batch: Batch | None = None) -> TrainResult:
+        return self.trainer.train(batch or a_batch())
 
     def with_a_pass_of_its_own(self) -> dict[str, float]:
         """The same step by hand."""
         trainer, batch = self.trainer, a_batch()
-        advantages = batch_advantages([group.rewards for group in batch.groups], advantage_from_config(self.objective))
+        advantages = batch_advantages([group.rewards for group in batch.trained], advantage_from_config(self.objective))
         mini_batches = trainer.distribute(batch.trajectories, advantages, self.size, version=1)
         metrics = trainer.compute_old_log_probs(mini_batches)
         metrics |= apply_correction(mini_batches, self.objective, trainer.layout, True)
@@ -188,6 +188,17 @@ def test_a_short_batch_advances_the_schedule_as_a_whole_one(model: Path, layout:
     assert run.train().metrics["actor/lr"] == pytest.approx(1e-3 * 7 / 8)
     assert run.train().metrics["actor/lr"] == pytest.approx(1e-3 * 3 / 8)
     assert {"time/old_log_probs", "time/update", "time/token_diagnostics"} <= run.timer.metrics().keys()
+
+
+def test_a_dropped_group_is_not_trained_on(model: Path, layout: Layout) -> None:
+    without, dropped = a_batch(), a_batch()
+    del without.groups[1]
+    dropped.groups[1].dropped = True
+    one, other = (Run(model, layout, OBJECTIVES["ctpo"], 4, planned=3) for _ in range(2))
+    expected, result = one.train(without), other.train(dropped)
+    assert torch.equal(one.weights, other.weights)
+    assert comparable(result.metrics) == comparable(expected.metrics)
+    assert sorted(result.diagnostics) == sorted(expected.diagnostics) == list(range(8, 12))
 
 
 def test_train_needs_prepare_rl(model: Path, layout: Layout) -> None:

@@ -83,7 +83,7 @@ class Run:
     @property
     def ids(self) -> list[str]:
         """Of all prompts trained on or dropped, in the order of sampling."""
-        return [group.prompt.id for batch in self.trained for group in batch.sampled]
+        return [group.prompt.id for batch in self.trained for group in batch.groups]
 
 
 def lags(run: Run) -> dict[int, set[int]]:
@@ -204,7 +204,7 @@ def test_a_killed_run_goes_on_with_every_prompt_accounted_for(seed: int, uniform
         with run.going():
             run.train(until=done + 1)
             if done:
-                mine = {(done + 1, g.prompt.id): [t.token_ids for t in g.trajectories] for g in run.trained[0].sampled}
+                mine = {(done + 1, g.prompt.id): [t.token_ids for t in g.trajectories] for g in run.trained[0].groups}
                 assert all(mine[key] == tokens for key, tokens in kept.items() if key[0] == done + 1)
             state = run.state()
             if done + 1 < STEPS:
@@ -213,7 +213,7 @@ def test_a_killed_run_goes_on_with_every_prompt_accounted_for(seed: int, uniform
         trained.append(run.trained[0])
         done += 1
         assert accounted(state) == state["prompts"]["epoch"] * len(PROMPTS) + state["prompts"]["cursor"]
-    settled = [group.prompt.id for batch in trained for group in batch.sampled]
+    settled = [group.prompt.id for batch in trained for group in batch.groups]
     gone = {record["prompt_id"] for record in state["quarantined"]}
     consumed = state["prompts"]["consumed"] if state["prompts"]["epoch"] == 0 else ORDER[:50]
     assert not state["ahead"]["batches"] and gone == lost & set(consumed)
@@ -260,11 +260,11 @@ def test_a_batch_that_draws_more_than_it_needs_is_complete_without_the_late_ones
         run.train()
         state = run.state()
     assert state["ahead"]["settled"] == {"trained": 24, "dropped": 12, "quarantined": 0} and run.prompts.taken == 36
-    assert all(len(batch.groups) == 4 and batch.metrics["rollout/late_groups"] >= 0 for batch in run.trained)
+    assert all(len(batch.trained) == 4 and batch.metrics["rollout/late_groups"] >= 0 for batch in run.trained)
     assert sum(batch.metrics["rollout/late_groups"] for batch in run.trained) == 12
     drawn = [ORDER[6 * step : 6 * step + 6] for step in range(STEPS)]
     for step, batch in enumerate(run.trained):
-        ids = [group.prompt.id for group in batch.groups]
+        ids = [group.prompt.id for group in batch.trained]
         assert ids == [prompt for prompt in drawn[step] if prompt in ids]  # in their order
         assert not {drawn[step][place] for at, place in stuck if at == step + 1} & set(ids)
 
@@ -295,7 +295,7 @@ def test_a_batch_that_was_drawn_by_other_settings_has_the_size_that_is_set_now(
     with resumed.going():
         resumed.train()
         assert accounted(resumed.state()) == resumed.prompts.taken
-    sizes = [len(batch.groups) for batch in resumed.trained]
+    sizes = [len(batch.trained) for batch in resumed.trained]
     assert sizes == [4] * 4 if after.get("uniform_groups", "keep") == "keep" else max(sizes) <= 4
 
 

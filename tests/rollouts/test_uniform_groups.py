@@ -53,9 +53,13 @@ def ids(groups: Iterable[Group]) -> list[str]:
     return [group.prompt.id for group in groups]
 
 
+def dropped(batch: Batch) -> list[Group]:
+    return [group for group in batch.groups if group.dropped]
+
+
 def test_all_groups_are_kept_by_default() -> None:
     (batch,) = batches(source(), [1])
-    assert not batch.dropped and batch.sampled == batch.groups and len(batch.groups) == 4
+    assert batch.trained == batch.groups and len(batch.groups) == 4
     assert not any("groups_" in name or name == "rollout/refills" for name in batch.metrics)
 
 
@@ -64,43 +68,43 @@ def test_dropped_groups_leave_in_whole_optimizer_steps(mini: int) -> None:
     kept = batches(source(mini=mini), range(1, 9))
     sizes = set()
     for all_of_it, batch in zip(kept, batches(source(mini=mini, uniform_groups="drop"), range(1, 9)), strict=True):
-        assert ids(batch.sampled) == ids(all_of_it.groups)  # the same prompts are drawn
-        mixed = [name for name in ids(batch.sampled) if is_mixed(name)]
-        assert set(mixed) <= set(ids(batch.groups)) and not any(map(is_mixed, ids(batch.dropped.values())))
-        assert len(batch.groups) == mini * max(1, -(-len(mixed) // mini))
+        assert ids(batch.groups) == ids(all_of_it.groups)  # the same prompts are drawn
+        mixed = [name for name in ids(batch.groups) if is_mixed(name)]
+        assert set(mixed) <= set(ids(batch.trained)) and not any(map(is_mixed, ids(dropped(batch))))
+        assert len(batch.trained) == mini * max(1, -(-len(mixed) // mini))
         assert batch.metrics["rollout/groups_uniform"] == 1 - len(mixed) / 4
-        assert batch.metrics["rollout/groups_dropped"] == len(batch.dropped) == 4 - len(batch.groups)
+        assert batch.metrics["rollout/groups_dropped"] == len(dropped(batch)) == 4 - len(batch.trained)
         assert batch.metrics["reward/mean"] == len(mixed) / 8  # of all that were sampled
-        sizes.add(len(batch.groups))
+        sizes.add(len(batch.trained))
     assert sizes == {1: {1, 2, 3}, 2: {2, 4}, 4: {4}}[mini]
 
 
 def test_refills_fill_the_batch_with_the_next_prompts_of_the_order() -> None:
     drawn = 0
     for batch in batches(source(uniform_groups="refill"), range(1, 7)):
-        assert len(batch.groups) == 4 and all(map(is_mixed, ids(batch.groups)))
-        assert ids(batch.sampled) == ORDER[drawn : drawn + len(batch.sampled)]
-        assert ids(batch.groups) == [name for name in ids(batch.sampled) if is_mixed(name)]
-        drawn += len(batch.sampled)
+        assert len(batch.trained) == 4 and all(map(is_mixed, ids(batch.trained)))
+        assert ids(batch.groups) == ORDER[drawn : drawn + len(batch.groups)]
+        assert ids(batch.trained) == [name for name in ids(batch.groups) if is_mixed(name)]
+        drawn += len(batch.groups)
         assert 1 <= batch.metrics["rollout/refills"] <= 10
-        assert batch.metrics["rollout/groups_dropped"] == len(batch.sampled) - 4
-        assert batch.metrics["reward/mean"] == 2 / len(batch.sampled)
-        assert batch.metrics["tokens/model"] == 2 * 2 * len(batch.sampled)
+        assert batch.metrics["rollout/groups_dropped"] == len(batch.groups) - 4
+        assert batch.metrics["reward/mean"] == 2 / len(batch.groups)
+        assert batch.metrics["tokens/model"] == 2 * 2 * len(batch.groups)
     assert drawn > 40  # an epoch ended within a batch
 
 
 def test_refills_are_bounded_and_then_the_batch_is_smaller() -> None:
     for batch in batches(source(uniform_groups="refill", max_refills=1), range(1, 9)):
-        mixed = sum(map(is_mixed, ids(batch.sampled)))
+        mixed = sum(map(is_mixed, ids(batch.groups)))
         assert batch.metrics["rollout/refills"] == 1
-        assert len(batch.groups) == max(2, mixed + mixed % 2)
+        assert len(batch.trained) == max(2, mixed + mixed % 2)
 
 
 def test_a_batch_without_any_mixed_group_still_makes_one_optimizer_step() -> None:
     uniform = [prompt for prompt in PROMPTS if not is_mixed(prompt.id)]
     rollouts = source(prompts=uniform, uniform_groups="refill", max_refills=3)
     (batch,) = batches(rollouts, [1])
-    assert len(batch.sampled) == 16 and len(batch.groups) == 2
+    assert len(batch.groups) == 16 and len(batch.trained) == 2
     assert batch.metrics["rollout/groups_uniform"] == 1.0 and batch.metrics["rollout/refills"] == 3.0
 
 
@@ -116,7 +120,7 @@ def test_every_consumed_prompt_is_trained_on_dropped_or_quarantined(mode: str) -
         consumed = batch.sampler["consumed"]
         assert batch.sampler["epoch"] == 0
         quarantined = [record.prompt_id for record in engines.quarantined[lost:]]
-        accounted = ids(batch.groups) + ids(batch.dropped.values()) + quarantined
+        accounted = ids(batch.trained) + ids(dropped(batch)) + quarantined
         assert sorted(accounted) == sorted(consumed[len(before) :])
         before = consumed
     assert {record.prompt_id for record in engines.quarantined} == set(LOST)
@@ -125,7 +129,7 @@ def test_every_consumed_prompt_is_trained_on_dropped_or_quarantined(mode: str) -
 def told(batch: Batch) -> tuple[Any, ...]:
     """What a batch trains on, drops, reports and leaves behind."""
     metrics = {name: value for name, value in batch.metrics.items() if name != "rollout/generate_s"}
-    return ids(batch.groups), ids(batch.dropped.values()), metrics, batch.sampler, batch.weight_versions
+    return ids(batch.trained), ids(dropped(batch)), metrics, batch.sampler, batch.weight_versions
 
 
 def test_a_resumed_source_draws_the_same_prompts() -> None:
@@ -133,13 +137,13 @@ def test_a_resumed_source_draws_the_same_prompts() -> None:
     first = batches(whole, (1, 2))
     state = whole.state_dict()
     again.load_state_dict(state)
-    assert state["prompts"]["consumed"][-len(first[-1].sampled) :][-1] == ids(first[-1].sampled)[-1]
+    assert state["prompts"]["consumed"][-len(first[-1].groups) :][-1] == ids(first[-1].groups)[-1]
     rest = [told(batch) for batch in batches(whole, (3, 4, 5))]
     assert [told(batch) for batch in batches(again, (3, 4, 5))] == rest
 
 
 def record(folder: Path, batch: Batch, step: int) -> None:
-    write_trajectories(folder, step, batch.sampled, lambda _: "")
+    write_trajectories(folder, step, batch.groups, lambda _: "")
 
 
 def replayed(folder: Path, **settings: Any) -> Replay:

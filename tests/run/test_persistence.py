@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ctpo_megatron import __version__
 from ctpo_megatron.config import Config
 from ctpo_megatron.policy import CheckpointError, checkpoint_files
 from ctpo_megatron.run import Persistence
@@ -17,7 +18,7 @@ def write(directory: Path, step: int, **state: Any) -> Path:
     aside = checkpoint_files.begin(directory, step)
     (aside / "common.pt").write_bytes(b"all")
     files = checkpoint_files.digests(aside, ["common.pt"])
-    marker = checkpoint_files.Marker(step, None, {"step": step, **state}, files)
+    marker = checkpoint_files.Marker(step, None, {"step": step, **state}, files, settings={})
     return checkpoint_files.publish(aside, marker, keep_last=9, keep_best=0)
 
 
@@ -101,4 +102,27 @@ def test_sft_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path, caplog: 
         restored(order={"seed": 0, "conversations_per_step": 4, "conversations": "bb"})
     assert "sft.conversations_per_step (4, now 8); sft.data, " in str(refused.value)
     assert "(bb, now aa)" in str(refused.value) and "run.seed" not in str(refused.value)
-    assert restored() == 3 and "whether sft.data has changed cannot be told" in caplog.text
+
+
+def test_a_checkpoint_without_what_this_version_needs_is_of_another_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run = tmp_path / "theirs"
+    run.mkdir()
+
+    def refused(checkpoint: Path) -> str:
+        ours = persistence(config, Saved(step=3))
+        with pytest.raises(CheckpointError) as of_rl:
+            ours.restore(checkpoint)
+        with pytest.raises(CheckpointError) as of_sft:
+            ours.restore_sft(9, checkpoint, {})
+        assert str(of_rl.value) == str(of_sft.value)
+        return str(of_rl.value)
+
+    for folder in ("checkpoints", "checkpoints/sft"):
+        path = run / folder / "step_000003"
+        (run / "environment.json").write_text('{"version": "0.9.1"}')
+        message = f"{path} was written by another version of ctpo-megatron"
+        assert f"{message} (0.9.1), and version {__version__}" in refused(path)
+        (run / "environment.json").unlink()
+        assert f"{message}, and version {__version__}" in refused(path)
+    assert "new one (run.name=other), with the run's export as model.path" in refused(path)

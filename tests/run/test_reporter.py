@@ -106,8 +106,8 @@ def test_an_evaluation_is_compared_with_the_first_of_the_run_also_after_a_resume
 
 def test_dropped_groups_are_dumped_where_they_were_sampled(report: Reporter, tmp_path: Path) -> None:
     sampled = [batch(reward).groups[0] for reward in (0.0, 0.25, 0.5, 0.75)]
-    trained = Batch([sampled[1], sampled[3]], dropped={0: sampled[0], 2: sampled[2]})
-    report.log_step(1, trained, {}, {1: {"advantage": 1.5}})
+    sampled[0].dropped = sampled[2].dropped = True
+    report.log_step(1, Batch(sampled), {}, {1: {"advantage": 1.5}})
     report.flush()
     dumped = [json.loads(line) for line in (tmp_path / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     assert [record["reward"] for record in dumped] == [0.0, 0.25, 0.5, 0.75]

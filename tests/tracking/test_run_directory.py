@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ import sys
 import pytest
 import yaml
 
+from ctpo_megatron import __version__
 from ctpo_megatron.run.directory import (
     RunDirectoryError,
     is_finished,
@@ -55,6 +57,21 @@ def test_auto_starts_what_is_not_there_and_resumes_what_is(config_in, caplog):
     assert (directory / "metrics.jsonl").exists()
     assert "resuming with another value: eval.every = 7" in caplog.text and "deadline" not in caplog.text
     assert yaml.safe_load((directory / "config.yaml").read_text())["run"]["deadline"] is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "version"),
+    [({"packages": {"ctpo-megatron": "0.1.7"}}, r" \(0\.1\.7\)"), ({"packages": {}}, ""), ({"host": "a"}, "")],
+)
+def test_a_run_of_another_version_is_refused_and_left_as_it_is(config_in, facts, version):
+    directory = open_run_directory(config_in())
+    assert json.loads((directory / "environment.json").read_text())["version"] == __version__
+    (directory / "environment.json").write_text(json.dumps(facts))
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    message = rf"^{directory} was written by another version of ctpo-megatron{version}, and version "
+    with pytest.raises(RunDirectoryError, match=message + __version__):
+        open_run_directory(config_in(run={"resume": True}))
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
 def test_auto_never_touches_a_foreign_directory_nor_contradicts_itself(config_in):

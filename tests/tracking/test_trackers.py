@@ -132,12 +132,6 @@ def test_secrets_of_the_environment_are_in_no_file_and_no_log(track, tmp_path, c
     assert written and not [path for path in written if CANARY in path.read_text(errors="replace")]
 
 
-def test_the_old_switch_is_refused_with_what_to_write():
-    config = HERE.parents[1] / "configs" / "quickstart.yaml"
-    with pytest.raises(ConfigError, match=r"tracking\.tensorboard: removed; .*tracking\.trackers"):
-        load_config(config, ["tracking.tensorboard=false"])
-
-
 @pytest.mark.parametrize(
     ("extension", "problem"),
     [
