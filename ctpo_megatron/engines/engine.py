@@ -17,6 +17,7 @@ from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 from ctpo_megatron.engines.expected import leave_out_expected
 from ctpo_megatron.engines.logs import path_here, redirect_output
+from ctpo_megatron.engines.setup import engine_setup
 from ctpo_megatron.engines.tasks import (
     INITIAL_VERSION,
     EngineDied,
@@ -26,19 +27,15 @@ from ctpo_megatron.engines.tasks import (
     GroupTask,
     Sampling,
     UpdateReport,
-    engine_arguments,
-    engine_environment,
 )
 from ctpo_megatron.engines.turns import TurnScheduler
 from ctpo_megatron.engines.weights import EngineFacts
+from ctpo_megatron.engines.weights.requests import init_request, update_request
 from ctpo_megatron.environments.episode import Episode, EpisodeFailed, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
 from ctpo_megatron.environments.tokenizer import use_chat_template
-
-_CPU_SHARE = 4
-"""On a CPU, so small a part of `max_num_seqs` is enough for its matrix products; a GPU wants all that there are."""
 
 
 class RolloutEngine:
@@ -48,13 +45,14 @@ class RolloutEngine:
         self._log = path_here(spec, index)
         redirect_output(self._log)
         leave_out_expected()
-        os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
+        self._setup = engine_setup(spec.device)
+        os.environ.update(self._setup.environment(spec.config.rollout.engine))
         if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         self._spec, self._config = spec, spec.config
         self._requests = 0
         self._version, self._updated = INITIAL_VERSION, asyncio.Condition()
-        self._precedence = TurnScheduler(_room(spec))
+        self._precedence = TurnScheduler(self._setup.concurrent_turns(spec.config.rollout.engine))
         self._asleep = False
         self._finished: list[list[Trajectory]] = []
 
@@ -72,23 +70,17 @@ class RolloutEngine:
         """Load the users' parts, model and tokenizer; returns the process id, and what a transport has to know."""
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
-        from ctpo_megatron.engines.cpu.core_client import in_process_engine
         from ctpo_megatron.engines.weights import receiver
 
         activate(self._config.extensions.path or ())
         self._tools = make_toolbox(self._config, self._spec.sandbox_url)
         self._environment = make_environment(self._config.rollout)
         backend = {"file": receiver.FILE, "tcp": receiver.TCP}.get(self._spec.transport, self._spec.transport)
-        arguments = engine_arguments(self._config, self._spec.model_path, self._spec.device)
-        engine = self._config.rollout.engine
+        arguments = self._setup.arguments(self._config, self._spec.model_path)
         with _refusals_in_words():
             settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=backend), **arguments)
-            if self._spec.device == "cpu" and engine.tensor_parallel_size == 1:
-                self._llm = in_process_engine(settings, engine.threads)
-            else:
-                self._llm = AsyncLLM.from_engine_args(settings)
+            self._llm = self._setup.make(settings, self._config.rollout.engine)
         await self._llm.update_weight_version(str(INITIAL_VERSION))
         self._codec = self._make_codec(self._llm.get_tokenizer())
         rollout = self._config.rollout
@@ -170,9 +162,7 @@ class RolloutEngine:
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         """Meet the trainer's side of one of vLLM's own transports."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        await self._llm.init_weight_transfer_engine(init_request(info))
 
     async def start_weight_update(self) -> None:
         """Freeze requests, and make the parameters loadable."""
@@ -182,9 +172,7 @@ class RolloutEngine:
 
     async def receive_weights(self, offer: dict[str, Any]) -> None:
         """Load what is offered, all tensors or some."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer))
+        await self._llm.update_weights(update_request(offer))
 
     async def finish_weight_update(self, version: int) -> UpdateReport:
         """Compute with the new weights, sum them up, and go on with the requests."""
@@ -274,12 +262,6 @@ def _refusals_in_words() -> Iterator[None]:
     except ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ValueError(f"{error.title}: {said.removeprefix(': ')}") from error
-
-
-def _room(spec: EngineSpec) -> int:
-    """Turns at once, within which a batch shares the engine with an earlier one."""
-    most = spec.config.rollout.engine.max_num_seqs
-    return most if spec.device == "cuda" else max(1, most // _CPU_SHARE)
 
 
 def _node_address() -> str:

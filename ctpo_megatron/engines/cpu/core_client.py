@@ -21,10 +21,7 @@ from vllm.v1.engine import async_llm
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ctpo_megatron.engines.cpu.gemm import pad_small_products
-from ctpo_megatron.engines.cpu.output_batching import Gathered, take_log_probs_of_many_tokens
-from ctpo_megatron.engines.cpu.rmsnorm import use_kernel_for_norms
-from ctpo_megatron.engines.cpu.sampler_seeds import draw_ahead
+from ctpo_megatron.engines.cpu.output_batching import Gathered
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -38,19 +35,14 @@ _SHUTDOWN_S = 2.0
 """For the step that is under way and the release of the model, where the caller names no deadline."""
 
 
-def in_process_engine(arguments: AsyncEngineArgs, threads: int, lean: bool = True) -> async_llm.AsyncLLM:
+def in_process_engine(arguments: AsyncEngineArgs, threads: int, *, gather: bool = True) -> async_llm.AsyncLLM:
     """An AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
 
-    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. lean: False leaves vLLM
-    all the work that `products`, `norms`, `draws` and `gathered` save.
+    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. gather: hold outputs back
+    until a request has ended (`output_batching`); False delivers those of every step, as vLLM does.
     """
     torch.set_num_threads(threads)
-    if lean:
-        pad_small_products()
-        use_kernel_for_norms(arguments)
-        draw_ahead()
-        take_log_probs_of_many_tokens()
-    with _cores_made_here(gather=lean):
+    with _cores_made_here(gather=gather):
         return async_llm.AsyncLLM.from_engine_args(arguments)
 
 
@@ -58,12 +50,12 @@ def in_process_engine(arguments: AsyncEngineArgs, threads: int, lean: bool = Tru
 def _cores_made_here(*, gather: bool) -> Iterator[None]:
     # AsyncLLM takes no client, and vLLM's own for one process cannot be used with asyncio.
     factory: Any = async_llm.EngineCoreClient
-    of_vllm = factory.make_async_mp_client
+    original = factory.make_async_mp_client
     factory.make_async_mp_client = partial(InProcessCore.make, gather)
     try:
         yield
     finally:
-        factory.make_async_mp_client = staticmethod(of_vllm)
+        factory.make_async_mp_client = staticmethod(original)
 
 
 def _call(name: str) -> Callable[..., Awaitable[Any]]:

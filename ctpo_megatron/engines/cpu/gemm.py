@@ -33,11 +33,11 @@ def pad_small_products() -> None:
     """
     from vllm.model_executor.layers import utils
 
-    of_vllm = utils.dispatch_cpu_unquantized_gemm
+    original = utils.dispatch_cpu_unquantized_gemm
 
     def choose_product(layer: Any, remove_weight: bool) -> None:
         numbers = layer.weight.numel()
-        of_vllm(layer, remove_weight)
+        original(layer, remove_weight)
         if hasattr(layer, "cpu_linear") and numbers <= _SMALL_MATRIX:
             layer.cpu_linear = _Padded(layer.cpu_linear)
 

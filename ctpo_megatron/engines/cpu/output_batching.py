@@ -94,12 +94,12 @@ def take_log_probs_of_many_tokens() -> None:
 
     Where those of the sampled tokens alone are asked for, as flat lists.
     """
-    of_vllm: Any = LogprobsProcessor._update_sample_logprobs
+    original: Any = LogprobsProcessor._update_sample_logprobs
 
     def update(self: LogprobsProcessor, lists: LogprobsLists) -> None:
         flat = self.logprobs
         if self.num_logprobs != 0 or self.tokenizer is not None or not isinstance(flat, FlatLogprobs):
-            of_vllm(self, lists)
+            original(self, lists)
             return
         log_probs = lists.logprobs[:, 0].tolist()
         start = len(flat.logprobs)

@@ -39,7 +39,7 @@ def draw_ahead() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    of_vllm: Any = TopKTopPSampler.forward_cpu
+    original: Any = TopKTopPSampler.forward_cpu
     draws = Draws()
 
     def forward_cpu(
@@ -50,7 +50,7 @@ def draw_ahead() -> None:
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
-            found: tuple[torch.Tensor, torch.Tensor | None] = of_vllm(self, logits, generators, k, p)
+            found: tuple[torch.Tensor, torch.Tensor | None] = original(self, logits, generators, k, p)
             return found
         logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
         seeds = torch.randint(0, _RANGE, (len(logits),), dtype=torch.long)
