@@ -39,7 +39,7 @@ def in_process_engine(arguments: AsyncEngineArgs, threads: int, *, gather: bool 
     """An AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
 
     threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. gather: hold outputs back
-    until a request has ended (`output_batching`); False delivers those of every step, as vLLM does.
+    until a request has ended (`output_batching`); False delivers the outputs of every step, as vLLM does.
     """
     torch.set_num_threads(threads)
     with _cores_made_here(gather=gather):
