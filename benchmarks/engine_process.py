@@ -3,7 +3,7 @@
     PYTHONPATH=.:kernels python -m benchmarks.engine_process [--rounds 7] [--quick] [--out benchmarks/results]
 
 All sides are `AsyncLLM` with the arguments of a run, in a process each: as we run it, without what saves work in each
-step (`in_process_engine(lean=False)`), and with the core in a process of its own. They play the same two-turn
+step (`in_process_engine` alone), and with the core in a process of its own. They play the same two-turn
 conversations with a Qwen3 of the quickstart's size: 256 at once, about 80 sampled tokens each, after an update of the
 weights in each round. The tokens must be equal but for one conversation in a hundred, as norms are rounded otherwise.
 CPU-seconds and memory (PSS) are those of the process and of what it started.
@@ -32,7 +32,7 @@ import psutil
 from benchmarks.kernels import report
 from benchmarks.measured import spread
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.engines.tasks import engine_arguments, engine_environment
+from ctpo_megatron.engines.cpu import CpuSetup
 
 OURS, PLAIN, OF_VLLM = "in the actor, lean", "in the actor", "a process of its own"
 UNITS = {"cpu": "CPU-seconds", "wall": "seconds", "memory": "memory"}
@@ -74,7 +74,7 @@ def of_this_tree() -> tuple[float, float]:
 def side(name: str, path: str, conversations: int, pipe: Connection) -> None:
     """A process of one side: start, then a round for every number received."""
     config = configuration(Path(path))
-    os.environ.update(engine_environment("cpu", config.rollout.engine))
+    os.environ.update(CpuSetup().environment(config.rollout.engine))
     asyncio.run(_side(name, config, path, conversations, pipe))
 
 
@@ -99,12 +99,14 @@ async def _side(name: str, config: Config, path: str, conversations: int, pipe: 
     from ctpo_megatron.engines.cpu.core_client import in_process_engine
     from ctpo_megatron.engines.weights.receiver import FILE
 
-    arguments = engine_arguments(config, path, "cpu") | {"skip_tokenizer_init": True}
+    arguments = CpuSetup().arguments(config, path) | {"skip_tokenizer_init": True}
     settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=FILE), **arguments)
     if name == OF_VLLM:
         llm = AsyncLLM.from_engine_args(settings)
+    elif name == OURS:
+        llm = CpuSetup().make(settings, config.rollout.engine)
     else:
-        llm = in_process_engine(settings, threads=1, lean=name == OURS)
+        llm = in_process_engine(settings, threads=1, gather=False)
     pipe.send(of_this_tree()[0])
 
     async def play(number: int, round_number: int) -> list[int]:

@@ -47,7 +47,8 @@ WALKS = {
         engines/updates.py engines/handle.py engines/engine.py engines/weights/offer.py engines/weights/memory.py
         engines/weights/file.py base/tensor_file.py engines/weights/tcp.py engines/weights/tcp_transport.py
         engines/weights/checksums.py engines/weights/engine_checksums.py engines/weights/vllm.py
-        engines/weights/client.py engines/weights/receiver.py
+        engines/weights/client.py engines/weights/receiver.py engines/weights/requests.py
+        engines/cpu/packed_weights.py
     """,
 }
 """Flow -> files of the core, those of helpers included."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.vllm_uses import Use, is_private, reached_privately, uses, within
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ctpo_megatron"
 SEPARATE = {
@@ -60,6 +62,17 @@ NEVER_IMPORT = {
     "ctpo_megatron.evaluate": ("megatron",),
     "ctpo_sandbox": ("torch", "transformers", "ray", "vllm"),
     "ctpo_kernels": ("transformers", "ray", "vllm", "megatron"),
+}
+# Where private parts of vLLM may be named (`tests/engines/test_vllm_private.py` says what is private, and lists them).
+VLLM_PATCHES = PACKAGE / "engines" / "cpu"
+VLLM_WEIGHTS = PACKAGE / "engines" / "weights"
+VLLM_EXCEPTIONS = {
+    # Whatever the device, sums of what a worker keeps need to know how its layers cut and fuse tensors: vLLM has no
+    # public way to ask for a shard of a tensor by the checkpoint's name.
+    "engine_checksums.py": ("vllm.model_executor.layers", "vllm.distributed.get_tensor_model_parallel_rank"),
+    # A backend of vllm.distributed.weight_transfer makes layers loadable by what vLLM's own backends call; the base
+    # class leaves that to the backend.
+    "receiver.py": ("vllm.model_executor.model_loader.reload",),
 }
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 PACKAGES = tuple(name for name in LEVEL if (PACKAGE / name).is_dir())
@@ -112,10 +125,6 @@ def package_of(path: Path) -> str:
         if path.is_relative_to(folder):
             return ".".join([name, *path.relative_to(folder).parent.parts])
     raise ValueError(path)
-
-
-def within(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(f"{prefix}.")
 
 
 def ours(name: str) -> bool:
@@ -303,6 +312,35 @@ def test_only_device_py_tells_cpu_from_cuda() -> None:
     assert wrong == []
 
 
+def _vllm_wrong(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines of a file outside `engines/cpu` with something of vLLM that the file may not name."""
+    text = path.read_text(encoding="utf-8")
+    found = uses(text)
+    allowed = VLLM_EXCEPTIONS.get(path.name, ()) if path.parent == VLLM_WEIGHTS else ()
+    for use in found:
+        if use.kind == "patch":
+            yield use.line, f"replaces {use.name}"
+        elif is_private(use.name) and not any(within(use.name, prefix) for prefix in allowed):
+            yield use.line, f"names {use.name}"
+        elif within(use.name, "vllm.distributed.weight_transfer") and path.parent != VLLM_WEIGHTS:
+            yield use.line, f"names {use.name}, which engines/weights alone may"
+    if found:  # an object of vLLM, perhaps
+        yield from ((line, f"reads .{name}") for name, line in reached_privately(text).items())
+
+
+def test_only_engines_cpu_patches_vllm_or_names_its_private_parts() -> None:
+    """And `engines/weights` alone knows how vLLM takes weights."""
+    paths = [path for path in all_modules() if not path.is_relative_to(VLLM_PATCHES)]
+    assert [show(path, line, text) for path in paths for line, text in _vllm_wrong(path)] == []
+
+
+@pytest.mark.parametrize("file", VLLM_EXCEPTIONS)
+def test_every_exception_for_vllm_is_needed(file: str) -> None:
+    names = [use.name for use in uses((VLLM_WEIGHTS / file).read_text(encoding="utf-8"))]
+    needed = [prefix for prefix in VLLM_EXCEPTIONS[file] if any(within(name, prefix) for name in names)]
+    assert needed == list(VLLM_EXCEPTIONS[file])
+
+
 def test_generic_folders_are_no_packages() -> None:
     """A top-level package called `kernels` breaks transformers where Hugging Face's `kernels` is installed."""
     assert [
@@ -325,3 +363,32 @@ def test_doors() -> None:
     assert not _by_a_door("ctpo_megatron.config.load")
     assert not _by_a_door("ctpo_megatron.config.load.dump")
     assert _by_a_door("ctpo_megatron.objective.policy_loss")  # a function, and the name of the module it is in
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import vllm.v1.engine", (1, "names vllm.v1.engine")),
+        ("def f():\n    from vllm.config import _x", (2, "names vllm.config._x")),
+        ("from vllm import config\nconfig.Y = 1", (2, "replaces vllm.config.Y")),
+        ("from vllm.config import C\ndef f(c: C): c._hidden", (2, "reads ._hidden")),
+        (
+            "from vllm.distributed.weight_transfer import A",
+            (1, "names vllm.distributed.weight_transfer.A, which engines/weights alone may"),
+        ),
+    ],
+)
+def test_private_parts_of_vllm_are_seen(tmp_path: Path, text: str, expected: tuple[int, str]) -> None:
+    file = tmp_path / "receiver.py"  # the name alone allows nothing
+    file.write_text(text)
+    assert list(_vllm_wrong(file)) == [expected]
+
+
+def test_public_parts_of_vllm_are_passed(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(
+        "import torch\nfrom vllm import __version__\nfrom vllm.sampling_params import SamplingParams\n"
+        "class A:\n    def f(self): return self._x, torch._C, super().__init__(), SamplingParams.from_optional\n"
+    )
+    assert list(_vllm_wrong(file)) == []
+    assert uses(file.read_text())[0] == Use("vllm.__version__", 2, "import")

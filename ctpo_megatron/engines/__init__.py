@@ -12,7 +12,6 @@ from ctpo_megatron.engines.stats import pool_stats
 from ctpo_megatron.engines.tasks import EngineError, GroupOutcome, GroupTask, Sampling, WeightSyncError
 
 if TYPE_CHECKING:
-    from ctpo_megatron.engines.cpu.priority import give_way_to_engines
     from ctpo_megatron.engines.handle import EngineHandle, engine_died
     from ctpo_megatron.engines.open import check_tokenizer, cluster_of, open_engines
     from ctpo_megatron.engines.pool import EnginePool
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 _NEED_RAY = {
     "EngineHandle": "handle",
     "engine_died": "handle",
-    "give_way_to_engines": "cpu.priority",
     "EnginePool": "pool",
     "check_tokenizer": "open",
     "cluster_of": "open",
@@ -42,6 +40,13 @@ __all__ = [
     "open_engines",
     "pool_stats",
 ]
+
+
+def give_way_to_engines() -> None:
+    """Let engines on this machine's cores come before the calling thread; see `cpu.priority`, imported only here."""
+    from ctpo_megatron.engines.cpu import priority
+
+    priority.give_way_to_engines()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""The Ray cluster that RAY_ADDRESS names: how it is joined, and what it must be like before anything loads.
+"""Joins the Ray cluster that RAY_ADDRESS names, and checks its nodes before a model loads.
 
-Whoever reaches a Ray node can run code on it, so several nodes need Ray's token authentication (SECURITY.md).
+Any process that reaches a Ray node can run code on it, so several nodes need Ray's token authentication (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from ctpo_megatron.base.addresses import is_own
 from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN, TOKEN_FILE
 from ctpo_megatron.config import ClusterConfig, Problem
 from ctpo_megatron.engines.node_facts import Facts, Needs, differences, node_facts
+from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, NODE_POLL_S
 
-_POLL_S = 0.5
-_ANSWER_S = 5.0
 _LAST_PORT = 65535
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class ClusterError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A living node of the cluster; cpus and gpus: all that it has, used or not."""
+    """A living node of the cluster. cpus, gpus: its total resources, used or not."""
 
     id: str
     address: str
@@ -44,7 +43,7 @@ class Node:
     gpus: float
 
     def holds(self, resources: Mapping[str, int]) -> int:
-        """How many engines of these `CPU` and `GPU` fit into it."""
+        """How many engines that need these `CPU` and `GPU` fit on it."""
         totals = {"CPU": self.cpus, "GPU": self.gpus}
         return min(int(totals[name] // amount) for name, amount in resources.items() if amount)
 
@@ -53,7 +52,7 @@ class Node:
 
 
 def living_nodes() -> list[Node]:
-    """The nodes that Ray's head has heard of lately, by address."""
+    """The nodes that Ray reports as alive, sorted by address."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     living = [
         Node(
@@ -69,7 +68,7 @@ def living_nodes() -> list[Node]:
 
 
 def check_token(nodes: int, environment: Mapping[str, str]) -> None:
-    """Raises ClusterError when several nodes would trust whoever reaches them."""
+    """Raises ClusterError when several nodes would run code of any process that reaches them."""
     if nodes == 1:
         return
     path = environment.get(TOKEN_FILE)
@@ -88,7 +87,7 @@ def check_token(nodes: int, environment: Mapping[str, str]) -> None:
 
 
 def await_head(address: str, deadline: float) -> None:
-    """Return when something answers at Ray's address, and say so if that takes time.
+    """Wait until Ray's head accepts a connection; the first failure is logged as a warning.
 
     Raises ClusterError at `deadline` (monotonic seconds).
     """
@@ -99,23 +98,23 @@ def await_head(address: str, deadline: float) -> None:
         return
     if not port.isdecimal() or int(port) > _LAST_PORT:
         raise ClusterError(f"{ADDRESS}={address}: {port!r} is no port; give HOST:PORT of Ray's head")
-    told = False
+    warned = False
     while True:
         try:
             left_s = max(1.0, deadline - time.monotonic())
-            socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, _ANSWER_S)).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, HEAD_CONNECT_S)).close()
             return
         except OSError as error:
-            if time.monotonic() + _POLL_S > deadline:
+            if time.monotonic() + NODE_POLL_S > deadline:
                 raise ClusterError(f"{ADDRESS}={address}: Ray's head does not answer: {error}") from error
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 log.warning(
                     "%s=%s: Ray's head does not answer (%s); waiting for it, %.0f s at most (rollout.start_timeout_s). "
                     "Type unset %s for engines on this machine alone",
                     *(ADDRESS, address, error, left_s, ADDRESS),
                 )
-        time.sleep(_POLL_S)
+        time.sleep(NODE_POLL_S)
 
 
 def check_address(address: str | None) -> None:
@@ -147,14 +146,14 @@ def join(cluster: ClusterConfig, deadline: float) -> None:
 
 
 def await_nodes(cluster: ClusterConfig, deadline: float) -> list[Node]:
-    """All nodes, once there are `cluster.nodes`. Raises ClusterError at `deadline`, and when there are more."""
+    """Wait for `cluster.nodes` nodes. Raises ClusterError at `deadline`, and when there are more."""
     while len(nodes := living_nodes()) < cluster.nodes:
-        if time.monotonic() + _POLL_S > deadline:
+        if time.monotonic() + NODE_POLL_S > deadline:
             raise ClusterError(
-                f"{len(nodes)} of {cluster.nodes} Ray nodes (cluster.nodes) are there: {listed(nodes)}. Look why Ray "
-                f"did not start on the others, or set cluster.nodes={len(nodes)}"
+                f"{len(nodes)} of {cluster.nodes} Ray nodes (cluster.nodes) are there: {listed(nodes)}. Check why Ray "
+                f"did not start on the other nodes, or set cluster.nodes={len(nodes)}"
             )
-        time.sleep(_POLL_S)
+        time.sleep(NODE_POLL_S)
     if len(nodes) > cluster.nodes:
         raise ClusterError(
             f"{len(nodes)} Ray nodes are there: {listed(nodes)}; cluster.nodes is {cluster.nodes}. Set "
@@ -164,8 +163,8 @@ def await_nodes(cluster: ClusterConfig, deadline: float) -> list[Node]:
 
 
 def check_nodes(nodes: Sequence[Node], resources: Mapping[str, int], needs: Needs, deadline: float) -> None:
-    """Raises one ClusterError with all that differs between nodes, or is missing where engines can be placed."""
-    asked = [needs if node.holds(resources) else None for node in nodes]
+    """Raises one ClusterError with every difference between nodes, and what nodes for engines lack."""
+    asked = [needs if node.holds(resources) else None for node in nodes]  # others have no engine: versions suffice
     answers = _ask(nodes, asked, deadline)
     here = node_facts(Needs(needs.model_path, needs.folders, sandbox=False))
     problems = [
@@ -178,9 +177,9 @@ def check_nodes(nodes: Sequence[Node], resources: Mapping[str, int], needs: Need
 
 
 def _ask(nodes: Sequence[Node], needs: Sequence[Needs | None], deadline: float) -> list[Facts | Problem]:
-    """The facts of each node, or why there are none."""
+    """The facts of each node, or the problem that prevented an answer."""
     remote: Any = ray.remote(node_facts)
-    pending = [
+    pending = [  # all at once, each pinned to its node
         remote.options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
         ).remote(wanted)
@@ -200,7 +199,7 @@ def _ask(nodes: Sequence[Node], needs: Sequence[Needs | None], deadline: float) 
 
 
 def listed(nodes: Sequence[Node]) -> str:
-    """Addresses and sizes."""
+    """Addresses and resources, separated by commas."""
     return ", ".join(str(node) for node in nodes)
 
 

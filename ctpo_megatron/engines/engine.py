@@ -1,4 +1,4 @@
-"""The rollout engine: vLLM's AsyncLLM in a Ray actor, with whole groups of episodes played next to it."""
+"""The rollout engine: vLLM's AsyncLLM in a Ray actor, which also runs the episodes of whole groups."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 from ctpo_megatron.engines.expected import leave_out_expected
 from ctpo_megatron.engines.logs import path_here, redirect_output
+from ctpo_megatron.engines.setup import engine_setup
 from ctpo_megatron.engines.tasks import (
     INITIAL_VERSION,
     EngineDied,
@@ -26,35 +27,33 @@ from ctpo_megatron.engines.tasks import (
     GroupTask,
     Sampling,
     UpdateReport,
-    engine_arguments,
-    engine_environment,
 )
+from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S
 from ctpo_megatron.engines.turns import TurnScheduler
 from ctpo_megatron.engines.weights import EngineFacts
+from ctpo_megatron.engines.weights.requests import init_request, update_request
 from ctpo_megatron.environments.episode import Episode, EpisodeFailed, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
 from ctpo_megatron.environments.tokenizer import use_chat_template
 
-_CPU_SHARE = 4
-"""On a CPU, so small a part of `max_num_seqs` is enough for its matrix products; a GPU wants all that there are."""
-
 
 class RolloutEngine:
-    """One engine; made a Ray actor by the fleet. `start` loads the model, everything else needs it."""
+    """One engine, run as a Ray actor by the pool. `start` loads the model, which every later call needs."""
 
     def __init__(self, index: int, spec: EngineSpec) -> None:
         self._log = path_here(spec, index)
         redirect_output(self._log)
         leave_out_expected()
-        os.environ.update(engine_environment(spec.device, spec.config.rollout.engine))
+        self._setup = engine_setup(spec.device)
+        os.environ.update(self._setup.environment(spec.config.rollout.engine))
         if spec.transport == "ipc":  # handles of GPU memory travel pickled, from our trainer to our engine
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         self._spec, self._config = spec, spec.config
         self._requests = 0
         self._version, self._updated = INITIAL_VERSION, asyncio.Condition()
-        self._precedence = TurnScheduler(_room(spec))
+        self._turns = TurnScheduler(self._setup.concurrent_turns(spec.config.rollout.engine))
         self._asleep = False
         self._finished: list[list[Trajectory]] = []
 
@@ -65,30 +64,24 @@ class RolloutEngine:
         return EngineSeat(ray.get_runtime_context().get_node_id(), _node_address(), str(self._log))
 
     async def with_log(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function makes of the path of the log on this node."""
+        """Call a function with the path of the log on this node, and return its result."""
         return function(str(self._log), *arguments)
 
     async def start(self) -> tuple[int, EngineFacts]:
-        """Load the users' parts, model and tokenizer; returns the process id, and what a transport has to know."""
+        """Load users' extensions, the model and the tokenizer. Returns the process id and what a transport needs."""
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
-        from ctpo_megatron.engines.cpu.core_client import in_process_engine
         from ctpo_megatron.engines.weights import receiver
 
         activate(self._config.extensions.path or ())
         self._tools = make_toolbox(self._config, self._spec.sandbox_url)
         self._environment = make_environment(self._config.rollout)
         backend = {"file": receiver.FILE, "tcp": receiver.TCP}.get(self._spec.transport, self._spec.transport)
-        arguments = engine_arguments(self._config, self._spec.model_path, self._spec.device)
-        engine = self._config.rollout.engine
+        arguments = self._setup.arguments(self._config, self._spec.model_path)
         with _refusals_in_words():
             settings = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=backend), **arguments)
-            if self._spec.device == "cpu" and engine.tensor_parallel_size == 1:
-                self._llm = in_process_engine(settings, engine.threads)
-            else:
-                self._llm = AsyncLLM.from_engine_args(settings)
+            self._llm = self._setup.make(settings, self._config.rollout.engine)
         await self._llm.update_weight_version(str(INITIAL_VERSION))
         self._codec = self._make_codec(self._llm.get_tokenizer())
         rollout = self._config.rollout
@@ -101,19 +94,19 @@ class RolloutEngine:
             rollout.max_tool_s,
         )
         gc.collect()
-        gc.freeze()  # the imported world is large and stays: full collections would cost more than the episodes
-        return os.getpid(), EngineFacts(
-            self._llm.model_config.dtype, _node_address(), self._spec.transport, engine.tensor_parallel_size
-        )
+        gc.freeze()  # imported modules are many and permanent: full collections would cost more than the episodes
+        workers = self._config.rollout.engine.tensor_parallel_size
+        facts = EngineFacts(self._llm.model_config.dtype, _node_address(), self._spec.transport, workers)
+        return os.getpid(), facts
 
     async def ping(self) -> str:
-        """The current weight version, as the engine core itself answers."""
+        """The current weight version, as the engine core reports it."""
         return str(await self._llm.get_weight_version())
 
     async def run_group(self, task: GroupTask) -> GroupOutcome:
-        """Play all samples of one prompt at once; siblings of an episode that fails are cancelled.
+        """Generate all samples of one prompt concurrently; when an episode fails, the others are cancelled.
 
-        Waits for the weights of the task, until the fleet takes the group back or replaces this engine.
+        Waits until this engine has the weights of the task; the pool may cancel the group or replace the engine.
         """
         async with self._updated:
             await self._updated.wait_for(lambda: self._version >= task.version)
@@ -126,7 +119,7 @@ class RolloutEngine:
             self._finished.append(finished)
 
         async def play_one(episode: Episode) -> None:
-            with self._precedence.trajectory(task.step):
+            with self._turns.trajectory(task.step):
                 finished.append(await play(self._environment, episode))
 
         generate = self._turn_generator(task.sampling, task.step)
@@ -148,18 +141,18 @@ class RolloutEngine:
         return GroupOutcome(trajectories)
 
     async def take_finished(self) -> list[Trajectory]:
-        """Samples that have finished since the last call, of groups that are still played."""
+        """Samples that have finished since the last call, of groups that are still being generated."""
         taken = [trajectory for of_group in self._finished for trajectory in of_group]
         for of_group in self._finished:
             of_group.clear()
         return taken
 
     async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
-        """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
+        """Load the offered weights, drop the prefix cache and set the weight version to `version`.
 
-        Requests in flight are frozen meanwhile and go on with the new weights, what they know of their tokens computed
-        anew. They go on after a failure, too: vLLM's engine dies of layers without weights then, and they with it, so
-        that nobody waits for them. An engine that sleeps has no requests.
+        Requests in flight are paused, and continue with the new weights; their keys and values are computed again.
+        They are resumed after a failure as well: vLLM's engine then dies of layers without weights, and its requests
+        with it, so that no caller waits for them. An engine that sleeps has no requests.
         """
         began = time.monotonic()
         try:
@@ -168,56 +161,52 @@ class RolloutEngine:
             report = await self.finish_weight_update(version)
             return replace(report, seconds=time.monotonic() - began)
         finally:
-            await self._go_on()
+            await self._resume()
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
-        """Meet the trainer's side of one of vLLM's own transports."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        """Connect to the trainer's side of one of vLLM's own transports."""
+        await self._llm.init_weight_transfer_engine(init_request(info))
 
     async def start_weight_update(self) -> None:
-        """Freeze requests, and make the parameters loadable."""
+        """Pause requests, and make the parameters loadable."""
         if not self._asleep:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
 
     async def receive_weights(self, offer: dict[str, Any]) -> None:
-        """Load what is offered, all tensors or some."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer))
+        """Load the offered tensors: all of the model or some."""
+        await self._llm.update_weights(update_request(offer))
 
     async def finish_weight_update(self, version: int) -> UpdateReport:
-        """Compute with the new weights, sum them up, and go on with the requests."""
+        """Switch to the new weights, compute their checksums, and resume requests."""
         try:
             await self._llm.finish_weight_update(weight_version=str(version))
             answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
-            taken = await self.ping()  # later it would wait for a step that computes all caches anew
+            taken = await self.ping()  # once requests resume it would wait for a step that fills all caches
         finally:
-            await self._go_on()
+            await self._resume()
         async with self._updated:
             self._version = version
             self._updated.notify_all()
         return UpdateReport(taken, [tuple(part) for of_worker in answers for part in of_worker])
 
-    async def _go_on(self) -> None:
-        """With the requests that an update froze, if it did."""
+    async def _resume(self) -> None:
+        """Resume the requests that an update paused, if it did."""
         if not self._asleep and await self._llm.is_paused():
             await self._llm.resume_generation()
 
     async def sleep(self, level: int) -> None:
-        """Give the GPU's memory back; 1: the weights stay in host memory, 2: they are gone. Requests are aborted."""
+        """Release GPU memory. Level 1 keeps the weights in host memory, 2 discards them. Requests are aborted."""
         await self._llm.sleep(level=level, mode="abort")
         self._asleep = True
 
     async def wake_up(self, tags: list[str]) -> None:
-        """Take memory for `weights`, `kv_cache` or both; with both there, sampling goes on."""
+        """Allocate GPU memory for `weights`, `kv_cache` or both; with both allocated, sampling resumes."""
         self._asleep = not await self._llm.wake_up(tags=tags)
 
     async def shutdown(self) -> None:
         """Stop the engine core."""
-        self._llm.shutdown(timeout=2.0)
+        self._llm.shutdown(timeout=CORE_SHUTDOWN_S)
 
     def _make_codec(self, tokenizer: Any) -> TokenizerCodec:
         use_chat_template(tokenizer, self._config)
@@ -252,14 +241,14 @@ class RolloutEngine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,
             )
-            await self._precedence.begin(step)
+            await self._turns.begin(step)
             try:
                 self._requests += 1
                 last = None
                 async for output in self._llm.generate(tokens_input(list(token_ids)), params, f"r{self._requests}"):
                     last = output
             finally:
-                self._precedence.end()
+                self._turns.end()
             if last is None or last.outputs[0].finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"the engine ended a request with {last and last.outputs[0].finish_reason!r}")
             return _model_turn(last.outputs[0])
@@ -269,8 +258,8 @@ class RolloutEngine:
 
 @contextmanager
 def _refusals_in_words() -> Iterator[None]:
-    """Arguments that vLLM refuses, as ValueError: its own error may hold what cannot be pickled, and then Ray sends a
-    traceback in its place."""
+    """Raise vLLM's validation errors as ValueError: the original may hold objects that cannot be pickled, and Ray would
+    send a traceback instead."""
     try:
         yield
     except ValidationError as error:
@@ -278,21 +267,15 @@ def _refusals_in_words() -> Iterator[None]:
         raise ValueError(f"{error.title}: {said.removeprefix(': ')}") from error
 
 
-def _room(spec: EngineSpec) -> int:
-    """Turns at once, within which a batch shares the engine with an earlier one."""
-    most = spec.config.rollout.engine.max_num_seqs
-    return most if spec.device == "cuda" else max(1, most // _CPU_SHARE)
-
-
 def _node_address() -> str:
-    """Of the Ray node that this process belongs to, for the other nodes."""
+    """The address of this process's Ray node, for the other nodes."""
     import ray
 
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error that is no tool failure; vLLM hands one EngineDeadError to all, whose traceback only grows."""
+    """The first error that is no tool failure. All requests raise one EngineDeadError, whose traceback only grows."""
     error = next(error for error in errors.exceptions if not isinstance(error, EpisodeFailed))
     return EngineDied(str(error)) if type(error).__name__ == "EngineDeadError" else error
 
@@ -300,7 +283,7 @@ def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 def _model_turn(output: Any) -> ModelTurn:
     token_ids = list(output.token_ids)
     log_probs = list(output.logprobs.logprobs)
-    versions: list[int] = []
+    versions: list[int] = []  # vLLM reports spans of tokens; we keep one version a token
     for span in output.weight_versions:
         versions += [int(span.version)] * (span.end - span.start)
     return ModelTurn(token_ids, log_probs, versions)

@@ -14,7 +14,7 @@ EXPECTED = {
     "RotaryEmbedding: Failed to load weights": "it has no weights: its table follows from the configuration",
     "ParallelLMHead: Failed to load weights": "it is the embedding's tensor, or compared by checksum after the update",
     "The global random seed is set to": "every request has a seed of its own",
-    "This model does not officially support disabling chunked prefill": "needed on a CPU: see engine_arguments",
+    "This model does not officially support disabling chunked prefill": "needed on a CPU: see engines/cpu/setup.py",
     "Enforce eager set": "rollout.engine.enforce_eager, or a CPU",
     "Inductor compilation was disabled by user settings": "rollout.engine.enforce_eager, or a CPU",
     "Triton is not installed. triton-cpu is expected": "no kernel of a CPU engine needs it",

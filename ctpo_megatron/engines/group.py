@@ -1,4 +1,4 @@
-"""The places of all engines on a Ray cluster: one bundle of a placement group each, which outlives the engine in it."""
+"""A Ray placement group with one bundle for each engine. A bundle outlives its engine, and holds the next one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _STRATEGIES = {"spread": "SPREAD", "packed": "PACK"}
 
 
 class EngineGroup:
-    """The places of a fleet's engines, and their logs. Ray moves the places of a node that died to another one.
+    """Placement and log copies of all engines. Ray moves the bundles of a node that died to another node.
 
-    spec: the engines', as every node understands it.
+    spec: of the engines, with absolute paths that are valid on every node.
     """
 
     def __init__(self, spec: EngineSpec, count: int, cluster: ClusterConfig, deadline: float) -> None:
-        """Raises ClusterError when nodes are missing, differ, or have no place, by `deadline` (monotonic).
+        """Raises ClusterError when nodes are missing, differ, or have no place, by `deadline` (monotonic seconds).
 
-        Nothing loads before all of that is known to be right.
+        No model loads before all of these checks have passed.
         """
         folders = tuple(str(Path(folder).resolve()) for folder in spec.config.extensions.path or ())
         nodes = await_nodes(cluster, deadline)
@@ -42,11 +42,11 @@ class EngineGroup:
         self.logs = LogCollector()
 
     def options(self, index: int) -> dict[str, Any]:
-        """Keyword arguments that put an actor into place number `index`."""
+        """Options of a Ray actor that place it in bundle number `index`."""
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)}
 
     def close(self) -> None:
-        """Copy what is left of the logs and give the places back."""
+        """Copy the rest of the logs, and remove the placement group."""
         self.logs.close()
         unmark(self.spec.log_dir)
         remove_placement_group(self._group)

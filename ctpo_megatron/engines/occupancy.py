@@ -1,4 +1,4 @@
-"""How busy each engine is over time: rows of a file that the report draws."""
+"""Trajectories in flight of each engine over time, as rows of a file that the report plots."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+from ctpo_megatron.engines.timeouts import OCCUPANCY_REPEAT_S, OCCUPANCY_ROW_S
 
-_EVERY_S = 0.25
-_STILL_S = 10.0
-"""A row that says the same as the one before tells a long group from a run that has ended."""
+log = logging.getLogger(__name__)
 
 
 class Occupancy:
@@ -29,19 +27,20 @@ class Occupancy:
         self._failed = False
 
     def add(self, engine: int, trajectories: int) -> None:
-        """So many more, or less, are in flight."""
+        """Add `trajectories`, which may be negative, to the number in flight on `engine`."""
         self._in_flight[engine] += trajectories
 
     def note(self, engines: int) -> None:
-        """Write what so many engines have in flight, if it is new; called often."""
+        """Write a row of the first `engines` engines when it has changed, or is old; called often."""
         row, now = tuple(self._in_flight[engine] for engine in range(engines)), time.time()
-        idle_now = not any(row) and row != self._row  # what nobody would correct for the length of a training step
-        if not idle_now and now < self._written + (_EVERY_S if row != self._row else _STILL_S):
+        # Written at once: the next call may follow a whole training step later, and the old row would stay until then.
+        idle_now = not any(row) and row != self._row
+        if not idle_now and now < self._written + (OCCUPANCY_ROW_S if row != self._row else OCCUPANCY_REPEAT_S):
             return
         self._row, self._written = row, now
         try:
             self._append(",".join([f"{now:.2f}", *map(str, row)]) + "\n")
-        except OSError as error:  # a figure of the report is not worth a run
+        except OSError as error:  # a run does not stop for a figure of its report
             if not self._failed:
                 log.warning("what engines have in flight cannot be written, the report will lack it: %s", error)
             self._failed = True

@@ -1,4 +1,4 @@
-"""A private, quiet Ray instance for the rollout side, or a connection to the cluster that RAY_ADDRESS names."""
+"""A private, quiet Ray instance for the engines, or a connection to the cluster that RAY_ADDRESS names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.engines.cluster import join
+from ctpo_megatron.engines.timeouts import RAY_CLOSE_S, RAY_FILES_POLL_S, RAY_FILES_S
 
 _OBJECT_STORE_BYTES = 256 << 20
-_JOIN_TIMEOUT_S = 30.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OF_CLUSTER = {**QUIET, AUTH_MODE: "disabled"}
 _OF_PRIVATE = {
@@ -34,7 +34,7 @@ _OF_PRIVATE = {
 
 @contextmanager
 def _variables(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Processes that are started inside have these variables; None: as it is. Afterwards all are what they were."""
+    """Set variables for processes that are started within; None leaves one as it is. All are restored at the end."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update({name: value for name, value in changes.items() if value is not None})
     try:
@@ -47,14 +47,14 @@ def _variables(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 @cache
 def _secret() -> str:
-    """Of every private Ray of this process: Ray itself reads one once."""
+    """The token of every private Ray of this process: Ray reads its token only once per process."""
     return secrets.token_hex(32)
 
 
 def _token(directory: Path) -> dict[str, str | None]:
-    """Variables for a Ray that answers nobody without `_secret`; none where the user has set RAY_AUTH_MODE.
+    """Variables for a Ray that refuses callers without `_secret`; none where the user has set RAY_AUTH_MODE.
 
-    A process that has imported Ray sets that in vain. `ray.init` does it, where it is not set.
+    RAY_AUTH_MODE has no effect once Ray is imported, so `ray.init` sets it where it is unset; here it is only restored.
     """
     if AUTH_MODE in os.environ:
         return {}
@@ -65,9 +65,9 @@ def _token(directory: Path) -> dict[str, str | None]:
 
 
 def _shut_down() -> None:
-    """Ray's shutdown without its waits: it sends SIGTERM to one process after another, and gives each a second.
+    """Shut Ray down by SIGKILL. Ray itself sends SIGTERM to one process after another, and waits a second for each.
 
-    Those that started within `children_spared` never act on it. What a killed process has started is killed, too.
+    Processes that started within `children_spared` ignore SIGTERM. Children of a killed process are killed as well.
     """
     import ray
 
@@ -86,11 +86,11 @@ def _shut_down() -> None:
 
 
 class RayRuntime:
-    """Begins to bring Ray up when constructed, then calls `then(gpus of the cluster)`; `wait` tells how that went.
+    """Starts Ray when constructed, then calls `then(number of GPUs)`; `wait` reports the result.
 
-    All of it happens in a thread of its own that lives until `close`: the caller goes on meanwhile, the caller's signal
-    handlers stay, and a local Ray, whose processes the kernel kills with the thread that started them, ends with the
-    process however that ends.
+    All of it happens in a thread of its own that lives until `close`. So the caller continues meanwhile and keeps its
+    signal handlers. The kernel kills the processes of a private Ray when the thread that started them ends, so Ray
+    ends with this process however that ends.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class RayRuntime:
         cluster: ClusterConfig | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        """gpus: the only ones that a private Ray sees, as in `CUDA_VISIBLE_DEVICES`; None: all of this process.
+        """gpus: what a private Ray sees, as in `CUDA_VISIBLE_DEVICES`; None: all GPUs of this process.
 
-        cluster: of RAY_ADDRESS, which is joined within `timeout_s`; None: Ray is private.
+        cluster: the cluster of RAY_ADDRESS, to be joined within `timeout_s`; None starts a private Ray.
         """
         self._cpus, self._then, self._gpus = cpus, then, gpus
         self._cluster, self._deadline = cluster, time.monotonic() + timeout_s
@@ -139,7 +139,7 @@ class RayRuntime:
     def close(self) -> None:
         """Shut Ray down if this object started or joined it. Idempotent."""
         self._closing.set()
-        self._keeper.join(_JOIN_TIMEOUT_S)
+        self._keeper.join(RAY_CLOSE_S)
 
     def _run(self) -> None:
         try:
@@ -148,11 +148,10 @@ class RayRuntime:
 
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             self._then(float(resources.get("GPU", 0.0)))
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised by `wait` and `is_up`
             self._error = error
         self._up.set()
-        while not self._closing.wait(3600.0):
-            pass
+        self._closing.wait()
         self._disconnect()
 
     def _connect(self) -> None:
@@ -171,9 +170,9 @@ class RayRuntime:
         # Unix socket paths are limited to about 100 characters, so TMPDIR is not used.
         self._temp = Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))
         count = None if self._gpus is None else len(self._gpus.split(","))
-        # This process has read CUDA_VISIBLE_DEVICES when it initialized CUDA.
+        # Only Ray's processes see the change: this one read CUDA_VISIBLE_DEVICES when it initialized CUDA.
         changes = {_VISIBLE: self._gpus, **_token(self._temp)}
-        # Without Ray's head the trainer is ended before it has saved its state.
+        # A signal to the process group must spare Ray's head: the trainer needs it until it has saved its state.
         with _variables(changes), children_spared():
             ray.init(
                 address="local",
@@ -183,19 +182,19 @@ class RayRuntime:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(self._temp / "ray"),  # which anyone may write to
+                _temp_dir=str(self._temp / "ray"),  # all users may write there, so it lies in a private folder
             )
 
     def _disconnect(self) -> None:
         import ray
 
         if self._owner and ray.is_initialized():
-            if self._temp is None:  # a cluster's processes are not ours to end
+            if self._temp is None:  # the processes of a cluster are not ours to stop
                 ray.shutdown()
             else:
                 _shut_down()
-        for _ in range(20):  # Ray's processes may still be writing their last log lines
+        for _ in range(round(RAY_FILES_S / RAY_FILES_POLL_S)):
             if self._temp is None or not self._temp.exists():
                 break
             shutil.rmtree(self._temp, ignore_errors=True)
-            time.sleep(0.05)
+            time.sleep(RAY_FILES_POLL_S)

@@ -1,4 +1,4 @@
-"""Engines that share GPUs with the trainer: what of them sleeps, and which did not survive it."""
+"""Sleep and wake of engines that share GPUs with the trainer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from ctpo_megatron.engines.handle import EngineHandle, engine_died
 from ctpo_megatron.engines.tasks import EngineError
 
 WEIGHTS, CACHE = "weights", "kv_cache"
-"""vLLM's names of what an engine has on its GPU."""
+"""vLLM's tags of what an engine holds in GPU memory."""
 
 
 class SleepState:
-    """Puts all engines of a fleet to sleep and wakes them; an engine that died meanwhile is in `dead`, and is left out.
+    """Puts all engines of a pool to sleep and wakes them; engines that died meanwhile are in `dead`, and are skipped.
 
-    dead: emptied by who restarts them, which needs GPU memory: not before the trainer has left.
+    asleep: the tags that are asleep. dead: cleared by the caller when it restarts them. A restart needs GPU memory, so
+    it waits until the trainer has released the GPU.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -36,7 +37,7 @@ class SleepState:
             self.asleep = (WEIGHTS, CACHE)
 
     def wake(self, engines: Sequence[EngineHandle], stop: Stop, *what: str) -> None:
-        """Wake what sleeps of `what`, weights first. Raises EngineError, Cancelled."""
+        """Wake the tags in `what` that are asleep, weights first. Raises EngineError, Cancelled."""
         tags = [tag for tag in self.asleep if tag in what]
         if tags:
             references = [(engine, engine.begin_wake(tags)) for engine in self.living(engines)]
@@ -44,7 +45,7 @@ class SleepState:
             self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
 
     def living(self, engines: Sequence[EngineHandle]) -> list[EngineHandle]:
-        """Those that are not in `dead`."""
+        """The engines that are not in `dead`."""
         return [engine for engine in engines if engine not in self.dead]
 
     def _wait_for(
@@ -61,4 +62,4 @@ class SleepState:
             except RayError as error:
                 if not engine_died(error):
                     raise EngineError(f"{engine.name} did not {what}: {error}; log: {engine.log_path}") from error
-                self.dead.append(engine)
+                self.dead.append(engine)  # no failure of the run: it is restarted later

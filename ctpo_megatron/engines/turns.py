@@ -1,4 +1,4 @@
-"""Which turns an engine samples at once: those of an earlier step first, as the trainer waits for them."""
+"""Limits how many turns an engine samples at once: earlier steps first, because the trainer waits for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from contextlib import contextmanager
 
 
 class TurnScheduler:
-    """Turns of a step are begun at any time unless trajectories of an earlier step are in flight: then those wait for
-    which there is no room, which is for `room` turns at once, and the earliest step comes first.
+    """A queue of turns by step, for one event loop.
 
-    Where more turns at once take longer, an engine that shares itself equally between two batches completes both late
-    and together: the trainer first waits for the one, then has the other before it needs it, and the engine has nothing
-    to do. (vLLM's `scheduling_policy: priority` orders what is beyond `max_num_seqs`: it would sample all at once.) For
-    one event loop.
+    A turn starts at once unless trajectories of an earlier step are in flight. Then at most `room` turns run
+    concurrently, the others wait, and the earliest step starts first.
+
+    Why: a step of an engine may take longer the more turns are in it. Two batches that share the engine equally then
+    complete late and together. The trainer waits for the first batch and has the second before it needs it, and the
+    engine idles. (vLLM's `scheduling_policy: priority` orders only requests beyond `max_num_seqs`.)
     """
 
     def __init__(self, room: int) -> None:
@@ -28,34 +29,34 @@ class TurnScheduler:
 
     @contextmanager
     def trajectory(self, step: int) -> Iterator[None]:
-        """One of `step` is in flight within."""
+        """Count one trajectory of `step` as in flight within the context."""
         self._in_flight[step] += 1
         try:
             yield
         finally:
             self._in_flight[step] -= 1
-            self._in_flight += Counter()  # forgets steps without any
+            self._in_flight += Counter()  # drops steps without trajectories
             self._begin()
 
     async def begin(self, step: int) -> None:
-        """Wait until a turn of `step` may be sampled; `end` comes after it. Whoever waits can be cancelled."""
+        """Wait until a turn of `step` may be sampled; the caller ends it by `end`. The wait can be cancelled."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (step, next(self._numbers), turn))
         self._begin()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled():  # it was started just before, and its caller will not end it
                 self.end()
             raise
 
     def end(self) -> None:
-        """A turn was sampled, or will not be."""
+        """Free the place of a turn that was sampled or abandoned."""
         self._running -= 1
         self._begin()
 
     def _begin(self) -> None:
-        """All turns that may."""
+        """Start every queued turn that may run."""
         while self._waiting:
             step, _, turn = self._waiting[0]
             if turn.cancelled():

@@ -14,12 +14,17 @@ import torch
 
 from ctpo_megatron.config import EngineConfig
 from ctpo_megatron.config.rollout_schema import COLDEST, HOTTEST
-from ctpo_megatron.engines.tasks import engine_arguments, engine_environment
+from ctpo_megatron.engines.cpu import CpuSetup
 from tests.engines.pool_helpers import make_config
 from tests.engines.tiny_model import build_tiny_model
 from tests.support.ranks import prefork
 
 pytestmark = pytest.mark.slow  # vLLM takes eight seconds to import
+
+
+def patched_engine(arguments: Any) -> Any:
+    """As `RolloutEngine` makes it on a CPU, with one thread for the model."""
+    return CpuSetup().make(arguments, EngineConfig(threads=1))
 
 
 def test_requests_of_an_engine_in_this_process(tmp_path: Path) -> None:
@@ -35,7 +40,7 @@ def test_temperatures_of_the_schema_are_those_that_vllm_samples_at(tmp_path: Pat
 
 
 def try_temperatures(_: Path) -> int:
-    os.environ.update(engine_environment("cpu", EngineConfig()))
+    os.environ.update(CpuSetup().environment(EngineConfig()))
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
@@ -54,7 +59,7 @@ def test_memory_does_not_grow_with_the_numbers_of_tokens_that_were_in_a_step(tmp
 
 def take_steps_of_many_sizes(root: Path) -> int:
     torch.set_num_threads(1)
-    os.environ.update(engine_environment("cpu", EngineConfig()))
+    os.environ.update(CpuSetup().environment(EngineConfig()))
     asyncio.run(_take_steps(root))
     return 0
 
@@ -67,8 +72,8 @@ async def _take_steps(root: Path) -> None:
     from ctpo_megatron.engines.cpu.core_client import in_process_engine
 
     path, draw = root / "model", random.Random(0)
-    settings = AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu"))
-    llm = in_process_engine(settings, threads=1, lean=False)  # every number of tokens is compiled
+    settings = AsyncEngineArgs(**CpuSetup().arguments(make_config(path, root), str(path)))
+    llm = in_process_engine(settings, threads=1, gather=False)  # not patched: every number of tokens is compiled
 
     async def generate(name: str) -> None:
         prompt, length = draw.choices(range(5, 50), k=draw.randrange(1, 120)), draw.randrange(1, 40)
@@ -92,7 +97,7 @@ def test_small_products_are_padded_to_few_numbers_of_tokens_with_the_same_bits(t
 
 def multiply(root: Path) -> int:
     torch.set_num_threads(1)
-    os.environ.update(engine_environment("cpu", EngineConfig()))
+    os.environ.update(CpuSetup().environment(EngineConfig()))
     asyncio.run(_multiply(root))
     return 0
 
@@ -101,8 +106,6 @@ async def _multiply(root: Path) -> None:
     from vllm import _custom_ops
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from ctpo_megatron.engines.cpu.core_client import in_process_engine
-
     path, of_vllm, multiplied = root / "model", _custom_ops.onednn_mm, set()
 
     def onednn_mm(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -110,7 +113,7 @@ async def _multiply(root: Path) -> None:
         return of_vllm(handler, x, bias)
 
     _custom_ops.onednn_mm = onednn_mm
-    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+    llm = patched_engine(AsyncEngineArgs(**CpuSetup().arguments(make_config(path, root), str(path))))
     core: Any = llm.engine_core
     model = core.core.model_executor.driver_worker.worker.get_model()
     layers = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
@@ -134,7 +137,7 @@ def test_outputs_are_those_that_vllm_would_have_given_token_by_token(tmp_path: P
 
 
 def compare_with_vllm(root: Path) -> int:
-    os.environ.update(engine_environment("cpu", EngineConfig()))
+    os.environ.update(CpuSetup().environment(EngineConfig()))
     asyncio.run(_compare_with_vllm(root))
     return 0
 
@@ -146,11 +149,11 @@ async def _compare_with_vllm(root: Path) -> None:
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from ctpo_megatron.engines.cpu.core_client import InProcessCore, in_process_engine
+    from ctpo_megatron.engines.cpu.core_client import InProcessCore
 
     of_vllm = TopKTopPSampler.forward_cpu, LogprobsProcessor._update_sample_logprobs
     path = root / "model"
-    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+    llm = patched_engine(AsyncEngineArgs(**CpuSetup().arguments(make_config(path, root), str(path))))
     core: Any = llm.engine_core
     assert isinstance(core, InProcessCore)
     requests, rounds = core.core.scheduler.requests, 0
@@ -216,7 +219,7 @@ def test_norms_are_computed_by_the_kernel(tmp_path: Path) -> None:
 
 
 def normalize(root: Path) -> int:
-    os.environ.update(engine_environment("cpu", EngineConfig()))
+    os.environ.update(CpuSetup().environment(EngineConfig()))
     asyncio.run(_normalize(root))
     return 0
 
@@ -225,16 +228,15 @@ async def _normalize(root: Path) -> None:
     from vllm import ir
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from ctpo_megatron.engines.cpu.core_client import in_process_engine
     from ctpo_megatron.engines.cpu.rmsnorm import use_kernel_for_norms
 
     path = root / "model"
-    settings = engine_arguments(make_config(path, root), str(path), "cpu")
+    settings = CpuSetup().arguments(make_config(path, root), str(path))
     decided = AsyncEngineArgs(**settings, kernel_config={"ir_op_priority": {"rms_norm": ["native"]}})
     use_kernel_for_norms(decided)
     order = decided.kernel_config.ir_op_priority
     assert (order.rms_norm, order.fused_add_rms_norm) == (["native"], ["ctpo_cpu", "native"])
-    llm = in_process_engine(AsyncEngineArgs(**settings), threads=1)
+    llm = patched_engine(AsyncEngineArgs(**settings))
     norm, added = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
     assert [op.get_priority()[0] for op in (norm, added)] == ["ctpo_cpu", "ctpo_cpu"]
     for width, dtype, limit in ((32, torch.float32, 3e-6), (96, torch.float32, 3e-6), (128, torch.bfloat16, 0.02)):
@@ -256,7 +258,7 @@ async def _normalize(root: Path) -> None:
 
 def play(root: Path) -> int:
     torch.set_num_threads(2)
-    os.environ.update(engine_environment("cpu", EngineConfig()))
+    os.environ.update(CpuSetup().environment(EngineConfig()))
     asyncio.run(_play(root))
     return 0
 
@@ -267,10 +269,10 @@ async def _play(root: Path) -> None:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from ctpo_megatron.engines.cpu.core_client import InProcessCore, in_process_engine
+    from ctpo_megatron.engines.cpu.core_client import InProcessCore
 
     path = root / "model"
-    llm = in_process_engine(AsyncEngineArgs(**engine_arguments(make_config(path, root), str(path), "cpu")), threads=1)
+    llm = patched_engine(AsyncEngineArgs(**CpuSetup().arguments(make_config(path, root), str(path))))
     assert torch.get_num_threads() == 1
     core: Any = llm.engine_core
     assert isinstance(core, InProcessCore)

@@ -11,7 +11,7 @@ import pytest
 
 from ctpo_megatron.config import Config
 from ctpo_megatron.engines.engine import RolloutEngine
-from ctpo_megatron.engines.tasks import engine_arguments
+from ctpo_megatron.engines.setup import engine_setup
 from tests.engines.pool_helpers import Stage, largest_log_prob_error, tokens, versions
 
 
@@ -90,7 +90,7 @@ def test_only_engines_that_share_gpus_can_sleep(mode: str) -> None:
             "placement": {"mode": mode},
         }
     )
-    assert engine_arguments(config, "m", "cuda")["enable_sleep_mode"] == (mode == "colocated")
+    assert engine_setup("cuda").arguments(config, "m")["enable_sleep_mode"] == (mode == "colocated")
 
 
 @pytest.mark.timeout(600)

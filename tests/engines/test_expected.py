@@ -12,7 +12,7 @@ import pytest
 
 from ctpo_megatron.config import EngineConfig
 from ctpo_megatron.engines.expected import EXPECTED
-from ctpo_megatron.engines.tasks import engine_environment
+from ctpo_megatron.engines.setup import engine_setup
 from tests.support.deadlines import scaled
 
 SPEAK = """
@@ -32,7 +32,7 @@ log.info("too quiet")
 
 @pytest.mark.parametrize("engine_made", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_expected_messages_are_left_out_of_vllms_log(engine_made: bool) -> None:
-    environment = os.environ | engine_environment("cpu", EngineConfig())
+    environment = os.environ | engine_setup("cpu").environment(EngineConfig())
     program = [sys.executable, "-c", f"engine_made = {engine_made}{SPEAK}"]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stderr

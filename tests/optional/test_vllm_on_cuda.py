@@ -13,7 +13,8 @@ import pytest
 from ctpo_megatron.config.rollout_schema import EngineConfig
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.engines import weights
-from ctpo_megatron.engines.tasks import Device, engine_arguments, engine_environment
+from ctpo_megatron.engines.setup import engine_setup
+from ctpo_megatron.engines.tasks import Device
 from ctpo_megatron.engines.weights.client import WeightClient
 from tests.optional.signatures import Sources, parsed
 
@@ -146,13 +147,13 @@ def test_the_runner_of_the_cpu_is_v1() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_runner_is_decided_by_us(device: str) -> None:
+def test_the_runner_is_decided_by_us(device: Device) -> None:
     """An unset variable leaves the choice to vLLM, which takes v2 on GPUs."""
     names = {"v1": "0", "v2": "1"}
     for runner, value in names.items():
-        environment = engine_environment(device, EngineConfig(model_runner=runner))
+        environment = engine_setup(device).environment(EngineConfig(model_runner=runner))
         assert environment["VLLM_USE_V2_MODEL_RUNNER"] == value
-    assert engine_environment(device, EngineConfig())["VLLM_USE_V2_MODEL_RUNNER"] == names["v1"]
+    assert engine_setup(device).environment(EngineConfig())["VLLM_USE_V2_MODEL_RUNNER"] == names["v1"]
     tree = installed()._tree("vllm.envs")
     assert tree is not None and '"VLLM_USE_V2_MODEL_RUNNER"' in ast.unparse(tree).replace("'", '"')
 
@@ -160,7 +161,8 @@ def test_the_runner_is_decided_by_us(device: str) -> None:
 def test_only_engines_on_a_cpu_are_kept_from_a_process_more() -> None:
     """On a GPU the variable would change nothing but vLLM's seeding, and warn."""
     named = {
-        device: "VLLM_ENABLE_V1_MULTIPROCESSING" in engine_environment(device, EngineConfig()) for device in DEVICES
+        device: "VLLM_ENABLE_V1_MULTIPROCESSING" in engine_setup(device).environment(EngineConfig())
+        for device in DEVICES
     }
     assert named == {"cpu": True, "cuda": False}
 
@@ -170,5 +172,5 @@ def test_arguments_of_a_gpu_engine_are_vllms() -> None:
     config = Config.model_validate(
         {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "data": {"train": ["t.parquet"]}}
     )
-    assert set(engine_arguments(config, "m", "cuda")) - set(known) == set()
+    assert set(engine_setup("cuda").arguments(config, "m")) - set(known) == set()
     assert "weight_transfer_config" in known and "enable_sleep_mode" in known

@@ -1,1 +1,11 @@
-"""What serves engines on a CPU alone: an engine core in the process, and replacements of parts of vLLM."""
+"""All that serves CPUs alone: how an engine on a CPU is made, and every patch of vLLM.
+
+`engines.setup.engine_setup` is the one switch. It returns `CpuSetup`, which makes the engine by `apply`; on a GPU
+nothing of this package is imported. Weight updates use `packed_weights` where a layer is on a CPU, the trainer
+`priority`. `tests/engines/test_vllm_private.py` lists every private name of vLLM that is patched or read here.
+"""
+
+from ctpo_megatron.engines.cpu.patches import apply
+from ctpo_megatron.engines.cpu.setup import CpuSetup
+
+__all__ = ["CpuSetup", "apply"]

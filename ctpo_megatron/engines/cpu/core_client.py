@@ -1,7 +1,7 @@
-"""vLLM's engine core inside the actor that uses it: no second process, no sockets, one import of everything.
+"""vLLM's engine core in a thread of the actor that uses it: no second process, no sockets, one import of everything.
 
 vLLM gives `AsyncLLM` a core in a process of its own. On a GPU that is right: Python works while kernels run. On a CPU
-the two processes compete for the same cores, and serialize every token to each other.
+the two processes compete for the same cores, and serialize every token.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from vllm.v1.engine import async_llm
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ctpo_megatron.engines.cpu.gemm import pad_small_products
-from ctpo_megatron.engines.cpu.output_batching import Gathered, take_log_probs_of_many_tokens
-from ctpo_megatron.engines.cpu.rmsnorm import use_kernel_for_norms
-from ctpo_megatron.engines.cpu.sampler_seeds import draw_ahead
+from ctpo_megatron.engines.cpu.output_batching import Gathered
+from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S, IDLE_STEP_S
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -32,38 +30,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NOTHING_TO_DO_S = 0.001
-"""Until the next step, where requests exist and none could be scheduled."""
-_SHUTDOWN_S = 2.0
-"""For the step that is under way and the release of the model, where the caller names no deadline."""
 
-
-def in_process_engine(arguments: AsyncEngineArgs, threads: int, lean: bool = True) -> async_llm.AsyncLLM:
+def in_process_engine(arguments: AsyncEngineArgs, threads: int, *, gather: bool = True) -> async_llm.AsyncLLM:
     """An AsyncLLM whose core runs in a thread of this process; to be used in one event loop.
 
-    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. lean: False leaves vLLM
-    all the work that `products`, `norms`, `draws` and `gathered` save.
+    threads: of the model. OMP_NUM_THREADS is read when torch is imported, which has happened. gather: hold outputs back
+    until a request has ended (`output_batching`); False delivers the outputs of every step, as vLLM does.
     """
     torch.set_num_threads(threads)
-    if lean:
-        pad_small_products()
-        use_kernel_for_norms(arguments)
-        draw_ahead()
-        take_log_probs_of_many_tokens()
-    with _cores_made_here(gather=lean):
+    with _cores_made_here(gather=gather):
         return async_llm.AsyncLLM.from_engine_args(arguments)
 
 
 @contextmanager
 def _cores_made_here(*, gather: bool) -> Iterator[None]:
-    # AsyncLLM takes no client, and vLLM's own for one process cannot be used with asyncio.
+    # AsyncLLM accepts no client, and vLLM's own client for one process has no asyncio interface.
     factory: Any = async_llm.EngineCoreClient
-    of_vllm = factory.make_async_mp_client
+    original = factory.make_async_mp_client
     factory.make_async_mp_client = partial(InProcessCore.make, gather)
     try:
         yield
     finally:
-        factory.make_async_mp_client = staticmethod(of_vllm)
+        factory.make_async_mp_client = staticmethod(original)
 
 
 def _call(name: str) -> Callable[..., Awaitable[Any]]:
@@ -74,11 +62,11 @@ def _call(name: str) -> Callable[..., Awaitable[Any]]:
 
 
 class InProcessCore:
-    """What `AsyncLLM` asks of its core's client (`vllm.v1.engine.core_client.AsyncMPClient`), without a process.
+    """The client of `AsyncLLM` (like `vllm.v1.engine.core_client.AsyncMPClient`), without a second process.
 
-    One thread makes the core, its steps, and everything else that is asked of it, one after another. Tools and
-    conversations go on in the event loop meanwhile: PyTorch lets other threads run while it computes. AsyncLLM has one
-    task that takes the outputs of a step when it has passed on those before; it asks for the next step.
+    One thread creates the core and runs its steps and all other calls, one at a time. Tools and conversations continue
+    in the event loop meanwhile: PyTorch lets other threads run while it computes. AsyncLLM has one task that fetches
+    outputs when it has processed the previous ones; fetching runs the next step.
     """
 
     engine_ranks_managed = (0,)
@@ -97,24 +85,24 @@ class InProcessCore:
     def make(
         cls, gather: bool, vllm_config: Any, executor_class: Any, log_stats: bool, **_of_processes: Any
     ) -> InProcessCore:
-        """As `EngineCoreClient.make_async_mp_client` is called, behind `gather`."""
+        """Takes what `EngineCoreClient.make_async_mp_client` takes, after `gather`."""
         return cls(vllm_config, executor_class, log_stats, gather)
 
     async def in_turn(self, function: Callable[[], Any]) -> Any:
-        """Call a function in the thread, after what was asked before. Raises EngineDeadError after a failed step."""
+        """Call a function in the thread, after all earlier calls. Raises EngineDeadError after a failed step."""
         if self.resources.engine_dead:
             raise EngineDeadError
         return await self._loop.run_in_executor(self._thread, self._then_look_for_work, function)
 
     def _then_look_for_work(self, function: Callable[[], Any]) -> Any:
-        # In the thread, so that no call can change the core between the two, and a caller that is cancelled loses none.
+        # In the thread: no other call changes the core in between, and work of a cancelled caller is still seen.
         result = function()
         if self.core.scheduler.has_requests() and not self.core.is_scheduler_paused():
             self._loop.call_soon_threadsafe(self._work.set)
         return result
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Step until there are outputs. Raises EngineDeadError when a step fails, and so does all that comes later."""
+        """Run steps until there are outputs. Raises EngineDeadError when a step fails, and so do all later calls."""
         while not self._ready:
             await self._work.wait()
             self._work.clear()
@@ -126,7 +114,7 @@ class InProcessCore:
                 raise EngineDeadError from None
             self._ready.extend(outputs)
             if not executed and not outputs:
-                await asyncio.sleep(_NOTHING_TO_DO_S)
+                await asyncio.sleep(IDLE_STEP_S)
         return self._ready.popleft()
 
     def _step(self) -> tuple[list[EngineCoreOutputs], bool]:
@@ -165,11 +153,11 @@ class InProcessCore:
     def shutdown(self, timeout: float | None = None) -> None:
         """Release the model, within `timeout` seconds. Raises TimeoutError when the thread is busy for longer.
 
-        timeout: None, as AsyncLLM calls it when it is collected, is 2. Idempotent.
+        timeout: None, as AsyncLLM calls it when it is collected, is `CORE_SHUTDOWN_S`. Idempotent.
         """
         if self._closed:
             return
         self._closed = True
         released = self._thread.submit(self.core.shutdown)
         self._thread.shutdown(wait=False)
-        released.result(_SHUTDOWN_S if timeout is None else timeout)
+        released.result(CORE_SHUTDOWN_S if timeout is None else timeout)

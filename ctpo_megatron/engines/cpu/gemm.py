@@ -1,8 +1,8 @@
-"""Matrix products of an engine on a CPU: of few numbers of tokens, so that few have to be compiled.
+"""Matrix products of an engine on a CPU, padded to few numbers of tokens so that few kernels are compiled.
 
-oneDNN compiles a product for each number of tokens in a step, and a layer forgets its own with every weight update. A
-batch that shrinks as its sequences end has nearly every number. To compile took 0.4 to 1 ms (AMD EPYC), to multiply 256
-tokens with a matrix of the quickstart 0.1 to 0.2.
+oneDNN compiles a kernel for each number of tokens in a step, and a layer discards its kernels with every weight update.
+A batch that shrinks as its sequences end has nearly every number. Compiling took 0.4 to 1 ms (AMD EPYC), multiplying
+256 tokens with a matrix of the quickstart 0.1 to 0.2 ms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 _Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 _SMALL_MATRIX = 1 << 18
-"""Numbers in a matrix: up to here 256 tokens are multiplied about as fast as oneDNN compiles."""
+"""Elements of a matrix that multiplies 256 tokens about as fast as oneDNN compiles; larger ones are not padded."""
 _LEAST, _PER_DOUBLING = 8, 4
 
 
@@ -27,17 +27,17 @@ def padded_tokens(tokens: int) -> int:
 
 
 def pad_small_products() -> None:
-    """From now on, layers whose matrices are small multiply `padded_tokens`; in this process.
+    """Patch vLLM in this process: layers with small matrices multiply `padded_tokens` tokens.
 
-    The tokens of a step get the same bits: oneDNN's products of a row do not depend on the others.
+    The results have the same bits: oneDNN computes each row independently of the others.
     """
     from vllm.model_executor.layers import utils
 
-    of_vllm = utils.dispatch_cpu_unquantized_gemm
+    original = utils.dispatch_cpu_unquantized_gemm
 
     def choose_product(layer: Any, remove_weight: bool) -> None:
         numbers = layer.weight.numel()
-        of_vllm(layer, remove_weight)
+        original(layer, remove_weight)
         if hasattr(layer, "cpu_linear") and numbers <= _SMALL_MATRIX:
             layer.cpu_linear = _Padded(layer.cpu_linear)
 
@@ -45,7 +45,7 @@ def pad_small_products() -> None:
 
 
 class _Padded:
-    """A layer's product `[tokens, in] -> [tokens, out]` with zeros behind the tokens."""
+    """A layer's product `[tokens, in] -> [tokens, out]`, with rows of zeros appended to the tokens."""
 
     def __init__(self, product: _Product) -> None:
         self.product = product

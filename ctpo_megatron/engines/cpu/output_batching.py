@@ -1,7 +1,7 @@
-"""What the steps of an engine made of a request, handed over once it has ended.
+"""Delivers the outputs of a request once it has finished, not after every step.
 
-After every step vLLM's front looks at the outputs of all requests, one by one. Of requests whose end alone is asked for
-it needs none before.
+After every step vLLM's frontend processes the outputs of all requests, one by one. A request that returns its final
+output only needs none of them earlier.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 _MOST_PARTS = 64
-"""Of a request: an output for each of thousands of tokens would take ten times the memory of one output of them all."""
+"""Outputs of a request before they are merged: one for each of thousands of tokens takes ten times the memory."""
 
 
 class Gathered:
     """Outputs that are held back, by request; for one thread.
 
-    All that are held are handed over when the weights change: vLLM labels tokens with the version that comes with them.
+    All of them are delivered when the weights change: vLLM labels tokens with the version of the outputs they are in.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class Gathered:
         self._version: str | None = None
 
     def expect(self, request: EngineCoreRequest) -> None:
-        """A new request, whose outputs are held back unless someone reads on, or looks for stop strings in its text."""
+        """Register a new request. Outputs are held back unless partial ones are read, or stop strings need the text."""
         params = request.sampling_params
         if params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and not params.detokenize:
             self._held[request.request_id] = []
 
     def keep_only(self, requests: Collection[str]) -> None:
-        """Forget all others: they were aborted."""
+        """Drop the outputs of all other requests, which were aborted."""
         for request_id in self._held.keys() - requests:
             del self._held[request_id]
 
     def take(self, outputs: EngineCoreOutputs) -> list[EngineCoreOutputs]:
-        """Outputs of a step -> what is to be handed over now, in this order."""
+        """Take the outputs of a step. Returns what to deliver now, in this order."""
         ready = []
         if outputs.weight_version != self._version:
             if earlier := [_together(held) for held in self._held.values() if held]:
@@ -72,7 +72,7 @@ class Gathered:
 
 
 def _together(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """One output with the tokens of all, the statistics of the first and the end of the last."""
+    """Merge outputs: tokens of all, prefill statistics of the first, finish reason of the last."""
     first, last = parts[0], parts[-1]
     if len(parts) > 1:
         log_probs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
@@ -90,16 +90,16 @@ def _rows(parts: list[LogprobsLists]) -> LogprobsLists:
 
 
 def take_log_probs_of_many_tokens() -> None:
-    """From now on vLLM's front takes the log-probs of an output in one go, not token by token; in this process.
+    """Patch vLLM in this process: its frontend appends the log-probs of an output at once, not token by token.
 
-    Where those of the sampled tokens alone are asked for, as flat lists.
+    For requests that want the log-prob of the sampled token alone, as flat lists; others are left to vLLM.
     """
-    of_vllm: Any = LogprobsProcessor._update_sample_logprobs
+    original: Any = LogprobsProcessor._update_sample_logprobs
 
     def update(self: LogprobsProcessor, lists: LogprobsLists) -> None:
         flat = self.logprobs
         if self.num_logprobs != 0 or self.tokenizer is not None or not isinstance(flat, FlatLogprobs):
-            of_vllm(self, lists)
+            original(self, lists)
             return
         log_probs = lists.logprobs[:, 0].tolist()
         start = len(flat.logprobs)

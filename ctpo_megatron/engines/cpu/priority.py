@@ -1,4 +1,4 @@
-"""Who goes first where trainer and engines share the cores of a machine."""
+"""Priority of the trainer where it shares the cores of a machine with engines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import sys
 import threading
 
 BEHIND_ENGINES = 5
-"""Niceness of the trainer's main thread while engines beside it sample ahead."""
+"""Niceness of the trainer's main thread while engines on its machine sample ahead."""
 
 
 def give_way_to_engines() -> None:
-    """Let engines on this machine's cores come before the calling thread, for good; the threads that serve them stay.
+    """Lower the priority of the calling thread permanently, so that engines on this machine run first.
 
-    A step is over when the slower of the two sides is, and on a CPU that is the engine: its core has one thread, and
-    programs of tools and scorers beside it. Nothing elsewhere than on Linux: threads have no niceness of their own.
+    Threads that serve the engines keep theirs. A step takes as long as its slower side, which on a CPU is the engine:
+    its core has one thread, and competes with programs of tools and with scorers. Does nothing on other systems than
+    Linux, where threads have no niceness of their own.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()

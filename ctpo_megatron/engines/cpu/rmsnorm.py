@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PROVIDER = "ctpo_cpu"
 _LANES = 16
-"""The kernel takes rows of a multiple of it."""
+"""The width of a row must be a multiple of it."""
 
 
 def _fits(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
@@ -39,9 +39,9 @@ def _fused_add_rms_norm(
 
 
 def use_kernel_for_norms(arguments: AsyncEngineArgs) -> None:
-    """Have an engine that is made of `arguments`, in this process, compute RMSNorm by vLLM's kernel where it can.
+    """Make engines of `arguments` in this process compute RMSNorm by vLLM's kernel where it applies.
 
-    An order of implementations that the arguments name stays.
+    Changes `arguments.kernel_config`, but keeps an order of implementations that it names.
     """
     if _PROVIDER not in ir.ops.rms_norm.impls:
         ir.ops.rms_norm.register_impl(

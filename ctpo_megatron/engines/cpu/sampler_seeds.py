@@ -1,7 +1,7 @@
-"""vLLM's sampler on a CPU, whose seeds for many tokens of a request are drawn at once.
+"""Draws the seeds of vLLM's CPU sampler for many tokens of a request at once.
 
-For every token of a request with a seed vLLM draws one number from the generator of that request: 7 us (AMD EPYC), as
-much as everything else that the sampler does for it. The numbers, and so the tokens, stay the same.
+For every token of a request with a seed vLLM draws one number from the generator of the request. That takes 7 us (AMD
+EPYC), as much as the rest of the sampler needs for the token. The numbers, and so the tokens, stay the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _RANGE = 1 << 31
 
 
 class Draws:
-    """What generators would draw one by one, in their order. A generator is given to nobody else."""
+    """What generators would draw one by one, in the same order. No other code may draw from them."""
 
     def __init__(self) -> None:
         self._left: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
@@ -30,16 +30,16 @@ class Draws:
         left = self._left.get(generator)
         if not left:
             numbers = torch.randint(0, _RANGE, (_AHEAD,), generator=generator, dtype=torch.long)
-            left = self._left[generator] = numbers.flip(0).tolist()
+            left = self._left[generator] = numbers.flip(0).tolist()  # `pop` takes the last one
         return left.pop()
 
 
 def draw_ahead() -> None:
-    """From now on vLLM's sampler for CPUs takes its seeds from `Draws`; in this process."""
+    """Patch vLLM in this process: its CPU sampler takes the seeds from `Draws`."""
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    of_vllm: Any = TopKTopPSampler.forward_cpu
+    original: Any = TopKTopPSampler.forward_cpu
     draws = Draws()
 
     def forward_cpu(
@@ -50,10 +50,10 @@ def draw_ahead() -> None:
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
-            found: tuple[torch.Tensor, torch.Tensor | None] = of_vllm(self, logits, generators, k, p)
+            found: tuple[torch.Tensor, torch.Tensor | None] = original(self, logits, generators, k, p)
             return found
         logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
-        seeds = torch.randint(0, _RANGE, (len(logits),), dtype=torch.long)
+        seeds = torch.randint(0, _RANGE, (len(logits),), dtype=torch.long)  # of requests without a seed, as in vLLM
         if generators:
             seeds[list(generators)] = torch.tensor(draws.next(generators.values()))
         tokens = torch.ops._C.fused_gumbel_argmax(logits.float(), seeds)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
-from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -20,7 +18,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from ctpo_megatron.engines.weights.checksums import Part, checksum, sampled_checksum, sampled_columns
+from ctpo_megatron.engines.weights.checksums import Part, checksum, sampled_checksum
 
 _GATE_FIRST = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
 _UP_FIRST = (UnquantizedMoeBackend.FLASHINFER_CUTLASS,)
@@ -108,27 +106,15 @@ def _linear(module: Any, piece: _Piece, version: int) -> Iterator[Kept]:
     if module.weight.numel():
         total = checksum(module.weight[rows], piece.row, piece.column)
         yield name, piece.copy, False, total
-    else:
-        columns, matrix = _through_kernel(module, piece.column, version)
+    else:  # only CPU kernels pack a matrix so that its parameter is left empty
+        from ctpo_megatron.engines.cpu.packed_weights import through_kernel
+
+        columns, matrix = through_kernel(module, piece.column, version)
         yield name, piece.copy, True, sampled_checksum(matrix[rows], columns, piece.row)
     if (bias := getattr(module, "bias", None)) is not None:
         whole = isinstance(module, RowParallelLinear)
         copy = str(module.tp_rank) if whole else piece.copy
         yield f"{piece.name}.bias", copy, False, checksum(bias[rows], piece.row)
-
-
-def _through_kernel(module: Any, column: int, version: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The version's columns that this worker has of a packed matrix: their numbers, and `[rows, columns]`.
-
-    The layer itself multiplies unit vectors, so the result is exact, and is what the layer computes with.
-    """
-    width = module.embedding_dim if isinstance(module, VocabParallelEmbedding) else module.input_size
-    local = getattr(module, "input_size_per_partition", width)
-    columns = sampled_columns(version, width)
-    columns = columns[(columns >= column) & (columns < column + local)]
-    unit = torch.zeros(len(columns), local, dtype=module.weight.dtype)
-    unit[torch.arange(len(columns)), columns - column] = 1.0
-    return columns, module.cpu_linear(unit, module.weight, None).T
 
 
 def _vocabulary(path: str, module: Any, version: int) -> Iterator[Kept]:
@@ -137,7 +123,9 @@ def _vocabulary(path: str, module: Any, version: int) -> Iterator[Kept]:
     rows, first = slice(0, shard.num_org_elements), shard.org_vocab_start_index
     yield f"{path}.weight", type(module).__name__, False, checksum(module.weight[rows], first)
     if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):  # an embedding has one, too: unused
-        columns, matrix = _through_kernel(module, 0, version)
+        from ctpo_megatron.engines.cpu.packed_weights import through_kernel
+
+        columns, matrix = through_kernel(module, 0, version)
         yield f"{path}.weight", "packed", True, sampled_checksum(matrix[rows], columns, first)
 
 
@@ -161,26 +149,10 @@ def _experts(path: str, module: Any) -> Iterator[Kept]:
 
 
 def _unpacked(module: Any, name: str) -> torch.Tensor:
-    """All experts' matrices `[E, rows, columns]` as they were before the CPU's kernels packed them."""
-    packed: torch.Tensor = getattr(module, name)
-    kernel = module.quant_method.moe_kernel.fused_experts
-    if packed.device.type != "cpu" or kernel._use_zentorch:
-        return packed
-    experts, rows, columns = packed.shape
-    matrices = torch.empty(experts, rows * columns, dtype=packed.dtype)
-    matrices[:, _order(rows, columns, packed.dtype, kernel.isa)] = packed.reshape(experts, -1)
-    return matrices.view(experts, rows, columns)
+    """All experts' matrices `[E, rows, columns]` in the order of the checkpoint."""
+    matrices: torch.Tensor = getattr(module, name)
+    if matrices.device.type != "cpu":
+        return matrices
+    from ctpo_megatron.engines.cpu.packed_weights import unpacked_experts
 
-
-@lru_cache(maxsize=8)
-def _order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """Where each number of a packed matrix was before: the packing of its own numbering, 16 bits at a time."""
-    numbers = torch.arange(rows * columns).view(1, rows, columns)
-    if dtype == torch.float32:
-        packed: torch.Tensor = cpu_prepack_moe_weight(numbers.int().view(dtype), isa)
-        return packed.view(torch.int32).flatten().long()
-    order = torch.zeros(rows * columns, dtype=torch.int64)
-    for shift in (0, 16):
-        digits = (numbers >> shift & 0xFFFF).to(torch.uint16).view(dtype)
-        order |= cpu_prepack_moe_weight(digits, isa).view(torch.uint16).flatten().long() << shift
-    return order
+    return unpacked_experts(module, name)

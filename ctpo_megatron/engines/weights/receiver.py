@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.platforms import current_platform
 
 from ctpo_megatron.engines.weights.engine_checksums import kept_parts
 from ctpo_megatron.engines.weights.tcp import FetchMessage, Share, fetched
@@ -65,16 +63,10 @@ class CheckpointEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Turn the loaded parameters into the layout the kernels want."""
         finalize_layerwise_reload(self.model, self.model_config)
-        for module in self.model.modules():
-            # A head tied to the embedding receives no weights of its own, so vLLM 0.32 does not process it again,
-            # and on CPU it would go on with the packed copy of the previous weights.
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
-            # Experts are packed for CPU kernels when they are first loaded, and by vLLM 0.32 not again: its kernels
-            # would read the new weights as if they were packed.
-            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-            if kernel is not None and current_platform.is_cpu():
-                kernel.fused_experts.process_weights_after_loading(module)
+        if self.device.type == "cpu":
+            from ctpo_megatron.engines.cpu.packed_weights import pack_again
+
+            pack_again(self.model)
 
     def shutdown(self) -> None:
         """Nothing to release."""
@@ -121,5 +113,4 @@ class WorkerExtension:
 
 
 for backend, engine in ((FILE, FileEngine), (TCP, TcpEngine)):
-    if backend not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(backend, engine)
+    WeightTransferEngineFactory.register_engine(backend, engine)

@@ -1,0 +1,78 @@
+"""How an engine is made: variables, arguments and the call of vLLM. `engine_setup` alone tells CPUs from GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.config import EngineConfig
+from ctpo_megatron.config.schema import Config
+from ctpo_megatron.engines.expected import LOGGING_CONFIG
+from ctpo_megatron.engines.tasks import Device
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+
+class EngineSetup:
+    """An engine on GPUs, which is vLLM without changes. `engines.cpu.CpuSetup` has what CPUs need instead."""
+
+    def environment(self, engine: EngineConfig) -> dict[str, str]:
+        """Environment variables that must be set before vLLM is imported."""
+        return {
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_LOGGING_CONFIG_PATH": str(LOGGING_CONFIG),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1" if engine.model_runner == "v2" else "0",  # vLLM would choose v2 on a GPU
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def arguments(self, config: Config, model_path: str) -> dict[str, Any]:
+        """Keyword arguments of vLLM's AsyncEngineArgs. Raises ValueError when the device needs a missing setting."""
+        engine = config.rollout.engine
+        arguments: dict[str, Any] = {
+            "model": model_path,
+            "dtype": engine.dtype,
+            "seed": config.run.seed,
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": engine.max_num_seqs,
+            "tensor_parallel_size": engine.tensor_parallel_size,
+            "distributed_executor_backend": "uni" if engine.tensor_parallel_size == 1 else "mp",
+            "enforce_eager": engine.enforce_eager,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "generation_config": "vllm",  # sampling parameters come from us alone
+            "worker_extension_cls": "ctpo_megatron.engines.weights.receiver.WorkerExtension",
+        }
+        if engine.kv_cache_mb is not None:
+            arguments["kv_cache_memory_bytes"] = engine.kv_cache_mb << 20
+        if engine.block_size is not None:
+            arguments["block_size"] = engine.block_size
+        return arguments | self.device_arguments(config) | engine.extra  # what the user sets comes last
+
+    def device_arguments(self, config: Config) -> dict[str, Any]:
+        """Arguments that depend on the device. Raises ValueError as `arguments` does."""
+        return {
+            "gpu_memory_utilization": config.rollout.engine.gpu_memory_utilization,
+            "enable_sleep_mode": config.placement.mode == "colocated",
+        }
+
+    def concurrent_turns(self, engine: EngineConfig) -> int:
+        """Turns that are sampled at once while an earlier batch is in flight (`TurnScheduler`)."""
+        return engine.max_num_seqs
+
+    def make(self, arguments: AsyncEngineArgs, engine: EngineConfig) -> AsyncLLMEngine:
+        """The engine; it loads the model. Raises what vLLM raises."""
+        from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+        return AsyncLLMEngine.from_engine_args(arguments)
+
+
+def engine_setup(device: Device) -> EngineSetup:
+    """The setup for `device`: the one switch between CPUs and GPUs. On a GPU nothing of `engines.cpu` is imported."""
+    if device == "cpu":
+        from ctpo_megatron.engines.cpu import CpuSetup
+
+        return CpuSetup()
+    return EngineSetup()

