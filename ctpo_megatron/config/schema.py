@@ -17,6 +17,7 @@ from pydantic import (
     field_validator,
 )
 
+from ctpo_megatron.base.run_paths import EXPORT
 from ctpo_megatron.config.chat_template import is_template_file
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
@@ -308,7 +309,7 @@ class ExportConfig(Section):
 
     enabled: bool = Field(default=True, description="export at the end of the run")
     directory: str = Field(
-        default="model",
+        default=EXPORT,
         pattern=r"^[A-Za-z0-9._-]+$",
         description="folder name inside the run directory; a model directory of that name is replaced",
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines.group import EngineGroup
@@ -67,7 +68,7 @@ class EnginePool:
         placement: Placement | None = None,
         cluster: ClusterConfig | None = None,
     ) -> None:
-        log_dir = (log_dir or config.run.directory / "logs").resolve()
+        log_dir = (log_dir or RunPaths(config.run.directory).logs.folder).resolve()
         self._spec = EngineSpec(config, str(Path(model_path).absolute()), run_seed, sandbox_url, log_dir)
         self.settings, self._count = config.rollout, engine_count(config)
         self._placement = placement
@@ -85,7 +86,7 @@ class EnginePool:
         self.counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self.load: Counter[int] = Counter()
-        self.occupancy = Occupancy(log_dir / "engine_occupancy.csv")
+        self.occupancy = Occupancy(LogPaths(log_dir).occupancy)
         self.lock = threading.RLock()
 
     def __enter__(self) -> EnginePool:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Cell, Prompt, PromptRules, PromptSet, read_prompts
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-RECORD = "data.json"
 
 
 def chat_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -70,7 +69,7 @@ def usable(found: PromptSet, directory: Path | None = None) -> list[Prompt]:
         )
     found.problems.raise_if_any()
     if directory is not None:
-        (directory / RECORD).write_text(json.dumps(_record(found), indent=1) + "\n", encoding="utf-8")
+        RunPaths(directory).data.write_text(json.dumps(_record(found), indent=1) + "\n", encoding="utf-8")
     return found.prompts
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron import __version__
+from ctpo_megatron.base.run_paths import LOGS
 from ctpo_megatron.config import Config, Extension
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.answering import answer, reference_scores
@@ -47,12 +48,12 @@ def evaluate(
     """
     prompts = prompts[: config.eval.prompts]
     with SampleStore(output, settings_of(config, prompts)) as store:
-        answer(config, prompts, store, tokenizer, output / "logs", display)
+        answer(config, prompts, store, tokenizer, output / LOGS, display)
         problems = {prompt.id: store.complete(prompt.id, config.eval.samples) for prompt in prompts}
     samples = [sample for problem in problems.values() for sample in problem]
     left_out = [prompt_id for prompt_id, problem in problems.items() if not problem]
     if not samples:
-        raise RuntimeError(f"no prompt has all of its {config.eval.samples} samples; see {output / 'logs'}")
+        raise RuntimeError(f"no prompt has all of its {config.eval.samples} samples; see {output / LOGS}")
     scorers = [ScoreColumn(_first_scorer(config), {(s.prompt_id, s.index): s.score for s in samples})]
     if reference:
         scorers.append(ScoreColumn(REFERENCE_SCORER, reference_scores(config, prompts, samples, display)))

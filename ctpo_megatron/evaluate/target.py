@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.ray_environment import ADDRESS
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import (
     ClusterConfig,
     Config,
@@ -27,8 +28,6 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.data.prompt import Prompt
 
-_COPIES = "extensions"
-"""Folder of a run directory with the source files of users' parts (`run.extensions`)."""
 _BLOCK, _BLOCKS = 1 << 16, 64
 """A weight file is known by its size and so many blocks of so many bytes, evenly spaced."""
 
@@ -47,13 +46,14 @@ def find_target(path: Path, config: Path | None) -> Target:
     config: used in place of the run's. Raises ConfigError.
     """
     if (path / "config.json").is_file():
-        of_run = path.resolve().parent / "config.yaml"
+        of_run = RunPaths(path.resolve().parent).config
         return Target(path, config or (of_run if of_run.is_file() else None))
-    run = path / "config.yaml"
+    paths = RunPaths(path)
+    run = paths.config
     if not run.is_file():
         fix = "give a model in Hugging Face format, or a run directory"
         raise ConfigError([Problem("MODEL", "is no model and no run (no config.json, no config.yaml)", fix, str(path))])
-    exports = [path / load_config(run).export.directory, *path.glob("model-step_*")]
+    exports = [path / load_config(run).export.directory, *paths.checkpoint_exports()]
     models = [model for model in exports if (model / "config.json").is_file()]
     if not models:
         fix = f"type `ctpo export {path}`, which writes the newest checkpoint as one"
@@ -96,7 +96,7 @@ def _search_path(target: Target, config: Config, overrides: Sequence[str]) -> tu
     """Where users' parts are found: where the user says, or the run's own copies, or the folders that are here."""
     if any(text.startswith("extensions.path=") for text in overrides):
         return config.extensions.path or ()
-    if target.config is not None and (copies := target.config.parent / _COPIES).is_dir():
+    if target.config is not None and (copies := RunPaths(target.config.parent).extensions).is_dir():
         return (str(copies.resolve()),)
     return tuple(folder for folder in config.extensions.path or () if Path(folder).is_dir())
 

@@ -6,6 +6,7 @@ import glob
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import (
     PREPARED,
     Config,
@@ -16,32 +17,6 @@ from ctpo_megatron.config import (
     will_be_prepared,
 )
 from ctpo_megatron.preflight.check import RunContext
-
-_RUN_DIRECTORY = {
-    "config.yaml",
-    "config.previous.yaml",
-    "data.json",
-    "environment.json",
-    "extensions",
-    "extensions.json",
-    "extensions.previous",
-    "heartbeat.json",
-    "metrics.jsonl",
-    "owner.lock",
-    "sft.jsonl",
-    "stages.json",
-    "stalls",
-    "report.html",
-    "trajectories",
-    "evaluation",
-    "checkpoints",
-    "tensorboard",
-    "trackers",
-    "wandb",
-    "logs",
-    "figures",
-}
-"""What a run writes into its directory besides the export."""
 
 
 def check_model_directory(context: RunContext) -> Iterator[Problem]:
@@ -58,7 +33,7 @@ def check_export(context: RunContext) -> Iterator[Problem]:
     key, name = "export.directory", config.export.directory
     if not config.export.enabled:
         return
-    if name in (".", "..", *_RUN_DIRECTORY):
+    if name in (".", "..", *RunPaths.names()):
         what = "is not a name" if name in (".", "..") else "is what the run writes something else to"
         yield context.error(key, what, "choose another, e.g. model")
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import Problem, Severity, passed
 from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_problem, node_sandbox_url
 from ctpo_megatron.preflight.check import MachineContext
@@ -26,7 +27,7 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
     except ImportError as error:
         return [Problem("sandbox", f"does not import: {error}", extra="sandbox", severity=bad)]
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "sandbox.log"
+        log = LogPaths(Path(folder)).sandbox
         try:
             with start_server(
                 slots=1,

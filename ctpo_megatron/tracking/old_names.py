@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-OLD_FILES: Mapping[str, str] = {"sft.jsonl": "warmup.jsonl"}
+from ctpo_megatron.base.run_paths import SFT_METRICS
+
+OLD_FILES: Mapping[str, str] = {SFT_METRICS: "warmup.jsonl"}
 """File of a run directory -> what version 0.1 called it."""
 
 OLD_STAGES: Mapping[str, str] = {"warmup": "sft"}

@@ -18,6 +18,7 @@ from typing import Any
 from ctpo_launchers.clusters import Cluster, ClusterFileError
 from ctpo_launchers.environment import ROOT
 from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, dump
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -79,7 +80,7 @@ def submit(launch: Launch) -> tuple[str, int]:
         _check_committed()
     launch.write_config()
     local = launch.cluster.executor == "local"
-    folder = launch.workdir / f"{launch.config.run.directory}.nodes"
+    folder = launch.workdir / RunPaths(launch.config.run.directory).nodes
     files = [folder / f"node{rank}" / "status" for rank in range(launch.nodes)] if local else []
     for file in files:
         file.unlink(missing_ok=True)
