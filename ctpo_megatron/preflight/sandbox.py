@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from ctpo_megatron.base.run_paths import LogPaths
@@ -48,5 +49,5 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
 
 def _of_node() -> Problem:
     if problem := node_sandbox_problem():
-        return Problem("sandbox", problem, "logs/ of the node program say why it ended")
+        return replace(problem, fix="logs/ of the node program say why it ended")
     return passed("sandbox", f"this node's own answers at {node_sandbox_url()}")
