@@ -10,8 +10,7 @@ from pathlib import Path
 from ctpo_megatron.base.addresses import is_free
 from ctpo_megatron.config import Problem
 from ctpo_megatron.preflight.check import Check
-
-_GIT_TIMEOUT_S = 60.0
+from ctpo_megatron.preflight.timeouts import GIT_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,11 @@ def check_committed(context: LaunchContext) -> Iterator[Problem]:
         return
     command = ["git", "-C", str(context.code), "status", "--porcelain", "--untracked-files=no"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
-        failure = done.stderr.strip() if done.returncode else ""
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)
+        failure = done.stderr.strip() if done.returncode else None
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
-    if failure:
+    if failure is not None:
         yield Problem("", f"{context.code} is not a git checkout, from which a job takes its code: {failure}")
     elif done.stdout:
         message = f"a job gets the code of the last commit; commit or put away first:\n{done.stdout.rstrip()}"

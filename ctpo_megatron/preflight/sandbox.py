@@ -10,10 +10,10 @@ from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import Problem, Severity, passed
 from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_problem, node_sandbox_url
 from ctpo_megatron.preflight.check import MachineContext
+from ctpo_megatron.preflight.timeouts import SANDBOX_START_TIMEOUT_S
 
 NODE = "node"
 """In place of a least isolation: the node of a cluster has a sandbox that runs already."""
-_START_S = 60.0
 
 
 def check_sandbox(context: MachineContext) -> list[Problem]:
@@ -33,7 +33,7 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
             with start_server(
                 slots=1,
                 limits=Limits(run_timeout_s=5),
-                start_timeout_s=_START_S,
+                start_timeout_s=SANDBOX_START_TIMEOUT_S,
                 log_path=log,
                 require=require or "landlock",
                 tiers=["stdlib"],

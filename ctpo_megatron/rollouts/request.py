@@ -12,8 +12,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import Cancelled, Sampling
 from ctpo_megatron.rollouts.quarantine import Quarantined, Replacements
-
-TICK_S = 1.0  # longest wait of a tick, and so how often a waiting thread checks the stop signal
+from ctpo_megatron.rollouts.timeouts import TICK_S
 
 
 class Stop(Protocol):

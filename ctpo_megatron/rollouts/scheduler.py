@@ -18,9 +18,8 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EngineHandle, EnginePool, FleetError, GroupOutcome, GroupTask, engine_died
 from ctpo_megatron.rollouts.order import GroupOrder
 from ctpo_megatron.rollouts.quarantine import Quarantine, Quarantined
-from ctpo_megatron.rollouts.request import TICK_S, Answers, GroupJob, Request
-
-FETCH_TIMEOUT_S = 60.0  # for a complete group to arrive from its engine's node
+from ctpo_megatron.rollouts.request import Answers, GroupJob, Request
+from ctpo_megatron.rollouts.timeouts import FETCH_TIMEOUT_S, TICK_S
 
 
 @dataclass(slots=True)

@@ -19,15 +19,13 @@ from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.policy import RankZero, pending_collectives
 from ctpo_megatron.run.stacks import Place, StackFile, main_thread_line
 from ctpo_megatron.run.stall import describe
+from ctpo_megatron.run.timeouts import HEARTBEAT_S, STACKS_BEATS
 from ctpo_megatron.tracking import Heartbeat, Progress
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 5.0
-"""Seconds between two heartbeats."""
 END_STATUS = 75
 """Exit status of a run that is ended because it stands still (EX_TEMPFAIL: another try may do)."""
-_ANSWER_BEATS = 3
 _STALL, _END = "stall", "end"
 
 
@@ -47,7 +45,7 @@ class Watchdog:
         *,
         timeout_s: float | None,
         end: bool = False,
-        beat_s: float = BEAT_S,
+        beat_s: float = HEARTBEAT_S,
     ) -> None:
         """rank_zero: None where there is only one rank."""
         self._progress, self._rank_zero, self._directory = progress, rank_zero, directory
@@ -127,7 +125,7 @@ class Watchdog:
         """Ask every rank to dump its stacks, and collect where they stand from those that answer soon."""
         self._board.set(_STALL, str(self._stalls))
         places = {0: self._dump()}
-        until = time.monotonic() + _ANSWER_BEATS * self._beat_s
+        until = time.monotonic() + STACKS_BEATS * self._beat_s
         while len(places) < len(self._names) and time.monotonic() < until:
             time.sleep(self._beat_s / 4)
             for rank in range(1, len(self._names)):
