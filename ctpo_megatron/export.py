@@ -75,7 +75,7 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
     model = model or Path(config.model.path)
     request = _request(checkpoint, model, target, family_for(config), config.policy.dtype)
     try:
-        return replace(request, chat_template=run_chat_template(config))
+        return replace(request, chat_template=run_chat_template(config.model))
     except OSError as error:
         fix = "export from the folder that the run was started in"
         raise ConfigError(

@@ -36,9 +36,9 @@ def fine_tune(
     conversations = load_conversations(
         sft.data,
         training_tokenizer(run.config),
-        tool_schemas=offered_schemas(run.config),
+        tool_schemas=offered_schemas(run.config.data, run.config.rollout),
         chat_template_kwargs=model.chat_template_kwargs,
-        system_prompt=system_prompt(run.config),
+        system_prompt=system_prompt(run.config.data, run.config.rollout),
     )
     policy.use_optimizer(sft.optimizer, sft.steps)
     with run.preemption.deferred():

@@ -91,7 +91,7 @@ def run_stages(config: Config, layout: Layout, preemption: Preemption, stack: Ex
         policy.finish_save()
     if config.export.enabled:
         with report.stage("export"):
-            policy.export(directory / config.export.directory, run_chat_template(config))
+            policy.export(directory / config.export.directory, run_chat_template(config.model))
     report.finish()
     layout.on_rank_zero(lambda: record_finish(directory, config.run.steps))
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import (
     PREPARED,
-    Config,
+    PrepareConfig,
     Problem,
     is_replaceable,
     stored_tensors,
@@ -55,12 +55,13 @@ def check_prompt_files(context: RunContext) -> Iterator[Problem]:
         wanted.append(("sft.data", config.sft.data))
     for key, files in wanted:
         for file in files:
-            if not will_be_prepared(config, Path(file)) and not Path(file).exists() and not glob.has_magic(file):
-                yield Problem(key, "no such file", _file_hint(config, Path(file)), file)
+            path = Path(file)
+            if not will_be_prepared(config.prepare, path) and not path.exists() and not glob.has_magic(file):
+                yield Problem(key, "no such file", _file_hint(config.prepare, path), file)
 
 
-def _file_hint(config: Config, file: Path) -> str:
-    if config.prepare and file.absolute().is_relative_to(Path(config.prepare.directory).absolute()):
+def _file_hint(prepare: PrepareConfig | None, file: Path) -> str:
+    if prepare and file.absolute().is_relative_to(Path(prepare.directory).absolute()):
         return f"`prepare` writes {', '.join(PREPARED[1:])} there"
     if str(file).count("/") == 1 and not file.parent.exists():
         return f"a data set of the Hub first: hf download {file} --repo-type dataset --local-dir DIRECTORY"

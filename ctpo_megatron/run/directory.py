@@ -21,6 +21,7 @@ from ctpo_megatron.run.extensions import changed_code, describe, loaded_files, r
 from ctpo_megatron.run.owner import claim
 
 if TYPE_CHECKING:
+    from ctpo_megatron.config import PrepareConfig
     from ctpo_megatron.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def _open(config: Config) -> Path:
         # Given back at once: NFS cannot delete a folder with an open file in it.
         os.close(_own(directory))
         _delete(directory, config)
-    elif _is_occupied(directory, config):
+    elif _is_occupied(directory, config.prepare):
         raise RunDirectoryError(
             f"{directory} exists, has no {paths.config.name} and so is not a run directory: it will not be touched. "
             f"Type run.name=other, or move it away"
@@ -156,13 +157,13 @@ def _check_code(directory: Path, config: Config) -> None:
         )
 
 
-def _is_occupied(directory: Path, config: Config) -> bool:
+def _is_occupied(directory: Path, prepare: PrepareConfig | None) -> bool:
     """Whether the directory holds anything besides what the `prepare` stage put there before the run began."""
     if not directory.exists():
         return False
     if not directory.is_dir():
         return True
-    prepared = Path(config.prepare.directory).resolve() if config.prepare else None
+    prepared = Path(prepare.directory).resolve() if prepare else None
     # A job that was killed before it wrote its configuration leaves the lock.
     entries = (entry for entry in directory.iterdir() if entry != RunPaths(directory).owner)
     return any(prepared is None or not prepared.is_relative_to(entry.resolve()) for entry in entries)
