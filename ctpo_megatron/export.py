@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ctpo_megatron.base.run_paths import MARKER, RunPaths
 from ctpo_megatron.config import (
     ConfigError,
     PolicyConfig,
@@ -54,26 +55,27 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
         if output is not None:
             raise ConfigError([Problem("--output", f"{source} is in Hugging Face format already", "leave it out")])
         return ExportRequest(source, None, source, _policy(read_spec(source, family).dtype), family)
-    is_checkpoint = (source / "COMPLETE.json").is_file()
+    is_checkpoint = (source / MARKER).is_file()
     run = source.resolve().parent.parent if is_checkpoint else source
-    if not (run / "config.yaml").is_file():
+    paths = RunPaths(run)
+    if not paths.config.is_file():
         if is_checkpoint:
             return _request_outside_a_run(source, model, output, family)
         fix = "give a run directory, a checkpoint (with COMPLETE.json), or a Hugging Face directory"
         raise ConfigError([Problem("export", "nothing to export here", fix, str(source))])
-    config = load_config(run / "config.yaml")
-    checkpoint = source if is_checkpoint else latest_checkpoint(source / "checkpoints")
+    config = load_config(paths.config)
+    checkpoint = source if is_checkpoint else latest_checkpoint(paths.checkpoints)
     if checkpoint is None:
         exported = run / config.export.directory
         if not (exported / "config.json").is_file():
             fix = "train with checkpoint.every=N, or export.enabled=true"
             raise ConfigError([Problem("export", f"{run} has neither checkpoints nor {exported.name}/", fix)])
         return resolve(exported, model, output, family_for(config))
-    target = output or run / f"model-{checkpoint.name}"
+    target = output or paths.checkpoint_export(checkpoint)
     model = model or Path(config.model.path)
     request = _request(checkpoint, model, target, family_for(config), config.policy.dtype)
     try:
-        return replace(request, chat_template=run_chat_template(config))
+        return replace(request, chat_template=run_chat_template(config.model))
     except OSError as error:
         fix = "export from the folder that the run was started in"
         raise ConfigError(

@@ -33,9 +33,9 @@ def fine_tune(
     conversations = load_conversations(
         sft.data,
         training_tokenizer(config),
-        tool_schemas=offered_schemas(config),
+        tool_schemas=offered_schemas(config.data, config.rollout),
         chat_template_kwargs=config.model.chat_template_kwargs,
-        system_prompt=system_prompt(config),
+        system_prompt=system_prompt(config.data, config.rollout),
     )
     trainer.use_optimizer(sft.optimizer, sft.steps)
     with trainer.stop_deferred():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure import Module, constants_of_time
 from tests.support.vllm_uses import Use, is_private, reached_privately, uses, within
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +93,11 @@ COLLECTIVES |= {"barrier", "broadcast", "all_reduce", "all_gather", "all_gather_
 # The loop, and the supervised stage before it.
 DRIVER = ("train.py", "sft.py")
 MAX_LINES, MAX_DRIVER_LINES = 500, 150
+OTHER_SECONDS = (
+    "ctpo_megatron/run/preemption.py",  # what a signal means, and no deadline of the run's
+    "sandbox/ctpo_sandbox/metrics.py",  # the edges of a histogram
+)
+"""Modules whose constants of seconds are no time limits of their package."""
 VERSION_ONLY = "ctpo_megatron"
 """The root package: everybody may read its version, and it imports nothing."""
 
@@ -288,6 +294,18 @@ def test_every_module_says_why_it_exists() -> None:
 def test_no_module_is_too_long() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in all_modules()}
     assert [show(path, count, "lines") for path, count in lengths.items() if count > MAX_LINES] == []
+
+
+@pytest.mark.parametrize("file", sorted(path.relative_to(ROOT) for path in all_modules() if path.name == "timeouts.py"))
+def test_constants_of_time_stand_together(file: Path) -> None:
+    """A package that has a `timeouts.py` has them all there."""
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in modules_of((ROOT / file).parent)
+        if path != ROOT / file and str(path.relative_to(ROOT)) not in OTHER_SECONDS
+        for name in constants_of_time([Module(path, path.read_text(encoding="utf-8"))])
+    ]
+    assert wrong == []
 
 
 def test_no_bare_except() -> None:

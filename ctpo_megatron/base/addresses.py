@@ -1,4 +1,4 @@
-"""Which of a machine's addresses others reach it at."""
+"""Which of a machine's addresses others reach it at, and where it can listen."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ def is_own(address: str) -> bool:
             probe.bind((address, 0))
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return False
+    return True
+
+
+def is_free(address: str, port: int) -> bool:
+    """Whether no program listens on a port. Raises OSError when the address is not of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier job may linger
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
                 raise
             return False
     return True

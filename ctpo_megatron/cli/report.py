@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli.errors import UsageError
 
 
@@ -17,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary, write the report, print its path."""
-    if not (args.directory / "config.yaml").is_file():
-        raise UsageError(f"{args.directory} is not a run directory: it has no config.yaml")
+    if not (config := RunPaths(args.directory).config).is_file():
+        raise UsageError(f"{args.directory} is not a run directory: it has no {config.name}")
     from ctpo_megatron.tracking import print_summary, write_report
 
     print_summary(args.directory)

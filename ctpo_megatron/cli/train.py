@@ -184,7 +184,7 @@ def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> No
 def _print_system_prompt(config: Config) -> None:
     from ctpo_megatron.environments.factory import system_prompt
 
-    prompt = system_prompt(config)
+    prompt = system_prompt(config.data, config.rollout)
     source = "data.system_prompt" if prompt.chosen else f"rollout.tool_parser: {config.rollout.tool_parser}"
     print(f"\nSystem prompt ({source})")
     for line in (prompt.text or "none").splitlines():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ctpo_megatron.config.schema import Config
+    from ctpo_megatron.config.schema import ModelConfig
 
 _OURS = Path(__file__).with_name("chat_templates")
 _SUFFIX = ".jinja"
@@ -28,7 +28,7 @@ def chat_template_text(value: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def run_chat_template(config: Config) -> str | None:
+def run_chat_template(model: ModelConfig) -> str | None:
     """The Jinja text that a run puts in the place of the tokenizer's own; None if it does not. Raises as above."""
-    value = config.model.chat_template
+    value = model.chat_template
     return None if value is None else chat_template_text(value)

@@ -11,7 +11,7 @@ from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.locate import locate
 from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.schema import Config
-from ctpo_megatron.config.task_schema import TinyModelConfig
+from ctpo_megatron.config.task_schema import PrepareConfig, TinyModelConfig
 from ctpo_megatron.models import FAMILIES, ModelFamily, ModelSpec
 
 PREPARED = ("model", "train.parquet", "heldout.parquet", "sft.parquet")
@@ -21,7 +21,7 @@ PREPARED = ("model", "train.parquet", "heldout.parquet", "sft.parquet")
 def spec_for(config: Config) -> ModelSpec:
     """Spec of `model.path`, or of the model that `prepare` will build there. Raises ConfigError."""
     path = Path(config.model.path)
-    if config.prepare and will_be_prepared(config, path) and not (path / "config.json").exists():
+    if config.prepare and will_be_prepared(config.prepare, path) and not (path / "config.json").exists():
         return _tiny_spec(config.prepare.model)
     if not path.is_dir():
         fix = "give a directory in Hugging Face format"
@@ -33,11 +33,11 @@ def spec_for(config: Config) -> ModelSpec:
     return read_spec(path, family_for(config))
 
 
-def will_be_prepared(config: Config, path: Path) -> bool:
+def will_be_prepared(prepare: PrepareConfig | None, path: Path) -> bool:
     """Whether `prepare` writes this path: model/ or one of its three parquet files."""
-    if config.prepare is None:
+    if prepare is None:
         return False
-    root = Path(config.prepare.directory)
+    root = Path(prepare.directory)
     return path.absolute() in {(root / n).absolute() for n in PREPARED}
 
 

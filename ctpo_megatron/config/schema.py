@@ -15,6 +15,7 @@ from pydantic import (
     PrivateAttr,
 )
 
+from ctpo_megatron.base.run_paths import EXPORT
 from ctpo_megatron.config.chat_template import is_template_file
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
@@ -304,7 +305,7 @@ class ExportConfig(Section):
 
     enabled: bool = Field(default=True, description="export at the end of the run")
     directory: str = Field(
-        default="model",
+        default=EXPORT,
         pattern=r"^[A-Za-z0-9._-]+$",
         description="folder name inside the run directory; a model directory of that name is replaced",
     )

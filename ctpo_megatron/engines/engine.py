@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ctpo_megatron.base.extensions import activate
+from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 from ctpo_megatron.engines.expected import leave_out_expected
 from ctpo_megatron.engines.logs import path_here, redirect_output
@@ -75,7 +76,13 @@ class RolloutEngine:
         from ctpo_megatron.engines.weights import receiver
 
         activate(self._config.extensions.path or ())
-        self._tools = make_toolbox(self._config, self._spec.sandbox_url)
+        self._tools = make_toolbox(
+            self._config.rollout,
+            self._config.sandbox,
+            self._spec.sandbox_url,
+            engines=engine_count(self._config),
+            nodes=self._config.cluster.nodes,
+        )
         self._environment = make_environment(self._config.rollout)
         backend = {"file": receiver.FILE, "tcp": receiver.TCP}.get(self._spec.transport, self._spec.transport)
         arguments = self._setup.arguments(self._config, self._spec.model_path)
@@ -209,7 +216,7 @@ class RolloutEngine:
         self._llm.shutdown(timeout=CORE_SHUTDOWN_S)
 
     def _make_codec(self, tokenizer: Any) -> TokenizerCodec:
-        use_chat_template(tokenizer, self._config)
+        use_chat_template(tokenizer, self._config.model)
         stops = stop_token_ids(tokenizer, self._spec.model_path)
         kwargs = self._config.model.chat_template_kwargs
         template = MessageTemplate(tokenizer, kwargs, sorted(stops), self._tools.schemas)

@@ -38,7 +38,8 @@ def node_facts(needs: Needs | None) -> dict[str, dict[str, str]]:
     if needs is not None:
         facts["files"] = _digests(Path(needs.model_path))
         facts["folders"] = {folder: "" if Path(folder).is_dir() else "missing" for folder in needs.folders}
-        facts["sandbox"] = {"problem": node_sandbox_problem() if needs.sandbox else ""}
+        problem = node_sandbox_problem() if needs.sandbox else None
+        facts["sandbox"] = {"problem": problem.message if problem else ""}
     return facts
 
 
@@ -63,25 +64,27 @@ def _digests(model: Path) -> dict[str, str]:
 
 def differences(here: Facts, there: Facts, needs: Needs, node: str = "") -> Iterator[Problem]:
     """What prevents a node with the facts `there` from working with the driver's node, which has the facts `here`."""
-    yield from (Problem("", message, where=node) for message in _differences(here, there, needs))
 
+    def problem(message: str) -> Problem:
+        return Problem("", message, where=node)
 
-def _differences(here: Facts, there: Facts, needs: Needs) -> Iterator[str]:
     for package in sorted(here["versions"].keys() | there["versions"].keys()):
         mine, other = (facts["versions"].get(package, "missing") for facts in (here, there))
         if mine != other:
-            yield f"{package} is {other}, and {mine} where the trainer runs"
+            yield problem(f"{package} is {other}, and {mine} where the trainer runs")
     if "files" not in there:
         return
     path = needs.model_path
     if "config.json" not in there["files"]:
-        yield f"has no model at {path} (model.path): every node with engines needs it at that absolute path"
+        yield problem(f"has no model at {path} (model.path): every node with engines needs it at that absolute path")
     else:
         names = here["files"].keys() | there["files"].keys()
         other_files = sorted(name for name in names if here["files"].get(name) != there["files"].get(name))
         if other_files:
-            yield f"{', '.join(other_files)} in {path} (model.path): not the same files as where the trainer runs"
-    for folder in (folder for folder, problem in there["folders"].items() if problem):
-        yield f"has no folder {folder} (extensions.path)"
+            names_there = ", ".join(other_files)
+            yield problem(f"{names_there} in {path} (model.path): not the same files as where the trainer runs")
+    for folder, what in there["folders"].items():
+        if what:
+            yield problem(f"has no folder {folder} (extensions.path)")
     if there["sandbox"]["problem"]:
-        yield there["sandbox"]["problem"]
+        yield problem(there["sandbox"]["problem"])

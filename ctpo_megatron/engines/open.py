@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ctpo_megatron.base.ray_environment import ADDRESS
+from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, spec_for
 from ctpo_megatron.engines.pool import EnginePool
@@ -66,5 +67,5 @@ def _sandbox(config: Config, logs: Path) -> Iterator[str | None]:
     if config.cluster.nodes > 1 or node_sandbox.names_a_server():
         yield None
         return
-    with start_configured_server(sandbox, logs / "sandbox.log") as server:
+    with start_configured_server(sandbox, LogPaths(logs).sandbox) as server:
         yield server.url

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import ray
 
+from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
 from ctpo_megatron.data.prompt import Prompt
@@ -66,7 +67,7 @@ class EnginePool:
         cluster: ClusterConfig | None = None,
         stop: Stop | None = None,
     ) -> None:
-        log_dir = (log_dir or config.run.directory / "logs").resolve()
+        log_dir = (log_dir or RunPaths(config.run.directory).logs.folder).resolve()
         # Absolute, as engines may run in other folders.
         model = config.model.model_copy(update={"path": str(Path(config.model.path).absolute())})
         self._spec = EngineSpec(config.model_copy(update={"model": model}), sandbox_url, log_dir)
@@ -85,7 +86,7 @@ class EnginePool:
         self.counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self.load: Counter[int] = Counter()
-        self.occupancy = Occupancy(log_dir / "engine_occupancy.csv")
+        self.occupancy = Occupancy(LogPaths(log_dir).occupancy)
         self.lock = threading.RLock()
 
     def __enter__(self) -> EnginePool:

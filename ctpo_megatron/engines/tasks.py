@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
@@ -47,7 +48,7 @@ class EngineSpec:
 
     def log_path(self, index: int) -> Path:
         """The log of engine number `index`."""
-        return self.log_dir / f"rollout_engine_{index}.log"
+        return LogPaths(self.log_dir).engine(index)
 
 
 @dataclass(frozen=True, slots=True)

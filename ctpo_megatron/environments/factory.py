@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from ctpo_megatron.base.extensions import ExtensionError, load
-from ctpo_megatron.config import Extension, RolloutConfig, SystemPrompt, engine_count, system_prompt_text
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config import DataConfig, Extension, RolloutConfig, SandboxConfig, SystemPrompt, system_prompt_text
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.node_sandbox import node_sandbox_url
 from ctpo_megatron.environments.parsers.fenced import TOOL, FencedParser
@@ -22,17 +21,16 @@ PARSERS: dict[str, Any] = {"hermes": HermesParser, "fenced": FencedParser}
 ENVIRONMENTS: dict[str, Any] = {"tools": ToolEnvironment}
 
 
-def make_toolbox(config: Config, sandbox_url: str | None) -> Toolbox:
+def make_toolbox(
+    rollout: RolloutConfig, sandbox: SandboxConfig, sandbox_url: str | None, *, engines: int, nodes: int
+) -> Toolbox:
     """The tools and the parser of a run; `extensions.activate` comes first. Raises ExtensionError.
 
-    sandbox_url: None: of this node's own sandbox; LookupError when there is none.
+    sandbox_url: None: of this node's own sandbox; LookupError when there is none. engines: of all `nodes`.
     """
-    rollout = config.rollout
     url = node_sandbox_url() if sandbox_url is None else sandbox_url
     tools: list[Tool] = [
-        PythonTool(config.sandbox, url, engine_count(config), config.cluster.nodes)
-        if tool.name == "python"
-        else _find(TOOLS, tool)(**tool.arguments)
+        PythonTool(sandbox, url, engines, nodes) if tool.name == "python" else _find(TOOLS, tool)(**tool.arguments)
         for tool in rollout.tools
     ]
     return Toolbox(tools, make_parser(rollout), rollout.max_observation_chars)
@@ -60,20 +58,19 @@ def tool_schemas(rollout: RolloutConfig) -> list[Schema]:
     return [_schema(tool) for tool in rollout.tools]
 
 
-def offered_schemas(config: Config) -> list[Schema]:
+def offered_schemas(data: DataConfig, rollout: RolloutConfig) -> list[Schema]:
     """The schemas that prompts show the model, as `data.tool_in_prompt` or the parser says. Raises ExtensionError."""
-    offer = config.data.tool_in_prompt
+    offer = data.tool_in_prompt
     if offer is None:
-        offer = bool(getattr(make_parser(config.rollout), "schemas_in_prompt", True))
-    return tool_schemas(config.rollout) if offer else []
+        offer = bool(getattr(make_parser(rollout), "schemas_in_prompt", True))
+    return tool_schemas(rollout) if offer else []
 
 
-def system_prompt(config: Config) -> SystemPrompt:
+def system_prompt(data: DataConfig, rollout: RolloutConfig) -> SystemPrompt:
     """What comes before every conversation, as `data.system_prompt` or the parser says. Raises ExtensionError."""
-    chosen = config.data.system_prompt
-    if chosen is not None:
-        return SystemPrompt(system_prompt_text(chosen), chosen=True)
-    return SystemPrompt(str(getattr(make_parser(config.rollout), "system_prompt", "")))
+    if data.system_prompt is not None:
+        return SystemPrompt(system_prompt_text(data.system_prompt), chosen=True)
+    return SystemPrompt(str(getattr(make_parser(rollout), "system_prompt", "")))
 
 
 def check_tool(tool: Extension) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from ctpo_megatron.config import Problem
+
 _VARIABLES = ("CTPO_SANDBOX_URL", "CTPO_SANDBOX_URL_FILE")
 _ANSWER_TIMEOUT_S = 10.0
 
@@ -26,8 +28,8 @@ def node_sandbox_url() -> str:
     return url
 
 
-def node_sandbox_problem() -> str:
-    """Why this node's sandbox cannot be used, or ""; asks it."""
+def node_sandbox_problem() -> Problem | None:
+    """Why this node's sandbox cannot be used; asks it."""
     import httpx
 
     from ctpo_sandbox.client import authorization
@@ -36,7 +38,7 @@ def node_sandbox_problem() -> str:
         url = node_sandbox_url()
         httpx.get(f"{url}/health", headers=authorization(), timeout=_ANSWER_TIMEOUT_S, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return f"its sandbox {url} ({_VARIABLES[0]}) does not answer: {error}"
+        return Problem("sandbox", f"its sandbox {url} ({_VARIABLES[0]}) does not answer: {error}")
     except (LookupError, ValueError) as error:
-        return str(error.args[0])
-    return ""
+        return Problem("sandbox", str(error.args[0]))
+    return None

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.config import Config
+from ctpo_megatron.base.run_paths import RunPaths
+from ctpo_megatron.config import Config, RewardConfig
 from ctpo_megatron.data import Cell, Prompt, PromptRules, PromptSet, read_prompts
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.tokenizer import check_chat_template, read_tokenizer, use_chat_template
@@ -20,14 +21,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECORD = "data.json"
-
 
 def chat_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """As `training_tokenizer`, read without torch. Raises TokenizerError."""
     tokenizer = read_tokenizer(config.model.path)
-    use_chat_template(tokenizer, config)
-    check_chat_template(tokenizer, config)
+    use_chat_template(tokenizer, config.model)
+    check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
     return tokenizer
 
 
@@ -35,7 +34,7 @@ def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: 
     """The prompts of `data.train`, with the rows that `data.overlong` and `data.unverifiable` leave out."""
     data = config.data
     found = read_prompts(data.train, tokenizer, _rules(config, overlong=data.overlong, limit=limit))
-    found.exclude(_ground_truths(found, config), "data.unverifiable", data.unverifiable)
+    found.exclude(_ground_truths(found, config.reward), "data.unverifiable", data.unverifiable)
     if not found.prompts and not found.problems.lines:
         found.problems.general(f"every prompt was left out; the first: {found.left_out[0].reason}")
     return found
@@ -47,7 +46,7 @@ def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: 
     Where `data.unverifiable` is `drop`, those that no answer can match stay, score 0, and are named in the log.
     """
     found = read_prompts(config.data.eval, tokenizer, _rules(config, held_out=True, limit=limit))
-    cells = _ground_truths(found, config)
+    cells = _ground_truths(found, config.reward)
     if config.data.unverifiable == "refuse":
         found.exclude(cells, "data.unverifiable")
     elif cells:
@@ -70,24 +69,24 @@ def usable(found: PromptSet, directory: Path | None = None) -> list[Prompt]:
         )
     found.problems.raise_if_any()
     if directory is not None:
-        (directory / RECORD).write_text(json.dumps(_record(found), indent=1) + "\n", encoding="utf-8")
+        RunPaths(directory).data.write_text(json.dumps(_record(found), indent=1) + "\n", encoding="utf-8")
     return found.prompts
 
 
 def _rules(config: Config, **rules: Any) -> PromptRules:
     return PromptRules(
         max_prompt_tokens=config.data.max_prompt_tokens,
-        tool_schemas=offered_schemas(config),
-        system_prompt=system_prompt(config),
+        tool_schemas=offered_schemas(config.data, config.rollout),
+        system_prompt=system_prompt(config.data, config.rollout),
         chat_template_kwargs=config.model.chat_template_kwargs,
         **rules,
     )
 
 
-def _ground_truths(found: PromptSet, config: Config) -> dict[int, Cell]:
+def _ground_truths(found: PromptSet, reward: RewardConfig) -> dict[int, Cell]:
     return {
         index: ("reward_model", found.prompts[index].answer, f"the ground truth {reason}")
-        for index, reason in unverifiable(found.prompts, config.reward).items()
+        for index, reason in unverifiable(found.prompts, reward).items()
     }
 
 

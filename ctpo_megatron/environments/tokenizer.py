@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.config import Config, chat_template_names, run_chat_template
+from ctpo_megatron.config import Config, ModelConfig, chat_template_names, run_chat_template
 from ctpo_megatron.environments.factory import offered_schemas
 from ctpo_megatron.environments.protocol import Schema
 
@@ -59,33 +59,36 @@ def training_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
-    use_chat_template(tokenizer, config)
-    check_chat_template(tokenizer, config)
+    use_chat_template(tokenizer, config.model)
+    check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
     return tokenizer
 
 
-def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
     """Give a tokenizer the chat template that `model.chat_template` names, if any."""
-    if (text := run_chat_template(config)) is not None:
+    if (text := run_chat_template(model)) is not None:
         tokenizer.chat_template = text
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
-    """Raises TokenizerError, with what can be done, when a chat template cannot be trained with."""
-    named = f"model.chat_template: {config.model.chat_template}" if config.model.chat_template else config.model.path
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, offered: Sequence[Schema]) -> None:
+    """Raises TokenizerError, with what can be done, when a chat template cannot be trained with.
+
+    offered: `factory.offered_schemas`.
+    """
+    named = f"model.chat_template: {model.chat_template}" if model.chat_template else model.path
     if problem := template_problem(tokenizer):
         ours = ", ".join(chat_template_names())
         raise TokenizerError(
-            f"{named}: {problem}; copy the chat_template.jinja that the model came with to {config.model.path}, or set "
+            f"{named}: {problem}; copy the chat_template.jinja that the model came with to {model.path}, or set "
             f"model.chat_template to one of ours ({ours}) or a file of yours"
         )
     text = tokenizer.get_chat_template()
-    if unused := [key for key in config.model.chat_template_kwargs if key not in text]:
+    if unused := [key for key in model.chat_template_kwargs if key not in text]:
         raise TokenizerError(
             f"model.chat_template_kwargs: the chat template of {named} knows no {', '.join(unused)}; correct the "
             "name or leave it out"
         )
-    lost = hidden_tools(tokenizer, offered_schemas(config), config.model.chat_template_kwargs)
+    lost = hidden_tools(tokenizer, offered, model.chat_template_kwargs)
     if lost:
         raise TokenizerError(
             f"{named}: the chat template does not show the model its tools ({', '.join(lost)}); set "

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ctpo_megatron.config import Config, EvalConfig, Extension
+from ctpo_megatron.config import Config, EvalConfig, Extension, RewardConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
@@ -123,13 +123,20 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], st
 
 
 def reference_scores(
-    config: Config, prompts: Sequence[Prompt], samples: Sequence[Sample], display: Display
+    settings: RewardConfig,
+    search_path: Sequence[str] | None,
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sample],
+    display: Display,
 ) -> dict[tuple[str, int], float]:
-    """Scores of the reference's scorer, of the whole responses, by prompt id and index."""
+    """Scores of the reference's scorer, of the whole responses, by prompt id and index.
+
+    settings: workers and deadlines; the reward functions in them are replaced. search_path: `extensions.path`.
+    """
     by_id, scores = {prompt.id: prompt for prompt in prompts}, dict[tuple[str, int], float]()
-    reward = config.reward.model_copy(update={"function": Extension(name=REFERENCE), "by_source": {}})
+    reward = settings.model_copy(update={"function": Extension(name=REFERENCE), "by_source": {}})
     display.stage("reference scorer")
-    with RewardPool(reward, config.extensions.path) as pool:
+    with RewardPool(reward, search_path) as pool:
         for start in range(0, len(samples), _AT_ONCE):
             groups = [_response(by_id[sample.prompt_id], sample) for sample in samples[start : start + _AT_ONCE]]
             pool.score(groups)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron import __version__
-from ctpo_megatron.config import Config, Extension
+from ctpo_megatron.base.run_paths import LOGS
+from ctpo_megatron.config import Config, Extension, RewardConfig
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.answering import answer, reference_scores
 from ctpo_megatron.evaluate.page import write_evaluation_page
@@ -47,23 +48,23 @@ def evaluate(
     """
     prompts = prompts[: config.eval.prompts]
     with SampleStore(output, settings_of(config, prompts)) as store:
-        answer(config, prompts, store, tokenizer, output / "logs", display)
+        answer(config, prompts, store, tokenizer, output / LOGS, display)
         problems = {prompt.id: store.complete(prompt.id, config.eval.samples) for prompt in prompts}
     samples = [sample for problem in problems.values() for sample in problem]
     left_out = [prompt_id for prompt_id, problem in problems.items() if not problem]
     if not samples:
-        raise RuntimeError(f"no prompt has all of its {config.eval.samples} samples; see {output / 'logs'}")
-    scorers = [ScoreColumn(_first_scorer(config), {(s.prompt_id, s.index): s.score for s in samples})]
+        raise RuntimeError(f"no prompt has all of its {config.eval.samples} samples; see {output / LOGS}")
+    scorers = [ScoreColumn(_first_scorer(config.reward), {(s.prompt_id, s.index): s.score for s in samples})]
     if reference:
-        scorers.append(ScoreColumn(REFERENCE_SCORER, reference_scores(config, prompts, samples, display)))
+        scores = reference_scores(config.reward, config.extensions.path, prompts, samples, display)
+        scorers.append(ScoreColumn(REFERENCE_SCORER, scores))
     found = _facts(config, scorers, left_out) | results(samples, scorers, config.run.seed)
     write_results(output, found)
     return Outcome(found, left_out, write_evaluation_page(output, found, prompts, problems, scorers[0]))
 
 
-def _first_scorer(config: Config) -> str:
+def _first_scorer(reward: RewardConfig) -> str:
     """`strict` for our own; a user's reward function is called by its name."""
-    reward = config.reward
     return "strict" if reward.function == STRICT and not reward.by_source else "reward"
 
 

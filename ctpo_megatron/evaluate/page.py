@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.run_paths import REPORT
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.evaluate.results import ScoreColumn, said
 from ctpo_megatron.rollouts import Sample
@@ -17,7 +18,6 @@ from ctpo_megatron.tracking import LIGHT, drawn, write_page
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PAGE_FILE = "report.html"
 _COLOURS = ("blue", "orange", "green", "purple", "cyan", "red", "grey")
 _PROBLEMS, _TEXT = 200, 4000
 """How many problems are listed, and of how many characters their texts are."""
@@ -58,7 +58,7 @@ def write_evaluation_page(
     k, overall, groups = found["samples_per_prompt"], found["overall"], _groups(found)
     rows = sorted((_row(p, problems[p.id], by) for p in prompts if problems[p.id]), key=lambda row: row.average)
     return write_page(
-        directory / PAGE_FILE,
+        directory / REPORT,
         "evaluation.html.jinja",
         title="/".join(Path(found["model"]).resolve().parts[-2:]),
         headline=f"{overall['problems']} problems from {', '.join(found['sources'])}, {k} samples of each "

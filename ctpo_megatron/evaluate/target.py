@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.ray_environment import ADDRESS
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import (
     ClusterConfig,
     Config,
@@ -25,10 +26,9 @@ from ctpo_megatron.config import (
     load_with_sources,
     run_chat_template,
 )
+from ctpo_megatron.config.schema import ExtensionsConfig
 from ctpo_megatron.data.prompt import Prompt
 
-_COPIES = "extensions"
-"""Folder of a run directory with the source files of users' parts (`run.extensions`)."""
 _BLOCK, _BLOCKS = 1 << 16, 64
 """A weight file is known by its size and so many blocks of so many bytes, evenly spaced."""
 
@@ -47,13 +47,14 @@ def find_target(path: Path, config: Path | None) -> Target:
     config: used in place of the run's. Raises ConfigError.
     """
     if (path / "config.json").is_file():
-        of_run = path.resolve().parent / "config.yaml"
+        of_run = RunPaths(path.resolve().parent).config
         return Target(path, config or (of_run if of_run.is_file() else None))
-    run = path / "config.yaml"
+    paths = RunPaths(path)
+    run = paths.config
     if not run.is_file():
         fix = "give a model in Hugging Face format, or a run directory"
         raise ConfigError([Problem("MODEL", "is no model and no run (no config.json, no config.yaml)", fix, str(path))])
-    exports = [path / load_config(run).export.directory, *path.glob("model-step_*")]
+    exports = [path / load_config(run).export.directory, *paths.checkpoint_exports()]
     models = [model for model in exports if (model / "config.json").is_file()]
     if not models:
         fix = f"type `ctpo export {path}`, which writes the newest checkpoint as one"
@@ -87,18 +88,18 @@ def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Co
         "cluster": cluster,
         "rollout": rollout,
         "tracking": config.tracking.model_copy(update={"trackers": ()}),
-        "extensions": config.extensions.model_copy(update={"path": _search_path(target, config, overrides)}),
+        "extensions": config.extensions.model_copy(update={"path": _search_path(target, config.extensions, overrides)}),
     }
     return config.model_copy(update=only_here), sources
 
 
-def _search_path(target: Target, config: Config, overrides: Sequence[str]) -> tuple[str, ...]:
+def _search_path(target: Target, extensions: ExtensionsConfig, overrides: Sequence[str]) -> tuple[str, ...]:
     """Where users' parts are found: where the user says, or the run's own copies, or the folders that are here."""
     if any(text.startswith("extensions.path=") for text in overrides):
-        return config.extensions.path or ()
-    if target.config is not None and (copies := target.config.parent / _COPIES).is_dir():
+        return extensions.path or ()
+    if target.config is not None and (copies := RunPaths(target.config.parent).extensions).is_dir():
         return (str(copies.resolve()),)
-    return tuple(folder for folder in config.extensions.path or () if Path(folder).is_dir())
+    return tuple(folder for folder in extensions.path or () if Path(folder).is_dir())
 
 
 def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
@@ -113,7 +114,7 @@ def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
         settings[f"rollout.{name}"] = rollout.model_dump(mode="json", include={name})[name]
     return settings | {
         "model": fingerprint(Path(config.model.path)),
-        "model.chat_template": run_chat_template(config),
+        "model.chat_template": run_chat_template(config.model),
         "model.chat_template_kwargs": config.model.chat_template_kwargs,
         "prompts": _digest(json.dumps([[p.id, p.data_source, p.token_ids, p.answer] for p in prompts]).encode()),
         "run.seed": config.run.seed,

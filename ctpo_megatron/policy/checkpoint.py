@@ -28,6 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 # Torch derives it from BaseException.
 from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
 
+from ctpo_megatron.base.run_paths import step_name
 from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.config.schema import CheckpointConfig
 from ctpo_megatron.policy import checkpoint_files as files
@@ -113,7 +114,7 @@ class Writer:
             self._queue.schedule_async_request(request)
         if not config.asynchronous:
             self.finish()  # not the request's own way to wait, which has no deadline for a writer that was killed
-        return directory / f"step_{step:06d}"
+        return directory / step_name(step)
 
     def finish(self, *, wait: bool = True) -> None:
         """Complete the save that goes on in the background, if there is one; without `wait`, only if it is done.

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,14 +16,12 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ctpo_megatron.base.files import sync
+from ctpo_megatron.base.run_paths import MARKER, discarded, step_in, step_name
 
 log = logging.getLogger(__name__)
 
-MARKER = "COMPLETE.json"
 _DIGEST = "blake2b"
 """Of the rest of the marker."""
-GIVEN_UP = "discarded_"
-_STEP = re.compile(r"step_(\d{6,})")
 _CHUNK = 1 << 24
 
 
@@ -100,7 +97,7 @@ def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> P
         file.flush()
         os.fsync(file.fileno())
     sync(aside)
-    final = directory / f"step_{marker.step:06d}"
+    final = directory / step_name(marker.step)
     former = _hide(final) if final.exists() else None
     aside.rename(final)
     sync(directory)
@@ -123,7 +120,7 @@ def give_up(directory: Path, after: int) -> list[Path]:
     found = [path for path in reversed(_all_named(directory)) if step_of(path) > after]
     renamed = []
     for path in found:
-        target = path.with_name(f"{GIVEN_UP}{path.name}")
+        target = discarded(path)
         former = _hide(target) if target.exists() else None
         path.rename(target)
         if former is not None:
@@ -228,7 +225,7 @@ def _all_named(directory: Path) -> list[Path]:
 
 
 def _named(path: Path) -> bool:
-    return _STEP.fullmatch(path.name) is not None
+    return step_in(path.name) is not None
 
 
 def _superfluous(found: Sequence[Path], newest: int, keep_last: int, keep_best: int) -> list[Path]:
@@ -262,4 +259,4 @@ def _delete(hidden: Path) -> None:
 
 
 def _aside(directory: Path, step: int, purpose: str) -> Path:
-    return directory / f".step_{step:06d}.{secrets.token_hex(4)}.{purpose}"
+    return directory / f".{step_name(step)}.{secrets.token_hex(4)}.{purpose}"

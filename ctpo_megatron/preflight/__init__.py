@@ -1,7 +1,8 @@
 """Preflight: every check before something starts, each a `Check` that yields `Problem`s. No torch unless needed.
 
 `validate` checks a configuration for the dry run and a start, `check_extensions` users' parts, `check_data` prompts.
-`diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`. `NodeNeeds.of` is what the node program checks.
+`diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`. `ctpo launch` runs `LAUNCH_CHECKS`, the node program
+`NODE_CHECKS`; `NodeNeeds` is what it starts.
 """
 
 from ctpo_megatron.preflight.admission import DataCheck, check_data
@@ -10,6 +11,7 @@ from ctpo_megatron.preflight.configuration import validate, validate_sampling
 from ctpo_megatron.preflight.devices import gpus, has_cuda_device
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.extensions import check_extensions
+from ctpo_megatron.preflight.job import LAUNCH_CHECKS, NODE_CHECKS, LaunchContext, NodeContext
 from ctpo_megatron.preflight.machine import docstring_problem, temporary_problem, weight_bytes
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
 from ctpo_megatron.preflight.placement import GpuMemory
@@ -17,12 +19,16 @@ from ctpo_megatron.preflight.plan import RunPlan, memory_table
 from ctpo_megatron.preflight.template import check_template
 
 __all__ = [
+    "LAUNCH_CHECKS",
+    "NODE_CHECKS",
     "Check",
     "DataCheck",
     "Gpu",
     "GpuMemory",
+    "LaunchContext",
     "MachineContext",
     "NoCluster",
+    "NodeContext",
     "NodeNeeds",
     "RunContext",
     "RunPlan",

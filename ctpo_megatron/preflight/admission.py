@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.config import Config, Problem, will_be_prepared
+from ctpo_megatron.config import Config, DataConfig, Problem, will_be_prepared
 from ctpo_megatron.preflight.check import RunContext
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
     """Read the first `limit` rows of every data file, or all, and render them as training would. Imports no torch."""
     report = DataCheck(not_checked=_why_not(config))
     if report.not_checked:
-        report.problems += check_prompts(config, _count(config))
+        report.problems += check_prompts(config, _count(config.data))
         return report
     from ctpo_megatron.environments.prompts import chat_tokenizer, held_out_prompts, training_prompts
     from ctpo_megatron.environments.tokenizer import TokenizerError
@@ -43,11 +43,11 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
         report.not_checked = "the tokenizer cannot render prompts"
         return report
     found = training_prompts(config, tokenizer, limit)
-    _add(report, "data.train", found, config)
+    _add(report, "data.train", found, config.data)
     report.problems += check_prompts(config, sum(found.rows.values()) or None)
     report.first_prompt = found.texts[0] if found.texts else ""
     if config.data.eval:
-        _add(report, "data.eval", held_out_prompts(config, tokenizer, limit), config)
+        _add(report, "data.eval", held_out_prompts(config, tokenizer, limit), config.data)
     if config.sft:
         _add_conversations(report, config, tokenizer, limit)
     return report
@@ -57,21 +57,22 @@ def _why_not(config: Config) -> str:
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         return f"pip install {' '.join(missing)}"
     files = [*config.data.train, *config.data.eval, *(config.sft.data if config.sft else ())]
-    if any(will_be_prepared(config, Path(path)) and not Path(path).exists() for path in (config.model.path, *files)):
+    paths = [Path(path) for path in (config.model.path, *files)]
+    if any(will_be_prepared(config.prepare, path) and not path.exists() for path in paths):
         return "`prepare` has not written them yet"
     return "" if Path(config.model.path).is_dir() else "there is no model directory"
 
 
-def _count(config: Config) -> int | None:
+def _count(data: DataConfig) -> int | None:
     """Rows of data.train; None where not all of it is there and can be read."""
-    if find_spec("pyarrow") is None or not all(Path(file).exists() for file in config.data.train):
+    if find_spec("pyarrow") is None or not all(Path(file).exists() for file in data.train):
         return None
     from ctpo_megatron.data import count_all_rows
 
-    return count_all_rows(config.data.train)
+    return count_all_rows(data.train)
 
 
-def _add(report: DataCheck, key: str, found: PromptSet, config: Config) -> None:
+def _add(report: DataCheck, key: str, found: PromptSet, data: DataConfig) -> None:
     report.problems += [Problem(key, line) for line in found.problems.shown() if not line.startswith("no such file:")]
     rows, read = sum(found.rows.values()), len(found.prompts) + len(found.left_out)
     files = f"{len(found.rows)} file{'s' * (len(found.rows) != 1)}"
@@ -79,7 +80,7 @@ def _add(report: DataCheck, key: str, found: PromptSet, config: Config) -> None:
     if found.prompts:
         lengths = sorted(len(prompt.token_ids) for prompt in found.prompts)
         shown = " / ".join(f"{value:,}" for value in _quantiles(lengths))
-        of = f"min / median / 95% / max of a prompt; data.max_prompt_tokens is {config.data.max_prompt_tokens:,}"
+        of = f"min / median / 95% / max of a prompt; data.max_prompt_tokens is {data.max_prompt_tokens:,}"
         report.table.append(("  tokens", shown, of))
     for rule in sorted({each.rule for each in found.left_out}):
         those = [each for each in found.left_out if each.rule == rule]
@@ -102,9 +103,9 @@ def _add_conversations(report: DataCheck, config: Config, tokenizer: Any, limit:
         conversations = load_conversations(
             config.sft.data,
             tokenizer,
-            tool_schemas=offered_schemas(config),
+            tool_schemas=offered_schemas(config.data, config.rollout),
             chat_template_kwargs=config.model.chat_template_kwargs,
-            system_prompt=system_prompt(config),
+            system_prompt=system_prompt(config.data, config.rollout),
             limit=limit,
         )
     except DataError as error:

@@ -12,8 +12,8 @@ from datetime import timedelta
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight.check import MachineContext
 from ctpo_megatron.preflight.packages import version_of
+from ctpo_megatron.preflight.timeouts import MEET_TIMEOUT_S
 
-_MEET_S = 120.0
 _ELEMENTS = 1 << 22
 """Of float32 in the exchange that is timed."""
 _RANK = """
@@ -41,12 +41,12 @@ def _exchange(backend: str, ranks: int) -> Problem:
         )
         for rank in range(ranks)
     ]
-    until = time.monotonic() + _MEET_S
+    until = time.monotonic() + MEET_TIMEOUT_S
     try:
         outputs = [process.communicate(timeout=max(0.0, until - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:
         fix = "NCCL_DEBUG=INFO says more; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
-        return Problem(backend, f"{ranks} ranks did not meet within {_MEET_S:g} s", fix)
+        return Problem(backend, f"{ranks} ranks did not meet within {MEET_TIMEOUT_S:g} s", fix)
     finally:
         for process in processes:
             process.kill()
@@ -72,7 +72,7 @@ def meet(address: str, backend: str, rank: int, ranks: int) -> str:
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     device = "cuda" if backend == "nccl" else "cpu"
-    limit = timedelta(seconds=_MEET_S)
+    limit = timedelta(seconds=MEET_TIMEOUT_S)
     dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=ranks, timeout=limit)
     try:
         values = torch.full((_ELEMENTS,), float(rank + 1), device=device)

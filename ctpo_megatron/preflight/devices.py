@@ -13,9 +13,9 @@ from pathlib import Path
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight.check import Gpu, MachineContext
 from ctpo_megatron.preflight.packages import version_of
+from ctpo_megatron.preflight.timeouts import GPU_QUERY_TIMEOUT_S
 
 _QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-_TIMEOUT_S = 30.0
 _LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
 """First driver branch of each major version of CUDA (NVIDIA, CUDA Compatibility, "minor version compatibility")."""
 
@@ -25,7 +25,9 @@ def gpus() -> list[Gpu] | str:
     if (program := shutil.which("nvidia-smi")) is None:
         return "no nvidia-smi"
     try:
-        done = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            [program, *_QUERY], capture_output=True, text=True, timeout=GPU_QUERY_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"nvidia-smi: {error}"
     if done.returncode:

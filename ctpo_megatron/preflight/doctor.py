@@ -20,8 +20,10 @@ from ctpo_megatron.config import (
     ConfigError,
     Job,
     Problem,
+    SandboxConfig,
     Sources,
     Split,
+    TrackingConfig,
     engine_count,
     model_parameters,
     passed,
@@ -29,7 +31,7 @@ from ctpo_megatron.config import (
     spec_for,
     tokenizer_problems,
 )
-from ctpo_megatron.environments.factory import needs_sandbox
+from ctpo_megatron.environments.factory import needs_sandbox, offered_schemas
 from ctpo_megatron.environments.tokenizer import (
     TokenizerError,
     check_chat_template,
@@ -68,8 +70,8 @@ def diagnose_run(
     ]
     wanted = Wanted(
         disk=((str(config.run.directory), 0.0, GIB),),
-        ports=tuple(_ports(config)),
-        servers=tuple(_servers(config)),
+        ports=tuple(_ports(config.tracking)),
+        servers=tuple(_servers(config.sandbox)),
         sandbox=_sandbox(config),
         deep=deep,
     )
@@ -101,7 +103,7 @@ def _under(name: str, problem: Problem) -> Problem:
 def _sizes(config: Config, spec: ModelSpec, job: Job, *, cuda: bool) -> dict[str, Any]:
     """The fields of `Wanted` that follow from the model."""
     count, policy, kept = model_parameters(spec)[0], config.policy, config.checkpoint
-    weights = count * ELEMENT_BYTES[engine_dtype(config, spec)]
+    weights = count * ELEMENT_BYTES[engine_dtype(config.rollout.engine, spec)]
     # Weights, and the optimizer's two moments and, below float32, its copy of the weights.
     one = count * (ELEMENT_BYTES[policy.dtype] + 8 + (4 if policy.dtype != "float32" else 0))
     saves = kept.keep_last + kept.keep_best + 1 if kept.every else 1
@@ -128,8 +130,8 @@ def _sandbox(config: Config) -> str:
     return NODE if config.cluster.nodes > 1 else config.sandbox.require
 
 
-def _ports(config: Config) -> Iterator[tuple[str, int, str]]:
-    for tracker in config.tracking.trackers:
+def _ports(tracking: TrackingConfig) -> Iterator[tuple[str, int, str]]:
+    for tracker in tracking.trackers:
         if tracker.name == "prometheus":
             from ctpo_megatron.tracking import PROMETHEUS_ADDRESS
 
@@ -138,8 +140,8 @@ def _ports(config: Config) -> Iterator[tuple[str, int, str]]:
             yield str(given.get("host", host)), int(given.get("port", port)), "the tracker prometheus"
 
 
-def _servers(config: Config) -> Iterator[tuple[str, int, str]]:
-    for url in (config.sandbox.url or "").split(","):
+def _servers(sandbox: SandboxConfig) -> Iterator[tuple[str, int, str]]:
+    for url in (sandbox.url or "").split(","):
         if url.strip():
             parts = urlsplit(url.strip())
             yield parts.hostname or "", parts.port or 80, "sandbox.url"
@@ -170,8 +172,8 @@ def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Problem]:
 
 def _template(config: Config, tokenizer: PreTrainedTokenizerBase) -> Problem:
     try:
-        use_chat_template(tokenizer, config)
-        check_chat_template(tokenizer, config)
+        use_chat_template(tokenizer, config.model)
+        check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
     except (TokenizerError, OSError) as error:
         return Problem("chat template", str(error))
     return passed("chat template", f"of {config.model.chat_template or 'the tokenizer'}")

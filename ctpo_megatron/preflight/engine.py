@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctpo_megatron.config import ELEMENT_BYTES, Config, EngineConfig, Problem, sequence_multiple
+from ctpo_megatron.config import ELEMENT_BYTES, DataConfig, EngineConfig, Problem, RolloutConfig, sequence_multiple
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import RunContext, failed
 
@@ -42,12 +42,12 @@ def check_tokens(context: RunContext) -> Iterator[Problem]:
     padded = -(-longest // multiple) * multiple
     if config.policy.micro_batch_tokens * cp < padded:
         share = f" on {cp} context-parallel ranks" if cp > 1 else ""
-        message = f"cannot hold the longest sequence{share}, {_budget(config)}"
+        message = f"cannot hold the longest sequence{share}, {_budget(config.data, config.rollout)}"
         yield context.error("policy.micro_batch_tokens", message, f"set at least {-(-padded // cp)}")
 
 
-def _budget(config: Config) -> str:
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+def _budget(data: DataConfig, rollout: RolloutConfig) -> str:
+    prompt, response = data.max_prompt_tokens, rollout.max_response_tokens
     return f"data.max_prompt_tokens ({prompt}) + rollout.max_response_tokens ({response}) = {prompt + response}"
 
 
@@ -57,7 +57,7 @@ def check_budget(context: RunContext) -> Iterator[Problem]:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     longest, engine = prompt + response, config.rollout.engine.max_model_len
     if longest > engine:
-        message = f"is less than {_budget(config)}"
+        message = f"is less than {_budget(config.data, config.rollout)}"
         yield context.error("rollout.engine.max_model_len", message, f"set at least {longest}")
     if spec is not None and engine > spec.max_position_embeddings:
         message = f"exceeds the model's max_position_embeddings ({spec.max_position_embeddings})"
@@ -124,25 +124,23 @@ def _transport(context: RunContext) -> Iterator[Problem]:
         yield context.error(key, "cannot join two processes on one GPU (placement.mode: colocated)", "set ipc")
 
 
-def engine_dtype(config: Config, spec: ModelSpec) -> str:
+def engine_dtype(engine: EngineConfig, spec: ModelSpec) -> str:
     """Of the engines' weights and of their keys and values."""
-    chosen = config.rollout.engine.dtype
-    return spec.dtype if chosen == "auto" else chosen
+    return spec.dtype if engine.dtype == "auto" else engine.dtype
 
 
-def cache_bytes(config: Config, spec: ModelSpec) -> int:
+def cache_bytes(engine: EngineConfig, spec: ModelSpec) -> int:
     """Bytes of the keys and values of one token on each GPU of an engine."""
-    heads = max(1, spec.num_key_value_heads // config.rollout.engine.tensor_parallel_size)
-    return 2 * spec.num_layers * heads * spec.head_dim * ELEMENT_BYTES[engine_dtype(config, spec)]
+    heads = max(1, spec.num_key_value_heads // engine.tensor_parallel_size)
+    return 2 * spec.num_layers * heads * spec.head_dim * ELEMENT_BYTES[engine_dtype(engine, spec)]
 
 
 def _cache(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
     """vLLM refuses to start when its cache cannot hold one sequence of max_model_len."""
-    config = context.config
-    engine = config.rollout.engine
+    engine = context.config.rollout.engine
     if engine.kv_cache_mb is None:
         return
-    per_token = cache_bytes(config, spec)
+    per_token = cache_bytes(engine, spec)
     needed = -(-per_token * engine.max_model_len // 2**20)
     if engine.kv_cache_mb < needed:
         message = f"cannot hold one sequence of {engine.max_model_len} tokens ({per_token} bytes each)"
@@ -151,7 +149,7 @@ def _cache(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
 
 def _precision(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
     config = context.config
-    trainer, sampler = config.policy.dtype, engine_dtype(config, spec)
+    trainer, sampler = config.policy.dtype, engine_dtype(config.rollout.engine, spec)
     limit = config.rollout.mismatch_limit
     if trainer != sampler:
         message = f"but the engine runs in {sampler}: sampler and trainer will disagree by rounding"

@@ -6,9 +6,10 @@ import glob
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import (
     PREPARED,
-    Config,
+    PrepareConfig,
     Problem,
     is_replaceable,
     stored_tensors,
@@ -16,32 +17,6 @@ from ctpo_megatron.config import (
     will_be_prepared,
 )
 from ctpo_megatron.preflight.check import RunContext
-
-_RUN_DIRECTORY = {
-    "config.yaml",
-    "config.previous.yaml",
-    "data.json",
-    "environment.json",
-    "extensions",
-    "extensions.json",
-    "extensions.previous",
-    "heartbeat.json",
-    "metrics.jsonl",
-    "owner.lock",
-    "sft.jsonl",
-    "stages.json",
-    "stalls",
-    "report.html",
-    "trajectories",
-    "evaluation",
-    "checkpoints",
-    "tensorboard",
-    "trackers",
-    "wandb",
-    "logs",
-    "figures",
-}
-"""What a run writes into its directory besides the export."""
 
 
 def check_model_directory(context: RunContext) -> Iterator[Problem]:
@@ -58,7 +33,7 @@ def check_export(context: RunContext) -> Iterator[Problem]:
     key, name = "export.directory", config.export.directory
     if not config.export.enabled:
         return
-    if name in (".", "..", *_RUN_DIRECTORY):
+    if name in (".", "..", *RunPaths.names()):
         what = "is not a name" if name in (".", "..") else "is what the run writes something else to"
         yield context.error(key, what, "choose another, e.g. model")
         return
@@ -80,12 +55,13 @@ def check_prompt_files(context: RunContext) -> Iterator[Problem]:
         wanted.append(("sft.data", config.sft.data))
     for key, files in wanted:
         for file in files:
-            if not will_be_prepared(config, Path(file)) and not Path(file).exists() and not glob.has_magic(file):
-                yield Problem(key, "no such file", _file_hint(config, Path(file)), file)
+            path = Path(file)
+            if not will_be_prepared(config.prepare, path) and not path.exists() and not glob.has_magic(file):
+                yield Problem(key, "no such file", _file_hint(config.prepare, path), file)
 
 
-def _file_hint(config: Config, file: Path) -> str:
-    if config.prepare and file.absolute().is_relative_to(Path(config.prepare.directory).absolute()):
+def _file_hint(prepare: PrepareConfig | None, file: Path) -> str:
+    if prepare and file.absolute().is_relative_to(Path(prepare.directory).absolute()):
         return f"`prepare` writes {', '.join(PREPARED[1:])} there"
     if str(file).count("/") == 1 and not file.parent.exists():
         return f"a data set of the Hub first: hf download {file} --repo-type dataset --local-dir DIRECTORY"

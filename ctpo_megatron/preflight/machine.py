@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ctpo_megatron.config import NO_VALUE, Problem, available_cores, passed
 from ctpo_megatron.preflight.check import MachineContext, Wanted
+from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S
 
 GIB = 1 << 30
 _OPEN_FILES = (1024, 65536)
 """Fewer are not enough for Ray and an engine; Ray advises the second."""
-_CONNECT_S = 5.0
 
 
 _LONGEST = 107 - len("/c0ffee00-0000-4000-8000-c0ffee000000")
@@ -101,7 +101,7 @@ def _port(host: str, port: int, whose: str) -> Problem:
 
 def _server(host: str, port: int, whose: str) -> Problem:
     try:
-        with socket.create_connection((host, port), timeout=_CONNECT_S):
+        with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S):
             return passed(whose, f"{host}:{port} answers")
     except OSError as error:
         fix = "start it, or look at address and firewall"

@@ -17,10 +17,7 @@ from ctpo_megatron.preflight.collectives import free_port, meet
 from ctpo_megatron.preflight.devices import has_cuda_device
 from ctpo_megatron.preflight.doctor import diagnose
 from ctpo_megatron.preflight.packages import PACKAGES
-
-_NODE_S = 180.0
-_SKEW_S = 2.0
-"""Clocks that differ by more make deadlines of jobs and times in logs misleading."""
+from ctpo_megatron.preflight.timeouts import MOST_SKEW_S, NODE_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ def _now() -> float:
 
 def _answer(ray: Any, reference: Any) -> list[Problem]:
     try:
-        answer: list[Problem] = ray.get(reference, timeout=_NODE_S)
+        answer: list[Problem] = ray.get(reference, timeout=NODE_TIMEOUT_S)
     except Exception as error:  # it died, is late, or lacks our package
         fix = "is this project installed there, in the same environment?"
         return [Problem("node", f"no findings: {type(error).__name__}: {str(error).splitlines()[-1]}", fix)]
@@ -115,10 +112,10 @@ def _meeting(ray: Any, nodes: Mapping[str, Mapping[str, Any]]) -> Problem:
     gpus = int(all(node["Resources"].get("GPU", 0) >= 1 for node in nodes.values()))
     backend, ranks = "nccl" if gpus else "gloo", list(nodes.values())
     try:
-        port = ray.get(_on(ray, free_port, ranks[0]).remote(), timeout=_NODE_S)
+        port = ray.get(_on(ray, free_port, ranks[0]).remote(), timeout=NODE_TIMEOUT_S)
         address = f"{ranks[0]['NodeManagerAddress']}:{port}"
         met = [_on(ray, meet, n, gpus).remote(address, backend, rank, len(ranks)) for rank, n in enumerate(ranks)]
-        said = ray.get(met, timeout=_NODE_S)
+        said = ray.get(met, timeout=NODE_TIMEOUT_S)
     except Exception as error:  # of Ray's kinds and torch's
         fix = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; NCCL_DEBUG=INFO says more"
         return Problem(f"{backend} between nodes", str(error).strip().splitlines()[-1], fix)
@@ -130,10 +127,10 @@ def _clock(ray: Any, name: str, node: Mapping[str, Any]) -> Problem:
     task, trips = _on(ray, _now, node), []
     for _ in range(3):
         before = time.time()
-        there = ray.get(task.remote(), timeout=_NODE_S)
+        there = ray.get(task.remote(), timeout=NODE_TIMEOUT_S)
         trips.append((time.time() - before, there - (before + time.time()) / 2))
     trip, skew = min(trips)
-    if abs(skew) - trip / 2 > _SKEW_S:
+    if abs(skew) - trip / 2 > MOST_SKEW_S:
         return Problem(
             "clock", f"{name} is {skew:+.1f} s from this node", "run chrony or ntpd on every node", severity="warning"
         )

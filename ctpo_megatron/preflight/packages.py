@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight.check import MachineContext
+from ctpo_megatron.preflight.timeouts import IMPORT_TIMEOUT_S
 
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
 _PIN = re.compile(r"^([a-z0-9-]+)==(\S+)", re.MULTILINE)
 _SHOWN = 6
 
-_IMPORT_S = 300.0
 _PROBE = """
 import importlib, json, sys
 found = {}
@@ -82,11 +82,15 @@ def import_troubles(modules: Sequence[str]) -> dict[str, str]:
     """Why each module does not import; empty if it does."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE, *modules], capture_output=True, text=True, timeout=_IMPORT_S, check=False
+            [sys.executable, "-c", _PROBE, *modules],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            check=False,
         )
         found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return dict.fromkeys(modules, f"not within {_IMPORT_S:g} s")
+        return dict.fromkeys(modules, f"not within {IMPORT_TIMEOUT_S:g} s")
     except (IndexError, json.JSONDecodeError):  # an import killed the child
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return dict.fromkeys(modules, f"the interpreter died: {reason}")

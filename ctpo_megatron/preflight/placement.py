@@ -14,9 +14,11 @@ from ctpo_megatron.config import (
     GIB,
     USABLE,
     Config,
+    EngineConfig,
     Job,
     Memory,
     Placement,
+    PolicyConfig,
     Problem,
     Split,
     gib,
@@ -85,7 +87,7 @@ def check_gpu_memory(context: RunContext) -> Iterator[Problem]:
     config, spec, job, gpu_gib = context.config, context.spec, context.job, context.gpu_gib
     if spec is None or gpu_gib is None:
         return
-    share, least = config.rollout.engine.gpu_memory_utilization, least_of_engine(config, spec)
+    share, least = config.rollout.engine.gpu_memory_utilization, least_of_engine(config.rollout.engine, spec)
     if config.rollout.replay is None and share * gpu_gib * GIB < least:
         message = f"of {gpu_gib:g} GiB cannot hold the model and one longest sequence, {gib(least)} on each GPU"
         needed = math.ceil(100 * least / (gpu_gib * GIB)) / 100
@@ -132,7 +134,8 @@ class GpuMemory:
         most = peak_memory(spec, Split.of(config.policy, job.world_size))
         held = config.rollout.engine.gpu_memory_utilization * gpu_gib * GIB
         if config.placement.mode == "colocated" and placed.engines:
-            moments = _shared(config, spec, most, held, _named(placed.engines))
+            weights = _weights(config.rollout.engine, spec)
+            moments = _shared(config.policy, weights, most, held, _named(placed.engines))
         else:
             alone = Moment(_named(placed.engines), "while sampling", {"engine": held})
             moments = (Moment(_named(placed.trainer), "in an update", {"trainer": most.total}),)
@@ -156,31 +159,31 @@ class GpuMemory:
         ]
 
 
-def _shared(config: Config, spec: ModelSpec, most: Memory, held: float, gpus: str) -> tuple[Moment, ...]:
-    """Colocated: the engine sleeps, takes weights while the trainer has its own, then samples."""
-    policy = config.policy
+def _shared(policy: PolicyConfig, weights: float, most: Memory, held: float, gpus: str) -> tuple[Moment, ...]:
+    """Colocated: the engine sleeps, takes weights while the trainer has its own, then samples.
+
+    weights, held: bytes of an engine while it takes weights, and while it samples.
+    """
     return (
         Moment(gpus, "in an update", {"trainer": most.total, "sleeping engine": ASLEEP}),
         Moment(
             gpus,
             "while weights are sent",
-            {"trainer": most.while_sampling("none"), "engine's weights": _weights(config, spec) + ASLEEP},
+            {"trainer": most.while_sampling("none"), "engine's weights": weights + ASLEEP},
         ),
         Moment(gpus, "while sampling", {"trainer": most.while_sampling(policy.offload), "engine": held}),
     )
 
 
-def _weights(config: Config, spec: ModelSpec) -> float:
+def _weights(engine: EngineConfig, spec: ModelSpec) -> float:
     """Bytes of the model on each GPU of an engine."""
-    engine = config.rollout.engine
-    return model_parameters(spec)[0] * ELEMENT_BYTES[engine_dtype(config, spec)] / engine.tensor_parallel_size
+    return model_parameters(spec)[0] * ELEMENT_BYTES[engine_dtype(engine, spec)] / engine.tensor_parallel_size
 
 
-def least_of_engine(config: Config, spec: ModelSpec) -> float:
+def least_of_engine(engine: EngineConfig, spec: ModelSpec) -> float:
     """Bytes with which an engine can start: weights, keys and values of one longest sequence, what it keeps asleep."""
-    engine = config.rollout.engine
-    sequence = cache_bytes(config, spec) * engine.max_model_len
-    return _weights(config, spec) + sequence + ASLEEP
+    sequence = cache_bytes(engine, spec) * engine.max_model_len
+    return _weights(engine, spec) + sequence + ASLEEP
 
 
 def cheapest_changes(config: Config, job: Job, spec: ModelSpec, gpu_gib: float) -> list[tuple[str, float]]:
@@ -207,7 +210,7 @@ def _changes(config: Config, job: Job, spec: ModelSpec, gpu_gib: float) -> Itera
         yield {"policy.use_distributed_optimizer": True}
     if policy.use_distributed_optimizer and policy.dtype == "bfloat16" and config.placement.mode == "colocated":
         yield from ({"policy.offload": what} for what in ("optimizer", "all") if policy.offload not in (what, "all"))
-    smallest = least_of_engine(config, spec) / (gpu_gib * GIB)
+    smallest = least_of_engine(engine, spec) / (gpu_gib * GIB)
     for share in (0.5, 0.4, 0.3):
         if smallest <= share < engine.gpu_memory_utilization:
             yield {"rollout.engine.gpu_memory_utilization": share}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.config import Problem, Severity, passed
 from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_problem, node_sandbox_url
 from ctpo_megatron.preflight.check import MachineContext
+from ctpo_megatron.preflight.timeouts import SANDBOX_START_TIMEOUT_S
 
 NODE = "node"
 """In place of a least isolation: the node of a cluster has a sandbox that runs already."""
-_START_S = 60.0
 
 
 def check_sandbox(context: MachineContext) -> list[Problem]:
@@ -26,12 +28,12 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
     except ImportError as error:
         return [Problem("sandbox", f"does not import: {error}", extra="sandbox", severity=bad)]
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "sandbox.log"
+        log = LogPaths(Path(folder)).sandbox
         try:
             with start_server(
                 slots=1,
                 limits=Limits(run_timeout_s=5),
-                start_timeout_s=_START_S,
+                start_timeout_s=SANDBOX_START_TIMEOUT_S,
                 log_path=log,
                 require=require or "landlock",
                 tiers=["stdlib"],
@@ -47,5 +49,5 @@ def check_sandbox(context: MachineContext) -> list[Problem]:
 
 def _of_node() -> Problem:
     if problem := node_sandbox_problem():
-        return Problem("sandbox", problem, "logs/ of the node program say why it ended")
+        return replace(problem, fix="logs/ of the node program say why it ended")
     return passed("sandbox", f"this node's own answers at {node_sandbox_url()}")

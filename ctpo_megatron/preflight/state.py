@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError, read_mapping
+from ctpo_megatron.base.run_paths import MARKER, RunPaths, is_discarded, step_in
 from ctpo_megatron.config import Problem
 from ctpo_megatron.preflight.check import RunContext
 
@@ -22,14 +23,14 @@ def check_checkpoints(context: RunContext) -> Iterator[Problem]:
         yield context.warning("run.resume", "but checkpoint.every is 0: this run writes no checkpoint to resume from")
     if settings.load is not None:
         path = Path(settings.load)
-        if not (path / "COMPLETE.json").is_file():
+        if not (path / MARKER).is_file():
             fix = "give a folder such as runs/first/checkpoints/step_000010"
-            yield context.error("checkpoint.load", "is no complete checkpoint (no COMPLETE.json in it)", fix)
+            yield context.error("checkpoint.load", f"is no complete checkpoint (no {MARKER} in it)", fix)
         of_this_run = path.resolve().is_relative_to(config.run.directory.resolve())
         if of_this_run and not config.run.resume:
             message = "is a checkpoint of this very run, which would begin anew"
             yield context.error("checkpoint.load", message, "add run.resume=true, or choose another run.name")
-        elif of_this_run and path.name.startswith("discarded_"):
+        elif of_this_run and is_discarded(path):
             message = "was given up by this run, whose files have gone on from elsewhere"
             yield context.error("checkpoint.load", message, "choose another run.name, without run.resume=true")
         elif config.run.resume is True or (of_this_run and config.run.resume):
@@ -45,7 +46,7 @@ def check_checkpoints(context: RunContext) -> Iterator[Problem]:
 
 def _given_up(context: RunContext, load: Path) -> Iterator[Problem]:
     config = context.config
-    found = [path.parent for path in config.run.directory.glob("checkpoints/step_*/COMPLETE.json")]
+    found = [path.parent for path in RunPaths(config.run.directory).checkpoints.glob(f"*/{MARKER}")]
     newest = max(found, key=_step, default=load)
     if _step(newest) > _step(load) >= 0:
         message = f"gives up what this run did after it, up to {newest.name}, now and at every restart that has it"
@@ -53,9 +54,9 @@ def _given_up(context: RunContext, load: Path) -> Iterator[Problem]:
 
 
 def _step(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint; -1: the name has none."""
-    number = checkpoint.name.rpartition("_")[2]
-    return int(number) if number.isdecimal() else -1
+    """The step in the name of a checkpoint; -1: the name has none, or it was discarded."""
+    step = step_in(checkpoint.name)
+    return -1 if step is None else step
 
 
 def check_replay(context: RunContext) -> Iterator[Problem]:
@@ -64,20 +65,21 @@ def check_replay(context: RunContext) -> Iterator[Problem]:
     if config.rollout.replay is None:
         return
     recording = Path(config.rollout.replay)
+    paths = RunPaths(recording)
     if recording.resolve() == config.run.directory.resolve():
         yield context.error("rollout.replay", "is this run's own directory", "choose another run.name")
-    if not (recording / "config.yaml").is_file():
-        yield context.error("rollout.replay", "is no run directory (no config.yaml in it)", "give one, e.g. runs/first")
+    if not paths.config.is_file():
+        message = f"is no run directory (no {paths.config.name} in it)"
+        yield context.error("rollout.replay", message, "give one, e.g. runs/first")
         return
-    names = [f"step_{step:06d}.jsonl" for step in range(1, config.run.steps + 1)]
-    dumps = {path.with_suffix(".jsonl").name for path in (recording / "trajectories").glob("step_*.[jp]*")}
-    missing = [name for name in names if name not in dumps]
+    steps = {step_in(path.stem) for path in paths.trajectories.glob("*.[jp]*")}
+    missing = [paths.dump(step, "jsonl").name for step in range(1, config.run.steps + 1) if step not in steps]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        message = f"lacks {len(missing)} of {len(names)} steps: trajectories/{{{shown}}}"
+        message = f"lacks {len(missing)} of {config.run.steps} steps: {paths.trajectories.name}/{{{shown}}}"
         yield context.error("rollout.replay", message, "lower run.steps, or record with tracking.trajectories: all")
     try:
-        recorded = read_mapping(recording / "config.yaml")
+        recorded = read_mapping(paths.config)
     except DamagedFileError as problem:
         yield context.error("rollout.replay", str(problem), "give another recording")
         return

@@ -101,8 +101,8 @@ def check_template(config: Config) -> tuple[list[Problem], tuple[tuple[str, str]
     activate(config.extensions.path or ())
     try:
         tokenizer = read_tokenizer(config.model.path)
-        use_chat_template(tokenizer, config)
-        check_chat_template(tokenizer, config)
+        use_chat_template(tokenizer, config.model)
+        check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
         plain, thinking = (_sample(config, tokenizer, begin) for begin in ("", _NO_THOUGHT))
     except (TokenizerError, TemplateError, ExtensionError) as error:
         return [Problem(_NAME, str(error))], ()
@@ -118,8 +118,8 @@ def _sample(config: Config, tokenizer: PreTrainedTokenizerBase, begin: str) -> S
 
     begin: what the model says before the call.
     """
-    parser, tools = make_parser(config.rollout), offered_schemas(config)
-    messages = list(system_prompt(config).before([_QUESTION]))
+    parser, tools = make_parser(config.rollout), offered_schemas(config.data, config.rollout)
+    messages = list(system_prompt(config.data, config.rollout).before([_QUESTION]))
     said, call = example_call(parser)
     said, answer = begin + said, parser.render([call])
     stops, kwargs = stop_token_ids(tokenizer, config.model.path), config.model.chat_template_kwargs

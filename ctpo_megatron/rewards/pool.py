@@ -23,6 +23,7 @@ from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import RESERVED, Reward
+from ctpo_megatron.rewards.timeouts import GRACE_S, START_TIMEOUT_S, WORKERS_POLL_S, WORKERS_RETRIES
 from ctpo_megatron.rewards.worker import Failure, Outcome, Pair, Routes
 
 if TYPE_CHECKING:
@@ -30,13 +31,6 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.batch import Group
     from ctpo_megatron.data.trajectory import Trajectory
 
-_START_TIMEOUT_S = 120.0
-# Several trajectories that one worker awaits are given up one by one; the process is killed only if it does not.
-_GRACE_S = 1.0
-_LOOK_S = 1.0
-"""Between two looks whether the workers that a verdict is waited for are still there."""
-_RENEWALS = 3
-"""How often a trajectory is given to new workers because all of them were gone."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _PER_TOKEN = ("token_ids", "response_mask", "loss_mask", "rollout_log_probs", "weight_version", "turn")
 
@@ -94,7 +88,8 @@ class _Task:
 
     def result(self) -> list[Outcome]:
         """Raises what the worker raised, and BrokenProcessPool when there is nobody to wait for."""
-        while not wait([self.future], _LOOK_S).done:  # a worker has its deadline; a pool that broke forgets its tasks
+        # A worker has its deadline; a pool that broke forgets its tasks.
+        while not wait([self.future], WORKERS_POLL_S).done:
             if not self.pool.active and not self.future.done():
                 raise BrokenProcessPool("the workers are gone, and the verdict with them")
         return self.future.result()
@@ -141,7 +136,7 @@ class RewardPool:
         )
         self._pool: ProcessPool = self._make()
         try:
-            ready = [self._pool.schedule(worker.traits, timeout=_START_TIMEOUT_S) for _ in range(config.workers)]
+            ready = [self._pool.schedule(worker.traits, timeout=START_TIMEOUT_S) for _ in range(config.workers)]
             self._traits, *_ = [future.result() for future in ready]
         except ExtensionError:
             self.close()
@@ -203,7 +198,7 @@ class RewardPool:
         timeout_s = self._config.timeout_s
         pairs = tuple(map(_text_of, chunk.pairs)) if self._traits[chunk.route].text_only else chunk.pairs
         arguments = (chunk.route, pairs, timeout_s)
-        limit_s = timeout_s + (_GRACE_S if len(pairs) > 1 else 0.0)
+        limit_s = timeout_s + (GRACE_S if len(pairs) > 1 else 0.0)
         with self._lock:
             try:
                 future = self._pool.schedule(worker.score, args=arguments, timeout=limit_s)
@@ -220,7 +215,7 @@ class RewardPool:
         _stop(self._pool)
         self._pool = self._make()
 
-    def _outcomes(self, task: _Task, again: bool = True, renewals: int = _RENEWALS) -> list[Outcome]:
+    def _outcomes(self, task: _Task, again: bool = True, renewals: int = WORKERS_RETRIES) -> list[Outcome]:
         chunk = task.chunk
         try:
             return task.result()
@@ -235,7 +230,7 @@ class RewardPool:
             if renewals:
                 return self._outcomes(self._schedule(chunk), again, renewals - 1)
             raise RuntimeError(
-                f"{_name(chunk.pairs[0][0])}: no verdict, the reward workers were gone {_RENEWALS + 1} times "
+                f"{_name(chunk.pairs[0][0])}: no verdict, the reward workers were gone {WORKERS_RETRIES + 1} times "
                 f"({error}); is something killing them?"
             ) from error
         except Exception as error:  # what cannot travel between processes: neither may end the run or pass unseen

@@ -18,11 +18,10 @@ from ctpo_megatron.engines import Sampling
 from ctpo_megatron.rollouts.request import Generator, Request, ticks
 from ctpo_megatron.rollouts.samples import Sample, validation_metrics
 from ctpo_megatron.rollouts.scoring import PendingScoring, Scorer
+from ctpo_megatron.rollouts.timeouts import JOIN_TIMEOUT_S
 from ctpo_megatron.tracking import Phases
 
 log = logging.getLogger(__name__)
-
-JOIN_S = 30.0  # for the thread to end when the run does
 
 
 def answer(
@@ -117,8 +116,8 @@ class Evaluation:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        if self._under_way is not None and not wait([self._under_way[1]], JOIN_S).done:
-            log.warning("the evaluation thread has not ended after %g s, and is left behind", JOIN_S)
+        if self._under_way is not None and not wait([self._under_way[1]], JOIN_TIMEOUT_S).done:
+            log.warning("the evaluation thread has not ended after %g s, and is left behind", JOIN_TIMEOUT_S)
 
     def _work(self, step: int, answers: Future[tuple[list[Group], float]]) -> None:
         began = time.monotonic()

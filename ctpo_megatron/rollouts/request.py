@@ -14,8 +14,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import Sampling
 from ctpo_megatron.engines.weights import OffersWeights
 from ctpo_megatron.rollouts.quarantine import Quarantined, Replacements
-
-TICK_S = 1.0  # longest wait of a tick, and so how often a waiting thread checks the stop signal
+from ctpo_megatron.rollouts.timeouts import TICK_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,15 +26,12 @@ from ctpo_megatron.rollouts.groups import UniformGroups
 from ctpo_megatron.rollouts.ledger import Ledger, PromptStream
 from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics
 from ctpo_megatron.rollouts.quarantine import Quarantined
-from ctpo_megatron.rollouts.request import TICK_S, Generator, Request
+from ctpo_megatron.rollouts.request import Generator, Request
 from ctpo_megatron.rollouts.scoring import PendingScoring, Scorer
+from ctpo_megatron.rollouts.timeouts import AHEAD_TICK_S, JOIN_TIMEOUT_S, SCORING_TICK_S, TICK_S
 from ctpo_megatron.tracking import Phases
 
 log = logging.getLogger(__name__)
-
-AHEAD_TICK_S = 0.1  # longest tick of the thread: what was published meanwhile is submitted after it
-SCORING_TICK_S = 0.02  # the same while groups are scored
-JOIN_S = 30.0  # for the thread to end when the run does
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +95,9 @@ class Rollouts:
     def __exit__(self, *_: object) -> None:
         self._closed = True
         if self._thread.is_alive():
-            self._thread.join(JOIN_S)
+            self._thread.join(JOIN_TIMEOUT_S)
             if self._thread.is_alive():
-                log.warning("the rollout thread has not ended after %g s, and is left behind", JOIN_S)
+                log.warning("the rollout thread has not ended after %g s, and is left behind", JOIN_TIMEOUT_S)
 
     def next_batch(self, step: int) -> Batch | None:
         """The batch of RL step `step`; None when the run is to stop.
@@ -292,7 +289,7 @@ class Rollouts:
 
     def _finish_in_flight(self) -> None:
         """Submit nothing more, and return when no group is in flight. Raises Cancelled."""
-        deadline = time.monotonic() + self._config.group_timeout_s + JOIN_S
+        deadline = time.monotonic() + self._config.group_timeout_s + JOIN_TIMEOUT_S
         with self._held():
             self._generator.on_hold = True
             while self._generator.in_flight:

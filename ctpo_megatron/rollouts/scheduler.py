@@ -19,9 +19,8 @@ from ctpo_megatron.engines import EngineError, EngineHandle, EnginePool, GroupOu
 from ctpo_megatron.engines.weights import OffersWeights
 from ctpo_megatron.rollouts.order import GroupOrder
 from ctpo_megatron.rollouts.quarantine import Quarantine, Quarantined
-from ctpo_megatron.rollouts.request import TICK_S, Answers, GroupJob, Request
-
-FETCH_TIMEOUT_S = 60.0  # for a complete group to arrive from its engine's node
+from ctpo_megatron.rollouts.request import Answers, GroupJob, Request
+from ctpo_megatron.rollouts.timeouts import FETCH_TIMEOUT_S, TICK_S
 
 
 @dataclass(slots=True)

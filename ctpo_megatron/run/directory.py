@@ -15,12 +15,13 @@ import yaml
 from ctpo_megatron import __version__
 from ctpo_megatron.base.files import DamagedFileError, read_mapping, read_note, write_json, write_text
 from ctpo_megatron.base.redact import redacted
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.run.environment import describe_environment
-from ctpo_megatron.run.extensions import COPIES, changed_code, describe, loaded_files, record_extensions
-from ctpo_megatron.run.owner import OWNER_FILE, claim
-from ctpo_megatron.tracking.run_data import CONFIG_FILE, ENVIRONMENT_FILE
+from ctpo_megatron.run.extensions import changed_code, describe, loaded_files, record_extensions
+from ctpo_megatron.run.owner import claim
 
 if TYPE_CHECKING:
+    from ctpo_megatron.config import PrepareConfig
     from ctpo_megatron.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -50,11 +51,12 @@ def open_run_directory(config: Config) -> Path:
 
 def _open(config: Config) -> Path:
     run, directory = config.run, config.run.directory
+    paths = RunPaths(directory)
     if run.name in (".", ".."):
         raise RunDirectoryError(f"run.name={run.name} is not a name; type run.name=other")
     if run.overwrite and run.resume:
         raise RunDirectoryError("run.overwrite=true and run.resume contradict each other; give one of them")
-    exists = (directory / CONFIG_FILE).exists()
+    exists = paths.config.exists()
     resumed = exists if run.resume == "auto" else run.resume
     if resumed:
         _check_resumable(directory)
@@ -73,9 +75,9 @@ def _open(config: Config) -> Path:
         # Given back at once: NFS cannot delete a folder with an open file in it.
         os.close(_own(directory))
         _delete(directory, config)
-    elif _is_occupied(directory, config):
+    elif _is_occupied(directory, config.prepare):
         raise RunDirectoryError(
-            f"{directory} exists, has no {CONFIG_FILE} and so is not a run directory: it will not be touched. "
+            f"{directory} exists, has no {paths.config.name} and so is not a run directory: it will not be touched. "
             f"Type run.name=other, or move it away"
         )
     if not resumed:
@@ -93,7 +95,8 @@ def take_over(config: Config) -> None:
     """
     directory = config.run.directory
     if _changes(directory, config):
-        shutil.copyfile(directory / CONFIG_FILE, directory / "config.previous.yaml")
+        paths = RunPaths(directory)
+        shutil.copyfile(paths.config, paths.previous_config)
     _describe(directory, config)
 
 
@@ -110,11 +113,12 @@ def is_finished(config: Config) -> bool:
 def record_finish(directory: Path, steps: int) -> None:
     """Note that the run has ended with so many steps done; whoever takes the directory over takes it back."""
     facts = {"version": __version__} | _facts(directory) | {"finished_steps": steps}
-    write_json(directory / ENVIRONMENT_FILE, facts, durable=True)
+    write_json(RunPaths(directory).environment, facts, durable=True)
 
 
 def _facts(directory: Path) -> dict[str, Any]:
-    return read_note(directory / ENVIRONMENT_FILE, dict, {}, "which version wrote it, and whether it ended, is unknown")
+    path = RunPaths(directory).environment
+    return read_note(path, dict, {}, "which version wrote it, and whether it ended, is unknown")
 
 
 def written_by_another_version(place: Path, directory: Path) -> str:
@@ -139,9 +143,10 @@ def _own(directory: Path) -> int:
 
 
 def _check_resumable(directory: Path) -> None:
-    if not (directory / CONFIG_FILE).exists():
+    config = RunPaths(directory).config
+    if not config.exists():
         raise RunDirectoryError(
-            f"run.resume=true, but {directory} holds no run ({CONFIG_FILE} is missing). "
+            f"run.resume=true, but {directory} holds no run ({config.name} is missing). "
             f"Type run.resume=auto to start one, or run.name=other for the run you mean"
         )
     facts = _facts(directory)
@@ -154,20 +159,20 @@ def _check_code(directory: Path, config: Config) -> None:
     if changes:
         raise RunDirectoryError(
             f"run.resume={str(config.run.resume).lower()}, but users' own code is not what {directory} was begun with "
-            f"(copies are in {directory / COPIES}):\n{describe(changes)}\n"
+            f"(copies are in {RunPaths(directory).extensions}):\n{describe(changes)}\n"
             f"Restore it, or type run.accept_changed_code=true to go on with the code as it is now"
         )
 
 
-def _is_occupied(directory: Path, config: Config) -> bool:
+def _is_occupied(directory: Path, prepare: PrepareConfig | None) -> bool:
     """Whether the directory holds anything besides what the `prepare` stage put there before the run began."""
     if not directory.exists():
         return False
     if not directory.is_dir():
         return True
-    prepared = Path(config.prepare.directory).resolve() if config.prepare else None
+    prepared = Path(prepare.directory).resolve() if prepare else None
     # A job that was killed before it wrote its configuration leaves the lock.
-    entries = (entry for entry in directory.iterdir() if entry.name != OWNER_FILE)
+    entries = (entry for entry in directory.iterdir() if entry != RunPaths(directory).owner)
     return any(prepared is None or not prepared.is_relative_to(entry.resolve()) for entry in entries)
 
 
@@ -205,14 +210,15 @@ def _describe(directory: Path, config: Config) -> None:
     resolved = config.model_dump(mode="json")
     resolved["run"] |= _ONE_TIME
     resolved["checkpoint"] |= {"load": None}
-    write_text(directory / CONFIG_FILE, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), durable=True)
-    write_json(directory / ENVIRONMENT_FILE, describe_environment(), durable=True)
+    paths = RunPaths(directory)
+    write_text(paths.config, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), durable=True)
+    write_json(paths.environment, describe_environment(), durable=True)
 
 
 def _changes(directory: Path, config: Config) -> dict[str, tuple[Any, Any]] | None:
     """Every key whose value differs from that of the run being continued: what it was and is; None: that is unknown."""
     try:
-        former = dict(_flatten(read_mapping(directory / CONFIG_FILE)))
+        former = dict(_flatten(read_mapping(RunPaths(directory).config)))
     except DamagedFileError as error:
         log.warning("%s: which values differ from those of the run is unknown", error)
         return None

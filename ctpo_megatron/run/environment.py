@@ -18,8 +18,8 @@ import torch
 
 from ctpo_megatron import __version__
 from ctpo_megatron.base.redact import redacted
+from ctpo_megatron.run.timeouts import GIT_TIMEOUT_S
 
-_GIT_TIMEOUT_S = 10.0
 _PACKAGES = (
     "ctpo-megatron",
     "torch",
@@ -64,7 +64,7 @@ def _commit(folder: Path) -> str | None:
 
 def _git(folder: Path, *words: str) -> str:
     command = ["git", "-C", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
     return done.stdout.strip()
 
 

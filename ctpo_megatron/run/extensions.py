@@ -14,11 +14,10 @@ from typing import Any
 
 from ctpo_megatron.base.extensions import activate, load
 from ctpo_megatron.base.files import read_note, write_json
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, named_extensions
 
 log = logging.getLogger(__name__)
-
-COPIES, RECORD = "extensions", "extensions.json"
 
 
 def loaded_files(config: Config) -> dict[str, Path]:
@@ -70,7 +69,8 @@ def describe(changes: Mapping[str, tuple[str | None, str | None]]) -> str:
 
 def recorded_digests(directory: Path) -> dict[str, str]:
     """Name -> sha256 of the users' files that a run was begun with; empty without a record, or with a damaged one."""
-    return read_note(directory / RECORD, operator.itemgetter("files"), {}, "every file of users counts as changed")
+    record = RunPaths(directory).extensions_record
+    return read_note(record, operator.itemgetter("files"), {}, "every file of users counts as changed")
 
 
 def record_extensions(config: Config, directory: Path) -> None:
@@ -79,15 +79,15 @@ def record_extensions(config: Config, directory: Path) -> None:
     Where they changed (a resume that accepts it), the former copies go to `extensions.previous`, and the record keeps
     what was changed. Raises ExtensionError when a part cannot be imported.
     """
-    files = loaded_files(config)
-    changes, begun = changed_code(config, directory), (directory / RECORD).exists()
+    files, paths = loaded_files(config), RunPaths(directory)
+    changes, begun = changed_code(config, directory), paths.extensions_record.exists()
     if not changes:
         return
-    copies, previous = directory / COPIES, directory / f"{COPIES}.previous"
+    copies, previous = paths.extensions, paths.previous_extensions
     accepted: list[Any] = []
     if begun:
         log.warning("run.accept_changed_code=true: going on with changed code\n%s", describe(changes))
-        accepted = read_note(directory / RECORD, operator.itemgetter("accepted"), [], "what was accepted is lost")
+        accepted = read_note(paths.extensions_record, operator.itemgetter("accepted"), [], "what was accepted is lost")
         accepted.append({name: {"was": old, "is": new} for name, (old, new) in changes.items()})
         shutil.rmtree(previous, ignore_errors=True)
         if copies.exists():
@@ -96,7 +96,7 @@ def record_extensions(config: Config, directory: Path) -> None:
         (copies / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copies / name)
     record = {"files": _digests(files), "accepted": accepted}
-    write_json(directory / RECORD, record, durable=True)
+    write_json(paths.extensions_record, record, durable=True)
 
 
 def _digests(files: Mapping[str, Path]) -> dict[str, str]:

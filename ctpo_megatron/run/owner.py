@@ -9,9 +9,9 @@ import socket
 import time
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+from ctpo_megatron.base.run_paths import RunPaths
 
-OWNER_FILE = "owner.lock"
+log = logging.getLogger(__name__)
 
 
 def claim(directory: Path) -> int:
@@ -20,7 +20,7 @@ def claim(directory: Path) -> int:
     Left open, it is given back by the kernel when the process ends, however it ends. Raises BlockingIOError, whose
     message is the owner as the file names it, when another process holds it. A file system without locks is a warning.
     """
-    descriptor = os.open(directory / OWNER_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(RunPaths(directory).owner, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         # Not flock: forked children would share that lock, and one that outlives the run would keep it.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

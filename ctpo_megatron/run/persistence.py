@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ctpo_megatron.base.run_paths import AHEAD as _AHEAD
+from ctpo_megatron.base.run_paths import SFT_CHECKPOINTS as _SFT
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, SftConfig
 from ctpo_megatron.policy import CheckpointError, discard_checkpoints, latest_checkpoint, read_checkpoint_marker
 from ctpo_megatron.rollouts import Rollouts
@@ -19,10 +22,6 @@ from ctpo_megatron.run.reporter import Reporter
 
 log = logging.getLogger(__name__)
 
-_AHEAD = "ahead.json.gz"
-"""File of a checkpoint: what the rollouts keep under `ahead`, which may be millions of tokens."""
-_SFT = "sft"
-"""Folder, within that of the RL steps, of the checkpoints of SFT; they go when RL has one."""
 _SFT_STATE = {"step", "order"}
 """Keys of what a checkpoint of SFT says of the run; one of RL has others, too."""
 
@@ -34,7 +33,7 @@ class Persistence:
         self, config: Config, trainer: TrainerGroup, directory: Path, rollouts: Rollouts, report: Reporter
     ) -> None:
         self._config, self._trainer, self._rollouts, self._report = config, trainer, rollouts, report
-        self._directory = directory / "checkpoints"
+        self._directory = RunPaths(directory).checkpoints
         self._saved: int | None = None
 
     def find(self) -> Path | None:

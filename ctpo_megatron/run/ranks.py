@@ -151,7 +151,7 @@ class TrainerRank:
 
     def export(self, directory: Path) -> None:
         """See `Trainer.export`."""
-        self.trainer.export(directory, run_chat_template(self._config))
+        self.trainer.export(directory, run_chat_template(self._config.model))
 
     def close(self, *error: Any) -> None:
         """Release what this rank has opened; not collective. error: as `__exit__` gets it."""

@@ -13,11 +13,11 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer
 
+from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, RunPaths
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.policy import peak_flops
 from ctpo_megatron.tracking import (
-    SFT_FILE,
     Display,
     DumpWriter,
     MetricsWriter,
@@ -145,7 +145,7 @@ class Reporter:
 
     def _warn(self, step: int, record: Mapping[str, float]) -> None:
         """Say what keeps this batch from teaching anything."""
-        dump = str(self._directory / "trajectories" / f"step_{step:06d}.{self._config.trajectory_format}")
+        dump = str(RunPaths(self._directory).dump(step, self._config.trajectory_format))
         written = self._config.trajectories != "none"
         where = dump if written else "the trajectories, which tracking.trajectories: all writes"
         for text in first_batch_warnings(record, where, tools=self._tools):
@@ -153,10 +153,10 @@ class Reporter:
 
     def dump_evaluation(self, step: int, groups: Sequence[Group]) -> None:
         """Keep the answers to held-out prompts."""
-        self._dump(step, groups, {}, "evaluation")
+        self._dump(step, groups, {}, EVALUATION)
 
     def _dump(
-        self, step: int, groups: Sequence[Group], extra: Mapping[int, Mapping[str, Any]], folder: str = "trajectories"
+        self, step: int, groups: Sequence[Group], extra: Mapping[int, Mapping[str, Any]], folder: str = TRAJECTORIES
     ) -> None:
         form = self._config.trajectory_format
         write = partial(write_trajectories, self._directory, step, groups, self._decode, folder, extra, form)
@@ -170,7 +170,7 @@ class Reporter:
 
     def begin_sft(self, done: int) -> None:
         """Set aside what an earlier attempt wrote of the supervised steps beyond `done`."""
-        self._sft = self._exit.enter_context(MetricsWriter(self._directory, self._trackers, SFT_FILE))
+        self._sft = self._exit.enter_context(MetricsWriter(self._directory, self._trackers, SFT_METRICS))
         self._sft.truncate_after(done)
 
     def log_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import Config, Job, Placement, node_ranks, world_size
 from ctpo_megatron.data import PromptSampler
@@ -62,7 +63,8 @@ def _overlong_penalty(config: Config) -> OverlongPenalty | None:
 
 def _engines(config: Config, directory: Path, stop: Stop, stack: ExitStack) -> EnginePool:
     placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
-    return stack.enter_context(open_engines(config, directory / "logs", placement=placement, stop=stop))
+    logs = RunPaths(directory).logs.folder
+    return stack.enter_context(open_engines(config, logs, placement=placement, stop=stop))
 
 
 def _schedulers(pool: EnginePool) -> tuple[Generator, Generator]:

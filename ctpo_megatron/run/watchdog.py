@@ -15,20 +15,17 @@ from typing import Literal, Self
 
 import torch.distributed as dist
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.policy import RankZero, pending_collectives
 from ctpo_megatron.run.stacks import Place, StackFile, main_thread_line
 from ctpo_megatron.run.stall import describe
+from ctpo_megatron.run.timeouts import HEARTBEAT_S, STACKS_BEATS
 from ctpo_megatron.tracking import Heartbeat, Progress
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 5.0
-"""Seconds between two heartbeats."""
 END_STATUS = 75
 """Exit status of a run that is ended because it stands still (EX_TEMPFAIL: another try may do)."""
-STALLS = "stalls"
-"""Folder of the run directory: the stacks of each rank, and what was said of them."""
-_ANSWER_BEATS = 3
 _STALL, _END = "stall", "end"
 
 
@@ -48,7 +45,7 @@ class Watchdog:
         *,
         timeout_s: float | None,
         end: bool = False,
-        beat_s: float = BEAT_S,
+        beat_s: float = HEARTBEAT_S,
     ) -> None:
         """rank_zero: None where there is only one rank."""
         self._progress, self._rank_zero, self._directory = progress, rank_zero, directory
@@ -65,7 +62,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if self._timeout_s is not None:
-            self._stacks = StackFile(self._directory / STALLS / f"rank_{self._rank}.txt")
+            self._stacks = StackFile(RunPaths(self._directory).stacks(self._rank))
         if self._rank == 0 or self._timeout_s is not None:
             self._thread.start()
         return self
@@ -128,7 +125,7 @@ class Watchdog:
         """Ask every rank to dump its stacks, and collect where they stand from those that answer soon."""
         self._board.set(_STALL, str(self._stalls))
         places = {0: self._dump()}
-        until = time.monotonic() + _ANSWER_BEATS * self._beat_s
+        until = time.monotonic() + STACKS_BEATS * self._beat_s
         while len(places) < len(self._names) and time.monotonic() < until:
             time.sleep(self._beat_s / 4)
             for rank in range(1, len(self._names)):
@@ -147,17 +144,17 @@ class Watchdog:
         return place
 
     def _report(self, idle_s: float, places: dict[int, Place]) -> None:
-        folder = self._directory / STALLS
+        paths = RunPaths(self._directory)
         text = (
             f"no progress for {idle_s:.0f} s (run.stall_timeout_s = {self._timeout_s:g}), after step "
-            f"{self._progress.step}: {describe(places, self._names)}\n  stacks of all threads: {folder}"
+            f"{self._progress.step}: {describe(places, self._names)}\n  stacks of all threads: {paths.stalls}"
         )
         log.warning("%s", text)
         try:
-            with (folder / "report.txt").open("a", encoding="utf-8") as file:
+            with paths.stall_report.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} {text}\n")
         except OSError as error:
-            log.warning("%s/report.txt could not be written: %s", folder, error)
+            log.warning("%s could not be written: %s", paths.stall_report, error)
         if self._end:
             log.error("the run ends now (run.end_on_stall), with exit status %d", END_STATUS)
             self._board.set(_END, "1")

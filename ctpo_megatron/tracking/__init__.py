@@ -16,7 +16,7 @@ from ctpo_megatron.tracking.figures import drawn
 from ctpo_megatron.tracking.groups import reward_metrics
 from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
 from ctpo_megatron.tracking.learning import first_batch_warnings
-from ctpo_megatron.tracking.metrics import SFT_FILE, MetricsWriter, read_metrics
+from ctpo_megatron.tracking.metrics import MetricsWriter, read_metrics
 from ctpo_megatron.tracking.page import write_page
 from ctpo_megatron.tracking.panels import LIGHT
 from ctpo_megatron.tracking.phases import Phases
@@ -39,7 +39,6 @@ from ctpo_megatron.tracking.trajectories import (
 __all__ = [
     "LIGHT",
     "PROMETHEUS_ADDRESS",
-    "SFT_FILE",
     "Display",
     "DumpError",
     "DumpWriter",

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.display_view import PHASES
 from ctpo_megatron.tracking.panels import LIGHT, OVERVIEW, Line, Panel, panels
 from ctpo_megatron.tracking.run_data import RunData, Series
@@ -47,7 +48,7 @@ _FEW = 60
 
 def write_figures(run: RunData) -> dict[str, str]:
     """Write `figures/<panel>.png` and `figures/overview.png`; returns the SVG source of each panel that has data."""
-    folder = run.directory / "figures"
+    folder = RunPaths(run.directory).figures
     folder.mkdir(exist_ok=True)
     drawn = {panel.name: panel for panel in panels(run) if panel.has_data(run)}
     sources = {}

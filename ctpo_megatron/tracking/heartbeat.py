@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ctpo_megatron.base.files import read_note, write_json
-
-HEARTBEAT_FILE = "heartbeat.json"
+from ctpo_megatron.base.run_paths import RunPaths
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,9 @@ class Heartbeat:
 
     def write(self, directory: Path) -> None:
         """Replace the file of a run directory; a reader sees the old one or the new one."""
-        write_json(directory / HEARTBEAT_FILE, asdict(self))
+        write_json(RunPaths(directory).heartbeat, asdict(self))
 
 
 def read_heartbeat(directory: Path) -> Heartbeat | None:
     """The heartbeat of a run directory; None when it has none yet or a damaged one."""
-    return read_note(Path(directory) / HEARTBEAT_FILE, lambda found: Heartbeat(**found), None, "no sign of life")
+    return read_note(RunPaths(Path(directory)).heartbeat, lambda found: Heartbeat(**found), None, "no sign of life")

@@ -11,12 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError, naming, write_text
+from ctpo_megatron.base.run_paths import METRICS, discarded
 from ctpo_megatron.tracking.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
-SFT_FILE = "sft.jsonl"
 NONFINITE, FAILURES = "tracking/nonfinite", "tracking/failures"
 
 
@@ -28,7 +27,7 @@ class MetricsWriter:
     stages (sft) name their own.
     """
 
-    def __init__(self, run_dir: Path, trackers: Trackers | None = None, file_name: str = METRICS_FILE) -> None:
+    def __init__(self, run_dir: Path, trackers: Trackers | None = None, file_name: str = METRICS) -> None:
         self.path = Path(run_dir) / file_name
         records = _read(self.path) if self.path.exists() else []
         if self.path.exists():
@@ -74,7 +73,7 @@ class MetricsWriter:
         self._file.close()
         found = _read(self.path)
         if beyond := [_line(line) for line in found if line["step"] > step]:
-            with self.path.with_name(f"discarded_{self.path.name}").open("a", encoding="utf-8") as file:
+            with discarded(self.path).open("a", encoding="utf-8") as file:
                 file.writelines(beyond)
         kept = [line for line in found if line["step"] <= step]
         if record is not None and record["step"] >= 0:
@@ -83,7 +82,7 @@ class MetricsWriter:
         self._last = kept[-1] if kept else {"step": -1}
         self._file = self.path.open("a", encoding="utf-8")
         self._last_offset = self._file.tell() - len(_line(self._last).encode()) if kept else 0
-        if self.path.name == METRICS_FILE:
+        if self.path.name == METRICS:
             self._trackers.rewind(step)
 
     def close(self) -> None:
@@ -105,7 +104,7 @@ class MetricsWriter:
             self._file.flush()
 
 
-def read_metrics(run_dir: Path, file_name: str = METRICS_FILE) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path, file_name: str = METRICS) -> list[dict[str, Any]]:
     """All records of a run in step order. A missing file is no records, a half-written last line is left out."""
     path = Path(run_dir) / file_name
     return _read(path) if path.exists() else []

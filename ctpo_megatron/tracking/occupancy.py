@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from ctpo_megatron.base.run_paths import RunPaths
+
 log = logging.getLogger(__name__)
 
-OCCUPANCY_FILE = Path("logs") / "engine_occupancy.csv"
 _POINTS = 300
 _SILENT_S = 30.0
 """Without a row for so long nothing was in flight: the run was not there. While there is something, rows come."""
@@ -21,7 +22,7 @@ def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]
     """
     import numpy as np  # which the command line does not pay for
 
-    path = run_dir / OCCUPANCY_FILE
+    path = RunPaths(run_dir).logs.occupancy
     text = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
     rows = [line.split(",") for line in text[: text.rfind("\n") + 1].splitlines()]
     rows = [row for row in rows if len(row) == len(rows[-1])]

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from ctpo_megatron.base.redact import redacted
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.display_view import duration
 from ctpo_megatron.tracking.figures import write_figures
 from ctpo_megatron.tracking.learning import Indicator, learning_checks
@@ -40,7 +41,7 @@ def write_report(run_dir: Path) -> Path:
     shown = panels(run)
     figures = {name: Markup(source) for name, source in write_figures(run).items()}
     return write_page(
-        run.directory / "report.html",
+        RunPaths(run.directory).report,
         "report.html.jinja",
         title=run.setting("run.name", run.directory.name),
         run=run,

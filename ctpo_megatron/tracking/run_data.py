@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.files import read_mapping, read_note
-from ctpo_megatron.tracking.metrics import SFT_FILE, read_metrics
+from ctpo_megatron.base.run_paths import SFT_METRICS, RunPaths
+from ctpo_megatron.tracking.metrics import read_metrics
 from ctpo_megatron.tracking.occupancy import engine_occupancy
 from ctpo_megatron.tracking.timing import Seconds, read_stages
 
-CONFIG_FILE = "config.yaml"
-ENVIRONMENT_FILE = "environment.json"
 ENGINE = "engine/"
 ACCURACY = re.compile(r"val/(?P<source>.+)/acc/mean@\d+")
 
@@ -42,15 +41,15 @@ class RunData:
     @classmethod
     def load(cls, run_dir: Path) -> RunData:
         """Read a run directory; raises FileNotFoundError when it is not one, DamagedFileError."""
-        directory = Path(run_dir)
-        if not (directory / CONFIG_FILE).exists():
-            raise FileNotFoundError(f"{directory} is not a run directory: it has no {CONFIG_FILE}")
+        directory, paths = Path(run_dir), RunPaths(Path(run_dir))
+        if not paths.config.exists():
+            raise FileNotFoundError(f"{directory} is not a run directory: it has no {paths.config.name}")
         return cls(
             directory=directory,
-            config=read_mapping(directory / CONFIG_FILE),
-            environment=read_note(directory / ENVIRONMENT_FILE, dict, {}, "the machine of the run is unknown"),
+            config=read_mapping(paths.config),
+            environment=read_note(paths.environment, dict, {}, "the machine of the run is unknown"),
             metrics=read_metrics(directory),
-            sft=read_metrics(directory, SFT_FILE),
+            sft=read_metrics(directory, SFT_METRICS),
             stages=read_stages(directory),
         )
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.display_view import PHASES, duration
 from ctpo_megatron.tracking.run_data import ACCURACY, RunData, Series
 from ctpo_megatron.tracking.timing import Seconds
@@ -62,7 +63,7 @@ class Summary:
 def summarize(run: RunData | Path) -> Summary:
     """Compute the summary from a run directory."""
     run = run if isinstance(run, RunData) else RunData.load(run)
-    report = run.directory / "report.html"
+    report = RunPaths(run.directory).report
     tokens, wall = run.series("tokens/total"), run.series("time/step")
     memory = run.series("memory/trainer_peak_mib")
     total_tokens = sum(tokens.values) if tokens else None

@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 
 from ctpo_megatron.base.files import read_note, write_json
-
-STAGES_FILE = "stages.json"
+from ctpo_megatron.base.run_paths import RunPaths
 
 
 @dataclass(slots=True)
@@ -33,7 +32,7 @@ class PhaseTimer:
 
     def __init__(self, run_dir: Path | None = None) -> None:
         """With a run directory, stage totals are kept in its `stages.json` and go on where a resumed run left off."""
-        self._path = Path(run_dir) / STAGES_FILE if run_dir else None
+        self._path = RunPaths(Path(run_dir)).stages if run_dir else None
         self._step: dict[str, Seconds] = {}
         self.phases: dict[str, Seconds] = {}
         self.stages: dict[str, Seconds] = read_stages(run_dir) if run_dir else {}
@@ -89,7 +88,7 @@ def read_stages(run_dir: Path) -> dict[str, Seconds]:
     def totals(stages: dict[str, dict[str, float]]) -> dict[str, Seconds]:
         return {name: Seconds(**total) for name, total in stages.items()}
 
-    return read_note(Path(run_dir) / STAGES_FILE, totals, {}, "the times of earlier stages are lost")
+    return read_note(RunPaths(Path(run_dir)).stages, totals, {}, "the times of earlier stages are lost")
 
 
 @contextmanager

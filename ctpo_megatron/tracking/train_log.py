@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 from types import TracebackType
 
-TRAIN_LOG = Path("logs") / "train.log"
+from ctpo_megatron.base.run_paths import RunPaths
+
 _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
@@ -14,7 +15,7 @@ class TrainLog:
     """Appends to `logs/train.log` of a run directory while it is open, and says what ended the run."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / TRAIN_LOG
+        self._path = RunPaths(directory).logs.train
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._handler = logging.FileHandler(self._path, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S%z"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ctpo_megatron.base.files import DamagedFileError, aside
+from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES, RunPaths, discarded, step_in
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.batch import Group
@@ -23,7 +24,6 @@ Decode = Callable[[Sequence[int]], str]
 Form = Literal["jsonl", "parquet"]
 Record = dict[str, Any]
 
-TRAJECTORIES, EVALUATION = "trajectories", "evaluation"
 _INTEGERS = ("token_ids", "response_mask", "loss_mask", "weight_version", "turn")
 TOLD_APART = 20_000
 """Tokens of a parquet dump that have `token_chars`, more than a report shows: decoding one by one costs most of all."""
@@ -47,7 +47,7 @@ def write_trajectories(
     trained on. The report draws `advantage` and the per-token `log_ratio`, `clip_low` and `clip_high`, lists or arrays
     of the length of `token_ids`.
     """
-    path = Path(run_dir) / folder / f"step_{step:06d}.{form}"
+    path = RunPaths(Path(run_dir)).dump(step, form, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     records = _records(groups, decode, extra or {}, TOLD_APART if form == "parquet" else None)
     with aside(path) as written:
@@ -121,9 +121,9 @@ def _check(trajectory: Trajectory) -> None:
 
 def trajectory_files(run_dir: Path, folder: str = TRAJECTORIES) -> dict[int, Path]:
     """Dumps of a run by step, in step order; what a user has put beside them is left alone."""
-    paths = sorted(path for path in (Path(run_dir) / folder).glob("step_*") if path.suffix in (".jsonl", ".parquet"))
-    steps = {path: path.stem.removeprefix("step_") for path in paths}
-    return {int(step): path for path, step in steps.items() if step.isdecimal()}
+    paths = sorted((Path(run_dir) / folder).glob("*.jsonl")) + sorted((Path(run_dir) / folder).glob("*.parquet"))
+    steps = {path: step_in(path.stem) for path in sorted(paths, key=lambda path: path.name)}
+    return {step: path for path, step in steps.items() if step is not None}
 
 
 def discard_dumps(run_dir: Path, after: int) -> None:
@@ -134,7 +134,7 @@ def discard_dumps(run_dir: Path, after: int) -> None:
     for folder in (TRAJECTORIES, EVALUATION):
         for step, path in trajectory_files(run_dir, folder).items():
             if step > after:
-                path.replace(path.with_name(f"discarded_{path.name}"))
+                path.replace(discarded(path))
 
 
 def _records(

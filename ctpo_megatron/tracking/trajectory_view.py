@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.base.files import DamagedFileError
-from ctpo_megatron.tracking.trajectories import EVALUATION, TRAJECTORIES, read_trajectories, trajectory_files
+from ctpo_megatron.base.run_paths import EVALUATION, TRAJECTORIES
+from ctpo_megatron.tracking.trajectories import read_trajectories, trajectory_files
 
 log = logging.getLogger(__name__)
 

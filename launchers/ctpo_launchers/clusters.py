@@ -21,6 +21,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
+from ctpo_megatron.config import Problem
+
 CLOCK = r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$"
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -99,15 +101,16 @@ def load_cluster(path: Path) -> Cluster:
         raise ClusterFileError("\n".join([f"{path} has {len(lines)} problem(s):", *lines])) from error
 
 
-def _problem(detail: ErrorDetails) -> str:
+def _problem(detail: ErrorDetails) -> Problem:
     key, kind = ".".join(map(str, detail["loc"])), detail["type"]
     if kind == "extra_forbidden":
         near = difflib.get_close_matches(key, Cluster.model_fields, n=1)
         known = ", ".join(Cluster.model_fields)
-        return f"{key}: unknown key; {f'did you mean {near[0]}?' if near else f'known are {known}'}"
+        return Problem(key, "unknown key", f"did you mean {near[0]}?" if near else f"known are {known}")
     if kind == "missing":
-        return f"{key}: required, but not given; add it: {Cluster.model_fields[key].description}"
+        return Problem(key, "required, but not given", f"add it: {Cluster.model_fields[key].description}")
     if kind == "value_error":
-        return str(detail["ctx"]["error"])
+        return Problem("", str(detail["ctx"]["error"]))
     hint = " (quote it: YAML reads 12:30:00 as a number)" if key == "time" else ""
-    return f"{key} = {detail['input']!r}: {str(detail['msg']).replace('Input should be', 'must be')}{hint}"
+    # Not as the value of the problem: `inf` is shown as it was typed, and not as JSON has it.
+    return Problem(f"{key} = {detail['input']!r}", f"{str(detail['msg']).replace('Input should be', 'must be')}{hint}")

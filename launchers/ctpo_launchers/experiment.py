@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 import shlex
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_launchers.clusters import Cluster, ClusterFileError
+from ctpo_launchers.clusters import Cluster
 from ctpo_launchers.environment import ROOT
-from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, dump
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -71,15 +70,10 @@ def script(launch: Launch) -> str:
 
 
 def submit(launch: Launch) -> tuple[str, int]:
-    """Submit to Slurm, or run here to the end; the experiment's id, and the worst exit status of the nodes that ended.
-
-    Raises ClusterFileError for uncommitted code.
-    """
-    if launch.cluster.executor == "slurm":
-        _check_committed()
+    """Submit to Slurm, or run here to the end; the experiment's id, and the worst exit status of nodes that ended."""
     launch.write_config()
     local = launch.cluster.executor == "local"
-    folder = launch.workdir / f"{launch.config.run.directory}.nodes"
+    folder = launch.workdir / RunPaths(launch.config.run.directory).nodes
     files = [folder / f"node{rank}" / "status" for rank in range(launch.nodes)] if local else []
     for file in files:
         file.unlink(missing_ok=True)
@@ -88,18 +82,6 @@ def submit(launch: Launch) -> tuple[str, int]:
     # NeMo Run waits at the end of the context, and does not tell statuses; a node without one was killed.
     statuses = [int(file.read_text()) if file.is_file() else 1 for file in files]
     return str(experiment._id), max(statuses, default=0)
-
-
-def _check_committed() -> None:
-    """A job gets the code of the last commit."""
-    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SUBMIT_COMMAND_TIMEOUT_S)
-    if done.returncode:
-        raise ClusterFileError(f"{ROOT} is not a git checkout, from which a job takes its code: {done.stderr.strip()}")
-    if done.stdout:
-        raise ClusterFileError(
-            f"a job gets the code of the last commit; commit or put away first:\n{done.stdout.rstrip()}"
-        )
 
 
 @contextlib.contextmanager

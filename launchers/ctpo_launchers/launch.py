@@ -13,7 +13,8 @@ from pathlib import Path
 from ctpo_launchers.clusters import Cluster, ClusterFileError, load_cluster
 from ctpo_launchers.environment import ROOT
 from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
-from ctpo_megatron.config import Config, ConfigError, load_config
+from ctpo_megatron.config import ConfigError, load_config
+from ctpo_megatron.preflight import LAUNCH_CHECKS, LaunchContext, failed, run_checks
 
 FOLDER = ROOT / "configs" / "clusters"
 DEFAULTS = {"local": "local", "slurm": "slurm_example"}
@@ -72,9 +73,13 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
         raise ClusterFileError(f"--nodes {args.nodes}: at least one node")
     workdir = Path.cwd()
     config = load_config(args.config, [*args.overrides, *_of_the_launch(args.nodes)])
-    _check_grace(config, cluster)
     launch = Launch(config, cluster, args.nodes, workdir)
-    if args.dry_run and args.executor == "slurm":
+    slurm = cluster.executor == "slurm"
+    code = ROOT if slurm and not args.dry_run else None
+    context = LaunchContext(config.checkpoint.grace_s, cluster.signal_s if slurm else None, code)
+    if problems := failed(run_checks(LAUNCH_CHECKS, context)):
+        raise ClusterFileError("\n".join(map(str, problems)))
+    if args.dry_run and slurm:
         print(script(launch), end="")
         return 0
     if args.dry_run:
@@ -86,14 +91,6 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
 
 def _of_the_launch(nodes: int) -> list[str]:
     return [f"cluster.nodes={nodes}"] if nodes > 1 else []
-
-
-def _check_grace(config: Config, cluster: Cluster) -> None:
-    if cluster.executor == "slurm" and config.checkpoint.grace_s >= cluster.signal_s:
-        raise ClusterFileError(
-            f"checkpoint.grace_s is {config.checkpoint.grace_s:g} s, but the job is told only {cluster.signal_s} s "
-            "before its time limit (signal_s of the cluster file): raise signal_s, or lower checkpoint.grace_s"
-        )
 
 
 def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:

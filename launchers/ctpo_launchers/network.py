@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import socket
 
 import psutil
+
+from ctpo_megatron.base.addresses import is_free
 
 _EPHEMERAL = 32768
 """The kernel gives ports from here on to outgoing connections."""
@@ -49,40 +50,17 @@ def address_of_interface(name: str) -> str:
     raise ValueError(f"no interface {name!r} with an address here; there are {', '.join(sorted(entries))}")
 
 
-def check_free(address: str, port: int) -> None:
-    """Raises OSError when another program listens on a port, or the address is not of this node."""
-    if not _is_free(address, port):
-        raise OSError(
-            f"port {port} at {address} is taken by another program: give another --port, the same to all nodes"
-        )
-
-
 def free_ports(address: str, first: int, count: int) -> list[int]:
     """Ports from `first` on that nobody listens on, below the ephemeral ones. Raises OSError without enough of them."""
     found: list[int] = []
     for port in range(first, min(max(_EPHEMERAL, first + 100), 65536)):
         if len(found) == count:
             break
-        if _is_free(address, port):
+        if is_free(address, port):
             found.append(port)
     if len(found) < count:
         raise OSError(f"no {count} free ports from {first} on at {address}: give another --port")
     return found
-
-
-def _is_free(address: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier job may linger
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-            raise OSError(
-                f"{address} port {port}: {error.strerror}; is it an address of this node (--address)?"
-            ) from error
-    return True
 
 
 def _network(address: str, mask: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:

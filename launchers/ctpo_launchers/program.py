@@ -21,19 +21,15 @@ from ctpo_launchers.roll_call import Connection, NotReady, RollCall, report
 from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
 from ctpo_launchers.timeouts import AFTER_GRACE_S, CHILD_POLL_S
 from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
+from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.base.signals import heeded
 from ctpo_megatron.config import Config
-from ctpo_megatron.preflight import NodeNeeds
+from ctpo_megatron.preflight import NodeContext, NodeNeeds
 
 log = logging.getLogger(__name__)
 
 NOT_READY, LOST = 3, 4
 """Exit statuses besides the trainer's: a node that did not come up; a node, or Ray's head, lost while training."""
-
-
-def node_folder(config: Config) -> Path:
-    """Where the nodes of a run write, next to the run: that may delete its own directory (run.overwrite)."""
-    return Path(f"{config.run.directory}.nodes")
 
 
 class NodeProgram:
@@ -42,7 +38,7 @@ class NodeProgram:
     def __init__(self, args: argparse.Namespace, job: NodeJob, config: Config, arguments: Sequence[str]) -> None:
         self._args, self._job, self._config, self._arguments = args, job, config, list(arguments)
         self._needs = NodeNeeds.of(config, job.nodes, args.nproc_per_node)
-        base = args.directory or node_folder(config)
+        base = args.directory or RunPaths(config.run.directory).nodes
         self._token_file = (args.token_file or base / "token").absolute()
         self._logs = base.absolute() / f"node{job.rank}"
         self.status_file = self._logs / "status"
@@ -85,9 +81,9 @@ class NodeProgram:
 
     async def _run_head(self, stack: contextlib.AsyncExitStack) -> None:
         job, timeout_s = self._job, self._args.start_timeout
-        token = await shared_token(self._token_file, 0, timeout_s)
+        listens = (job.address, job.port)
+        token = await shared_token(NodeContext(self._token_file, listens), 0, timeout_s)
         try:
-            network.check_free(job.address, job.port)
             ray_port, master_port = network.free_ports(job.address, job.port + 1, 2)
         except OSError as error:
             raise NotReady(str(error)) from error
@@ -123,7 +119,7 @@ class NodeProgram:
 
     async def _run_worker(self, stack: contextlib.AsyncExitStack) -> None:
         job, timeout_s = self._job, self._args.start_timeout
-        token = await shared_token(self._token_file, job.rank, timeout_s)
+        token = await shared_token(NodeContext(self._token_file), job.rank, timeout_s)
         head, facts = await report(job.head, job.port, job.rank, token, timeout_s)
         stack.callback(head.close)
         try:
@@ -160,7 +156,7 @@ class NodeProgram:
         os.environ.pop(ADDRESS, None)  # of another cluster, which `ray start` would ask
         of_engines = dict(environment)
         if self._needs.sandbox:
-            found = sandbox(self._config, self._logs / "sandbox.log", self._token_file)
+            found = sandbox(self._config, LogPaths(self._logs).sandbox, self._token_file)
             of_engines |= await stack.enter_async_context(found)
         ray = RayNode(
             self._job, self._needs, self._logs / "ray.log", of_engines, facts["ray"], Path(facts["folder"]), self._lose

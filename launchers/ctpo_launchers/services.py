@@ -18,7 +18,7 @@ from ctpo_launchers.job import NodeJob
 from ctpo_launchers.roll_call import NotReady
 from ctpo_launchers.timeouts import CHILD_POLL_S, RAY_RESTARTS
 from ctpo_megatron.config import Config
-from ctpo_megatron.preflight import NodeNeeds
+from ctpo_megatron.preflight import NODE_CHECKS, NodeContext, NodeNeeds, failed, run_checks
 from ctpo_sandbox import SandboxStartError, start_configured_server
 from ctpo_sandbox.address import node_url
 
@@ -28,20 +28,27 @@ _UP = b"Ray runtime started."
 _OBJECT_STORE_BYTES = 256 << 20
 
 
-async def shared_token(path: Path, rank: int, timeout_s: float) -> str:
-    """The job's secret, in a file of mode 0600 that node 0 makes where there is none. Raises NotReady."""
+async def shared_token(node: NodeContext, rank: int, timeout_s: float) -> str:
+    """The job's secret, in a file of mode 0600 that node 0 makes where there is none, once the node is checked.
+
+    Raises NotReady.
+    """
+    path = node.token_file
     try:
         if rank == 0 and not path.exists():
             aside = path.with_name(f"{path.name}.{os.getpid()}")
             with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
             aside.rename(path)
-        return await _read_token(path, timeout_s)
-    except (OSError, UnicodeDecodeError) as error:
+        await _appears(path, timeout_s)
+        if problems := failed(run_checks(NODE_CHECKS, node)):
+            raise NotReady("; ".join(map(str, problems)))
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
         raise NotReady(f"the job's secret cannot be made or read: {error}") from error
 
 
-async def _read_token(path: Path, timeout_s: float) -> str:
+async def _appears(path: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
@@ -50,12 +57,6 @@ async def _read_token(path: Path, timeout_s: float) -> str:
                 "share (--directory), or give the same secret to each in a file of mode 0600 (--token-file)"
             )
         await asyncio.sleep(CHILD_POLL_S)
-    token = path.read_text(encoding="utf-8").strip()
-    if path.stat().st_mode & 0o077:
-        raise NotReady(f"{path} can be read or written by other users; type chmod 600 {path}")
-    if not token:
-        raise NotReady(f"{path} is empty: write a secret into it, or remove it and node 0 makes one")
-    return token
 
 
 @contextlib.asynccontextmanager

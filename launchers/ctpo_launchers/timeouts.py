@@ -15,7 +15,7 @@ CONNECT_RETRY_S = 0.2  # between two attempts to reach node 0
 SILENCE_S = 90  # after which the kernel reports a host as gone
 
 # Commands on the submitting machine and on nodes.
-SUBMIT_COMMAND_TIMEOUT_S = 60.0  # one git or Slurm command of `ctpo launch`
+SUBMIT_COMMAND_TIMEOUT_S = 60.0  # one Slurm command of `ctpo launch`
 NODE_COMMAND_TIMEOUT_S = 20.0  # one Slurm command of a node program
 INSTALL_TIMEOUT_S = 1800.0  # to install the launcher's environment, or to wait for another process that does
 INSTALL_LOCK_POLL_S = 0.2  # how often the lock of that environment is tried

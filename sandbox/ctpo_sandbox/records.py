@@ -5,6 +5,8 @@ import struct
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
+from ctpo_sandbox.timeouts import CPU_SLACK_S
+
 READY = b"ready"
 FAILED = b"failed"
 STOP = b"stop"
@@ -13,7 +15,6 @@ CLEANED = b"cleaned"
 """From a worker: the files of the run that it reported last are gone."""
 WALL_FACTOR = 2
 """Wall time that a run may take, in units of its time limit, which is CPU time: a busy machine is not its fault."""
-_CPU_SLACK_S = 1
 _NUMBERS = struct.Struct("=4?i3d")
 MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES = 16 * 1024, 64
 
@@ -84,7 +85,7 @@ class Limits:
 
     def cpu_limit_s(self, run_timeout_s: float) -> int:
         """CPU seconds after which the kernel ends an execution whose time limit did not."""
-        most = math.ceil(run_timeout_s) + _CPU_SLACK_S
+        most = math.ceil(run_timeout_s) + CPU_SLACK_S
         return most if self.cpu_s is None else min(self.cpu_s, most)
 
 

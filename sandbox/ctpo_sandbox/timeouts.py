@@ -35,6 +35,7 @@ RESTART_PAUSES_S = (0.0, 1.0)  # the same for a server next to a trainer: at onc
 # Templates, workers and runs.
 WORKER_START_TIMEOUT_S = 15.0  # to fork a worker, and for the worker to confine itself
 BACKSTOP_S = 10.0  # what a worker gets on top of the wall time of a run, and a killed process to exit
+CPU_SLACK_S = 1  # what the CPU limit of a run has on top of its wall time in whole seconds
 CLEANING_TIMEOUT_S = 30.0  # to remove the files of a run
 TEMPLATE_EXIT_TIMEOUT_S = 10  # how long a template without a server waits for its workers
 RUN_ATTEMPTS = 2  # for one run, when workers are lost or runs fail by no fault of the snippet

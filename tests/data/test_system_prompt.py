@@ -68,14 +68,17 @@ def config(tmp_path: Path, parser: str, **data: Any) -> Config:
 
 def test_each_protocol_has_its_own(tmp_path: Path) -> None:
     hermes, fenced = config(tmp_path, "hermes"), config(tmp_path, "fenced")
-    assert system_prompt(hermes) == SystemPrompt()
-    assert system_prompt(fenced) == SystemPrompt(SYSTEM_PROMPT)
-    assert [schema["function"]["name"] for schema in offered_schemas(hermes)] == ["code_interpreter"]
-    assert offered_schemas(fenced) == offered_schemas(config(tmp_path, "hermes", tool_in_prompt=False)) == []
+    assert system_prompt(hermes.data, hermes.rollout) == SystemPrompt()
+    assert system_prompt(fenced.data, fenced.rollout) == SystemPrompt(SYSTEM_PROMPT)
+    offered = offered_schemas(hermes.data, hermes.rollout)
+    assert [schema["function"]["name"] for schema in offered] == ["code_interpreter"]
+    silent = config(tmp_path, "hermes", tool_in_prompt=False)
+    assert offered_schemas(fenced.data, fenced.rollout) == offered_schemas(silent.data, silent.rollout) == []
 
 
 def test_a_file_or_a_text_takes_its_place(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("Think.\nBox it.\n", encoding="utf-8")
     for value, text in ((str(tmp_path / "mine.txt"), "Think.\nBox it."), ("Box it.", "Box it."), ("", "")):
-        chosen = system_prompt(config(tmp_path, "fenced", system_prompt=value))
+        given = config(tmp_path, "fenced", system_prompt=value)
+        chosen = system_prompt(given.data, given.rollout)
         assert chosen == SystemPrompt(text, chosen=True)

@@ -122,9 +122,9 @@ def test_a_nodes_sandbox_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     monkeypatch.setenv("CTPO_SANDBOX_URL", url)
-    assert f"its sandbox {url} (CTPO_SANDBOX_URL) does not answer" in node_sandbox_problem()
+    assert f"its sandbox {url} (CTPO_SANDBOX_URL) does not answer" in str(node_sandbox_problem())
     monkeypatch.setenv("SANDBOX_TOKEN_FILE", token_file(tmp_path / "token", 0o644)["RAY_AUTH_TOKEN_PATH"])
-    assert "can be read or written by other users" in node_sandbox_problem()
+    assert "can be read or written by other users" in str(node_sandbox_problem())
 
 
 def test_engines_share_the_sandbox_of_their_node_only(tmp_path: Path) -> None:

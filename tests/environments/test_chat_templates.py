@@ -13,6 +13,7 @@ import pytest
 
 from ctpo_megatron.config import Config, chat_template_text
 from ctpo_megatron.data import load_conversations
+from ctpo_megatron.environments.factory import offered_schemas
 from ctpo_megatron.environments.tokenizer import TokenizerError, check_chat_template, use_chat_template
 from tests.data.test_conversations import write
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
@@ -38,6 +39,10 @@ OFF = {"enable_thinking": False}
 def config(**model: Any) -> Config:
     sections = {"run": {"name": "x", "steps": 1}, "data": {"train": ["unused"]}, "model": {"path": "model", **model}}
     return Config.model_validate(sections)
+
+
+def check(tokenizer: Any, given: Config) -> None:
+    check_chat_template(tokenizer, given.model, offered_schemas(given.data, given.rollout))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,15 +109,15 @@ def test_a_file_takes_the_place_of_the_tokenizers_template(tmp_path: Path) -> No
     tokenizer = tiny_tokenizer()
     for value, text in ((str(tmp_path / "mine.jinja"), "{{ messages[0].content }}"), (None, CHATML)):
         tokenizer.chat_template = CHATML
-        use_chat_template(tokenizer, config(chat_template=value))
+        use_chat_template(tokenizer, config(chat_template=value).model)
         assert tokenizer.chat_template == text
 
 
 def test_an_argument_that_the_template_does_not_know_is_refused() -> None:
     tokenizer = tiny_tokenizer(chat_template_text("qwen3"))
-    check_chat_template(tokenizer, config(chat_template_kwargs=OFF))
+    check(tokenizer, config(chat_template_kwargs=OFF))
     with pytest.raises(TokenizerError, match=r"chat_template_kwargs: .* knows no enable_thinking:false; correct"):
-        check_chat_template(tokenizer, config(chat_template_kwargs={"enable_thinking:false": None}))
+        check(tokenizer, config(chat_template_kwargs={"enable_thinking:false": None}))
 
 
 @pytest.mark.parametrize(
@@ -134,5 +139,5 @@ def test_a_template_that_cannot_be_trained_with_is_one_error_with_the_remedies(
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(TokenizerError, match=message) as caught:
-        check_chat_template(tokenizer, config())
+        check(tokenizer, config())
     assert "model.chat_template" in str(caught.value) and "\n" not in str(caught.value)

@@ -72,7 +72,7 @@ def played(config: Config, *turns: str, answer: str = "") -> tuple[str, Trajecto
             Trajectory("p", 0, 7),
             engine=generate,
             codec=codec,
-            tools=make_toolbox(config, "http://127.0.0.1:9"),
+            tools=make_toolbox(config.rollout, config.sandbox, "http://127.0.0.1:9", engines=1, nodes=1),
             limits=EpisodeLimits(config.rollout.max_turns, None, 4000, 4096),
         )
         return await play(make_environment(config.rollout), episode)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.base.files import DamagedFileError, aside, write_json
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.cli import main
 from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import MetricsWriter, read_heartbeat, read_metrics, read_trajectories
-from ctpo_megatron.tracking.occupancy import OCCUPANCY_FILE, engine_occupancy
+from ctpo_megatron.tracking.occupancy import engine_occupancy
 from ctpo_megatron.tracking.run_data import RunData
 from ctpo_megatron.tracking.timing import PhaseTimer
 from ctpo_megatron.tracking.trackers import protocol
@@ -99,7 +100,7 @@ def test_the_report_leaves_out_a_damaged_dump(tmp_path, caplog, form, left):
 
 
 def test_the_report_leaves_out_a_damaged_table_of_engines(tmp_path, caplog):
-    table = tmp_path / OCCUPANCY_FILE
+    table = RunPaths(tmp_path).logs.occupancy
     table.parent.mkdir()
     table.write_bytes(b"1.0,3\n\0\0\0,\xff\n2.0,4\n")
     assert engine_occupancy(tmp_path) == {}
@@ -127,7 +128,7 @@ def test_a_tracker_whose_identity_is_lost_begins_anew(config_in, tmp_path, caplo
     monkeypatch.setattr(protocol, "find", lambda name: Remembering)
     assert protocol.make("mine", {}, tmp_path, {}).known is None
     assert protocol.make("mine", {}, tmp_path, {}).known == "new"
-    protocol.identity_file(tmp_path, "mine").write_bytes(left)
+    RunPaths(tmp_path).tracker("mine").write_bytes(left)
     assert protocol.make("mine", {}, tmp_path, {}).known is None
     assert "mine begins a run of its own" in caplog.text
     assert protocol.make("mine", {}, tmp_path, {}).known == "new"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.engines.occupancy import Occupancy
-from ctpo_megatron.tracking.occupancy import OCCUPANCY_FILE, engine_occupancy
+from ctpo_megatron.tracking.occupancy import engine_occupancy
 from ctpo_megatron.tracking.panels import panels
 from ctpo_megatron.tracking.run_data import RunData
 
@@ -26,7 +27,7 @@ def test_what_changes_soon_is_written_once_and_an_idle_engine_at_once(
 
 
 def write(run: Path, text: str) -> None:
-    path = run / OCCUPANCY_FILE
+    path = RunPaths(run).logs.occupancy
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
 

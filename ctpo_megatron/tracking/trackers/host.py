@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ctpo_megatron.base.redact import hidden, redacted
+from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.trackers.process import TrackerEnded, TrackerProcess
-from ctpo_megatron.tracking.trackers.protocol import TENSORBOARD, identity_file, make
+from ctpo_megatron.tracking.trackers.protocol import TENSORBOARD, make
 
 if TYPE_CHECKING:
     from ctpo_megatron.config.schema import Config
@@ -147,7 +148,7 @@ def open_trackers(config: Config, directory: Path) -> Trackers:
             "config": tree,
             "search_path": [str(Path(folder).resolve()) for folder in config.extensions.path or ()],
         }
-        log_path = directory / "logs" / f"tracker_{identity_file(directory, name).stem}.log"
+        log_path = RunPaths(directory).logs.tracker(name)
         python = settings.python or sys.executable
         trackers.open(name, lambda: TrackerProcess(start, python, settings.timeout_s, log_path))  # noqa: B023
     return trackers

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from ctpo_megatron.base.extensions import ExtensionError, load
 from ctpo_megatron.base.files import read_note, write_json
+from ctpo_megatron.base.run_paths import RunPaths
 
 TENSORBOARD = "tensorboard"
 _PACKAGE = "ctpo_megatron.tracking.trackers"
@@ -50,14 +50,9 @@ def find(name: str) -> Any:
     return load(BUILT_IN[name])
 
 
-def identity_file(run_dir: Path, name: str) -> Path:
-    """Where a run directory keeps the identity of a tracker."""
-    return run_dir / "trackers" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.json"
-
-
 def make(name: str, arguments: Mapping[str, Any], run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     """Make a tracker that goes on where the run directory says it was, and note its identity there."""
-    path = identity_file(run_dir, name)
+    path = RunPaths(run_dir).tracker(name)
     known = read_note(path, operator.itemgetter("identity"), None, f"{name} begins a run of its own")
     tracker: Tracker = find(name)(run_dir, config, known, **arguments)
     identity = getattr(tracker, "identity", None)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron.base.run_paths import RunPaths
+
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -18,7 +20,7 @@ class TensorBoard:
     identity = None
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], identity: str | None = None) -> None:
-        self._folder = run_dir / "tensorboard"
+        self._folder = RunPaths(run_dir).tensorboard
         self._steps = _writer(self._folder)
         self._sft: EventFileWriter | None = None
 

@@ -1,0 +1,10 @@
+"""Every constant of time of the checks, in seconds."""
+
+GIT_TIMEOUT_S = 60.0  # one git command, perhaps on a shared file system
+GPU_QUERY_TIMEOUT_S = 30.0  # one call of nvidia-smi
+CONNECT_TIMEOUT_S = 5.0  # to open a connection to a server that the run uses
+SANDBOX_START_TIMEOUT_S = 60.0  # for a sandbox to start and test its isolation
+IMPORT_TIMEOUT_S = 300.0  # to import all packages, in a process that has read none of them
+MEET_TIMEOUT_S = 120.0  # for ranks to connect and exchange tensors
+NODE_TIMEOUT_S = 180.0  # for the answer of another node
+MOST_SKEW_S = 2.0  # between clocks of nodes; more makes deadlines of jobs and times in logs misleading
