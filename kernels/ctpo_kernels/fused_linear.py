@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
-from ctpo_kernels.loss import prepared
+from ctpo_kernels.loss import prepare
 from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands, product_dtype
-from ctpo_kernels.spec import LossKeywords
+from ctpo_kernels.packed import LossTensors
+from ctpo_kernels.spec import LossSpec
 from ctpo_kernels.stats import CTPOStats
 from ctpo_kernels.sweep import SweepPlan, sweep
 
@@ -85,7 +86,26 @@ def fused_linear_ctpo(
     """
     shape = labels.shape
     hidden, labels = flat_operands(hidden, labels, sequence_parallel)
-    keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
+    tensors = LossTensors(
+        old_log_probs=old_log_probs,
+        response_mask=response_mask,
+        advantages=advantages,
+        cu_seqlens=cu_seqlens,
+        loss_mask=loss_mask,
+        weights=weights,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+    )
+    spec = LossSpec(
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_c=clip_c,
+        clip_power=clip_power,
+        clip_mode=clip_mode,
+        ratio_mode=ratio_mode,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+    )
     cp_group, group = arguments.effective(cp_group), arguments.effective(tp_group)
     labels = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
     if accumulate_into_main_grad and getattr(weight, "main_grad", None) is None:
@@ -105,18 +125,12 @@ def fused_linear_ctpo(
 
         main_grad = "adds to weight.main_grad in the forward pass"
         dispatch.refuse_compiled("accumulate_into_main_grad", accumulate_into_main_grad, main_grad)
-        given = (old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
         options = (cp_group, sequence_parallel, skip_zero_tiles, skip_clipped, entropy_coef, return_entropy)
-        counts = (batch_num_tokens, global_batch_size)
-        return ops_loss.compiled_fused(hidden, weight, labels, given, counts, keywords, head, options, shape)
+        return ops_loss.compiled_fused(hidden, weight, labels, tensors, spec, head, options, shape)
+    # The sweep fills in the log-probs chunk by chunk.
+    log_probs = torch.zeros(shape, dtype=accumulation_dtype(hidden), device=hidden.device)
     plan = SweepPlan.of(
-        prepared(
-            # The loss fills in the log-probs as they come.
-            torch.zeros(shape, dtype=accumulation_dtype(hidden), device=hidden.device),
-            *(old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights),
-            LossKeywords(*keywords),
-            *(batch_num_tokens, global_batch_size, cp_group),
-        ),
+        prepare(log_probs, tensors, spec, cp_group),
         labels,
         cp_group,
         rows,

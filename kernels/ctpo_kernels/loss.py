@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,8 @@ from torch import Tensor
 from ctpo_kernels import context_parallel, dispatch, loss_torch
 from ctpo_kernels.labels import effective
 from ctpo_kernels.loss_torch import LossPass, TorchLossStream
-from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossKeywords, LossSpec
+from ctpo_kernels.packed import LossTensors, PackedTokens
+from ctpo_kernels.spec import LossSpec
 from ctpo_kernels.stats import CTPOStats, PerToken
 
 if TYPE_CHECKING:
@@ -70,44 +70,71 @@ def ctpo_loss(
     its own sequence from there on. No host synchronisation where `cu_seqlens` and the data are on one device.
     Raises ValueError or TypeError naming the argument, RuntimeError when a backend that was asked for cannot run.
     """
-    keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
-    cp_group = effective(cp_group)
-    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    tensors = LossTensors(
+        old_log_probs=old_log_probs,
+        response_mask=response_mask,
+        advantages=advantages,
+        cu_seqlens=cu_seqlens,
+        loss_mask=loss_mask,
+        weights=weights,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+    )
+    spec = LossSpec(
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_c=clip_c,
+        clip_power=clip_power,
+        clip_mode=clip_mode,
+        ratio_mode=ratio_mode,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+    )
+    return packed_loss(log_probs, tensors, spec, effective(cp_group), return_per_token=return_per_token)
+
+
+def packed_loss(
+    log_probs: Tensor,
+    tensors: LossTensors,
+    spec: LossSpec,
+    cp_group: dist.ProcessGroup | None,
+    *,
+    return_per_token: bool,
+) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
+    """`ctpo_loss` of its arguments in two objects. cp_group: None for a group of one rank."""
     if dispatch.compiling(log_probs):
         from ctpo_kernels import ops_loss
 
-        given = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-        return ops_loss.compiled_loss(
-            given, (batch_num_tokens, global_batch_size), keywords, cp_group, return_per_token
-        )
-    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-    batch, spec, inverse = prepared(*tokens, LossKeywords(*keywords), batch_num_tokens, global_batch_size, cp_group)
+        return ops_loss.compiled_loss(log_probs, tensors, spec, cp_group, return_per_token)
+    prepared = prepare(log_probs, tensors, spec, cp_group)
     loss, out = _Loss.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        log_probs.reshape(-1), lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)
+        log_probs.reshape(-1), lambda: whole_pass(*prepared, cp_group, per_token=return_per_token)
     )
     stats = CTPOStats.from_vector(out.vector)
     return (loss, stats, out.per_token.view(log_probs.shape)) if return_per_token else (loss, stats)
 
 
-def prepared(
-    log_probs: Tensor,
-    old_log_probs: Tensor | None,
-    response_mask: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor | None,
-    loss_mask: Tensor | None,
-    weights: Tensor | None,
-    keywords: LossKeywords,
-    batch_num_tokens: int | Tensor | None,
-    global_batch_size: int | Tensor | None,
-    cp_group: dist.ProcessGroup | None,
-) -> tuple[PackedTokens, LossSpec, float | Tensor | None]:
-    """Checked batch (with `cp_group`: of pieces), checked keywords, `inverse_denominator`; raises as `ctpo_loss`."""
-    spec = LossSpec.of(keywords)
-    batch = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-    spec.require_global_counts(cp_group, batch_num_tokens)
-    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch)
-    return batch if cp_group is None else context_parallel.pieces(batch), spec, inverse
+class PreparedLoss(NamedTuple):
+    """A checked call. batch: with a context-parallel group its segments are `context_parallel.pieces`.
+
+    inverse: `LossSpec.inverse_denominator`.
+    """
+
+    batch: PackedTokens
+    spec: LossSpec
+    inverse: float | Tensor | None
+
+
+def prepare(
+    log_probs: Tensor, tensors: LossTensors, spec: LossSpec, cp_group: dist.ProcessGroup | None
+) -> PreparedLoss:
+    """Check the arguments of a call and pack its tokens; raises as `ctpo_loss`."""
+    spec.check()
+    batch = PackedTokens.of(log_probs, tensors)
+    spec.require_global_counts(cp_group, tensors.batch_num_tokens)
+    # Sequences are counted before context parallelism cuts each of them into two segments.
+    inverse = spec.inverse_denominator(tensors.batch_num_tokens, tensors.global_batch_size, batch)
+    return PreparedLoss(batch if cp_group is None else context_parallel.pieces(batch), spec, inverse)
 
 
 def whole_pass(

@@ -90,7 +90,7 @@ def loss_pass(
     d, units, bad = token_units(batch)
     prefix, tokens, nans = _prefixes(batch, units, bad, segment, state)
     position = tokens.to(torch.int64)
-    match spec.ratio:
+    match spec.ratio_mode:
         case "cumprod":
             log_ratio = _nats(prefix, nans, dtype)
         case "geomean":
@@ -101,7 +101,7 @@ def loss_pass(
             assert totals is not None  # as above
             total = _spread(totals, segment)
             log_ratio = _nats(total[0], total[2], dtype)
-            if spec.ratio == "sequence-geomean":
+            if spec.ratio_mode == "sequence-geomean":
                 log_ratio = log_ratio / total[1].clamp(min=1).to(dtype)
     log_ratio = torch.where(model, log_ratio, 0.0)
 
@@ -109,8 +109,9 @@ def loss_pass(
     weight = None if batch.weights is None else torch.where(trained, batch.per_token(batch.weights), 0.0)
     over = log_ratio > LOG_RATIO_CAP
     x = torch.where(over, LOG_RATIO_CAP, log_ratio)
-    scale = position_scale(position, spec.power, dtype)
-    high, low, dual = spec.high * scale, -spec.low * scale, spec.dual * scale
+    bounds = spec.bounds
+    scale = position_scale(position, bounds.power, dtype)
+    high, low, dual = bounds.high * scale, -bounds.low * scale, bounds.dual * scale
     is_high = (advantage > 0) & (x > high)
     is_low = (advantage < 0) & (x < low)
     is_dual = (advantage < 0) & (x > dual)

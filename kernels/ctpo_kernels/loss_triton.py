@@ -101,7 +101,8 @@ class _Arguments:
     ) -> None:
         none = batch.log_probs  # stands in for pointers that a kernel does not read
         self.batch = batch
-        power, table = _power(spec.power, positions, batch.log_probs.device)
+        bounds = spec.bounds
+        power, table = _power(bounds.power, positions, batch.log_probs.device)
         if isinstance(inverse, Tensor):
             inverse = inverse.to(torch.float32).reshape(1)
         self.tensors = (
@@ -116,11 +117,11 @@ class _Arguments:
         )
         self.state = none if state is None else state
         self.totals = none if totals is None else totals.contiguous()
-        self.numbers = (1.0 if inverse is None else inverse, spec.low, spec.high, spec.dual)
+        self.numbers = (1.0 if inverse is None else inverse, bounds.low, bounds.high, bounds.dual)
         self.constants: dict[str, Any] = {
             "HAS_OLD": batch.old_log_probs is not None,
             "HAS_LOSS_MASK": batch.loss_mask is not None,
-            "RATIO": RATIO_MODES.index(spec.ratio),
+            "RATIO": RATIO_MODES.index(spec.ratio_mode),
             "POWER": power,
             "WHOLE_SEQUENCE": spec.whole_sequence and totals is None,
             "COUNT_TRAINED": spec.per_sequence and totals is None,

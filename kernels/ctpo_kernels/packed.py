@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class LossTensors(NamedTuple):
+    """What a loss call receives besides its log-probs, unchecked, as `ctpo_loss` documents each.
+
+    The fields are in the order of the operators' schemas (`ops_loss`).
+    """
+
+    old_log_probs: Tensor | None
+    response_mask: Tensor
+    advantages: Tensor
+    cu_seqlens: Tensor | None = None
+    loss_mask: Tensor | None = None
+    weights: Tensor | None = None
+    batch_num_tokens: int | Tensor | None = None
+    global_batch_size: int | Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -94,27 +110,19 @@ class PackedTokens:
         return self._map(repeat, cu)
 
     def _map(self, change: Callable[[Tensor], Tensor], cu: Tensor) -> PackedTokens:
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cu_seqlens"}
-        changed: dict[str, Any] = {name: None if values is None else change(values) for name, values in given.items()}
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cu_seqlens"}
+        changed: dict[str, Any] = {name: None if values is None else change(values) for name, values in tensors.items()}
         return replace(self, cu_seqlens=cu, **changed)
 
     @classmethod
-    def of(
-        cls,
-        log_probs: Tensor,
-        old_log_probs: Tensor | None,
-        response_mask: Tensor,
-        advantages: Tensor,
-        cu_seqlens: Tensor | None,
-        loss_mask: Tensor | None,
-        weights: Tensor | None,
-    ) -> PackedTokens:
+    def of(cls, log_probs: Tensor, given: LossTensors) -> PackedTokens:
         """Check shapes, dtypes and devices. Padded `[B, T]` tokens come without boundaries: every T of them.
 
         The values of `cu_seqlens` are checked where that needs no device synchronisation: when it lies on the CPU.
         Raises TypeError for dtypes, ValueError for shapes, devices and boundaries; each names the argument.
         """
         device, n, shape = log_probs.device, log_probs.numel(), log_probs.shape
+        cu_seqlens = given.cu_seqlens
         if log_probs.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"log_probs must be float32 or float64: the cumulative ratio adds up the rounding of {log_probs.dtype}"
@@ -134,17 +142,12 @@ class PackedTokens:
             if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()) or int(bounds[-1]) > n:
                 raise ValueError(f"cu_seqlens must rise from 0 to at most {n}; got {cu_seqlens.tolist()}")
         b = cu_seqlens.numel() - 1
-        given = {
-            "old_log_probs": (old_log_probs, False),
-            "response_mask": (response_mask, False),
-            "advantages": (advantages, True),
-            "loss_mask": (loss_mask, False),
-            "weights": (weights, True),
-        }
-        for name, (value, per_sequence) in given.items():
+        for name in ("old_log_probs", "response_mask", "advantages", "loss_mask", "weights"):
+            value = getattr(given, name)
             if value is None:
                 continue
-            _check_shape(name, value, shape, b if per_sequence else None)
+            may_be_per_sequence = name in ("advantages", "weights")
+            _check_shape(name, value, shape, b if may_be_per_sequence else None)
             if value.device != device:
                 raise ValueError(f"{name} is on {value.device}, log_probs on {device}: move it")
         dtype = log_probs.dtype
@@ -158,11 +161,11 @@ class PackedTokens:
 
         return cls(
             flat(log_probs),
-            None if old_log_probs is None else flat(old_log_probs.to(dtype)),
-            flat(response_mask),
-            None if loss_mask is None else flat(loss_mask),
-            column(advantages).contiguous(),
-            None if weights is None else column(weights).contiguous(),
+            None if given.old_log_probs is None else flat(given.old_log_probs.to(dtype)),
+            flat(given.response_mask),
+            None if given.loss_mask is None else flat(given.loss_mask),
+            column(given.advantages).contiguous(),
+            None if given.weights is None else column(given.weights).contiguous(),
             cu_seqlens.to(device).contiguous(),
         )
 

@@ -13,15 +13,12 @@ from torch import Tensor
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.entropy import EntropyBonus, rows_with_gradient
 from ctpo_kernels.linear_head import LinearHead, leave_out
-from ctpo_kernels.loss import loss_implementation, loss_stream, whole_pass
+from ctpo_kernels.loss import PreparedLoss, loss_implementation, loss_stream, whole_pass
 from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter, without_autocast
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import EntropyGradient
 from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
 from ctpo_kernels.tiles import Runs, active_runs, check_known, may_learn
-
-Prepared = tuple[PackedTokens, LossSpec, float | Tensor | None]
-"""What `loss.prepared` gives."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class SweepPlan:
     @classmethod
     def of(
         cls,
-        prepared: Prepared,
+        prepared: PreparedLoss,
         labels: Tensor,
         cp_group: dist.ProcessGroup | None,
         known: Tensor | None = None,
