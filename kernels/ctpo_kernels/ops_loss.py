@@ -74,11 +74,8 @@ def _(values: Tensor, *given: Any) -> tuple[Tensor, ...]:
 def _prepared(log_probs: Tensor, given: tuple[Any, ...], cp_group: MaybeGroup) -> loss.PreparedLoss:
     """From arguments in the order of _TOKENS, _COUNTS, _KEYWORDS."""
     tokens, tokens_tensor, size, size_tensor = given[6:10]
-    tensors = LossTensors(
-        *given[:6],
-        batch_num_tokens=tokens if tokens_tensor is None else tokens_tensor,
-        global_batch_size=size if size_tensor is None else size_tensor,
-    )
+    counts = (tokens if tokens_tensor is None else tokens_tensor, size if size_tensor is None else size_tensor)
+    tensors = LossTensors._make((*given[:6], *counts))
     return loss.prepare(log_probs, tensors, LossSpec(*given[10:18]), cp_group)
 
 
