@@ -42,33 +42,33 @@ def ctpo_loss(
     cp_group: dist.ProcessGroup | None = None,
     return_per_token: bool = False,
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
-    """Policy-gradient loss of packed sequences (arXiv 2605.07331, and its relatives on the same machinery).
+    """Policy-gradient loss of packed sequences: CTPO (arXiv 2605.07331) and related objectives.
 
     log_probs: float32 `[N]` nats, the only differentiable input (float64 too, in the torch backend). Or padded
-        `[B, T]`, without `cu_seqlens`: then everything per token is, and padding is what response_mask leaves out.
+        `[B, T]`, without `cu_seqlens`: then all per-token tensors are, and response_mask is 0 on padding.
     old_log_probs: `[N]`, log-probs the ratio is taken against; None: on-policy (every ratio 1).
     response_mask: `[N]`, 1 where the policy sampled the token (the model mask): only these enter the prefix sum and
         advance the position.
-    advantages: `[N]` or `[1, N]`, one value a token, or `[B]` or `[B, 1]`, one a sequence. With N == B > 1 a flat
-        tensor may be either and is refused. weights: the same shapes, detached factors of the token loss (default 1).
+    advantages: `[N]` or `[1, N]`, one value per token, or `[B]` or `[B, 1]`, one per sequence. With N == B > 1 a flat
+        tensor is ambiguous and is refused. weights: the same shapes, detached factors of the token loss (default 1).
     cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding. None for `[B, T]`. On a
         GPU they are not read back: wrong ones make the loss and the gradient NaN.
-    clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"), or of r_t itself ("ratio":
-        1 - low, 1 + high, c). clip_c bounds negative advantages from above; None or negative: off.
+    clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"). Or bounds of r_t itself ("ratio":
+        1 - low, 1 + high, c). clip_c bounds the ratio from above at negative advantages; None or negative: off.
     ratio_mode: log r_t is the prefix sum S_t ("cumprod", CTPO), S_t / t ("geomean"), the token's own d_t ("token"),
         the sum over the sequence ("sequence") or its mean ("sequence-geomean", GSPO).
-    loss_mask: `[N]`, tokens whose loss counts (default and at most response_mask); it acts on the loss alone.
+    loss_mask: `[N]`, tokens whose loss counts (default and at most response_mask); it affects the loss alone.
     loss_agg_mode: "seq-mean-token-mean", "token-mean", "seq-mean-token-sum" (divided by `loss_scale_factor` too).
     batch_num_tokens, global_batch_size: loss tokens and sequences of the whole optimizer step (default: of this call),
         so that the losses of its micro-batches add up.
     cp_group: context-parallel group in which this rank holds the pieces r and 2R - 1 - r of 2R of every sequence, one
-        behind the other (`cu_seqlens` local); loss and statistics are this rank's share.
+        after the other (`cu_seqlens` is local). Loss and statistics are this rank's share.
     return_per_token: also return `PerToken`.
 
-    The gradient reaches each token's own log-prob only. S_t has the same bits for every span, block size,
-    packing order and context-parallel split. Values at masked tokens never enter; a NaN at a response token shows in
-    its own sequence from there on. No host synchronisation where `cu_seqlens` and the data are on one device.
-    Raises ValueError or TypeError naming the argument, RuntimeError when a backend that was asked for cannot run.
+    The gradient reaches each token's own log-prob only. S_t has the same bits for every span, block size, packing order
+    and context-parallel split. Values at masked tokens have no effect; a NaN at a response token propagates to the rest
+    of its own sequence. No host synchronisation where `cu_seqlens` and the data are on one device.
+    Raises ValueError or TypeError naming the argument, RuntimeError when a requested backend cannot run.
     """
     tensors = LossTensors(
         old_log_probs=old_log_probs,
@@ -101,7 +101,7 @@ def packed_loss(
     *,
     return_per_token: bool,
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
-    """`ctpo_loss` of its arguments in two objects. cp_group: None for a group of one rank."""
+    """`ctpo_loss` with its arguments as two objects. cp_group: None for a group of one rank."""
     if dispatch.compiling(log_probs):
         from ctpo_kernels import ops_loss
 

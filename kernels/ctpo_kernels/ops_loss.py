@@ -1,4 +1,4 @@
-"""The loss and the sweep as `torch.library` operators; how and why: `ops`."""
+"""The loss and the sweep as `torch.library` operators; see `ops`."""
 
 from __future__ import annotations
 

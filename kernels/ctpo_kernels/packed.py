@@ -1,4 +1,4 @@
-"""A checked packed batch: what both backends of the loss work on."""
+"""A checked packed batch, the input of both backends of the loss."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class PackedTokens:
 
     log_probs, old_log_probs: float `[N]` nats (float32, or float64 in the torch backend); old may be None: d_t = 0.
     response_mask, loss_mask: numbers or bool `[N]`, as given; loss_mask may be None: the response mask.
-    advantages, weights: float `[N]`, or `[S, 1]` for one value a segment; weights may be None: 1.
-    cu_seqlens: integers `[S + 1]`, segment s is `cu[s] : cu[s + 1]`; what lies behind cu[S] is padding.
+    advantages, weights: float `[N]`, or `[S, 1]` for one value per segment; weights may be None: 1.
+    cu_seqlens: integers `[S + 1]`, segment s is `cu[s] : cu[s + 1]`; tokens from cu[S] on are padding.
 
-    Kernels read masks and boundaries as they are, so that a call needs no launches to prepare them; `sampled`,
-    `trained` and `cu` are the same brought into one form.
+    Kernels read masks and boundaries as given, so that a call needs no launches to convert them; `sampled`, `trained`
+    and `cu` are the converted ones.
     """
 
     log_probs: Tensor
@@ -76,17 +76,17 @@ class PackedTokens:
 
     @cached_property
     def segment(self) -> Tensor:
-        """int64 `[N]`: whose token it is; S for padding."""
+        """int64 `[N]`: the segment of each token; S for padding."""
         return torch.searchsorted(
             self.cu[1:].contiguous(), torch.arange(self.tokens, device=self.cu.device), right=True
         )
 
     def per_token(self, values: Tensor) -> Tensor:
-        """`[N]` of values per token or per segment, which padding has 0 of."""
+        """`[N]` from values per token or per segment; padding gets 0 of the latter."""
         return values if values.dim() == 1 else torch.cat([values[:, 0], values.new_zeros(1)])[self.segment]
 
     def select(self, rows: Tensor, cu: Tensor) -> PackedTokens:
-        """The batch of the tokens `rows` (int64 `[M]`, ascending) with their boundaries `cu`; all of them in order."""
+        """The batch of the tokens `rows` (int64 `[M]`, ascending), with their boundaries `cu`."""
 
         def take(values: Tensor) -> Tensor:
             return values if values.dim() == 2 else values[rows]
@@ -116,7 +116,7 @@ class PackedTokens:
 
     @classmethod
     def of(cls, log_probs: Tensor, given: LossTensors) -> PackedTokens:
-        """Check shapes, dtypes and devices. Padded `[B, T]` tokens come without boundaries: every T of them.
+        """Check shapes, dtypes and devices. Padded `[B, T]` tokens come without boundaries: a sequence every T tokens.
 
         The values of `cu_seqlens` are checked where that needs no device synchronisation: when it lies on the CPU.
         Raises TypeError for dtypes, ValueError for shapes, devices and boundaries; each names the argument.
@@ -171,7 +171,7 @@ class PackedTokens:
 
 
 def _check_shape(name: str, value: Tensor, tokens: torch.Size, b: int | None) -> None:
-    """Raises ValueError for what is neither one value a token nor (b given) one a sequence, or may be both."""
+    """Raises ValueError for values that are neither per token nor (b given) per sequence, or that may be either."""
     n, packed = tokens.numel(), len(tokens) == 1
     shapes: list[tuple[int, ...]] = [tuple(tokens)]
     if b is not None:
@@ -181,6 +181,6 @@ def _check_shape(name: str, value: Tensor, tokens: torch.Size, b: int | None) ->
         raise ValueError(f"{name} has shape {list(value.shape)}; expected {expected}")
     if packed and n == b and n > 1 and value.dim() == 1:
         raise ValueError(
-            f"{name} [{n}] may be one value a token or one a sequence, of which there are {n} too: "
+            f"{name} [{n}] may be one value per token or one per sequence, of which there are {n} too: "
             f"give [1, {n}] or [{n}, 1]"
         )

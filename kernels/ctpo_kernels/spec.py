@@ -13,7 +13,7 @@ from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES
 from ctpo_kernels.packed import PackedTokens
 
 D_LIMIT = 20.0
-"""|log_probs_t - old_t| above this (nats) is cut before it enters a sum."""
+"""log_probs_t - old_t is clamped to +- this (nats) before it enters a sum."""
 
 LOG_RATIO_CAP = 10.0
 """log r_t above this (nats) is cut, and its gradient is zero."""
@@ -94,7 +94,7 @@ class LossSpec(NamedTuple):
 
 
 def inverse_of_loss_tokens(batch: PackedTokens) -> torch.Tensor:
-    """1/T of a batch, float64 scalar; eight launches on a device, where the kernels of a whole batch take none."""
+    """1/T of a batch, float64 scalar. Eight launches on a device; the kernels of a whole batch count T themselves."""
     return torch.as_tensor(_inverse(batch.trained.sum(), 1.0))
 
 

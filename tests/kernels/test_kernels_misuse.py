@@ -154,7 +154,7 @@ def test_mask_and_rows_that_do_not_fit() -> None:
     head = random_head(1, [20, 10, 6])
     with pytest.raises(ValueError, match=r"mask has shape \[3\]; expected \[36\]"):
         linear_log_probs(head.hidden, head.weight, head.labels.clamp(min=0), mask=torch.ones(3))
-    with pytest.raises(ValueError, match="rows are 1 places, not the "):
+    with pytest.raises(ValueError, match="rows lists 1 rows, not the "):
         fused_linear_ctpo(**head.arguments(), rows=torch.tensor([0]))
 
 
@@ -207,7 +207,7 @@ def test_unknown_backend_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 def test_backend_of_the_environment_gives_way_to_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CTPO_KERNELS_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(RuntimeError, match="triton backend was asked for"):
+    with pytest.raises(RuntimeError, match="triton backend was requested"):
         loss_with()
     with use_backend("torch"):
         loss_with()
