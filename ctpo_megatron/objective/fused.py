@@ -141,8 +141,8 @@ def _keywords(
     sequences: int | Tensor
     trained: int | Tensor
     tokens: int | Tensor
-    # The kernels would count too, but they cannot tell a sequence without loss tokens from padding, which
-    # `count_masked_sequences` decides. So they always receive the counts.
+    # By default the kernels count every sequence, also those without a loss token. Which ones count is decided here, so
+    # the counts are always passed.
     if denominators is None:
         model = layout.mask(response_mask, "response_mask")
         loss = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
