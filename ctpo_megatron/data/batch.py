@@ -12,7 +12,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 
 @dataclass(slots=True)
 class Group:
-    """The n trajectories of one prompt: the unit of commit, never partial."""
+    """All trajectories of one prompt: sampled, scored and trained on as a whole, never in part."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
@@ -28,12 +28,12 @@ class Group:
 
 @dataclass(slots=True)
 class Batch:
-    """What a rollout source hands over for one training step.
+    """The input of one training step, as `Rollouts` delivers it.
 
-    groups: complete and scored; empty on ranks other than zero, which get the tokens they train on as arrays.
+    groups: complete and scored; empty on ranks other than zero, which receive the tokens they train on as arrays.
     metrics: of sampling and scoring. weight_versions: the versions that sampled its tokens, ascending.
-    sampler: position of the prompt stream after this batch, as a checkpoint keeps it. dropped: scored groups that are
-    not trained on, by their place among all groups in the order of sampling.
+    sampler: position of the prompt stream after this batch, for checkpoints. dropped: scored groups that are not
+    trained on, by their index among all groups in the order of sampling.
     """
 
     groups: list[Group]
@@ -44,13 +44,13 @@ class Batch:
 
     @property
     def sampled(self) -> list[Group]:
-        """All groups in the order of sampling, those that are not trained on included."""
+        """All groups in the order of sampling, including dropped ones."""
         trained = iter(self.groups)
         count = len(self.groups) + len(self.dropped)
-        return [self.dropped[place] if place in self.dropped else next(trained) for place in range(count)]
+        return [self.dropped[index] if index in self.dropped else next(trained) for index in range(count)]
 
     def is_of(self, version: int) -> bool:
-        """Whether these weights, and no others, sampled the whole of it."""
+        """Whether these weights alone sampled the whole batch."""
         return self.weight_versions == (version,)
 
     @property

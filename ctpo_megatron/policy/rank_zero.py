@@ -152,7 +152,7 @@ class RankZero:
             self.waits = False
 
     def _signs_of_life(self) -> None:
-        """Send heartbeats and check for missing ones. Rank zero checks all ranks, the others rank zero and its reports."""
+        """Send heartbeats and detect missing ones. Rank zero checks all ranks, the others check rank zero."""
         watched = range(1, self.world_size) if self.rank == 0 else range(1)
         seen = {rank: (b"", time.monotonic()) for rank in watched}
         count = 0
