@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ctpo_kernels.packed import PackedTokens
+from ctpo_kernels.packed import LossTensors, PackedTokens
 from ctpo_kernels.rows_torch import EntropyGradient, Shard
-from ctpo_kernels.spec import LossKeywords, LossSpec, inverse_of_loss_tokens
+from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +152,15 @@ def batch_of(
     values, ones = torch.zeros(tokens), torch.ones(tokens, dtype=masks)
     per = {"token": values, "sequence": torch.zeros(segments)}
     bounds = torch.linspace(0, tokens, segments + 1).to(cu)
-    return PackedTokens.of(
-        values, values if old else None, ones, per[advantages], bounds, ones if masked else None, per.get(weights)
+    tensors = LossTensors(
+        old_log_probs=values if old else None,
+        response_mask=ones,
+        advantages=per[advantages],
+        cu_seqlens=bounds,
+        loss_mask=ones if masked else None,
+        weights=per.get(weights),
     )
+    return PackedTokens.of(values, tensors)
 
 
 def launch_loss(size: tuple[int, int], options: dict[str, Any], *, stream: bool = False) -> None:
@@ -163,7 +169,7 @@ def launch_loss(size: tuple[int, int], options: dict[str, Any], *, stream: bool 
     options = dict(options)
     per_token, pieces, tokens = (options.pop(name, None) for name in ("per_token", "pieces", "tokens"))
     shape = {name: options.pop(name) for name in inspect.signature(batch_of).parameters if name in options}
-    batch, spec = batch_of(*size, **shape), LossSpec.of(LossKeywords(**options))
+    batch, spec = batch_of(*size, **shape), LossSpec(**options)
     inverse = spec.inverse_denominator(tokens, None, batch)
     totals = torch.ones(batch.segments, 4, dtype=torch.int64)
     state = torch.zeros(batch.segments, 3, dtype=torch.int64)

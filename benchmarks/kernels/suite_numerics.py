@@ -12,8 +12,8 @@ from benchmarks.kernels import rivals, suite_head
 from benchmarks.kernels.measure import Session
 from benchmarks.kernels.rivals import HeadCase
 from ctpo_kernels.loss import loss_implementation, loss_stream
-from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import FRACTION_BITS, LossKeywords, LossSpec
+from ctpo_kernels.packed import LossTensors, PackedTokens
+from ctpo_kernels.spec import FRACTION_BITS, LossSpec
 
 SHAPE, QUICK_SHAPE = (4096, 2560, 151936), (256, 32, 500)
 SAMPLE = 256
@@ -101,8 +101,8 @@ def prefix_drift(session: Session, tokens: int) -> None:
 def windows(session: Session, tokens: int) -> None:
     """Whether gradient and final prefix have the same bits however the sweep is cut, and in one pass."""
     log_probs, _, given = one_sequence(session, tokens)
-    batch = PackedTokens.of(*given, None, None)
-    spec = LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
+    batch = PackedTokens.of(log_probs, LossTensors(*given[1:]))
+    spec = LossSpec(loss_agg_mode="token-mean")
     implementation = loss_implementation(log_probs)
     whole = implementation.loss_pass(batch, spec, 1.0).gradient
     for size in (tokens, 4096, 1000, 129):

@@ -1,6 +1,6 @@
-"""Data: prompt files, conversations, the records of the ring, packing into training batches, the toolmath task.
+"""Data: prompt files, conversations, prompts, trajectories and batches, packing, the toolmath task.
 
-Names are imported when they are first used: reward workers and tools that need the records only do not load torch.
+Names are imported on first use, so that reward workers and tools that need no tensors do not load torch.
 """
 
 from __future__ import annotations

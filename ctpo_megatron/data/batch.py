@@ -12,7 +12,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 
 @dataclass(slots=True)
 class Group:
-    """The n trajectories of one prompt: the unit of commit, never partial.
+    """All trajectories of one prompt: sampled, scored and trained on as a whole, never in part.
 
     dropped: whether a batch leaves it out of training (`rollout.uniform_groups`).
     """
@@ -32,11 +32,11 @@ class Group:
 
 @dataclass(slots=True)
 class Batch:
-    """What a rollout source hands over for one training step.
+    """The input of one training step, as `Rollouts` delivers it.
 
     groups: complete and scored, in the order of sampling, dropped ones included; empty on ranks other than zero, which
-    get the tokens they train on as arrays. metrics: of sampling and scoring. weight_versions: those that sampled the
-    tokens to train on, ascending. sampler: position of the prompt stream after this batch, as a checkpoint keeps it.
+    receive the tokens they train on as arrays. metrics: of sampling and scoring. weight_versions: the versions that
+    sampled the tokens to train on, ascending. sampler: position of the prompt stream after this batch, for checkpoints.
     """
 
     groups: list[Group]
@@ -50,7 +50,7 @@ class Batch:
         return [group for group in self.groups if not group.dropped]
 
     def is_of(self, version: int) -> bool:
-        """Whether these weights, and no others, sampled the whole of it."""
+        """Whether these weights alone sampled the whole batch."""
         return self.weight_versions == (version,)
 
     @property

@@ -1,4 +1,4 @@
-"""Turns whole conversations into token records for supervised training on what the assistant says."""
+"""Turns whole conversations into trajectories for supervised training on the assistant's messages."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _BUCKET_BATCHES = 16
 
 Place = tuple[Path, int]
 Segment = tuple[str, bool]
-"""A stretch of the rendered text, and whether the assistant says it."""
+"""A piece of the rendered text, and whether it is the assistant's."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """One row: where it stands, what is said, and the tools that the template is offered."""
+    """One row: its file and row number, its messages, and the tools passed to the template."""
 
     place: Place
     messages: tuple[Message, ...]
@@ -54,11 +54,11 @@ def load_conversations(
 ) -> list[Trajectory]:
     """Read files (column `messages`, and `tools` if any) and tokenize every conversation as a rollout would produce it.
 
-    The text is cut where the assistant starts and after its end-of-turn token, and each piece is encoded alone.
+    The text is split where the assistant starts and after its end-of-turn token, and each piece is encoded separately.
     Assistant pieces have response_mask = loss_mask = 1, log-probability 0.0 and weight version 0; the rest is context.
-    tool_schemas: for rows without tools of their own. limit: read so many rows of each file.
-    Raises DataError for bad rows, all at once, and for a template that does not render the start of a
-    conversation as the start of its text, or does not show the calls in `tool_calls`.
+    tool_schemas: for rows without their own tools. limit: rows to read from each file. Raises DataError listing all bad
+    rows. Also for a template that does not render the start of a conversation as the start of its text, or ignores
+    `tool_calls`.
     """
     problems = Problems()
     offered = [dict(schema) for schema in tool_schemas] or None
@@ -92,9 +92,9 @@ def load_conversations(
 def batches(conversations: Sequence[Trajectory], per_step: int, seed: int) -> Iterator[list[Trajectory]]:
     """Endless batches of `per_step` conversations of similar length, reproducible from `seed`.
 
-    Every epoch is shuffled anew; within windows of a few batches conversations are sorted by length, so that a batch
-    needs little padding, and the batches of an epoch come in random order. An epoch drops its incomplete batch.
-    Raises ValueError when there are fewer conversations than one batch takes.
+    Every epoch is shuffled again. Within windows of a few batches conversations are sorted by length, so that a batch
+    needs little padding; the batches of an epoch come in random order. An epoch drops its incomplete batch. Raises
+    ValueError when there are fewer conversations than a batch needs.
     """
     if len(conversations) < per_step:
         raise ValueError(
@@ -104,7 +104,7 @@ def batches(conversations: Sequence[Trajectory], per_step: int, seed: int) -> It
 
 
 def batch_order(conversations: Sequence[Trajectory], per_step: int, seed: int) -> dict[str, Any]:
-    """What the order of `batches` follows from, to be compared with that of a checkpoint.
+    """The inputs that determine the order of `batches`, to compare with a checkpoint.
 
     conversations: blake2b-128, in hexadecimal, of all tokens and loss masks.
     """
@@ -132,7 +132,7 @@ def _endless_batches(conversations: Sequence[Trajectory], per_step: int, rng: Ra
 def _segments(
     conversations: Sequence[_Conversation], tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]
 ) -> list[list[Segment]]:
-    """Each conversation's text, cut where the assistant starts and after it ends its turn."""
+    """Each conversation's text, split where the assistant starts and after it ends its turn."""
     turns = [
         (index, at)
         for index, conversation in enumerate(conversations)
@@ -175,7 +175,7 @@ def _rendered(
     for place, (index, _) in enumerate(beginnings):
         together.setdefault(json.dumps(conversations[index].tools), []).append(place)
     texts = [""] * len(beginnings)
-    # One call for all that have the same tools: the template is looked up and compiled once.
+    # One call for all conversations with the same tools: the template is looked up and compiled once.
     for places in together.values():
         alike = [beginnings[place] for place in places]
         messages = [list(conversations[index].messages[:count]) for index, count in alike]
@@ -196,7 +196,7 @@ def _name_refused(
     tokenizer: PreTrainedTokenizerBase,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Raises DataError with all rows that the template refuses; returns where it refuses none of them alone."""
+    """Raises DataError listing all rows that the template refuses; returns if it accepts each of them separately."""
     import jinja2
 
     problems = Problems()
@@ -230,7 +230,7 @@ def _named(place: Place) -> str:
 def _encode(
     cut: Sequence[Sequence[Segment]], places: Sequence[Place], tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectory]:
-    # Questions, answers of tools and what a template writes around them come again and again.
+    # Cached: questions, tool outputs and the template's own texts repeat often.
     pieces = list(dict.fromkeys(text for segments in cut for text, _ in segments))
     encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     token_ids = dict(zip(pieces, encoded, strict=True))

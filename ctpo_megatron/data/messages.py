@@ -1,6 +1,6 @@
-"""Conversations as files hold them: checked, and brought into the one form that chat templates are given.
+"""Conversations of data files: checked and converted to the form that chat templates expect.
 
-The form is OpenAI's: {role, content}, for an assistant also `tool_calls`, for a tool `tool_call_id`.
+The form is OpenAI's: {role, content}, also `tool_calls` for an assistant and `tool_call_id` for a tool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Message = dict[str, Any]
 
 
 def check_messages(value: object) -> str | None:
-    """The reason why `value` is not a conversation, or None when it is one. A null field is the same as no field."""
+    """The reason why `value` is not a conversation, or None when it is one. A null field counts as missing."""
     if not isinstance(value, list) or not value:
         return "expected a non-empty list of {role, content}"
     called: set[str] = set()
@@ -109,7 +109,7 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(value: Any) -> Any:
-    """A value that may be given as its JSON text; a text that is no JSON stays a text."""
+    """Decode a value that may be given as JSON text; other text is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:

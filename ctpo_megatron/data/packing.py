@@ -1,4 +1,4 @@
-"""Packs the sequences of a step into micro-batches of flat tokens; what one forward pass of the policy sees."""
+"""Packs the sequences of a step into micro-batches of flat tokens, the input of one forward pass."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class PackedBatch:
     """One micro-batch: sequences laid end to end.
 
     token_ids, position_ids: [N] int64; cu_seqlens: [B+1] int32, cu_seqlens[0] = 0, cu_seqlens[-1] = N.
-    response_mask, loss_mask, current: [N] bool, aligned with the token that is predicted (the first token of a sequence
-    is 0); current: see `TokenArrays`.
-    rollout_log_probs, advantages, log_probs, old_log_probs: [N] fp32 (nats). log_probs: of the latest pass over it;
-    old_log_probs: of the weights that the batch began with; both are filled by the policy, as is entropy_sum (nats,
+    response_mask, loss_mask, current: [N] bool, aligned with the predicted token (0 at the first token of a sequence);
+    current: see `TokenArrays`.
+    rollout_log_probs, advantages, log_probs, old_log_probs: [N] fp32 (nats). log_probs: of the latest pass over this
+    micro-batch; old_log_probs: of the weights before the first update. The policy fills in both, and entropy_sum (nats,
     fp64 scalar, with old_log_probs).
     correction_weights: [N] fp32, detached factors of the token losses; None: 1 (filled by the policy's correction).
-    sequences, lengths: place in the step and tokens of each sequence. Alignment may put masked tokens behind them,
-    inside its boundaries, and one masked sequence, not listed, at the end of the micro-batch.
-    on_policy: the weights are still those that the batch began with, so that the old log-probs are those of the
-    training pass itself. packed: the same in host memory, as `pack` made it; None where this is it.
+    sequences, lengths: index in the step and number of tokens of each sequence. Alignment may append masked tokens to a
+    sequence, inside its boundaries, and one masked, unlisted sequence to the micro-batch.
+    on_policy: the weights have not been updated since the batch began, so the old log-probs are the log-probs of the
+    training pass itself. packed: the original in host memory, from `pack`; None if this is the original.
     """
 
     token_ids: torch.Tensor
@@ -48,15 +48,15 @@ class PackedBatch:
 
     @property
     def on_host(self) -> PackedBatch:
-        """As packed, in host memory: what is planned from it is not read back from the device.
+        """The original in host memory, so that planning needs no read-back from the device.
 
-        Neither `old_log_probs` nor what the correction does, which leaves tokens out of `loss_mask`.
+        Without `old_log_probs`, and without the correction's changes of `loss_mask`.
         """
         return self.packed or self
 
     @property
     def num_tokens(self) -> int:
-        """N, alignment included."""
+        """N, including alignment."""
         return int(self.token_ids.numel())
 
     @property
@@ -64,13 +64,13 @@ class PackedBatch:
         return int(self.on_host.cu_seqlens.diff().max())
 
     def places(self) -> Iterator[tuple[int, slice]]:
-        """Place of each sequence in the step, and where its tokens are; alignment is left out."""
+        """Index of each sequence in the step, and the slice of its tokens, without alignment."""
         starts = self.on_host.cu_seqlens.tolist()
         for place, start, length in zip(self.sequences, starts, self.lengths, strict=False):
             yield place, slice(start, start + length)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same micro-batch with its tensors on `device`; the host does not wait for the copies."""
+        """A copy with its tensors on `device`; the host does not wait for the copies."""
         tensors = {
             name: value.to(device, non_blocking=True)
             for name in self.__slots__
@@ -81,10 +81,10 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PackingRules:
-    """What a parallel layout asks of the micro-batches of one rank.
+    """What a parallel layout requires of the micro-batches of one rank.
 
     max_tokens: capacity of a micro-batch. sequence_multiple, batch_multiple: the tokens of every sequence and of every
-    micro-batch are filled up to a multiple. count_multiple: so is the number of micro-batches.
+    micro-batch are padded to a multiple. count_multiple: the number of micro-batches is, too.
     """
 
     max_tokens: int
@@ -93,14 +93,14 @@ class PackingRules:
     count_multiple: int = 1
 
     def padded(self, tokens: int) -> int:
-        """Tokens that a sequence of `tokens` takes."""
+        """The padded length of a sequence of `tokens`."""
         return math.ceil(tokens / self.sequence_multiple) * self.sequence_multiple
 
 
 def split_evenly(
     sequences: Sequence[TokenSequence], parts: int, costs: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Indices of the sequences for each of `parts` data-parallel ranks: the costliest first, to the least loaded.
+    """Distribute sequences over `parts` data-parallel ranks: the costliest first, to the least loaded. Returns indices.
 
     costs: positive, one per sequence; None: token counts. No part is empty if there are as many sequences as
     parts. The largest load is at most 4/3 - 1/(3 parts) times the best possible (Graham 1969).
@@ -122,11 +122,11 @@ def pack(
     *,
     at_least: int = 0,
 ) -> list[PackedBatch]:
-    """Pack into as few micro-batches as first-fit-decreasing finds, or `at_least` so many.
+    """Pack by first-fit-decreasing, into `at_least` that many micro-batches.
 
-    advantages: one per sequence, broadcast to its tokens (None: 0). More micro-batches than sequences leave some of
-    one masked sequence: nothing is learned from it, but ranks that wait for each other run the same number of passes.
-    The result depends only on the arguments. Raises ValueError for a sequence longer than `rules.max_tokens`.
+    advantages: one per sequence, broadcast to its tokens (None: 0). With more micro-batches than sequences, some have
+    one masked sequence: it has no loss, but ranks that wait for each other run the same number of passes. The result
+    depends only on the arguments. Raises ValueError for a sequence longer than `rules.max_tokens`.
     """
     return [
         _concatenate(
@@ -139,7 +139,7 @@ def pack(
 
 
 def micro_batch_count(sequences: Sequence[TokenSequence], rules: PackingRules) -> int:
-    """How many micro-batches `pack` makes of them."""
+    """How many micro-batches `pack` makes."""
     return len(_bins(sequences, rules, 0))
 
 
@@ -168,7 +168,7 @@ def _bins(sequences: Sequence[TokenSequence], rules: PackingRules, at_least: int
 
 
 def _divided(sequences: Sequence[TokenSequence], bins: list[list[int]], count: int) -> list[list[int]]:
-    """The same work in `count` or more micro-batches: the largest are halved; what is still missing is empty."""
+    """The same sequences in at least `count` micro-batches: the largest are halved; missing ones are empty."""
     while len(bins) < count:
         divisible = [b for b, members in enumerate(bins) if len(members) > 1]
         if not divisible:

@@ -1,4 +1,4 @@
-"""What is wrong with data files, collected so that one run reports all of it."""
+"""Problems of data files, collected so that one run reports all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class DataError(ValueError):
 
 
 class Problems:
-    """Collects what is wrong, so that one run reports all of it."""
+    """Collects problems, so that one run reports all of them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Prompt: one question as it is put to the model."""
+"""Prompt: one question as the model receives it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task, already rendered with the model's chat template up to the point where the model speaks."""
+    """One question, rendered with the model's chat template up to the start of the model's turn."""
 
     id: str
     data_source: str

@@ -1,4 +1,4 @@
-"""Hands prompts out in a reproducible, resumable order."""
+"""Draws prompts in a reproducible, resumable order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PromptSampler:
         self._start(epoch=0, cursor=0)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; a batch that crosses the end of an epoch goes on with the next one."""
+        """The next `count` prompts; a batch that crosses the end of an epoch continues with the next epoch."""
         taken: list[Prompt] = []
         while len(taken) < count:
             if self._cursor == len(self._order):
@@ -48,14 +48,14 @@ class PromptSampler:
         return self._epoch * len(self._prompts) + self._cursor
 
     def named(self, ids: Collection[str]) -> dict[str, Prompt]:
-        """The prompts with these ids. Raises ValueError for one that there is not."""
+        """The prompts with these ids. Raises ValueError for an unknown id."""
         found = {prompt.id: prompt for prompt in self._prompts if prompt.id in ids}
         if unknown := sorted(set(ids) - set(found)):
             raise ValueError(f"{len(unknown)} prompts are not in the data, e.g. {unknown[0]!r}")
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the stream: {epoch, cursor, seed}, and what it is a position in.
+        """Position in the stream: {epoch, cursor, seed}, and what identifies the stream.
 
         consumed: the ids taken from this epoch, in order. digest: blake2b-128, in hexadecimal, of all prompts.
         """
@@ -64,10 +64,10 @@ class PromptSampler:
         return position | {"consumed": consumed, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, so that every prompt of the epoch is taken exactly once.
+        """Continue from `state`, so that every prompt of the epoch is taken exactly once.
 
-        Raises ValueError when this stream would not have given the prompts that `state` says were taken, or has other
-        prompts, tokens or answers under their ids; any will do if none was taken yet.
+        Raises ValueError when this stream would not have produced the prompts of `state`, or has other prompts, tokens
+        or answers under their ids. Any stream is accepted if no prompt was taken yet.
         """
         if state["seed"] != self._seed:
             raise ValueError(f"the saved prompt order used seed {state['seed']}, this run uses seed {self._seed}")

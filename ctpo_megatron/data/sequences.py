@@ -1,4 +1,4 @@
-"""Trajectories as training sees them: typed arrays, and the counts by which ranks share them."""
+"""Trajectories for training: typed arrays, and the counts by which they are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctpo_megatron.data.trajectory import Trajectory
 class TokenArrays(NamedTuple):
     """Per token `[T]`: token_ids int32; response_mask, loss_mask, current bool; rollout_log_probs float32 (nats).
 
-    current: sampled by the weights that the step starts from, so that the trainer's log-prob has to be the same.
+    current: sampled by the trainer's current weights, so that the trainer's log-prob must agree.
     """
 
     token_ids: NDArray[np.int32]
@@ -29,9 +29,9 @@ class TokenArrays(NamedTuple):
 class TokenSequence:
     """One trajectory of a training step.
 
-    place: its position among the trajectories of the step. name: prompt and sample, for messages. length,
-    sampled_tokens, loss_tokens: its tokens, those that the policy sampled, those in the loss. tokens: None on ranks
-    that do not train on it.
+    place: its index among the trajectories of the step. name: prompt and sample, for messages. length, sampled_tokens,
+    loss_tokens: number of all tokens, of sampled tokens and of loss tokens. tokens: None on ranks that do not train on
+    it.
     """
 
     place: int
@@ -46,9 +46,9 @@ class TokenSequence:
 
 
 def token_sequences(trajectories: Iterable[Trajectory], version: int | None = None) -> list[TokenSequence]:
-    """Every trajectory with its tokens, in order. version: of the weights that the step starts from; None: of all.
+    """The tokens of every trajectory, in order. version: of the current weights; None: any version counts as current.
 
-    Raises ValueError for one that is empty or starts with a sampled token: the loss predicts tokens from those before.
+    Raises ValueError for a trajectory that is empty or starts with a sampled token, which nothing would predict.
     """
     return [_sequence(place, trajectory, version) for place, trajectory in enumerate(trajectories)]
 

@@ -1,4 +1,4 @@
-"""Finds data files and reads their rows: parquet, JSON lines, and folders of the Hugging Face library `datasets`."""
+"""Finds data files and reads their rows: parquet, JSON lines, and folders of Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 class _UnreadableTable(Exception):
-    """A file is not what its name says."""
+    """A file does not have the format of its suffix."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number, cells of the named columns that exist) of the first `limit` rows, or of all.
 
-    Nothing when a required column is missing. A row is a line in a file of JSON lines.
+    Yields nothing when a required column is missing. In JSON lines, a row number is a line number.
     """
     try:
         table = open_table(file)
@@ -95,7 +95,7 @@ def count_all_rows(patterns: Sequence[str]) -> int | None:
 
 
 def open_table(file: Path) -> Table:
-    """The table in a file, by its suffix; any other suffix is taken for parquet. Raises what its reader raises."""
+    """Open a file by its suffix; an unknown suffix is read as parquet. Raises what the reader raises."""
     if file.suffix in _JSON:
         return _open_json(file)
     if file.suffix in _OTHERS:
@@ -120,9 +120,9 @@ def _batches(batches: Any) -> Iterator[Any]:
 
 
 def _open_json(file: Path) -> Table:
-    """One object a line, or one list of objects; an empty line is None."""
+    """One object per line, or one list of objects; an empty line is None."""
     text = file.read_text(encoding="utf-8-sig")
-    lines = text.split("\n")  # str.splitlines() also cuts at U+2028 and others, which texts may hold
+    lines = text.split("\n")  # str.splitlines() also splits at U+2028 and others, which texts may contain
     try:
         if text.lstrip().startswith("["):
             rows = json.loads(text)
@@ -142,7 +142,7 @@ def _open_json(file: Path) -> Table:
 
 
 def _is_text(cell: Any) -> bool:
-    """Whether UTF-8 has all of its characters: JSON's escapes can say the half of a pair."""
+    """Whether UTF-8 can encode it: JSON escapes can contain unpaired surrogates."""
     try:
         json.dumps(cell, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -162,7 +162,7 @@ def _lacks(file: Path, columns: Sequence[str], required: Sequence[str], problems
 
 
 def _files_of(folder: Path, problems: Problems) -> list[Path]:
-    """The data files of a folder: as `save_to_disk` wrote it, or parquet files of one split."""
+    """The data files of a folder: written by `save_to_disk`, or parquet files of one split."""
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(str(folder / entry.name) for entry in sorted(folder.iterdir()) if entry.is_dir())
         problems.general(f"{folder}: holds several splits; name one: {splits}")
@@ -186,7 +186,7 @@ def _files_of(folder: Path, problems: Problems) -> list[Path]:
 
 
 def _nearby(path: Path) -> str:
-    """What exists close to a path that does not: the nearest folder above and the data files in it."""
+    """Suggestions for a path that does not exist: the nearest existing parent folder and the data files in it."""
     folder = path.parent
     while glob.has_magic(str(folder)) or not folder.is_dir():
         folder = folder.parent

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 FinishReason = Literal["answer", "length", "max_turns", "tool_budget"]
-"""Why an episode ended: the model answered without a call, the token budget ran out, or the turns did."""
+"""Why an episode ended: an answer without a call, or a limit of tokens, turns or tool use."""
 
 ToolStatus = Literal["success", "runtime_error", "timeout", "parse_error", "infrastructure_error"]
 TOOL_STATUSES: tuple[ToolStatus, ...] = get_args(ToolStatus)
@@ -19,7 +19,7 @@ class ToolCall:
     """One tool call of an episode. `output` is the observation text as the model saw it.
 
     name, arguments: empty when the call could not be read (status "parse_error"). wall_s: seconds from the call to its
-    answer. exec_s: those of them in which it ran, as its service says; None where it does not.
+    answer. exec_s: seconds of execution, as reported by the tool's service; None if unknown.
     """
 
     turn: int
@@ -32,16 +32,16 @@ class ToolCall:
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds that it waited for a place to run and travelled; None where `exec_s` is not known."""
+        """Seconds of queueing and transfer; None if `exec_s` is unknown."""
         return None if self.exec_s is None else max(0.0, self.wall_s - self.exec_s)
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """Append-only token record of one episode: prompt, then model turns and tool observations in turn.
+    """Append-only token record of one episode: the prompt, then alternating model turns and observations.
 
-    The six per-token lists always have one length. History is never re-rendered or re-tokenized: what the
-    engine sampled is what is trained on.
+    The six per-token lists always have the same length. History is never re-rendered or re-tokenized: the tokens that
+    the engine sampled are trained on.
 
     token_ids: vocabulary ids.
     response_mask: 1 where the policy sampled the token, else 0 (prompt, observation, template).
@@ -66,7 +66,7 @@ class Trajectory:
     """Decoded text of the final model turn without its stop token."""
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
-    """The parts of the reward by name, where the reward function gives any."""
+    """The parts of the reward by name, if the reward function returns any."""
 
     def append_model(
         self, token_ids: Sequence[int], rollout_log_probs: Sequence[float], weight_version: Sequence[int], turn: int
@@ -111,7 +111,7 @@ class Trajectory:
 
     def to_json(self) -> dict[str, Any]:
         """A plain-JSON form that `from_json` restores exactly (Python floats round-trip through JSON)."""
-        # `asdict` of the whole would copy every number by itself.
+        # `asdict` of the trajectory would copy every number separately.
         record = {each.name: copy.copy(getattr(self, each.name)) for each in fields(self)}
         return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
 

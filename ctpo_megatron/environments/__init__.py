@@ -1,1 +1,1 @@
-"""Environments: one episode of a prompt: model turns, tool calls, messages, budgets. No vLLM, no Ray."""
+"""Environments: the episode of a prompt, with model turns, tool calls, messages and budgets. No vLLM, no Ray."""

@@ -1,4 +1,4 @@
-"""The arguments of a tool call against the tool's schema, with reasons written for the model."""
+"""Checks the arguments of a tool call against the tool's schema, with error messages written for the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _A = {
 
 
 def check_arguments(schema: Schema, arguments: Any) -> dict[str, Any]:
-    """`arguments` if they are an object that fits `schema`; properties that it does not name are refused.
+    """Return `arguments` if they are an object that fits `schema`; unknown properties are refused.
 
     Raises ParseError.
     """

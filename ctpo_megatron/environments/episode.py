@@ -14,7 +14,7 @@ from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox
 
 _TAG_TOKENS = 16
-"""At the end of a prompt: more than any tokenizer needs for `<think>` and the line ends behind it."""
+"""Last tokens of a prompt that are decoded: more than any tokenizer needs for `<think>` and the newlines after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ModelTurn:
     """What an engine sampled for one turn; the stop token, when there is one, is the last token.
 
     rollout_log_probs: nats, under the distribution sampled from (temperature, top-p and top-k applied).
-    weight_version: one integer a token.
+    weight_version: one integer per token.
     """
 
     token_ids: Sequence[int]
@@ -63,7 +63,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A model turn. text: without the end token, behind the `<think>` that the prompt has opened it with, if any.
+    """A model turn. text: without the end token, and with the `<think>` that the prompt ended with, if any.
 
     number: from 1. complete: False when a token limit cut it.
     has_end_token: False for one that was cut, or that the tool parser ended.
@@ -80,7 +80,7 @@ class PromptTooLong(ValueError):
 
 
 class EpisodeOver(Exception):
-    """A budget is used up. An environment lets it pass: the episode then ends with `reason` and no final text."""
+    """A budget is exhausted. An environment must not catch it; the episode ends with `reason` and no final text."""
 
     def __init__(self, reason: FinishReason) -> None:
         super().__init__(reason)
@@ -98,7 +98,7 @@ class EpisodeFailed(Exception):
 class Episode:
     """Turns alternate: `generate`, `reply`, `generate`, ... until `finish`. Every token is recorded here, once.
 
-    trajectory: the empty record; its seed decides the sampling. Raises PromptTooLong when no token can be sampled.
+    trajectory: the empty record; its seed determines the sampling. Raises PromptTooLong when no token can be sampled.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Episode:
 
     @property
     def seed(self) -> int:
-        """A number of this episode alone, for an environment that draws at random."""
+        """A seed unique to this episode, for environments with randomness."""
         return self._trajectory.seed
 
     async def generate(self) -> Turn:
@@ -149,7 +149,7 @@ class Episode:
                 return self._turn
 
     async def _sample(self, number: int, max_tokens: int, seed: int) -> Sequence[int]:
-        """Have the engine continue turn `number`; the tokens, which are recorded."""
+        """Have the engine continue turn `number`; record and return the tokens."""
         trajectory = self._trajectory
         sampled = await self._engine(trajectory.token_ids, max_tokens=max_tokens, seed=seed)
         ids = sampled.token_ids
@@ -168,8 +168,8 @@ class Episode:
     async def call_tools(self, turn: Turn) -> list[Message]:
         """Run the tool calls in `turn`, record them, and return the messages to `reply` with.
 
-        The calls of one turn run together, whatever of the budgets is left. Raises EpisodeOver when no turn is left to
-        read the answers, or nothing of a budget, ToolUnavailable when a tool is.
+        The calls of one turn run together, even if they exceed a budget. Raises EpisodeOver when no turn is left to
+        read the answers or a budget is exhausted, ToolUnavailable when a tool is.
         """
         self._check_answerable()
         self._check_tool_budget()
@@ -182,7 +182,7 @@ class Episode:
     def reply(self, *messages: Message) -> None:
         """Append messages to the conversation, as the chat template writes them, and open the next model turn.
 
-        Raises EpisodeOver when the last turn was cut, no turn is left, or not even one more token would fit.
+        Raises EpisodeOver when the last turn was cut, no turn is left, or no further token would fit.
         """
         turn = self._check_answerable()
         ids = self._codec.encode(messages, end_turn=not turn.has_end_token)
@@ -200,7 +200,7 @@ class Episode:
         self._trajectory.finish_reason, self._trajectory.final_text = reason, final_text
 
     def result(self) -> Trajectory:
-        """The record of an episode that was finished."""
+        """The trajectory of a finished episode."""
         if self._trajectory.finish_reason is None or self._turn is None:
             raise RuntimeError("environment: run() returned without a model turn or without finish()")
         return self._trajectory
@@ -229,7 +229,7 @@ class Episode:
 
 
 async def play(environment: Environment, episode: Episode) -> Trajectory:
-    """Let `environment` play `episode`; returns its record.
+    """Run `episode` in `environment`; returns its trajectory.
 
     Raises EpisodeFailed when a tool or service is unavailable, and whatever engine and environment raise.
     """

@@ -1,4 +1,4 @@
-"""Makes the tools, the parser and the environment that `rollout` names, and checks them without making them."""
+"""Creates the tools, parser and environment of section `rollout`, or checks them without creating them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_toolbox(
 ) -> Toolbox:
     """The tools and the parser of a run; `extensions.activate` comes first. Raises ExtensionError.
 
-    sandbox_url: None: of this node's own sandbox; LookupError when there is none. engines: of all `nodes`.
+    sandbox_url: None uses this node's own sandbox; LookupError when there is none. engines: of all `nodes`.
     """
     url = node_sandbox_url() if sandbox_url is None else sandbox_url
     tools: list[Tool] = [
@@ -49,17 +49,17 @@ def make_environment(rollout: RolloutConfig) -> Environment:
 
 
 def needs_sandbox(rollout: RolloutConfig) -> bool:
-    """Whether a configured tool runs its programs in the sandbox."""
+    """Whether a configured tool runs programs in the sandbox."""
     return any(tool.name == "python" for tool in rollout.tools)
 
 
 def tool_schemas(rollout: RolloutConfig) -> list[Schema]:
-    """The function schemas of the configured tools, in their order, without making a tool. Raises ExtensionError."""
+    """The function schemas of the configured tools, in their order, without creating a tool. Raises ExtensionError."""
     return [_schema(tool) for tool in rollout.tools]
 
 
 def offered_schemas(data: DataConfig, rollout: RolloutConfig) -> list[Schema]:
-    """The schemas that prompts show the model, as `data.tool_in_prompt` or the parser says. Raises ExtensionError."""
+    """The schemas that prompts show the model, see `data.tool_in_prompt` and `ToolParser`. Raises ExtensionError."""
     offer = data.tool_in_prompt
     if offer is None:
         offer = bool(getattr(make_parser(rollout), "schemas_in_prompt", True))
@@ -67,7 +67,7 @@ def offered_schemas(data: DataConfig, rollout: RolloutConfig) -> list[Schema]:
 
 
 def system_prompt(data: DataConfig, rollout: RolloutConfig) -> SystemPrompt:
-    """What comes before every conversation, as `data.system_prompt` or the parser says. Raises ExtensionError."""
+    """The system prompt of every conversation, from `data.system_prompt` or the parser. Raises ExtensionError."""
     if data.system_prompt is not None:
         return SystemPrompt(system_prompt_text(data.system_prompt), chosen=True)
     return SystemPrompt(str(getattr(make_parser(rollout), "system_prompt", "")))
@@ -76,7 +76,7 @@ def system_prompt(data: DataConfig, rollout: RolloutConfig) -> SystemPrompt:
 def check_tool(tool: Extension) -> None:
     """Raises ExtensionError when `tool` cannot be a tool: no schema, no async call, or it does not take its arguments.
 
-    The check imports the user's module and makes nothing.
+    The check imports the user's module but creates nothing.
     """
     if tool.name == "python":
         if tool.arguments:
@@ -87,14 +87,14 @@ def check_tool(tool: Extension) -> None:
 
 
 def check_tool_parser(parser: Extension) -> None:
-    """Raises ExtensionError when `parser` cannot be a ToolParser, or stops turns without saying where they end."""
+    """Raises ExtensionError when `parser` cannot be a ToolParser, or has `stop` but no `ends_turn`."""
     made_by = _find(PARSERS, parser)
     methods = ("mentions_call", "parse", "render", *(["ends_turn"] if hasattr(made_by, "stop") else []))
     _check_methods(made_by, parser, methods, awaited=False)
 
 
 def check_parser_fits(rollout: RolloutConfig) -> None:
-    """Raises ExtensionError when the parser `fenced` has nothing that runs programs."""
+    """Raises ExtensionError when the parser `fenced` has no tool that runs programs."""
     if rollout.tool_parser.name != "fenced":
         return
     for schema in tool_schemas(rollout):
@@ -128,7 +128,7 @@ def _schema(tool: Extension) -> Schema:
 
 
 def _check_methods(made_by: Any, part: Extension, methods: Sequence[str], *, awaited: bool) -> None:
-    """Whether `made_by(**arguments)` is possible; of a class also its methods, each of which takes one argument."""
+    """Check that `made_by(**arguments)` is possible; for a class also its methods, each with one argument."""
     _check_binds(str(part), made_by, **part.arguments)
     if not isinstance(made_by, type):
         return

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 class ToolEnvironment:
-    """Ends with "answer" (a turn without a tool call), "length" (a turn that hit a token limit, or tool output that
-    does not fit), or "max_turns" (a tool call in the last turn, which is not run)."""
+    """Ends with "answer" (a turn without a tool call), "length" (a turn or tool output that does not fit), or
+    "max_turns" (a tool call in the last turn, which is not run)."""
 
     async def run(self, episode: Episode) -> None:
         """See Environment."""

@@ -1,4 +1,4 @@
-"""The sandbox of a node of a cluster: whoever starts the node starts one, and says where it is."""
+"""The sandbox of a cluster node: the node program starts it and passes its address on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _ANSWER_TIMEOUT_S = 10.0
 
 
 def names_a_server() -> bool:
-    """Whether this process was told of a sandbox of its node."""
+    """Whether this process knows the address of a sandbox on its node."""
     return any(os.environ.get(name) for name in _VARIABLES)
 
 
 def node_sandbox_url() -> str:
-    """Address of this node's sandbox. Raises LookupError with what to do when it has none, ValueError as `node_url`."""
+    """Address of this node's sandbox. Raises LookupError with advice when there is none, ValueError as `node_url`."""
     from ctpo_sandbox.address import node_url
 
     url = node_url()
@@ -29,7 +29,7 @@ def node_sandbox_url() -> str:
 
 
 def node_sandbox_problem() -> Problem | None:
-    """Why this node's sandbox cannot be used; asks it."""
+    """Why this node's sandbox cannot be used; sends it a request."""
     import httpx
 
     from ctpo_sandbox.client import authorization

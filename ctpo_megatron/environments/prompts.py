@@ -1,4 +1,4 @@
-"""The prompts of a run: read, rendered, their ground truths checked; what was left out is logged and written down."""
+"""The prompts of a run: read, rendered, with checked ground truths; rows left out are logged and recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def chat_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """As `training_tokenizer`, read without torch. Raises TokenizerError."""
+    """`training_tokenizer`, read without torch. Raises TokenizerError."""
     tokenizer = read_tokenizer(config.model.path)
     use_chat_template(tokenizer, config.model)
     check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
@@ -31,7 +31,7 @@ def chat_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> PromptSet:
-    """The prompts of `data.train`, with the rows that `data.overlong` and `data.unverifiable` leave out."""
+    """The prompts of `data.train`, and the rows that `data.overlong` and `data.unverifiable` leave out."""
     data = config.data
     found = read_prompts(data.train, tokenizer, _rules(config, overlong=data.overlong, limit=limit))
     found.exclude(_ground_truths(found, config.reward), "data.unverifiable", data.unverifiable)
@@ -41,9 +41,9 @@ def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: 
 
 
 def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> PromptSet:
-    """The prompts of `data.eval`, all of them: without some of its rows a benchmark would be another one.
+    """All prompts of `data.eval`: without some of its rows it would be another benchmark.
 
-    Where `data.unverifiable` is `drop`, those that no answer can match stay, score 0, and are named in the log.
+    If `data.unverifiable` is `drop`, prompts that no answer can match are kept, score 0, and are logged.
     """
     found = read_prompts(config.data.eval, tokenizer, _rules(config, held_out=True, limit=limit))
     cells = _ground_truths(found, config.reward)
@@ -56,7 +56,7 @@ def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: 
 
 
 def usable(found: PromptSet, directory: Path | None = None) -> list[Prompt]:
-    """The prompts of a set without problems; what was left out goes to the log, and to `<directory>/data.json`.
+    """The prompts of a set without problems; rows left out go to the log and to `<directory>/data.json`.
 
     Raises DataError with all problems.
     """

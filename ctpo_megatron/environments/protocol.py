@@ -1,4 +1,4 @@
-"""What users can replace: a tool, the parser of its calls, and the environment that plays an episode."""
+"""Protocols that users can implement: a tool, the parser of its calls, and the environment of an episode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallRequest:
-    """A call as the model wrote it; whether there is such a tool with such arguments is checked afterwards."""
+    """A call as the model wrote it; its tool and arguments are checked afterwards."""
 
     name: Any
     arguments: Any
@@ -33,9 +33,9 @@ class ToolCallRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answers: the text that the model is shown (cut to `rollout.max_observation_chars`).
+    """The answer of a tool: the text shown to the model (cut to `rollout.max_observation_chars`).
 
-    exec_s: seconds that it ran, queueing excluded; None where the tool does not know.
+    exec_s: seconds of execution without queueing; None if unknown.
     """
 
     text: str
@@ -44,7 +44,7 @@ class ToolResult:
 
 
 class ParseError(ValueError):
-    """A tool call that cannot be read or run as it is written; the message is shown to the model."""
+    """A tool call that cannot be parsed or run; the message is shown to the model."""
 
 
 class ToolUnavailable(Exception):
@@ -52,24 +52,24 @@ class ToolUnavailable(Exception):
 
 
 class Tool(Protocol):
-    """Made once in each engine process; its calls run concurrently.
+    """Created once in each engine process; its calls run concurrently.
 
-    schema: of the class, as it is read without making the tool. Arguments are checked against it before the call.
+    schema: a class attribute, since it is read without an instance. Arguments are checked against it before the call.
     """
 
     schema: ClassVar[Schema]
 
     async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
-        """Run one call. Raises ToolUnavailable; any other exception also loses the group."""
+        """Run one call. Raises ToolUnavailable; any other exception also fails the group."""
         ...
 
 
 class ToolParser(Protocol):
-    """Reads the calls of a model turn and says how the answers are shown. Made once in each engine process.
+    """Parses the calls of a model turn and renders their answers. Created once in each engine process.
 
     A parser may also have these attributes, of the class or the object:
-    system_prompt: text that explains it to the model, where `data.system_prompt` is null; else there is none.
-    schemas_in_prompt: whether the chat template is given the tools, where `data.tool_in_prompt` is null; else it is.
+    system_prompt: text that explains the format to the model, used if `data.system_prompt` is null; default none.
+    schemas_in_prompt: whether the chat template receives the tools if `data.tool_in_prompt` is null; default true.
     example: a turn with one call, which `ctpo doctor CONFIG --template` renders.
     """
 
@@ -88,21 +88,21 @@ class ToolParser(Protocol):
 
 @runtime_checkable
 class StoppingParser(ToolParser, Protocol):
-    """A parser that ends turns in which the model goes on after its call.
+    """A parser that ends turns in which the model continues after its call.
 
-    stop: sampling pauses behind each of these strings. What was sampled stays; what would follow never is.
+    stop: sampling pauses after each of these strings. Sampled tokens are kept.
     """
 
     stop: Sequence[str]
 
     def ends_turn(self, text: str) -> bool:
-        """Whether a turn that has paused behind `text` is over; if not, the model goes on."""
+        """Whether a turn that paused after `text` is over; if not, the model continues."""
         ...
 
 
 class Environment(Protocol):
-    """Plays episodes, many at once: what belongs to one episode is kept in local variables."""
+    """Runs episodes, many concurrently: keep the state of an episode in local variables."""
 
     async def run(self, episode: Episode) -> None:
-        """Play `episode` to its end (`episode.finish`). Raises ToolUnavailable to have the group sampled again."""
+        """Run `episode` to its end (`episode.finish`). Raises ToolUnavailable to have the group sampled again."""
         ...

@@ -1,10 +1,10 @@
-"""Sampling seeds as a stable function of what is sampled, so that a run can be repeated token for token."""
+"""Sampling seeds as a stable function of prompt, step and sample, so that a run can be repeated token for token."""
 
 from __future__ import annotations
 
 import hashlib
 
-_BITS = 53  # exact in a JSON number whoever reads it
+_BITS = 53  # exact as a JSON number in every reader
 
 
 def _hash(*parts: object) -> int:
@@ -15,11 +15,11 @@ def _hash(*parts: object) -> int:
 def trajectory_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
     """Seed of one trajectory: the top 53 bits of blake2b-64 over the fields joined by the unit separator (0x1f).
 
-    A retried group gets the same seeds, so a fault leaves no trace in what is sampled.
+    A retried group gets the same seeds, so a fault does not change what is sampled.
     """
     return _hash("trajectory", run_seed, step, prompt_id, sample_index)
 
 
 def turn_seed(seed: int, turn: int, tokens: int = 0) -> int:
-    """Seed of model turn `turn` (from 1) of the trajectory with `seed`, behind its first `tokens` tokens."""
+    """Seed of model turn `turn` (from 1) of the trajectory with `seed`, after the first `tokens` tokens of the turn."""
     return _hash("turn", seed, turn, *([tokens] if tokens else []))

@@ -1,4 +1,4 @@
-"""Messages as tokens, learned from the tokenizer's own chat template; and the ids a turn stops at."""
+"""Encodes messages as tokens with the tokenizer's own chat template, and finds the ids that end a turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ASSISTANT = "ASSISTANTPROBE"
 
 
 class TemplateError(ValueError):
-    """The chat template cannot show a message."""
+    """The chat template cannot render a message."""
 
 
 def stop_token_ids(tokenizer: Any, model_path: str | Path) -> frozenset[int]:
@@ -33,7 +33,7 @@ def stop_token_ids(tokenizer: Any, model_path: str | Path) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the template writes around the contents of some messages: one text more than there are messages.
+    """The template's text around the contents of some messages: one text more than messages.
 
     json_escaped: for each message, whether the template escapes its content as in a JSON string.
     end: the end token before them, which closes the assistant's message.
@@ -47,9 +47,9 @@ class Frame:
 class MessageTemplate:
     """Turns messages into the token ids between a turn's stop token and the next turn's first token.
 
-    Derived once for each sequence of roles from a rendered conversation [user, assistant, *messages]: what the template
-    writes after the assistant's end token, with the contents as holes in it. The conversation before is never rendered
-    again. schemas: of the tools that the model is offered.
+    Derived once for each sequence of roles from a rendered conversation [user, assistant, *messages]: the text after
+    the assistant's end token, with placeholders for the contents. The earlier conversation is never rendered again.
+    schemas: of the tools offered to the model.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class MessageTemplate:
         schemas: Sequence[Schema] = (),
     ) -> None:
         self._tokenizer, self._kwargs = tokenizer, chat_template_kwargs or {}
-        # Templates differ in whether a tool answer needs the schema in sight.
+        # Some templates render a tool answer only with the schemas.
         self._offers = [[dict(schema) for schema in schemas], None] if schemas else [None]
         self._any_tool = str(schemas[0]["function"]["name"]) if schemas else ""
         stops = set(stop_ids) | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
@@ -70,10 +70,11 @@ class MessageTemplate:
         self._frames: dict[tuple[tuple[str, str], ...], Frame] = {}
 
     def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]:
-        """Token ids of the whole insertion, after the end token or with it; special tokens of the template are parsed.
+        """Token ids of the messages, without the end token before them or with it; the template's special tokens are
+        parsed.
 
-        A special token spelled out inside a content stays plain text: a program cannot close its own message. Raises
-        TemplateError when the template refuses or drops a role, or writes no end token known to the model before it.
+        A special token inside a content stays plain text, so that a program cannot close its own message. Raises
+        TemplateError when the template refuses or drops a role, or renders no known end token before it.
         """
         frame = self.frame(messages)
         contents = [
@@ -92,7 +93,7 @@ class MessageTemplate:
         return ids + self._ids(text)
 
     def frame(self, messages: Sequence[Message]) -> Frame:
-        """What surrounds the contents of messages with these roles and tool names."""
+        """The frame of messages with these roles and tool names."""
         key = tuple((message.role, message.name) for message in messages)
         if key not in self._frames:
             holes = [f'HOLE{place}"PROBE' for place in range(len(messages))]
@@ -118,7 +119,7 @@ class MessageTemplate:
                 text = self._tokenizer.apply_chat_template(
                     conversation, tools=tools, tokenize=False, add_generation_prompt=True, **self._kwargs
                 )
-            except Exception as error:  # jinja raises its own, and templates raise anything they like
+            except Exception as error:  # jinja has its own exceptions, and templates may raise any
                 last = error
                 continue
             return str(text)
@@ -130,7 +131,7 @@ class MessageTemplate:
 
 
 def _split(rendered: str, holes: Sequence[str], roles: Sequence[str], stop_texts: Sequence[str]) -> Frame:
-    """The texts around the holes, from the end token of the assistant's message on."""
+    """The texts around the placeholders, starting at the end token of the assistant's message."""
     if rendered.count(_ASSISTANT) != 1:
         raise TemplateError("the chat template does not show an assistant message exactly once")
     rest, texts, escaped = rendered.split(_ASSISTANT)[1], [], []
@@ -152,7 +153,7 @@ def _split(rendered: str, holes: Sequence[str], roles: Sequence[str], stop_texts
 
 
 class TokenizerCodec:
-    """The episode's view of a tokenizer: decode model turns, encode messages."""
+    """The tokenizer interface of an episode: decode model turns, encode messages."""
 
     def __init__(self, tokenizer: Any, template: MessageTemplate, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer

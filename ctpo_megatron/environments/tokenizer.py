@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template without torch: what a check needs before anything heavy is started."""
+"""Reads a model's tokenizer and chat template without torch, for checks before anything heavy starts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TokenizerError(ValueError):
 
 
 def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory as its tokenizer.json says, with its chat template, if it has one.
+    """The tokenizer of a model directory from its tokenizer.json, with its chat template, if any.
 
-    transformers renders and encodes, so text and ids are those of training; its class for any tokenizer.json is taken,
-    since AutoTokenizer would import torch (3 CPU-seconds). Reads files only. Raises TokenizerError.
+    transformers renders and encodes, so text and ids are the same as in training. Uses its generic class for a
+    tokenizer.json, since AutoTokenizer would import torch (3 CPU-seconds). Reads files only. Raises TokenizerError.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -34,7 +34,7 @@ def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
 
 def template_problem(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Why nothing at all can be rendered with the tokenizer's chat template, or ""."""
+    """Why the tokenizer's chat template cannot render anything, or ""."""
     import jinja2
 
     conversation = [{"role": "user", "content": "Q"}]
@@ -46,7 +46,7 @@ def template_problem(tokenizer: PreTrainedTokenizerBase) -> str:
         tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateSyntaxError as error:
         return f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         return f"the chat template cannot render one user message: {error}"
     return ""
 
@@ -54,7 +54,7 @@ def template_problem(tokenizer: PreTrainedTokenizerBase) -> str:
 def training_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer of a run, with the chat template that the run trains with.
 
-    Raises TokenizerError when the template renders nothing, or not the tools that prompts are to show.
+    Raises TokenizerError when the template renders nothing, or omits the tools that prompts are to show.
     """
     from transformers import AutoTokenizer
 
@@ -65,13 +65,13 @@ def training_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Give a tokenizer the chat template that `model.chat_template` names, if any."""
+    """Set the chat template that `model.chat_template` names, if any."""
     if (text := run_chat_template(model)) is not None:
         tokenizer.chat_template = text
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, offered: Sequence[Schema]) -> None:
-    """Raises TokenizerError, with what can be done, when a chat template cannot be trained with.
+    """Raises TokenizerError, with advice, when a chat template cannot be used for training.
 
     offered: `factory.offered_schemas`.
     """
@@ -100,7 +100,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, 
 def hidden_tools(
     tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], chat_template_kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """Names of the tools that the chat template is given and does not show."""
+    """Names of the tools that the chat template receives but does not render."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Q"}],
         tools=[dict(schema) for schema in schemas] or None,

@@ -1,4 +1,4 @@
-"""The tools of a run behind their parser: from the text of a model turn to tool calls and the messages about them."""
+"""The tools of a run and their parser: from the text of a model turn to tool calls and messages with their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATUSES = ("success", "timeout", "runtime_error")
 
 
 def cut_middle(text: str, max_chars: int) -> str:
-    """`text` in at most `max_chars` characters of its own: head and tail kept, with a note of how many were cut."""
+    """`text` cut to `max_chars` of its characters: head and tail, with a note of how many were cut between them."""
     if len(text) <= max_chars:
         return text
     head = (max_chars + 1) // 2
@@ -33,7 +33,7 @@ def cut_middle(text: str, max_chars: int) -> str:
 
 
 def example_call(parser: ToolParser) -> tuple[str, ToolCall]:
-    """A turn that calls a tool, and the record of the call; of a parser without `example` the turn is plain text.
+    """A turn that calls a tool, and the record of the call; without an `example` of the parser the turn is plain text.
 
     Raises ExtensionError where the parser finds no call in its example.
     """
@@ -51,7 +51,7 @@ def example_call(parser: ToolParser) -> tuple[str, ToolCall]:
 class Toolbox:
     """All tools of a run. Without tools no turn is a tool call.
 
-    max_chars: characters of an answer that the model is shown; the note of a cut comes on top.
+    max_chars: characters of an answer that the model is shown, not counting the note of a cut.
     """
 
     def __init__(self, tools: Sequence[Tool], parser: ToolParser, max_chars: int) -> None:
@@ -67,11 +67,11 @@ class Toolbox:
 
     @property
     def stop(self) -> Sequence[str]:
-        """Strings behind which sampling pauses, because the turn may be over."""
+        """Strings after which sampling pauses, because the turn may be over."""
         return self._parser.stop if self._tools and isinstance(self._parser, StoppingParser) else ()
 
     def ends_turn(self, text: str) -> bool:
-        """Whether a turn without an end token is over, because it holds a whole call."""
+        """Whether a turn without an end token is over because it contains a complete call."""
         return bool(self._tools) and isinstance(self._parser, StoppingParser) and self._parser.ends_turn(text)
 
     def mentions_call(self, text: str) -> bool:
@@ -87,9 +87,10 @@ class Toolbox:
         return messages
 
     async def call(self, text: str, turn: int) -> tuple[list[ToolCall], str]:
-        """Run the calls in `text`, all at once; their records in order, and why one could not be run ("" if all were).
+        """Run the calls in `text` concurrently; returns their records in order, and why one could not run ("" if all
+        did).
 
-        When anything is wrong with one call none is run, and the only record tells the model why.
+        If any call is invalid none is run, and the only record tells the model why.
         """
         try:
             requests = [self._checked(request) for request in self._parser.parse(text)]

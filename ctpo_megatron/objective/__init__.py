@@ -1,4 +1,4 @@
-"""Objective: the mathematics of CTPO and its relatives in plain torch. The specification that kernels must equal.
+"""Objective: CTPO and related objectives in plain torch. This is the specification that the kernels must match.
 
     rewards --batch_advantages--> A --+
     log_probs, old_log_probs, masks ---------+--policy_loss(objective, denominators)--> loss, per_token, stats
@@ -7,12 +7,12 @@
 - `PolicyObjective.preset("ctpo")`, `objective_from_config(config)`: which ratio, clip and aggregation.
 - `policy_loss`: the loss of a padded or packed batch; `linear_policy_loss`: of hidden states and the output layer.
 - `supervised_loss`: negative log-likelihood of SFT.
-- `Denominators`: counts of the whole optimizer step, so that cutting it into micro-batches changes nothing.
+- `Denominators`: counts of the whole optimizer step, so that the split into micro-batches changes nothing.
 - `batch_advantages`, `correction_weights`, `correct` (with rejection): inputs of the loss.
-- `MismatchRows`, `correction_metrics`, `noise_metrics`: sampler against trainer in numbers.
+- `MismatchRows`, `correction_metrics`, `noise_metrics`: measures of the sampler-trainer mismatch.
 - `Objective`, `ObjectiveInputs`, `ObjectiveOutput`: a user's objective (`objective.function`).
 - `merge`, `summarize`: statistics of several micro-batches and ranks -> metrics.
-- `token_diagnostics`: log r_t beside its clip window, for people to look at.
+- `token_diagnostics`: log r_t and its clip window per token, for reports.
 """
 
 from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config

@@ -20,7 +20,7 @@ def batch_advantages(groups: Sequence[Sequence[float]], config: AdvantageConfig)
     `mean_baseline` compares every trajectory with the mean of the whole batch, so it works with one sample per prompt;
     `group` and `rloo` compare the samples of one prompt. Raises ValueError as `group_advantages` does.
     """
-    if config.kind == "mean_baseline" and groups:  # ranks other than zero have none
+    if config.kind == "mean_baseline" and groups:  # ranks other than zero have no groups
         groups = [[reward for group in groups for reward in group]]
     return [advantage for rewards in groups for advantage in group_advantages(rewards, config).tolist()]
 
@@ -32,7 +32,7 @@ def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig)
         rloo            R_i - mean of the other n - 1 rewards
         mean_baseline   R_i - mean (`batch_advantages` gives the whole batch as one group)
 
-    Equal rewards give exactly 0, and so does a group of one (there is nothing to compare with; warned about once).
+    Equal rewards give exactly 0, and so does a group of one, with one warning.
     Raises ValueError for an empty group and for a reward that is not finite, naming its index and value.
     """
     r = torch.as_tensor(rewards).detach().to(torch.float64)
@@ -44,7 +44,7 @@ def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig)
     n = r.numel()
     if n == 1:
         _warn_group_of_one()
-    # Decided on the rewards themselves: rounding of the mean must not turn "no difference" into a tiny advantage.
+    # Compare the rewards themselves: rounding of the mean must not turn equal rewards into a tiny advantage.
     if n == 1 or bool((r == r[0]).all()):
         return torch.zeros(n, dtype=torch.float32, device=r.device)
     centred = r - r.mean()
@@ -58,7 +58,7 @@ def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig)
 @functools.cache
 def _warn_group_of_one() -> None:
     warnings.warn(
-        "a group of one sample has no relative advantage: it is 0 and the sample teaches nothing "
+        "a group of one sample has no relative advantage: it is 0 and nothing is learned from the sample "
         "(set rollout.samples_per_prompt to 2 or more)",
         stacklevel=3,
     )

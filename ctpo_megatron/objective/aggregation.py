@@ -16,8 +16,8 @@ from ctpo_megatron.objective.sequences import SequenceBounds
 class Denominators:
     """Counts of one optimizer step over all micro-batches and data-parallel ranks, taken before the step is split.
 
-    Every micro-batch loss is divided by these, so the sum of the micro-batch losses (and of their gradients) is the
-    loss of the step however it is cut. A framework that averages gradients over ranks must undo that average.
+    Every micro-batch loss is divided by these counts. So the sum of the micro-batch losses (and of their gradients) is
+    the loss of the step for any split. A framework that averages gradients over ranks must undo that average.
 
     sequences: sequences, those without a loss token and empty ones included.
     trained_sequences: sequences with at least one loss token.
@@ -34,8 +34,7 @@ class Denominators:
     def of(cls, loss_mask: Tensor, cu_seqlens: Tensor | None = None) -> Denominators:
         """Counts of a batch: loss_mask `[B, T]`, or `[N]` with cu_seqlens `[B + 1]`. Reads the counts back to the host.
 
-        `loss_mask` must not exceed the model mask that the loss will get. Padding rows count as sequences: leave them
-        out.
+        `loss_mask` must not exceed the response mask of the loss. Padding rows count as sequences: leave them out.
         """
         layout = SequenceBounds.of(loss_mask, cu_seqlens)
         return cls(*counts(layout.mask(loss_mask, "loss_mask"), layout).tolist())
@@ -71,8 +70,7 @@ def token_scale(
         seq-mean-token-sum    1 / (N L)          mean over sequences of the sum over tokens, over L
 
     L is `loss_scale_factor`. N counts every sequence, or only those with a loss token (`count_masked_sequences`).
-    `denominators` None takes the
-    batch at hand for the whole step. An empty denominator is taken as 1: the loss is then 0.
+    `denominators` None: this batch is the whole step. An empty denominator counts as 1, and the loss is then 0.
     """
     sequences: int | Tensor
     trained: int | Tensor
@@ -81,7 +79,7 @@ def token_scale(
         sequences, trained, tokens = counts(loss_mask, layout).clamp(min=1).unbind()
     else:
         sequences, trained, tokens = (max(count, 1) for count in denominators.as_list())
-    # Made on the device: moving a host tensor there would wait for the queue.
+    # Created on the device: copying a host tensor there would synchronise.
     one = torch.ones((), dtype=torch.float64, device=loss_mask.device)
     if objective.loss_agg_mode == "token-mean":
         return (one / tokens).expand(loss_mask.shape)

@@ -18,7 +18,8 @@ class Surrogate:
     loss: `[N]`, before weights and aggregation, in units of the advantage.
     ratio: `[N]`, detached r_t after the cap.
     high, low, dual: bool `[N]`. high: A > 0 and r above its bound; low: A < 0 and r below; dual: A < 0 and r far above.
-        With clip_mode "detached_ratio" whatever the sign of A; such a token keeps a gradient, of the bounded ratio.
+        With clip_mode "detached_ratio" the sign of A does not matter, and a clipped token keeps the gradient of the
+        bounded ratio.
     """
 
     loss: Tensor
@@ -63,13 +64,13 @@ def surrogate(
         l  = max(l1, l2);   if A < 0 and dual is set:  l = min(l, -A exp(dual s_t))
 
     and clip_mode "ratio" the same with r_t bounded by [1 - low, 1 + high] and by dual. The max and min leave exactly
-    one interval per sign of A, which is what the code writes:
+    one interval per sign of A, which is how the code computes it:
 
         A >= 0:  l = -A min(r, upper bound)
         A <  0:  l = -A min(max(r, lower bound), dual bound)
 
-    The bound is compared with the quantity it is stated for (log r or r), so rounding of exp cannot move a decision.
-    A ratio equal to a bound counts as inside it. clip_mode "detached_ratio" (CISPO, arXiv 2506.13585) is
+    Each bound is compared with the quantity that it limits (log r or r), so rounding of exp cannot change a decision. A
+    ratio equal to a bound counts as inside it. clip_mode "detached_ratio" (CISPO, arXiv 2506.13585) is
 
         l  = -A sg[clamp(r_t, 1 - low, 1 + high)] log p_t
     """

@@ -1,4 +1,4 @@
-"""What is done about sampler and trainer that differ at the start of a batch: weights, and tokens left out."""
+"""Correction of the sampler-trainer mismatch at the start of a batch: importance weights and rejected tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def correction_weights(
 
         token      min(cap, exp d_t)
         sequence   min(cap, exp sum_t d_t)      one weight for the whole sequence
-        prefix     min(cap, exp sum_{k<=t} d_k) what happened up to t only: the causal form that fits CTPO
+        prefix     min(cap, exp sum_{k<=t} d_k) tokens up to t only: the causal form that fits CTPO
 
     1 where response_mask is 0. Feed the result to `policy_loss(weights=...)`.
     Raises ValueError for an unknown kind, a cap that is not a positive number, or shapes that do not fit.
@@ -52,7 +52,7 @@ class Corrected:
     """A packed micro-batch after its correction. Everything is detached.
 
     weights: `[N]`, w_t before normalization, 1 where response_mask is 0; None without weights. loss_mask: bool `[N]`,
-    what is left of it. table: float64 `[B, columns]` of `names`, one row a sequence (`mismatch.per_sequence`).
+    after rejection. table: float64 `[B, columns]` of `names`, one row per sequence (`mismatch.per_sequence`).
     """
 
     weights: Tensor | None
@@ -72,8 +72,8 @@ def correct(
 ) -> Corrected:
     """Weights, rejection and statistics of packed sequences; all tensors `[N]`, cu_seqlens `[B + 1]`.
 
-    Rejection and veto write the loss mask alone: positions and prefix sums of other tokens stay as they are. A NaN
-    rejects nothing, so that it shows in the loss. Nothing is read back from the device.
+    Rejection and veto change the loss mask alone, not the positions and prefix sums of other tokens. A NaN rejects
+    nothing, so that it shows in the loss. Nothing is read back from the device.
     """
     layout = SequenceBounds.of(proximal_log_probs, cu_seqlens)
     model, trained = layout.mask(response_mask, "response_mask"), layout.mask(loss_mask, "loss_mask")
@@ -121,12 +121,12 @@ def _log_weight(kind: CorrectionKind, d: Tensor, layout: SequenceBounds) -> Tens
 
 
 def _truncated(log_weight: Tensor, cap: float) -> Tensor:
-    """min(cap, exp log_weight), cut in log space: exp of a long sum would overflow first."""
+    """min(cap, exp log_weight), clamped in log space: exp of a long sum would overflow."""
     return log_weight.clamp(max=math.log(cap)).exp()
 
 
 def _statistic(reject: RejectConfig, d: Tensor, model: Tensor, layout: SequenceBounds) -> Tensor:
-    """`[N]`, float64: the statistic of each token, or that of its sequence."""
+    """`[N]`, float64: the statistic of each token or of its sequence."""
     values = {"k1": lambda: -d, "k2": lambda: 0.5 * d.square(), "k3": lambda: d.exp() - 1 - d}[reject.stat]()
     match reject.over:
         case "token":

@@ -1,4 +1,4 @@
-"""The log-ratio of every token beside the window that may clip it: what a person looks at, never part of the loss."""
+"""The log-ratio of every token and the window that may clip it, for reports; not part of the loss."""
 
 from __future__ import annotations
 

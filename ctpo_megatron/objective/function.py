@@ -1,4 +1,4 @@
-"""The door for a user's objective: what `objective.function` is given, what it returns, and how that becomes a loss."""
+"""A user's objective: the inputs and outputs of `objective.function`, and how its output becomes a loss."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ctpo_megatron.objective.stats import LossStats, stats_of
 class ObjectiveInputs:
     """One packed micro-batch. Tensors are `[N]`, sequences laid end to end, each whole; cu_seqlens is int32 `[B + 1]`.
 
-    log_probs: float32 nats, the only differentiable one; 0 where response_mask is False.
-    old_log_probs: what ratios are taken against, by `objective.anchor`. rollout_log_probs: as the sampler reported.
-    advantages: one per token. response_mask: bool, the policy sampled it. loss_mask: bool, its loss counts.
-    denominators: counts of the whole optimizer step, over all its micro-batches and ranks. weights: those of
-    `objective.correction`, which the function applies itself; None without.
+    log_probs: float32 nats, the only differentiable tensor; 0 where response_mask is False.
+    old_log_probs: the denominator of the ratios, see `objective.anchor`. rollout_log_probs: as the sampler reported.
+    advantages: one per token. response_mask: bool, the policy sampled the token. loss_mask: bool, its loss counts.
+    denominators: counts of the whole optimizer step, over all its micro-batches and ranks. weights: correction factors
+    of `objective.correction`, which the function applies itself; None without.
     """
 
     log_probs: Tensor
@@ -44,8 +44,8 @@ class ObjectiveInputs:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """loss: `[N]`, token losses, which `objective.loss_agg_mode` makes one number however the step is cut; or a scalar,
-    this micro-batch's share of the loss of the step (divide by `denominators`, not by counts of the micro-batch).
+    """loss: `[N]`, token losses, to be aggregated as `objective.loss_agg_mode` says. Or a scalar, this micro-batch's
+    share of the loss of the step (divide by `denominators`, not by counts of the micro-batch).
 
     metrics: name -> `[N]` (reported as the mean over the loss tokens of the step) or a pair (sum, count), added up over
     micro-batches and ranks. They appear in metrics.jsonl as `objective/<name>`.
@@ -62,7 +62,7 @@ class Objective(Protocol):
 
 
 def check_objective(found: object, arguments: Mapping[str, Any]) -> list[str]:
-    """What keeps an object from being an objective that is called with these arguments; empty if nothing does."""
+    """Why an object cannot be an objective with these arguments; empty if it can."""
     if inspect.isclass(found) or not callable(found):
         return ["is not a function; an objective is a function of one ObjectiveInputs and keyword arguments"]
     if inspect.iscoroutinefunction(found):
@@ -85,7 +85,7 @@ def load_objective(extension: Extension) -> Objective:
 def function_loss(function: Objective, inputs: ObjectiveInputs, objective: PolicyObjective) -> PolicyLossOutput:
     """This micro-batch's share of the loss by a user's function, aggregated as `objective` says.
 
-    Raises TypeError or ValueError when the function returns something else than `ObjectiveOutput` describes.
+    Raises TypeError or ValueError when the function's output is not as `ObjectiveOutput` describes.
     """
     output = function(inputs)
     output = output if isinstance(output, ObjectiveOutput) else ObjectiveOutput(output)

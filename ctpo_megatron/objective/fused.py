@@ -1,4 +1,4 @@
-"""The same objectives by `ctpo_kernels`: from log-probs in one pass, or from hidden states without their logits."""
+"""The objectives computed by `ctpo_kernels`: from log-probs in one pass, or from hidden states without all logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ctpo_megatron.objective.stats import LossStats
 @dataclass(frozen=True)
 class LinearPolicyLoss:
     """loss: scalar, differentiable in hidden and weight; the others are detached. log_probs: `[N]` nats, 0 where masked
-    out; entropy: likewise, None where nobody asked for it."""
+    out; entropy: likewise, None unless requested."""
 
     loss: Tensor
     stats: LossStats
@@ -40,7 +40,7 @@ def fused_policy_loss(
     denominators: Denominators | None,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, LossStats]:
-    """Loss, detached token losses and statistics as `policy_loss` gives them, by `ctpo_kernels.ctpo_loss`.
+    """Loss, detached token losses and statistics of `policy_loss`, computed by `ctpo_kernels.ctpo_loss`.
 
     Tensors in the shape of `layout`; float32 or float64 log-probs.
     """
@@ -48,7 +48,7 @@ def fused_policy_loss(
     def flat(values: Tensor) -> Tensor:
         return values.reshape(-1) if values.shape == layout.shape else values
 
-    found = ctpo_kernels.ctpo_loss(
+    result = ctpo_kernels.ctpo_loss(
         log_probs.reshape(-1),
         flat(old_log_probs),
         flat(response_mask),
@@ -60,7 +60,7 @@ def fused_policy_loss(
         return_per_token=True,
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
-    loss, stats, per_token = cast(tuple[Tensor, CTPOStats, PerToken], found)  # as return_per_token asks
+    loss, stats, per_token = cast(tuple[Tensor, CTPOStats, PerToken], result)  # because return_per_token is set
     return loss, per_token.loss.reshape(layout.shape), LossStats(stats.sums, stats.maxima)
 
 
@@ -88,14 +88,14 @@ def linear_policy_loss(
     accumulate_into_main_grad: bool = False,
     entropy: bool = False,
 ) -> LinearPolicyLoss:
-    """`policy_loss` of the log-probs of softmax(hidden weight^T / temperature), logits never held for all tokens.
+    """`policy_loss` of the log-probs of softmax(hidden weight^T / temperature), without the logits of all tokens.
 
     hidden: `[N, H]` (`[N / tp, H]` under `sequence_parallel`); row i predicts labels[i], and all other `[N]` tensors
-    are aligned with the labels. weight: `[V / tp, H]`. old_log_probs: None is those of this call. entropy: return it
-    too. The rest as for `policy_loss` and `ctpo_kernels.fused_linear_ctpo`.
+    are aligned with the labels. weight: `[V / tp, H]`. old_log_probs: None takes the log-probs of this call. entropy:
+    also return it. All others: as for `policy_loss` and `ctpo_kernels.fused_linear_ctpo`.
     """
     layout = SequenceBounds.of(labels, cu_seqlens)
-    found = ctpo_kernels.fused_linear_ctpo(
+    result = ctpo_kernels.fused_linear_ctpo(
         hidden,
         weight,
         labels,
@@ -118,7 +118,7 @@ def linear_policy_loss(
         **_keywords(objective, denominators, response_mask, loss_mask, layout),
     )
     loss, stats, log_probs, entropies = cast(
-        tuple[Tensor, CTPOStats, Tensor, Tensor | None], found if entropy else (*found, None)
+        tuple[Tensor, CTPOStats, Tensor, Tensor | None], result if entropy else (*result, None)
     )
     return LinearPolicyLoss(loss, LossStats(stats.sums, stats.maxima), log_probs, entropies)
 
@@ -137,14 +137,16 @@ def _keywords(
     loss_mask: Tensor | None,
     layout: SequenceBounds,
 ) -> dict[str, Any]:
-    """The objective in the kernels' keywords."""
+    """The objective as keywords of the kernels."""
     sequences: int | Tensor
     trained: int | Tensor
     tokens: int | Tensor
+    # By default the kernels count every sequence, also those without a loss token. Which ones count is decided here, so
+    # the counts are always passed.
     if denominators is None:
         model = layout.mask(response_mask, "response_mask")
         loss = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
-        sequences, trained, tokens = counts(loss, layout).unbind()  # stays on the device
+        sequences, trained, tokens = counts(loss, layout).unbind()  # 0-d tensors: no read-back
     else:
         sequences, trained, tokens = denominators.as_list()
     return {

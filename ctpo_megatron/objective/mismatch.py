@@ -1,6 +1,6 @@
-"""Sampler against trainer in numbers: one row a sequence, which ranks put together, and the metrics of all rows.
+"""Sampler-trainer mismatch: one row of sums per sequence, gathered over ranks, and the metrics of all rows.
 
-d = log-prob of the trainer minus that of the sampler, in nats, cut at +-20, over the tokens that were sampled.
+d = log-prob of the trainer minus log-prob of the sampler, in nats, clamped to +-20, over the sampled tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ctpo_megatron.config import CorrectionConfig, PolicyObjective, RejectConfig
 from ctpo_megatron.objective.sequences import SequenceBounds
 
 LIMIT = 20.0
-"""A sum of log-ratios is cut at this before exp (nats)."""
+"""A sum of log-ratios is clamped to this before exp (nats)."""
 
 
 def per_sequence(values: Tensor, layout: SequenceBounds, reduce: Literal["sum", "min", "max"]) -> Tensor:
-    """`[N]` or `[N, K]` -> `[B]` or `[B, K]`, in the order of the tokens whatever the packing; NaN goes through."""
+    """`[N]` or `[N, K]` -> `[B]` or `[B, K]`, in the order of the tokens for any packing; NaN propagates."""
     return torch.segment_reduce(values, reduce, offsets=layout.cu_seqlens, axis=0, unsafe=True)
 
 
@@ -53,14 +53,14 @@ class Columns:
             self._extrema[f"{name}_{end}"] = per_sequence(masked, self._layout, end)  # type: ignore[arg-type]
 
     def add_log_probs(self, trainer: Tensor, sampler: Tensor, d: Tensor) -> None:
-        """What the divergences are made of."""
+        """The inputs of the divergences."""
         d = d.double()
         columns = {"trainer": trainer, "sampler": sampler, "d": d, "d_squared": d.square()}
         for name, values in (columns | {"ratio": d.exp(), "ratio_squared": (2 * d).exp()}).items():
             self.add(name, values.reshape(-1))
 
     def add_weights(self, log_weight: Tensor, weights: Tensor, cap: float) -> None:
-        """Of weights `[N]` cut at `cap`, and of what they were before."""
+        """Sums of weights `[N]` capped at `cap`, and of the weights before the cap."""
         wide = weights.double()
         columns = {"weight": wide, "weight_squared": wide.square(), "raw": log_weight.double().clamp(max=LIMIT).exp()}
         columns |= {"above": log_weight > math.log(cap), "below": log_weight < -math.log(cap)}
@@ -69,7 +69,7 @@ class Columns:
         self.add_extrema("weight", wide)
 
     def add_statistic(self, name: str, values: Tensor, low: Tensor, high: Tensor) -> None:
-        """Of a statistic `[N]`, and of the tokens that are below and above its bounds."""
+        """Sums of a statistic `[N]`, and of the tokens that are below and above its bounds."""
         for part, column in (("sum", values), ("low", low), ("high", high)):
             self.add(f"{name}_{part}", column)
         self.add_extrema(name, values)
@@ -101,8 +101,8 @@ class MismatchRows:
 def correction_metrics(rows: MismatchRows, config: CorrectionConfig) -> dict[str, float]:
     """`rollout_corr/*` of a batch, named and defined as verl's where it has the quantity; nothing for an empty batch.
 
-    Divergences of the two log-probs always, `rollout_is_*` with weights (before they are normalized), `rollout_rs_*`
-    with rejection.
+    Always the divergences of the two log-probs; `rollout_is_*` with weights (before normalization), `rollout_rs_*` with
+    rejection.
     """
     if not len(rows):
         return {}
@@ -161,9 +161,9 @@ def _weight_statistics(rows: MismatchRows, config: CorrectionConfig) -> dict[str
 
 
 def weight_mean(rows: MismatchRows, config: CorrectionConfig) -> float:
-    """What `normalize` divides the weights by: their mean over tokens, or over sequences where each has one weight.
+    """The divisor of `normalize`: the mean weight over tokens, or over sequences where each has one weight.
 
-    1 where there is no weight to speak of.
+    1 without weights, and when all of them are 0.
     """
     if config.level == "none" or not len(rows):
         return 1.0
@@ -194,7 +194,7 @@ def _rejection_statistics(rows: MismatchRows, config: CorrectionConfig) -> dict[
 
 
 def option_name(reject: RejectConfig) -> str:
-    """What metrics call a reason to reject: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ..."""
+    """The name of a rejection rule in metrics: token_k1, seq_sum_k1, seq_mean_k3, seq_max_k2, ..."""
     return f"{reject.over.replace('sequence', 'seq')}_{reject.stat}"
 
 
@@ -204,10 +204,11 @@ def _share(counts: Tensor) -> float:
 
 
 def noise_metrics(rows: MismatchRows, objective: PolicyObjective) -> dict[str, float]:
-    """`mismatch/*`: what the difference would do to ratios against the sampler, if it were noise.
+    """`mismatch/*`: the effect of the difference on ratios against the sampler, if it were noise.
 
-    sigma, bias: standard deviation and mean of d. A sampler that draws from what it reports has mean exp d = 1, so
-    noise has the mean -sigma^2 / 2: log r_t drifts down by it with every token that it sums, and spreads by sigma.
+    sigma, bias: standard deviation and mean of d. If the sampler draws from the distribution that it reports, the mean
+    of exp d is 1, so noise has the mean -sigma^2 / 2. With every token, log r_t drifts down by that mean and spreads by
+    sigma.
     band_share: the spread at the mean length of a response, over the distance of the lower bound. t_star: where the
     drift alone crosses the lower bound, in sampled tokens; absent where it never does.
     """
@@ -228,7 +229,7 @@ def noise_metrics(rows: MismatchRows, objective: PolicyObjective) -> dict[str, f
 
 
 _LOG_FAR = math.log(1e18)
-"""A position that nobody reaches: for small noise it would be beyond floating point."""
+"""Upper bound of a position: for small noise it would overflow."""
 _DRIFT = {"cumprod": 1.0, "sequence": 1.0, "geomean": 0.0, "token": 0.0, "sequence-geomean": 0.0}
 """The mean of log r_t grows like t to this power, ..."""
 _SPREAD = {"cumprod": 0.5, "sequence": 0.5, "geomean": -0.5, "token": 0.0, "sequence-geomean": -0.5}

@@ -1,4 +1,4 @@
-"""The policy loss: ratio x clip x aggregation, in plain torch; on CUDA and over split sequences by `ctpo_kernels`."""
+"""The policy loss: ratio, clip, aggregation in plain torch; on CUDA and over split sequences by `ctpo_kernels`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ctpo_megatron.objective.stats import LossStats, stats_of
 
 @dataclass(frozen=True)
 class PolicyLossOutput:
-    """loss: scalar, differentiable. per_token: l_t w_t in the shape of log_probs, before aggregation, 0 where the
-    loss mask is 0; on the graph on the CPU (detach it before keeping it), detached where the kernels compute it, None
-    where none are kept (`linear_policy_loss`). stats: detached. log_probs, entropy: nats, detached, in the shape of the
-    labels; None where nobody asked a policy's predictions for them."""
+    """loss: scalar, differentiable. per_token: l_t w_t in the shape of log_probs, before aggregation, 0 where the loss
+    mask is 0. It is part of the graph in plain torch (detach it before keeping it), detached where the kernels compute
+    it, and None from `linear_policy_loss`. stats: detached. log_probs, entropy: nats, detached, in the shape of the
+    labels; None unless requested."""
 
     loss: Tensor
     per_token: Tensor | None
@@ -47,24 +47,24 @@ def policy_loss(
     """Loss of a padded `[B, T]` or packed `[N]` batch (tokens of one sequence adjacent and in order).
 
     log_probs: log-probabilities (nats) of the sampled tokens under the policy in training; the only differentiable
-        input. float32, or float64, kept; lower precisions are computed in float32.
-    old_log_probs: log-probabilities that the ratio is taken against: recomputed by the trainer with the weights that
-        the rollout batch started from ("proximal"), or as the sampler reported them ("behaviour").
+        input. float32 or float64; lower precisions are converted to float32.
+    old_log_probs: the denominator of the ratio. Log-probs recomputed by the trainer with the weights before the first
+        update of the batch ("proximal"), or as the sampler reported them ("behaviour").
     advantages: A_t per token, or one per sequence `[B]`.
     response_mask: 1 where the policy sampled the token. Only these enter the prefix sum and advance the position t.
-    loss_mask: 1 where the token contributes to the loss (default: response_mask); it acts on the loss alone, so
-        dropping a token here leaves the ratio and bound of every other as they were. Cut to response_mask.
+    loss_mask: 1 where the token contributes to the loss (default and at most response_mask). It affects the loss alone:
+        dropping a token does not change the ratio and bounds of other tokens.
     weights: detached correction factors w_t, per token or `[B]` (default 1).
     cu_seqlens: int `[B + 1]`, boundaries of a packed batch.
-    denominators: counts of the whole optimizer step; None takes this batch for the whole step.
+    denominators: counts of the whole optimizer step; None: this batch is the whole step.
     cp_group: context-parallel ranks that each hold two pieces of every sequence, as `ctpo_kernels.ctpo_loss` takes them
-        (packed only, `denominators` required); loss and statistics are this rank's share. Collective. An objective that
+        (packed only, `denominators` required). Loss and statistics are this rank's share. Collective. An objective that
         is not `on_kernels` must not need `whole_sequences`.
 
     The gradient of token t's loss reaches its own log-prob only: -A_t r_t w_t inside the bounds, 0 beyond them. Values
-    at masked positions, NaN included, never enter; a NaN at a model token shows in its own sequence from there on
-    (cumulative ratios), at that token (token ratio), or over its whole sequence (sequence ratios).
-    No host synchronisation on CUDA tensors. Raises ValueError for shapes that do not fit.
+    at masked positions, NaN included, have no effect. A NaN at a response token propagates to the rest of its own
+    sequence (cumulative ratios), to that token alone (token ratio), or to the whole sequence (sequence ratios). No host
+    synchronisation on CUDA tensors. Raises ValueError for shapes that do not fit.
     """
     layout = SequenceBounds.of(log_probs, cu_seqlens)
     dtype = log_probs.dtype if log_probs.dtype == torch.float64 else torch.float32
@@ -94,7 +94,7 @@ def policy_loss(
     model = layout.mask(response_mask, "response_mask")
     trained = model if loss_mask is None else model & layout.mask(loss_mask, "loss_mask")
 
-    # Select before any arithmetic: 0 * NaN is NaN, in the forward pass and in the gradient.
+    # Mask before any arithmetic: 0 * NaN is NaN, in the forward pass and in the gradient.
     flat_log_probs = torch.where(model, layout.values(log_probs, "log_probs", dtype), 0.0)
     flat_old_log_probs = layout.values(old_log_probs, "old_log_probs", dtype)
     advantage = torch.where(trained, layout.values(advantages.detach(), "advantages", dtype, per_sequence=True), 0.0)
@@ -108,7 +108,7 @@ def policy_loss(
     per_token = torch.where(trained, per_token, 0.0)
 
     scale = token_scale(trained, layout, objective, denominators)
-    loss = (per_token * scale).sum()  # float64: the order of the tokens does not show in the float32 result
+    loss = (per_token * scale).sum()  # float64: the float32 result does not depend on the order of the tokens
     stats = _stats(loss, ratios, token, model, trained)
     return PolicyLossOutput(loss.to(dtype), per_token.reshape(layout.shape), stats)
 

@@ -11,10 +11,10 @@ from ctpo_kernels.names import RatioMode
 from ctpo_megatron.objective.sequences import SequenceBounds
 
 TOKEN_LOG_RATIO_LIMIT = 20.0
-"""|d_t| above this (nats) is cut before it enters a sum; the value is detached, so no gradient is lost to the cut."""
+"""d_t is clamped to +- this (nats) before it enters a sum; the value is detached, so no gradient is lost."""
 
 LOG_RATIO_CAP = 10.0
-"""log r_t above this (nats) is cut, and its gradient is zero."""
+"""log r_t is capped at this (nats); beyond it the gradient is zero."""
 
 FRACTION_BITS = 40
 """S_t is summed in integer units of 2^-40 nats."""
@@ -62,8 +62,8 @@ def _nats(units: Tensor, bad: Tensor) -> Tensor:
 def prefix_sum(d: Tensor, layout: SequenceBounds) -> Tensor:
     """S_t = sum_{k <= t} d_k within each sequence, float64 `[N]`, from `d` `[N]` that is 0 at masked tokens.
 
-    Summed in 64-bit fixed point: integer addition is associative, so S_t has the same bits in whatever order, padding
-    or company the sequence is packed. A NaN makes S NaN from its position to the end of its own sequence.
+    Summed in 64-bit fixed point: integer addition is associative, so S_t has the same bits for any packing order,
+    padding or batch composition. A NaN makes S NaN from its position to the end of its own sequence.
     """
     units, bad = _fixed_point(d)
     return _nats(layout.cumulative_sum(units), layout.cumulative_sum(bad))
@@ -87,7 +87,7 @@ def token_ratios(
         sequence-geomean   S_T / T        its geometric mean (GSPO, in the token form of its authors)
 
     where T counts the model tokens of the sequence. All inputs are `[N]`; `log_probs` must be finite at masked tokens
-    (the caller has put 0 there), other masked values never enter.
+    (the caller sets 0 there); other masked values have no effect.
     """
     d = token_log_ratio(log_probs, old_log_probs, response_mask)
     counts = response_mask.to(torch.int64)
@@ -105,5 +105,5 @@ def token_ratios(
             x = sequence_sum(d, layout) / layout.to_tokens(layout.total(counts)).clamp(min=1)
         case _:
             raise ValueError(f"unknown ratio_mode {mode!r}")
-    # log_probs - sg[log_probs] is exactly 0 in value and 1 in gradient: no other token's log-probability is reached.
+    # log_probs - sg[log_probs] has the value 0 and the gradient 1, so no gradient reaches other tokens.
     return TokenRatios(log_ratio=x.to(log_probs.dtype) + (log_probs - log_probs.detach()), d=d, position=position)

@@ -1,4 +1,4 @@
-"""Where each sequence of a batch begins and ends: one view of padded `[B, T]` and packed `[N]` tensors."""
+"""Boundaries of the sequences of a batch: one view of padded `[B, T]` and packed `[N]` tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 class SequenceBounds:
     """Sequence boundaries of a batch seen as flat `[N]` tokens. Everything below works on this flat form.
 
-    A padded `[B, T]` batch is the packed batch whose every sequence has T tokens, the padding being masked; so there
+    A padded `[B, T]` batch is a packed batch in which every sequence has T tokens and the padding is masked. So there
     is one code path, and padded and packed batches agree by construction.
 
     shape: shape of the caller's token tensors, `[B, T]` or `[N]`.
@@ -29,8 +29,8 @@ class SequenceBounds:
         """The layout of `tokens`, `[B, T]` without `cu_seqlens` or `[N]` with `cu_seqlens` `[B + 1]`.
 
         Positions from `cu_seqlens[-1]` on are padding and belong to no sequence. Raises ValueError for other shapes,
-        and for boundaries that do not start at 0, decrease, or pass N; the values are only checked where that needs
-        no device synchronisation, i.e. when `cu_seqlens` lies on the CPU.
+        and for boundaries that do not start at 0, decrease, or exceed N. The values are checked on the CPU only, where
+        that needs no synchronisation.
         """
         device, n = tokens.device, tokens.numel()
         if cu_seqlens is None:
@@ -49,7 +49,7 @@ class SequenceBounds:
                 if int(cu_seqlens[0]) != 0 or decreasing or int(cu_seqlens[-1]) > n:
                     raise ValueError(f"cu_seqlens must rise from 0 to at most {n}; got {cu_seqlens.tolist()}")
             boundaries = cu_seqlens.to(device=device, dtype=torch.int64)
-        # right=True puts a token on the first sequence that ends after it, which also steps over empty sequences.
+        # right=True assigns a token to the first sequence that ends after it, which skips empty sequences.
         sequence_id = torch.searchsorted(boundaries[1:].contiguous(), torch.arange(n, device=device), right=True)
         return cls(tokens.shape, boundaries, sequence_id)
 
@@ -81,7 +81,7 @@ class SequenceBounds:
         return torch.cat([per_sequence, per_sequence.new_zeros(1)])[self.sequence_id]
 
     def cumulative_sum(self, values: Tensor) -> Tensor:
-        """Inclusive running sum of int64 `[N]` that starts anew at every sequence."""
+        """Inclusive running sum of int64 `[N]` that restarts at every sequence."""
         before = self._exclusive(values)
         return before[1:] - self.to_tokens(before[self.cu_seqlens[:-1]])
 
@@ -92,8 +92,8 @@ class SequenceBounds:
 
     @staticmethod
     def _exclusive(values: Tensor) -> Tensor:
-        """`[N]` -> `[N + 1]`: the sum before each position. One sum over the whole batch and a subtraction are exact
-        here only because the values are integers; in floating point the other sequences would leave their rounding."""
+        """`[N]` -> `[N + 1]`: the sum before each position. A sum over the whole batch and a subtraction are exact only
+        for integers: in floating point the rounding of earlier sequences would remain."""
         if values.dtype != torch.int64:
             raise TypeError(f"segmented sums are exact for int64 only; got {values.dtype}")
         return torch.cat([values.new_zeros(1), values.cumsum(0)])

@@ -1,4 +1,4 @@
-"""What a loss reports: sums, counts and extrema that merge exactly over micro-batches and ranks; never means."""
+"""Statistics of a loss: sums, counts and extrema, which merge exactly over micro-batches and ranks; never means."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LossStats:
     sums: float64 `[len(SUMS)]`, entries as `ctpo_kernels.SUMS` names them; counts are exact to 2^53.
     maxima: float64 `[len(MAXIMA)]`, -inf where no token took part. The ratio's are over loss tokens, |log r| (before
         the cap) over all model tokens.
-    kind: which loss reported; only like kinds merge.
+    kind: which loss reported; only equal kinds merge.
     named: metrics of a user's objective, name -> float64 `[2]` (sum, count).
     """
 
@@ -32,7 +32,7 @@ class LossStats:
     named: Mapping[str, Tensor] = field(default_factory=dict)
 
     def cpu(self) -> LossStats:
-        """The same on the CPU, for other ranks."""
+        """A copy on the CPU, to send to other ranks."""
         named = {name: pair.cpu() for name, pair in self.named.items()}
         own = LossStats.from_tensor(self.as_tensor().cpu(), self.kind)
         return replace(own, named=named)
@@ -66,7 +66,7 @@ def stats_of(
         if not maxima or name not in maxima:
             return none[0]
         values, mask = maxima[name]
-        # The appended -inf gives the maximum over no tokens a value.
+        # The appended -inf defines the maximum over no tokens.
         return torch.cat([torch.where(mask, values.double(), -math.inf), none]).amax()
 
     return LossStats(
@@ -80,7 +80,7 @@ def stats_of(
 def merge(stats: Sequence[LossStats]) -> LossStats:
     """One record for several micro-batches or ranks: sums add, maxima take the largest. NaN survives.
 
-    Raises ValueError for an empty list or unlike kinds.
+    Raises ValueError for an empty list or different kinds.
     """
     kinds = {part.kind for part in stats}
     if len(kinds) != 1:
@@ -98,8 +98,8 @@ def summarize(stats: LossStats) -> dict[str, float]:
     Rates are per loss token. `actor/ppo_kl` is the mean of -d_t over model tokens, the first-order estimate of the
     divergence from the anchor. `actor/pg_clipfrac` counts tokens whose loss the two-sided bounds changed,
     `actor/pg_clipfrac_lower` those that the dual bound changed. `pg_update/is_ratio/*` is r_t over loss tokens with the
-    unbiased standard deviation. A user's objective reports `objective/<name>` in their place, and token ratios in
-    `pg_update/log_ratio_abs_max`. `actor/pg_loss` is the loss of the step if every call had the step's denominators.
+    unbiased standard deviation. A user's objective reports `objective/<name>` instead, and token ratios in
+    `pg_update/log_ratio_abs_max`. `actor/pg_loss` is the loss of the step if every call used the step's denominators.
     """
     values = stats.as_tensor().tolist()
     total = dict(zip(SUMS, values, strict=False))
@@ -127,6 +127,6 @@ def summarize(stats: LossStats) -> dict[str, float]:
         metrics["pg_update/is_ratio/max"] = maximum["ratio"]
         if n > 1:
             variance = (total["ratio_excess_squared"] - n * excess**2) / (n - 1)
-            # Rounding may leave a variance of -1e-20; NaN goes through.
+            # Rounding may give a variance of -1e-20; NaN propagates.
             metrics["pg_update/is_ratio/std"] = 0.0 if variance <= 0 else math.sqrt(variance)
     return metrics

@@ -1,4 +1,4 @@
-"""Supervised loss of SFT, on the same machinery as the policy loss."""
+"""Supervised loss of SFT, with the aggregation of the policy loss."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ctpo_megatron.objective.stats import stats_of
 def supervised_loss(log_probs: Tensor, loss_mask: Tensor, denominators: Denominators | None = None) -> PolicyLossOutput:
     """Mean negative log-likelihood over the loss tokens of the step: -(1 / tokens) sum_t l_t log_probs_t.
 
-    log_probs (nats, differentiable), loss_mask: one shape, `[B, T]` or `[N]`; sequence boundaries play no part;
-    values at masked positions never enter. denominators: counts of the whole step, or None for this batch alone.
+    log_probs (nats, differentiable), loss_mask: one shape, `[B, T]` or `[N]`; sequence boundaries do not matter; values
+    at masked positions have no effect. denominators: counts of the whole step, or None for this batch alone.
     Raises ValueError when the shapes differ.
     """
     if log_probs.shape != loss_mask.shape:

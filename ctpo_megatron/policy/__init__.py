@@ -12,9 +12,9 @@ A supervised stage makes its steps one by one: `use_optimizer`, then `distribute
 # ruff: noqa: E402
 import warnings
 
-# megatron-core warns at import about every optional package that is absent; `capabilities()` says it in one line.
+# megatron-core warns at import about every missing optional package; `capabilities()` reports them in one line.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
-# Calls of megatron-core's go through `device.scope()`, which their warnings are then ascribed to.
+# megatron-core is called through `device.scope()`, so its warnings are attributed to torch, not to megatron.
 warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning)
 

@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoints: state out, now or in the background, and back in after strict checks."""
+"""Megatron distributed checkpoints: saved now or in the background, and restored after strict checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-# Torch derives it from BaseException.
+# torch derives this from BaseException.
 from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
 
 from ctpo_megatron.base.run_paths import step_name
@@ -42,17 +42,17 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left", "Disk quota", "File too large")
-"""Of what torch's writers and the system say."""
+"""Longest part of an error text of torch's writers or of the system that a message quotes."""
 _CONFIGURED = ("max_lr", "min_lr", "betas", "eps")
-# The default format can no longer be saved by megatron-core 0.16; this one reshards over TP, PP and DP.
+# megatron-core 0.16 can no longer save the default format; this one reshards over TP, PP and DP.
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a checkpoint saves and restores of a rank, besides its random streams.
+    """The state of a rank that a checkpoint holds, except its random streams.
 
-    settings: keys of the configuration that decide which tensors there are, with their values.
+    settings: configuration keys that decide which tensors exist, with their values.
     """
 
     model: BuiltModel
@@ -64,7 +64,7 @@ class TrainState:
 class Writer:
     """Writes checkpoints, at most one at a time; every method is collective.
 
-    timeout_s: deadline of a save, from the moment it is waited for.
+    timeout_s: deadline of a save, counted from when `finish` begins to wait for it.
     """
 
     def __init__(self, layout: Layout, timeout_s: float) -> None:
@@ -88,15 +88,15 @@ class Writer:
 
         run_state: JSON-serializable state of the driver; rank 0's is kept, as are its `score` (see
         `checkpoint.keep_best`) and `attached`, further files by name. With `config.asynchronous` a copy of this process
-        writes while training goes on: the checkpoint becomes complete, and older ones are deleted, in a later call of
-        `finish` or `save`. Raises CheckpointError when a file could not be written, now or by an earlier save in the
+        writes while training continues. A later call of `finish` or `save` then completes the checkpoint and deletes
+        older ones. Raises CheckpointError when a file could not be written, now or by an earlier save in the
         background.
         """
         self.finish()
         _start_results_queue()
         aside: Path = self._layout.on_rank_zero(lambda: files.begin(directory, step))
         self._aside = aside
-        # What is neither model nor optimizer is written at once, by torch's own archive writer.
+        # The state that is neither model nor optimizer is written synchronously, with torch.save.
         with _named_failure(aside, RuntimeError):
             request = dist_checkpointing.save(
                 _shards(state, is_loading=False)
@@ -105,7 +105,7 @@ class Writer:
                 async_sharded_save=True,
                 content_metadata=dict(_FORMAT),
             )
-        with _named_failure(aside):  # a folder with files in it megatron would take for a broken checkpoint
+        with _named_failure(aside):  # megatron takes a folder that is not empty for a broken checkpoint
             for name, content in attached.items():
                 (aside / name).write_bytes(content)
         settings = {**state.settings, **model_settings(state.model.spec)}
@@ -113,15 +113,15 @@ class Writer:
         with _named_failure(aside):
             self._queue.schedule_async_request(request)
         if not config.asynchronous:
-            self.finish()  # not the request's own way to wait, which has no deadline for a writer that was killed
+            self.finish()  # the request's own wait has no deadline for a writer that was killed
         return directory / step_name(step)
 
     def finish(self, *, wait: bool = True) -> None:
-        """Complete the save that goes on in the background, if there is one; without `wait`, only if it is done.
+        """Complete the background save, if there is one; without `wait`, only if it is done.
 
         Raises CheckpointError when it fails or is late.
         """
-        # Polls are counted instead of seconds: all ranks have to give up at the same one.
+        # Count polls instead of seconds: all ranks must stop waiting at the same poll.
         for _ in range(max(1, round(self._timeout_s / _POLL_S))):
             with _named_failure(self._aside):
                 self._queue.maybe_finalize_async_calls(blocking=False)
@@ -134,7 +134,7 @@ class Writer:
         )
 
     def _abandon(self) -> None:
-        """At exit: a save that nobody is left to complete is of no use, and must not keep the job from ending."""
+        """At exit: a save that cannot be completed any more is useless and must not keep the job alive."""
         for call in self._queue.async_calls:
             if call.async_caller.process is not None:
                 call.async_caller.process.kill()
@@ -159,7 +159,7 @@ class Writer:
 
 
 class _PickledQueue:
-    """Megatron's queue of results, whose process is handed bytes: what it had to unpickle, it imports torch for."""
+    """Megatron's queue of results, with values sent as bytes, so that its process need not import torch to unpickle."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -172,7 +172,7 @@ class _PickledQueue:
 
 
 def _start_results_queue() -> None:
-    """Have megatron's queue of results, a process that serves all saves, live through a signal to the whole job."""
+    """Start megatron's results queue, one process for all saves, so that it survives a signal to the whole job."""
     others = multiprocessing.active_children()
     try:
         with children_spared():
@@ -182,20 +182,20 @@ def _start_results_queue() -> None:
     finally:
         for child in multiprocessing.active_children():
             if child not in others:
-                # At exit multiprocessing would wait for ever for a queue that was interrupted while it was started.
+                # At exit multiprocessing would wait forever for a queue that was interrupted during its start.
                 atexit.register(child.kill)
 
 
 @contextmanager
 def _named_failure(aside: Path, *also: type[Exception]) -> Iterator[None]:
-    """Raise CheckpointError with a plain reason for what fails while a checkpoint is written into `aside`, now gone."""
+    """Delete `aside` and raise CheckpointError with a plain reason when writing a checkpoint into it fails."""
     directory = aside.parent
     kinds: tuple[type[BaseException], ...] = (OSError, DistributedWriteError, *also)
     try:
         yield
     except kinds as error:
         if isinstance(error, DistributedWriteError):
-            # Its text is the tracebacks of all ranks.
+            # The exception's text is the tracebacks of all ranks.
             reason = "; ".join(f"rank {rank}: {found[0]}" for rank, found in error.failures.items())
         else:
             reason = str(error)
@@ -235,15 +235,16 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     if loaded["random"]["layout"] == _sizes(layout):
         random_state.restore(loaded["random"]["ranks"][layout.rank])
     else:
-        log.info("the layout differs from that of %s: random streams start anew from run.seed", checkpoint)
+        log.info("the layout differs from that of %s: random streams start again from run.seed", checkpoint)
     log.info("restored %s", checkpoint)
     return marker.run
 
 
 def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[str, Any]:
-    """Restore only the weights of a complete checkpoint of any layout; returns the driver's state. Checks as `load`.
+    """Restore only the weights of a complete checkpoint of any layout; returns the driver's state. Same checks as
+    `load`.
 
-    Weights of another precision are converted, which the log says.
+    Weights of another precision are converted, with a line in the log.
     """
     marker = verify(checkpoint, layout)
     wanted = {"model": model.sharded_state(_metadata())}
@@ -259,9 +260,9 @@ def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[st
 
 
 def verify(checkpoint: Path, layout: Layout) -> Marker:
-    """Hold every file against the manifest, each rank reading its share; collective.
+    """Compare every file with the manifest; each rank reads its share. Collective.
 
-    Raises CheckpointError on every rank, naming all broken files and an older checkpoint that is whole.
+    Raises CheckpointError on every rank, naming all broken files and an older intact checkpoint.
     """
     marker: Marker = layout.on_rank_zero(lambda: files.read_marker(checkpoint))
     problems: list[str] = layout.on_rank_zero(lambda: files.size_problems(checkpoint, marker.files))
@@ -284,7 +285,7 @@ def _metadata() -> dict[str, Any]:
 def _shards(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
     """This rank's part of model and optimizer as megatron's sharded tensors."""
     metadata = _metadata()
-    # A checkpoint of the first moment has the same tensors as any other.
+    # So that a checkpoint before the first step has the same tensors as any other.
     _fill_state(state.optimizer)
     weights = state.model.sharded_state(metadata)
     optimizer = state.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
@@ -306,18 +307,18 @@ def _inner_adamw(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
 
 
 def _fill_state(optimizer: MegatronOptimizer) -> None:
-    """Have the state that a first step would make, so that there is something to save or to load into."""
+    """Create the optimizer state that the first step would create, to save it or to load into it."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:  # a rank may have no parameters of a kind
+        if part.optimizer is not None:  # a rank may have no dense, or no expert parameters
             part.init_state_fn(part.optimizer, part.config)
     for inner in _inner_adamw(optimizer):
         for state in inner.state.values():
-            # Megatron's own function leaves out what only torch's AdamW counts per parameter.
+            # Megatron's own function omits the per-parameter `step` of torch's AdamW.
             state.setdefault("step", torch.zeros((), dtype=torch.float32))
 
 
 def _name_step_zero(saved: dict[Any, Any]) -> None:
-    """Megatron leaves the step out of a checkpoint when it is 0 (`if step:`), and AdamW cannot be loaded without."""
+    """Megatron omits a step of 0 from a checkpoint (`if step:`), but AdamW cannot be loaded without it."""
     if isinstance(saved.get("state"), dict) and "param_groups" in saved:
         saved["state"].setdefault("common_step", torch.zeros((), dtype=torch.float32))
     for inner in saved.values():
@@ -327,9 +328,9 @@ def _name_step_zero(saved: dict[Any, Any]) -> None:
 
 @contextmanager
 def _configured(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Keep what the configuration says of every parameter group, whatever is loaded within.
+    """Keep the configured values of every parameter group while a checkpoint is loaded.
 
-    megatron-core loads a checkpoint's groups whole, and its scheduler prefers their rates to its own.
+    megatron-core restores whole groups from a checkpoint, and its scheduler prefers their rates to its own.
     """
     ours = [{name: group[name] for name in _CONFIGURED if name in group} for group in optimizer.param_groups]
     yield

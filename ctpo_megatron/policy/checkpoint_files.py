@@ -1,4 +1,4 @@
-"""Checkpoint directories as files: written aside, published with a manifest, verified, pruned, found. No torch."""
+"""Checkpoint directories on disk: written aside, published with a manifest, verified, pruned, found. No torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ctpo_megatron.base.run_paths import MARKER, discarded, step_in, step_name
 log = logging.getLogger(__name__)
 
 _DIGEST = "blake2b"
-"""Of the rest of the marker."""
+"""Key of the digest of the rest of the marker."""
 _CHUNK = 1 << 24
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be used; the message names what is wrong with which file or tensor, and what to do."""
+    """A checkpoint cannot be used; the message names the file or tensor, the problem and what to do."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Marker:
-    """What `COMPLETE.json` says: the step, its score (None: unknown), the driver's state, and every file.
+    """Content of `COMPLETE.json`: the step, its score (None: unknown), the driver's state, and every file.
 
     settings: keys of the configuration that decide which tensors there are, with their values.
     """
@@ -57,9 +57,9 @@ _MARKER = TypeAdapter(Marker)
 
 
 def begin(directory: Path, step: int) -> Path:
-    """An empty folder to write into; whatever interrupted saves and deletions left behind is removed first.
+    """An empty folder to write into; remains of interrupted saves and deletions are removed first.
 
-    The name is new every time: a process that outlived its killed job may still be writing into an older one.
+    The name is unique: a process that survived its killed job may still be writing into an older folder.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for remains in directory.glob(".step_*"):
@@ -70,7 +70,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def discard(aside: Path) -> None:
-    """Give back the space of a folder that will not become a checkpoint."""
+    """Delete a folder that will not become a checkpoint."""
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -89,7 +89,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> Path:
-    """Give a written folder its marker and its name `step_%06d`, then delete older ones that need not be kept."""
+    """Write the marker, rename the folder to `step_%06d`, and delete older checkpoints that need not be kept."""
     directory = aside.parent
     content = asdict(marker)
     with (aside / MARKER).open("w", encoding="utf-8") as file:
@@ -112,10 +112,11 @@ def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> P
 
 
 def give_up(directory: Path, after: int) -> list[Path]:
-    """Rename the checkpoints of steps beyond `after` to `discarded_step_%06d`, which nothing finds; their new paths.
+    """Rename the checkpoints of steps beyond `after` to `discarded_step_%06d`, where no search finds them; the new
+    paths.
 
-    One of the same step that was given up earlier is deleted. The newest goes first: an interruption leaves a shorter
-    run, not one with a gap.
+    An earlier discarded checkpoint of the same step is deleted. The newest is renamed first, so that an interruption
+    leaves a shorter run, not one with a gap.
     """
     found = [path for path in reversed(_all_named(directory)) if step_of(path) > after]
     renamed = []
@@ -139,7 +140,7 @@ def complete(directory: Path) -> list[Path]:
 def latest(directory: Path) -> Path | None:
     """The newest checkpoint in `directory`; None when there is none.
 
-    Raises CheckpointError when it has no marker: it had one when it was given its name.
+    Raises CheckpointError when it has no marker, since the marker is written before the name.
     """
     found = _all_named(directory)
     if found and not (found[-1] / MARKER).is_file():
@@ -153,7 +154,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_marker(checkpoint: Path) -> Marker:
-    """The marker of a checkpoint; raises CheckpointError when it is absent or not what was written."""
+    """The marker of a checkpoint; raises CheckpointError when it is missing or damaged."""
     try:
         content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
         if content.pop(_DIGEST, None) != _digest(content):
@@ -162,7 +163,7 @@ def read_marker(checkpoint: Path) -> Marker:
         if not marker.files:
             raise ValueError("it lists no files")
         if _named(checkpoint) and step_of(checkpoint) != marker.step:
-            raise ValueError(f"it is of step {marker.step}: was its folder renamed, or brought from elsewhere?")
+            raise ValueError(f"it is of step {marker.step}: was its folder renamed, or copied from elsewhere?")
     except FileNotFoundError as error:
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MARKER}") from error
     except ValidationError as error:
@@ -179,7 +180,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def size_problems(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:
-    """What is missing or has another size than the manifest says; reads no contents."""
+    """Files that are missing or differ in size from the manifest; reads no contents."""
     problems = []
     for name, expected in files.items():
         path = checkpoint / name
@@ -191,13 +192,13 @@ def size_problems(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]
 
 
 def content_problems(checkpoint: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> list[str]:
-    """Which of `names` do not hold what was written; reads them whole."""
+    """Which of `names` differ from what was written; reads them completely."""
     found = digests(checkpoint, names)
     return [f"{name} does not have the contents that were written" for name in found if found[name] != files[name]]
 
 
 def advice(checkpoint: Path) -> str:
-    """How to go on without a broken checkpoint: the newest older one whose files are all there, if any."""
+    """How to continue without a broken checkpoint: the newest older one whose files all exist, if any."""
     older = (
         [path for path in complete(checkpoint.parent) if step_of(path) < step_of(checkpoint)]
         if _named(checkpoint)
@@ -210,13 +211,13 @@ def advice(checkpoint: Path) -> str:
             whole = False
         if whole:
             return f". The newest older checkpoint is whole: continue from it with checkpoint.load={path}"
-    return ". No older checkpoint is whole: restore the files from a copy, or start anew with run.overwrite=true"
+    return ". No older checkpoint is whole: restore the files from a copy, or start again with run.overwrite=true"
 
 
 def _all_named(directory: Path) -> list[Path]:
     """Every `step_*` in `directory`, damaged or not, oldest first.
 
-    Raises CheckpointError for a link to nowhere: whoever found no checkpoint there would begin anew.
+    Raises CheckpointError for a dangling link: without it a run would start from the beginning.
     """
     if directory.is_symlink() and not directory.exists():
         place = directory.readlink()
@@ -244,7 +245,7 @@ def _score(checkpoint: Path) -> float | None:
 
 
 def _hide(checkpoint: Path) -> Path:
-    """Before a deletion: one that is cut short must not leave half a checkpoint under a valid name."""
+    """Rename before deletion: an interrupted deletion must not leave half a checkpoint under a valid name."""
     aside = _aside(checkpoint.parent, step_of(checkpoint), "removing")
     checkpoint.rename(aside)
     return aside

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of this model, precision and optimizer: every difference, before anything is loaded."""
+"""Whether a checkpoint fits this model, precision and optimizer: lists every difference before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_TENSOR_PARALLEL = 64
 
 
 def model_settings(spec: ModelSpec) -> dict[str, Any]:
-    """What the model is besides its tensors, under names for `check_settings`."""
+    """Properties of the model other than its tensors, by name, for `check_settings`."""
     return {f"{name} of model.path": value for name, value in spec.unseen.items()}
 
 
@@ -38,9 +38,9 @@ def check_settings(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str
 
 
 def check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, weights_only: bool = False) -> None:
-    """Compare what all ranks ask for with what the checkpoint holds; raises CheckpointError with every difference.
+    """Compare what all ranks request with what the checkpoint holds; raises CheckpointError with every difference.
 
-    weights_only: the rest of the checkpoint is left out, and the precision may differ.
+    weights_only: the rest of the checkpoint is ignored, and the precision may differ.
     """
     sharded, _, _ = load_preprocess(wanted)
     _, by_rank = determine_global_metadata(extract_sharded_base(sharded)[0])
@@ -52,7 +52,7 @@ def check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, weig
     for key in sorted(ours.keys() & saved.keys()):
         there = _as_converted(saved[key], ours[key]) if weights_only else saved[key]
         have, want = _form(there), _form(ours[key])
-        # Vocabularies are padded by the tensor-parallel size: megatron cuts or fills up the rows behind the real ones.
+        # The padding of the vocabulary depends on the tensor-parallel size: megatron truncates or extends it.
         if have != want and not _padded_differently(there, ours[key], vocab_size):
             problems.append(f"{key} is {have} in the checkpoint and {want} here")
     if problems:
@@ -66,7 +66,7 @@ def check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, weig
 def _as_converted(
     saved: ShardedTensor | ShardedObject, ours: ShardedTensor | ShardedObject
 ) -> ShardedTensor | ShardedObject:
-    """`saved` with the precision of `ours`: torch converts where it copies into a tensor of another one."""
+    """`saved` with the precision of `ours`: torch converts when it copies into a tensor of another dtype."""
     if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor)) or saved.dtype == ours.dtype:
         return saved
     log.info("%s is converted from %s to %s", saved.key, saved.dtype, ours.dtype)

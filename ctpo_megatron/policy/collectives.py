@@ -1,4 +1,4 @@
-"""Which collectives this rank is in: torch's flight recorder keeps them, on gloo and on NCCL."""
+"""The collectives that this rank is waiting in, from torch's flight recorder, on gloo and on NCCL."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from torch._C import _distributed_c10d
 
 _RECORDS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""Of gloo, and of NCCL, which a CPU build of torch does not have."""
+"""Dump functions of gloo, and of NCCL, which a CPU build of torch lacks."""
 
 
 def pending_collectives() -> list[str]:
-    """Collectives that this rank has begun and not ended, oldest first; empty where torch keeps no record of them.
+    """Collectives that this rank has started but not finished, oldest first; empty when torch keeps no record of them.
 
     An item reads `all_reduce, number 17 of TENSOR_MODEL_PARALLEL_GROUP, Float [4]`. The number counts the collectives
-    of a group: ranks of a group whose numbers or names differ do not meet.
+    of a group: ranks whose numbers or names differ wait for each other in vain.
     """
     records = [getattr(_distributed_c10d, name)() for name in _RECORDS if hasattr(_distributed_c10d, name)]
     entries = [entry for record in records for entry in json.loads(record).get("entries", ())]

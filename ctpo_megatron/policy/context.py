@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens of a packed micro-batch this rank holds, and what its rows predict."""
+"""Context parallelism: which tokens of a packed micro-batch this rank holds, and the targets of its rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ctpo_megatron.data import PackedBatch
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """The zigzag cut of every sequence into 2R equal pieces; rank r of R holds the pieces r and 2R - 1 - r.
+    """The zigzag split of every sequence into 2R equal pieces; rank r of R holds the pieces r and 2R - 1 - r.
 
     So every rank has the same work under causal attention; megatron-core's rotary embedding and transformer-engine's
-    attention expect this cut. Sequence lengths must be multiples of 2R (`PackingRules.sequence_multiple`).
+    attention expect this split. Sequence lengths must be multiples of 2R (`PackingRules.sequence_multiple`).
 
-    rows: int64 `[N / R]`, the tokens of this rank. restore: int64 `[N]`, where each token stands in the concatenation
-    of the rows of all ranks; both empty when one rank holds everything. cu_seqlens: `[B + 1]`, boundaries of the
-    sequences among the rows. planned: the same in host memory; None where this is it.
+    rows: int64 `[N / R]`, the tokens of this rank. restore: int64 `[N]`, the index of each token in the concatenation
+    of the rows of all ranks. Both are empty when one rank holds everything. cu_seqlens: `[B + 1]`, boundaries of the
+    sequences among the rows. planned: the same split in host memory; None if this object is in host memory.
     """
 
     group: dist.ProcessGroup
@@ -32,11 +32,11 @@ class ContextSplit:
 
     @property
     def on_host(self) -> ContextSplit:
-        """The same in host memory."""
+        """The split in host memory."""
         return self.planned or self
 
     def to(self, device: torch.device) -> ContextSplit:
-        """The same on a device; the host does not wait for the copies."""
+        """The split on a device; the host does not wait for the copies."""
         rows, restore, cu_seqlens = (
             t.to(device, non_blocking=True) for t in (self.rows, self.restore, self.cu_seqlens)
         )
@@ -44,7 +44,7 @@ class ContextSplit:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> ContextSplit:
-        """The cut of a micro-batch with these boundaries `[B + 1]`, on the host, over the context-parallel group."""
+        """The split of a micro-batch with these boundaries `[B + 1]`, on the host, over the context-parallel group."""
         group = mpu.get_context_parallel_group()
         size, rank = group.size(), group.rank()
         if size == 1:
@@ -78,13 +78,13 @@ class ContextSplit:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the rows of this rank predict; row t of a sequence predicts its token t + 1.
+    """The targets of the rows of this rank; row t of a sequence predicts its token t + 1.
 
     labels: int64; response_mask, loss_mask: bool; rollout_log_probs, advantages, old_log_probs (None before they
     are computed), weights (of the correction, None without): float32; all `[n]`, n = N / context-parallel size.
-    cu_seqlens: `[B + 1]`, boundaries among them. on_policy: as `PackedBatch` has it.
-    rows: int64 `[M]`, where response_mask is set, ascending; searched for on the host. may_learn: bool `[M]` in host
-    memory, which of them are in the loss with an advantage that is not 0.
+    cu_seqlens: `[B + 1]`, boundaries among them. on_policy: see `PackedBatch`.
+    rows: int64 `[M]`, where response_mask is set, ascending; computed on the host. may_learn: bool `[M]` in host
+    memory, which of them are in the loss with a nonzero advantage.
     """
 
     labels: Tensor
@@ -104,7 +104,8 @@ class Targets:
         """The targets of this rank's rows."""
 
         def next_of(values: Tensor) -> Tensor:
-            # The first token of a sequence is never a model token: what rolls into the row before it is masked.
+            # The first token of a sequence is never a response token, so the value that rolls into the row before it is
+            # masked.
             return split.take(values.roll(-1))
 
         host = batch.on_host

@@ -1,4 +1,4 @@
-"""Corrects the mini-batches of a step for what sampler and trainer differ by: weights, loss masks, denominators."""
+"""Corrects the mini-batches of a step for the sampler-trainer mismatch: weights, loss masks, denominators."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ctpo_megatron.policy.passes import old_log_probs_of
 def apply_correction(
     mini_batches: Sequence[MiniBatch], config: ObjectiveConfig, layout: Layout, equal_weights: bool
 ) -> dict[str, float]:
-    """Give the mini-batches weights and take rejected tokens out of their loss; metrics, on rank zero only.
+    """Set the weights of the mini-batches and mask rejected tokens; returns metrics, on rank zero only.
 
-    `Trainer.compute_old_log_probs` comes first: the log-probs of the start of the batch decide. Denominators count what
-    is left: a rejected token is in no mean, and a sequence that lost all its tokens counts as every masked one does
-    (`count_masked_sequences`). equal_weights: the batch was sampled by the weights it starts from, so that
-    `mismatch/*` is no difference of policies. Collective.
+    Needs old log-probs (`Trainer.compute_old_log_probs`). Denominators count the remaining tokens: a rejected token is
+    in no mean, and a sequence without remaining tokens counts like any masked sequence (`count_masked_sequences`).
+    equal_weights: the batch was sampled with the trainer's current weights, so that `mismatch/*` is not a difference of
+    policies. Collective.
     """
     correction = config.correction
     micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches] if layout.is_last_stage else []
@@ -38,7 +38,7 @@ def apply_correction(
     if correction.normalize and correction.level != "none":
         mean = weight_mean(rows, correction)
         for micro in micro_batches:
-            assert micro.correction_weights is not None  # the level asks for them
+            assert micro.correction_weights is not None  # computed for this level
             micro.correction_weights = micro.correction_weights / mean
     if correction.rejects:
         for mini, counts in zip(mini_batches, left, strict=True):
@@ -65,11 +65,11 @@ def _correct(micro: PackedBatch, config: CorrectionConfig) -> Corrected:
 def _over_ranks(
     mini_batches: Sequence[MiniBatch], corrected: Sequence[Corrected], layout: Layout
 ) -> tuple[MismatchRows, list[list[int]]]:
-    """The rows of all replicas, and the loss tokens left of every sequence of each mini-batch. One read-back."""
+    """The rows of all replicas, and the remaining loss tokens of every sequence of each mini-batch. One read-back."""
     mine = None
     if layout.reports:
         micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
-        # Alignment may be a sequence of its own at the end of a micro-batch, which is not listed.
+        # Alignment padding may form a further sequence at the end of a micro-batch, which is not listed.
         parts = [found.table[: len(m.sequences)] for m, found in zip(micro_batches, corrected, strict=True)]
         counts = [sum(len(micro.sequences) for micro in mini.micro_batches) for mini in mini_batches]
         mine = (corrected[0].names, torch.cat(parts).cpu(), counts)

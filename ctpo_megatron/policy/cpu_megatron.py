@@ -1,6 +1,6 @@
-"""Megatron-Core on machines without CUDA: what stands in there for functions that need it (`replacements.py`).
+"""Megatron-Core on machines without CUDA: substitutes for functions that need it (`replacements.py`).
 
-The mode `CudaRequestsToCpu` answers the remaining CUDA requests (made as arguments of torch calls) with the CPU.
+The mode `CudaRequestsToCpu` redirects the remaining CUDA requests (arguments of torch calls) to the CPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _CPU = torch.device("cpu")
 
 
 class CudaRequestsToCpu(TorchFunctionMode):
-    """Answers `device="cuda"`, `pin_memory=True`, `Tensor.cuda()` and `Tensor.type()` as a CUDA machine would.
+    """Handles `device="cuda"`, `pin_memory=True`, `Tensor.cuda()` and `Tensor.type()` as on a CUDA machine.
 
-    `Tensor.type()` is compared with the string 'torch.cuda.FloatTensor' in megatron's gradient clipping and
-    optimizers, so the CPU type name is reported in its CUDA spelling.
+    Megatron's gradient clipping and optimizers compare `Tensor.type()` with 'torch.cuda.FloatTensor', so the CPU type
+    name is reported in its CUDA spelling.
     """
 
     def __torch_function__(
@@ -40,16 +40,16 @@ class CudaRequestsToCpu(TorchFunctionMode):
 
 
 def current_device() -> torch.device:
-    """What megatron-core then puts on "the current GPU"."""
+    """The CPU, where megatron-core asks for the current GPU."""
     return _CPU
 
 
 def do_nothing(*_args: Any) -> None:
-    """There is no device to wait for."""
+    """A synchronisation, of which a CPU has none."""
 
 
 def rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
-    """State of the CPU's generator, which is the device's."""
+    """State of the CPU's generator."""
     return torch.get_rng_state()
 
 
@@ -90,7 +90,7 @@ def rng_tracker() -> type:
 def host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
     """Give all-to-all its split sizes as numpy arrays (shadows MoEAlltoAllTokenDispatcher's method).
 
-    The original converts CUDA tensors only, on a side stream.
+    The original method converts CUDA tensors only, on a side stream.
     """
     if point == self.cuda_dtoh_point and not self.drop_and_pad:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -101,7 +101,7 @@ def host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = 
 
 
 def uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Gather shards of different sizes by padding them: gloo takes equal ones only. Shadows a function of mappings."""
+    """Gather shards of different sizes by padding them, since gloo needs equal ones. Wraps a function of mappings."""
 
     def gather(
         input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
@@ -119,7 +119,7 @@ def uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def uneven_reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same for the sum that goes back."""
+    """The same for the reduce-scatter of the backward pass."""
 
     def reduce_scatter(
         input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False

@@ -1,6 +1,6 @@
-"""The only file of the trainer that tells CPU from CUDA: device, backend, and which libraries' parts are used.
+"""The only file of the trainer that distinguishes CPU and CUDA: device, backend, and which optional libraries are used.
 
-`install()` and `scope()` let Megatron-Core run on what this machine has (`replacements.py`, `cpu_megatron.py`).
+`install()` and `scope()` let Megatron-Core run on this machine (`replacements.py`, `cpu_megatron.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the machine offers beyond megatron-core itself."""
+    """Optional hardware and libraries of this machine."""
 
     cuda: bool
     transformer_engine: bool
@@ -41,9 +41,9 @@ class Capabilities:
     def against_te_layers(self, dtype: str) -> str | None:
         """Why transformer-engine's layers cannot train a model of `policy.dtype` here; None if they can.
 
-        Its attention takes packed sequences in 16-bit precision only, by cuDNN from compute capability 9.0 on or by
-        flash-attn (transformer-engine 2.9 to 2.11, `dot_product_attention/utils.py`). Without either it raises, or
-        falls back to scores of quadratic size.
+        Their attention supports packed sequences in 16-bit precision only, with cuDNN from compute capability 9.0 on or
+        with flash-attn (transformer-engine 2.9 to 2.11, `dot_product_attention/utils.py`). Without either it raises, or
+        materialises the whole score matrix.
         """
         if not self.transformer_engine:
             return "Transformer Engine with CUDA was not found; install it (docs/install_cuda.md)"
@@ -55,11 +55,11 @@ class Capabilities:
 
     @property
     def adam(self) -> str:
-        """The Adam that megatron.core.optimizer picks: transformer-engine's before apex's before torch's."""
+        """The Adam that megatron.core.optimizer selects: transformer-engine's, else apex's, else torch's."""
         return "TE FusedAdam" if self.transformer_engine else "apex FusedAdam" if self.apex else "torch AdamW"
 
     def describe(self, layer_spec: str, dtype: str) -> str:
-        """Lines for the log: which implementation of what a run with `policy.layer_spec` and `policy.dtype` uses."""
+        """Log lines: which implementations a run with `policy.layer_spec` and `policy.dtype` uses."""
         against = self.against_te_layers(dtype) if layer_spec != "local" else None
         te = layer_spec != "local" and against is None
         by_length = "torch scaled_dot_product_attention, by sequence length"
@@ -89,24 +89,24 @@ def capabilities() -> Capabilities:
         cuda=CUDA,
         transformer_engine=CUDA and _installed_module("transformer_engine"),
         packed_attention=CUDA and (_compute_capability() >= (9, 0) or _installed_module("flash_attn")),
-        # An unrelated package on PyPI is called apex too; amp_C is the extension module that only NVIDIA's has.
+        # An unrelated package on PyPI is also called apex; only NVIDIA's has the extension module amp_C.
         apex=CUDA and _installed_module("apex") and _installed_module("amp_C"),
         grad_accumulation_fusion=CUDA and _installed_module("fused_weight_gradient_mlp_cuda"),
     )
 
 
 def max_ranks() -> int:
-    """How many ranks this machine runs at once: its GPUs; without any, its cores, and at least four."""
+    """How many ranks this machine can run: its number of GPUs; without GPUs its number of cores, at least four."""
     return torch.cuda.device_count() if CUDA else max(4, os.cpu_count() or 1)
 
 
 def local_device(local_rank: int) -> torch.device:
-    """The device of this rank; selects it on CUDA. Raises RuntimeError when this node has no GPU left for it."""
+    """Select and return the device of this rank. Raises RuntimeError when this node has too few GPUs."""
     if not CUDA:
         return _CPU
     if local_rank >= (found := torch.cuda.device_count()):
         raise RuntimeError(
-            f"rank {local_rank} of this node has no GPU: {found} are visible; start at most {found} a node"
+            f"rank {local_rank} of this node has no GPU: {found} are visible; start at most {found} per node"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -123,39 +123,39 @@ def total_memory() -> int | None:
 
 
 def product_precision(dtype: str) -> str:
-    """What matrix products of `policy.dtype` run in: the dtype, or `tf32`."""
+    """The precision of matrix products in `policy.dtype`: the dtype, or `tf32`."""
     return "tf32" if CUDA and dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else dtype
 
 
 def release_cached_memory() -> None:
-    """Give what torch keeps of freed GPU memory back to the driver, where other processes can have it."""
+    """Return torch's cache of freed GPU memory to the driver, for other processes."""
     if CUDA:
         torch.cuda.empty_cache()
 
 
 def synchronize() -> None:
-    """Wait for all streams: a clock read next includes the work queued so far, and any stream may read its results."""
+    """Wait for all streams, so that a clock read next includes the queued work and any stream may read its results."""
     if CUDA:
         torch.cuda.synchronize()
 
 
 def gather_in_place(out: torch.Tensor, part: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
-    """All-gather `part` of every rank into `out` `[ranks, *part.shape]` with no memory besides; collective."""
+    """All-gather `part` of every rank into `out` `[ranks, *part.shape]` without extra memory; collective."""
     if CUDA:
         torch.distributed.all_gather_into_tensor(out, part.contiguous(), group=group)
         return
     for rank, source in enumerate(torch.distributed.get_process_group_ranks(group)):
         if rank == group.rank():
             out[rank].copy_(part)
-        # gloo's all-gather would hold everything a second time.
+        # gloo's all-gather would hold a second copy of everything.
         torch.distributed.broadcast(out[rank], src=source, group=group)
 
 
 def peak_memory_mib() -> float:
-    """Most memory that this process has held since it began, in MiB: in torch's tensors on a GPU, resident on a CPU."""
+    """Peak memory of this process since its start, in MiB: of torch's tensors on a GPU, resident memory on a CPU."""
     if CUDA:
         return torch.cuda.max_memory_allocated() / 2**20
-    # ru_maxrss would do, but on Linux a child starts with its parent's.
+    # Not ru_maxrss: on Linux a child inherits its parent's value.
     status = Path("/proc/self/status")
     if status.exists():
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 2**10  # type: ignore[index]
@@ -165,8 +165,8 @@ def peak_memory_mib() -> float:
 def transformer_flags() -> dict[str, Any]:
     """TransformerConfig arguments that follow from the device.
 
-    `batch_p2p_comm=False` everywhere: with interleaved pipelines of two stages its default mixes up messages.
-    `deallocate_pipeline_outputs` only on CUDA: gloo may still be reading the tensor that it frees.
+    `batch_p2p_comm=False` everywhere: with interleaved pipelines of two stages the default mixes up messages.
+    `deallocate_pipeline_outputs` only on CUDA: gloo may still be reading the freed tensor.
     """
     found = capabilities()
     return {
@@ -182,10 +182,10 @@ def transformer_flags() -> dict[str, Any]:
 
 
 def scope() -> AbstractContextManager[Any]:
-    """Enter around every call into megatron-core. The underlying mode is thread-local: enter it per call."""
+    """Wrap every call into megatron-core in this context. The underlying mode is thread-local, hence per call."""
     return contextlib.nullcontext() if CUDA else cpu_megatron.CudaRequestsToCpu()
 
 
 def install() -> None:
-    """Make megatron-core run on this machine; call once per process before building anything."""
+    """Patch megatron-core for this machine; call once per process before building anything."""
     replacements.install(cuda=CUDA)

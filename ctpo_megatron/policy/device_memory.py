@@ -1,4 +1,4 @@
-"""The trainer's share of the device: acquired before work, offloaded while engines sample on the same GPUs."""
+"""The trainer's device memory: acquired before work, offloaded while engines sample on the same GPUs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ctpo_megatron.policy.model import BuiltModel
 
 
 class DeviceMemory:
-    """`policy.offload`: optimizer state (and parameters) wait in host memory, gradient buffers are freed.
+    """`policy.offload`: optimizer state (and parameters) move to host memory, gradient buffers are freed.
 
-    Only what the distributed optimizer keeps apart from the parameters can move: master weights and moments of a
-    bfloat16 model (megatron-core's `offload_to_cpu`, `offload_grad_buffers`). Methods may be called at any time.
+    Only state that the distributed optimizer holds separately from the parameters can move: master weights and moments
+    of a bfloat16 model (megatron-core's `offload_to_cpu`, `offload_grad_buffers`). Methods may be called at any time.
     """
 
     def __init__(self, config: PolicyConfig, model: BuiltModel) -> None:
@@ -28,7 +28,7 @@ class DeviceMemory:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Everything is on the device, and calls into megatron-core are possible. Does not nest."""
+        """A context in which everything is on the device and megatron-core can be called. Does not nest."""
         with device.scope():
             self._reclaim()
             yield
@@ -46,7 +46,7 @@ class DeviceMemory:
             yield
 
     def release(self, optimizer: MegatronOptimizer | None) -> None:
-        """Give the memory back, after an unfinished gather of parameters. optimizer: the current one, if any."""
+        """Release the memory, after any unfinished gather of parameters. optimizer: the current one, if any."""
         if self._what == "none" or self._released:
             return
         with device.scope():
@@ -57,16 +57,16 @@ class DeviceMemory:
                 chunk.offload_grad_buffers()
                 if self._what == "all":
                     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                        if buffer.param_data_cpu is None:  # pinned at once, where megatron-core would copy twice
+                        if buffer.param_data_cpu is None:  # pinned directly; megatron-core would copy twice
                             buffer.param_data_cpu = torch.empty_like(
                                 buffer.param_data, device="cpu", pin_memory=device.CUDA
                             )
                         buffer.offload_to_cpu(move_params=True, move_grads=False)
-            device.release_cached_memory()  # megatron-core does so before the parameters' storage is freed
+            device.release_cached_memory()  # megatron-core does this before it frees the parameters' storage
         self._offloaded, self._released = optimizer, True
 
     def _reclaim(self) -> None:
-        """Take the memory again, with everything in it but the gradients, which are zero."""
+        """Move everything back to the device. Gradients are zero."""
         if not self._released:
             return
         for chunk in self._model.wrapped:

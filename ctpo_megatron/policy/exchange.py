@@ -1,4 +1,4 @@
-"""From rank zero's trajectories of a step: the sizes of all to every rank, the tokens to those that train on them."""
+"""Distributes rank zero's trajectories of a step: all sizes to every rank, tokens to the ranks that train on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctpo_megatron.policy.parallel import Layout
 
 Share = list[TokenSequence]
 _LOSS, _RESPONSE, _CURRENT = 1, 2, 4
-"""Bits of a token in the byte that carries the masks."""
+"""Bits of the byte that carries the masks of a token."""
 
 
 def share_sizes(
@@ -22,7 +22,7 @@ def share_sizes(
 ) -> tuple[list[TokenSequence], list[float]]:
     """The sequences of rank zero without their tokens, and their advantages, on every rank; collective.
 
-    int64 `[3, B]` and float64 `[B]` travel. Ranks other than zero pass empty sequences. Rank zero keeps its tokens.
+    Sends int64 `[3, B]` and float64 `[B]`. Ranks other than zero pass empty sequences. Rank zero keeps its tokens.
     """
     if layout.world_size == 1:
         return list(sequences), list(advantages)
@@ -47,8 +47,8 @@ def share_sizes(
 def share_tokens(sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], layout: Layout) -> Share:
     """This rank's share with its tokens; collective.
 
-    sequences: as `share_sizes` gave them. shares: for each data-parallel rank the indices it trains on. A token travels
-    as int32 id, one byte of masks and float32 log-prob, to the ranks of the replica that trains on it.
+    sequences: from `share_sizes`. shares: the indices that each data-parallel rank trains on. A token is sent as int32
+    id, one byte of masks and float32 log-prob, to the ranks of the replica that trains on it.
     """
     own = [sequences[index] for index in shares[layout.dp_rank]]
     if layout.world_size == 1:
@@ -58,14 +58,14 @@ def share_tokens(sequences: Sequence[TokenSequence], shares: Sequence[Sequence[i
     sending: list[dist.Work] = []
     for rank in range(1, layout.world_size):
         sending += _send(sequences, shares, rank, layout)
-    # All are queued before the first wait: ranks receive side by side.
+    # All sends are queued before the first wait, so that ranks receive in parallel.
     for work in sending:
         work.wait()
     return own
 
 
 def tokens_of(sequence: TokenSequence) -> TokenArrays:
-    """Raises ValueError on a rank that has the outline of the sequence only."""
+    """The tokens of a sequence. Raises ValueError on a rank that has only its sizes."""
     if sequence.tokens is None:
         raise ValueError(f"{sequence.name} has no tokens on this rank")
     return sequence.tokens
@@ -80,7 +80,7 @@ def _send(
     for column in _columns(arrays):
         work = dist.isend(column, dst=rank)
         if work is None:
-            raise RuntimeError(f"rank {rank} is outside of the job's process group")
+            raise RuntimeError(f"rank {rank} is not in the job's process group")
         yield work
 
 

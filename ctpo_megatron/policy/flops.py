@@ -1,4 +1,4 @@
-"""Model FLOPs of a decoder: what the mathematics needs, and the peak of the device that it is compared with."""
+"""Model FLOPs of a decoder, and the peak FLOP/s of the device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.policy import device
 
 BACKWARD = 2
-"""Backward over forward: each product of the forward pass has two gradients of its size."""
+"""Ratio of backward to forward FLOPs: each product of the forward pass has two gradients of its size."""
 
 # Dense peaks in TFLOP/s (bfloat16 and TF32 on tensor cores without sparsity, float32 outside of them), from NVIDIA's
-# data sheets; the first row whose name is in the device's name counts, so longer names stand before shorter ones.
+# data sheets. The first row whose name is part of the device's name counts, so longer names come before shorter ones.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("GB200", {"bfloat16": 2500.0, "tf32": 1250.0, "float32": 80.0}),
     ("B200", {"bfloat16": 2250.0, "tf32": 1125.0, "float32": 75.0}),
@@ -34,12 +34,13 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def forward_flops(spec: ModelSpec, tokens: int, predicted: int) -> float:
-    """FLOPs of the matrix products of one forward pass over a sequence; the backward pass needs `BACKWARD` times that.
+    """FLOPs of the matrix products of one forward pass over a sequence; the backward pass takes `BACKWARD` times as
+    many.
 
-    tokens: length of the sequence. predicted: rows that the output layer is needed for, one per model token. Model
-    FLOPs in the sense of MFU (Chowdhery et al., arXiv 2204.02311, appendix B): nothing is counted for recomputation,
-    padding, or what is no matrix product (norms, softmax, rotary embedding, optimizer). With L layers, width H, h heads
-    and g key-value heads of width d, MLP width I, vocabulary V, and T tokens of which P are predicted:
+    tokens: length of the sequence. predicted: rows of the output layer, one per response token. Model FLOPs in the
+    sense of MFU (Chowdhery et al., arXiv 2204.02311, appendix B). They exclude recomputation, padding, and everything
+    but matrix products (norms, softmax, rotary embedding, optimizer). With L layers, width H, h heads and g key-value
+    heads of width d, MLP width I, vocabulary V, and T tokens of which P are predicted:
 
         L * T * (2 H (h + 2 g) d + 2 h d H + 6 H I)   projections and gated MLP
         L * 2 T (T + 1) h d                           causal attention: T (T + 1) / 2 pairs, two products of width d
@@ -52,17 +53,17 @@ def forward_flops(spec: ModelSpec, tokens: int, predicted: int) -> float:
 
 
 def sequence_flops(spec: ModelSpec, sequences: Iterable[TokenSequence]) -> list[float]:
-    """`forward_flops` of each sequence: the estimate of its cost that ranks are balanced by."""
+    """`forward_flops` of each sequence: the cost estimate for balancing ranks."""
     return [forward_flops(spec, s.length, s.sampled_tokens) for s in sequences]
 
 
 def peak_flops(policy: PolicyConfig) -> float | None:
-    """Dense peak of this rank's device in FLOP/s, in the precision the policy computes in; None where not known."""
+    """Dense peak of this rank's device in FLOP/s, in the policy's compute precision; None if unknown."""
     return known_peak(device.device_name(), device.product_precision(policy.dtype))
 
 
 def known_peak(device_name: str | None, precision: str) -> float | None:
-    """Dense peak of one device in FLOP/s; None for a CPU and for a GPU that is not in the table.
+    """Dense peak of a device in FLOP/s; None for a CPU and for a GPU that is not in the table.
 
     precision: `bfloat16`, `float32`, or `tf32` for float32 parameters whose products run on tensor cores.
     """

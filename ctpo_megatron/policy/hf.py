@@ -20,15 +20,15 @@ from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 
 _ROWS = 1024
-"""Of a vocabulary, compared at once."""
+"""Rows of a vocabulary that are compared at a time."""
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of this rank, how it is mapped, and its place in the model.
+    """One parameter of this rank, its mapping, and its position in the model.
 
-    prefix: what its Hugging Face names begin with. expert: which of this rank's experts it belongs to.
+    prefix: of its Hugging Face names. expert: index among this rank's experts.
     """
 
     parameter: torch.nn.Parameter
@@ -43,14 +43,14 @@ class Entry:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that the parameter is cut over."""
+        """The ranks that the parameter is sharded over."""
         over = mpu.get_expert_tensor_parallel_group if self.mapping.per_expert else mpu.get_tensor_model_parallel_group
         group: dist.ProcessGroup = over()
         return group
 
 
 def _entries(model: BuiltModel) -> Iterator[Entry]:
-    """All parameters of this rank. Raises KeyError naming one that the family maps to no Hugging Face tensor."""
+    """All parameters of this rank. Raises KeyError naming a parameter without a Hugging Face counterpart."""
     spec, family = model.spec, model.spec.family
     ends, in_layer = _by_name(family.ends(spec), spec), _by_name(family.layer(spec), spec)
     for chunk in model.gpt:
@@ -67,7 +67,7 @@ def _entries(model: BuiltModel) -> Iterator[Entry]:
 
 
 def _by_name(mappings: Iterable[ParamMapping], spec: ModelSpec) -> dict[str, tuple[ParamMapping, int]]:
-    """Megatron's name -> mapping, and number of the expert on its rank."""
+    """Megatron's name -> mapping, and index of the expert on its rank."""
     return {
         name.format(expert=expert): (mapping, expert)
         for mapping in mappings
@@ -84,9 +84,9 @@ class WeightFiles:
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """One full tensor, or some of its rows, on the CPU, in the file's dtype."""
+        """A full tensor, or a range of its rows, on the CPU, in the file's dtype."""
         path = self._stored[name].file
-        if path not in self._open:  # a mixture of experts has thousands of tensors in one file
+        if path not in self._open:  # kept open: a mixture of experts has thousands of tensors in one file
             self._open[path] = safe_open(path, "pt")
         file = self._open[path]
         tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
@@ -97,9 +97,9 @@ class WeightFiles:
 def load(model: BuiltModel, directory: Path, layout: Layout) -> None:
     """Copy the directory's weights into this rank's model (its layers, experts, tensor-parallel shards); collective.
 
-    Raises ConfigError, before anything is copied, listing every tensor that is missing, unused, or of another shape
-    than config.json makes it, and every file that is not whole; or when the two ends of a tied model differ. A number
-    that is not finite is found, and its tensor named, as it is copied.
+    Raises ConfigError, before anything is copied, listing every tensor that is missing, unused, or of a shape that does
+    not follow from config.json, and every truncated file. Also when input and output embeddings of a tied model differ.
+    Values that are not finite are detected during the copy, and reported with their tensor.
     """
     spec, family = model.spec, model.spec.family
     stored, problems = stored_tensors(directory, spec)
@@ -145,13 +145,13 @@ def _check_tied(files: WeightFiles, rows: int, family: ModelFamily, directory: P
 def export(
     model: BuiltModel, layout: Layout, *, value: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, full tensor) for the whole model, one at a time, on every rank (all must iterate to the end).
+    """Yield (HF name, full tensor) of the whole model, one at a time, on every rank; all ranks must iterate to the end.
 
-    value: what to export of a parameter (its gradient, say), in its shape, detached.
-    Tensor-parallel shards and experts are gathered, pipeline stages take turns to broadcast. Peak extra memory is one
-    HF tensor, twice that where it is joined along its second dimension, times the expert-parallel size for an expert's:
-    at most the largest Megatron parameter, if the consumer drops each tensor before it asks for the next. One that
-    needs no gathering is the parameter itself.
+    value: what to export of a parameter, for example its gradient; in its shape, detached. Tensor-parallel shards and
+    experts are gathered; pipeline stages broadcast in turn. Peak extra memory is one HF tensor: twice that if it is
+    joined along its second dimension, and times the expert-parallel size for an expert. This is at most the largest
+    Megatron parameter, if the consumer drops each tensor before requesting the next. A tensor that needs no gathering
+    is the parameter itself.
     """
     stage = _stage_tensors(model, layout, value)
     if layout.pp_size == 1:
@@ -162,10 +162,10 @@ def export(
 
 
 def export_share(model: BuiltModel, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, full tensor) of what this rank is to send, one at a time; every tensor is of one rank only.
+    """Yield (HF name, full tensor) that this rank is to send, one at a time; every tensor is sent by one rank only.
 
-    Of a tensor-parallel group, in which shards are gathered, it is the first rank, and of replicas the first. Pipeline
-    stages and expert-parallel ranks have each their own. All ranks must iterate to the end.
+    The first rank of a tensor-parallel group sends its gathered shards, and the first of several replicas. Each
+    pipeline stage and expert-parallel rank sends its own tensors. All ranks must iterate to the end.
     """
     for entry in _entries(model):
         sends = _sends(entry)
@@ -192,7 +192,7 @@ def declare_share(model: BuiltModel, layout: Layout) -> Declared:
 
 
 def declare(model: BuiltModel, layout: Layout) -> Declared:
-    """HF name, shape and dtype of all that `export` yields, in its order, on every rank; only these are gathered."""
+    """HF name, shape and dtype of all that `export` yields, in its order, on every rank. No tensor is gathered."""
     experts_each = model.spec.num_experts // layout.ep_size
     of_stage: Declared = []
     for entry in _entries(model):
@@ -207,7 +207,7 @@ def declare(model: BuiltModel, layout: Layout) -> Declared:
 
 
 def _sends(entry: Entry) -> bool:
-    """Whether this rank is the one that sends the tensors of a parameter."""
+    """Whether this rank sends the tensors of a parameter."""
     return entry.group.rank() == 0 and _is_first_replica(entry.mapping)
 
 
@@ -218,7 +218,7 @@ def _is_first_replica(mapping: ParamMapping) -> bool:
 
 
 def _joined(part: torch.Tensor, entry: Entry, spec: ModelSpec) -> torch.Tensor:
-    """An HF tensor of the parts that the ranks of its tensor-parallel group have."""
+    """An HF tensor, joined from the parts on the ranks of its tensor-parallel group."""
     tensor = _join(part, entry.mapping.dim, entry.group)
     return tensor[: spec.vocab_size] if entry.mapping.padded else tensor
 
@@ -231,7 +231,7 @@ def _stage_tensors(
 
 
 def _full(entry: Entry, value: torch.Tensor, spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """The HF tensors that a parameter of this pipeline stage, and its counterparts on other ranks, are parts of."""
+    """The HF tensors made of a parameter of this pipeline stage and its counterparts on other ranks."""
     mapping, experts_each = entry.mapping, spec.num_experts // layout.ep_size
     names = [entry.names(experts_each, ep_rank) for ep_rank in range(layout.ep_size)]
     for number, part in enumerate(mapping.unshard(value, spec)):
@@ -246,7 +246,7 @@ def _full(entry: Entry, value: torch.Tensor, spec: ModelSpec, layout: Layout) ->
 
 
 def _join(part: torch.Tensor, dim: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """The parts of all ranks, joined along `dim`; without a copy where there is one, or none to join."""
+    """The parts of all ranks, joined along `dim`; no copy for a single part or a replicated parameter."""
     if dim is None or group.size() == 1:
         return part
     stacked = part.new_empty(group.size(), *part.shape)

@@ -1,4 +1,4 @@
-"""Writes a trained model as a Hugging Face directory, aside and renamed; nothing stays of one that failed."""
+"""Writes a trained model as a Hugging Face directory, aside and then renamed; a failed export leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def write_directory(
 ) -> None:
     """Write a Hugging Face model directory: `tensors` in safetensors shards, everything else copied from `source`.
 
-    config.json gets the precision that the tensors have (all the same). chat_template: the Jinja text that the model
-    was trained with, where it is not that of `source`. Who may read the files is as the umask says.
-    Every tensor goes to the disk before the next one is asked for; only rank 0 writes, the others take part in the
-    gathering. Written aside and renamed once the disk has it; an existing model directory of that name is replaced.
-    Raises ConfigError before anything is gathered if something else is there, or `source` itself; and CheckpointError,
-    with nothing left of the new directory, when the file system refuses.
+    config.json gets the dtype of the tensors, which all have the same. chat_template: the Jinja text that the model was
+    trained with, if it differs from the template of `source`. Permissions of the files follow the umask. Every tensor
+    is written before the next one is requested; only rank 0 writes, the others take part in the gathering. The
+    directory is written aside and renamed once it is on disk; an existing model directory of that name is replaced.
+    Raises ConfigError before anything is gathered if the target is something else, or `source` itself. Raises
+    CheckpointError, and removes the new directory, when the file system fails.
     """
     target = target.resolve()
     layout.on_rank_zero(lambda: _check_target(source.resolve(), target))
     if layout.rank == 0:
         aside = target.with_name(f".{target.name}.writing")
         problem = _write_aside(tensors, source, aside, shard_bytes, chat_template)
-    deque(tensors, maxlen=0)  # also after a failure: the other ranks are gathering
+    deque(tensors, maxlen=0)  # also after a failure: the other ranks still gather
     layout.on_rank_zero(lambda: _publish(aside, target, problem))
 
 
@@ -56,7 +56,7 @@ def _write_aside(
     shard_bytes: int,
     chat_template: str | None,
 ) -> OSError | None:
-    """Write the whole directory; what the file system said against it."""
+    """Write the whole directory; returns the error of the file system, if any."""
     shards: list[TensorFile] = []
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -67,7 +67,7 @@ def _write_aside(
         dtype = _write_shards(tensors, aside, shards, shard_bytes)
         _name_shards(aside, [sorted(shard.names) for shard in shards], sum(shard.tensor_bytes for shard in shards))
         (aside / _CONFIG).write_text(_config_of(dtype, source / _CONFIG), encoding="utf-8")
-        for path in (*aside.rglob("*"), aside):  # a former model is about to be deleted
+        for path in (*aside.rglob("*"), aside):  # sync before an older model is deleted
             sync(path)
     except OSError as error:
         for shard in shards:
@@ -88,7 +88,7 @@ def _copy_rest(source: Path, aside: Path) -> None:
 def _write_shards(
     tensors: Iterator[tuple[str, torch.Tensor]], aside: Path, shards: list[TensorFile], shard_bytes: int
 ) -> torch.dtype:
-    """Fill `shards` with all tensors; returns their precision."""
+    """Fill `shards` with all tensors; returns their dtype."""
     shards.append(TensorFile(aside / "part-1.safetensors", mode=_MODE))
     for name, tensor in tensors:
         size = shards[-1].tensor_bytes
@@ -98,7 +98,7 @@ def _write_shards(
             shards.append(TensorFile(aside / f"part-{len(shards) + 1}.safetensors", mode=_MODE))
         shards[-1].add(name, tensor)
         dtype = tensor.dtype
-        del tensor  # or it would stay while the next one is gathered
+        del tensor  # free it before the next one is gathered
     shards[-1].close()
     return dtype
 
@@ -111,7 +111,7 @@ def _publish(aside: Path, target: Path, problem: OSError | None) -> None:
             f"the model could not be written to {target}: {problem.strerror or problem}; {free:.1f} GiB were free "
             "there, and what was written of it is deleted"
         ) from problem
-    # Renamed first: a deletion cut short would leave half a model, which no later export may replace.
+    # Rename first: an interrupted deletion would leave half a model, which no later export may replace.
     former = target.with_name(f".{target.name}.former")
     discard(former)
     if target.exists():
@@ -122,7 +122,7 @@ def _publish(aside: Path, target: Path, problem: OSError | None) -> None:
 
 
 def _config_of(dtype: torch.dtype, config: Path) -> str:
-    """transformers and vLLM load in the precision that config.json says, which may be another than was trained in."""
+    """config.json with the dtype of the exported tensors, in which transformers and vLLM load the model."""
     settings = json.loads(config.read_text(encoding="utf-8"))
     for key in ("dtype", *(key for key in ("torch_dtype",) if key in settings)):
         settings[key] = str(dtype).removeprefix("torch.")
@@ -130,7 +130,7 @@ def _config_of(dtype: torch.dtype, config: Path) -> str:
 
 
 def _check_target(source: Path, target: Path) -> None:
-    """Nothing that is no export, nor the model that the tensors came from, is lost."""
+    """Only an earlier export may be replaced, never other files or the source model."""
     if source.is_relative_to(target):
         problem = Problem("export", f"would replace the model that was trained, {source}", "", str(target))
     elif not is_replaceable(target):

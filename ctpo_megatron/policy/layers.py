@@ -23,7 +23,7 @@ from ctpo_megatron.policy.workload import length_classes
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with megatron's constructor; works under sequence parallelism (megatron's wrapper does not)."""
 
-    eps: float  # never None, as torch's may be
+    eps: float  # never None, unlike torch's
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -31,18 +31,18 @@ class RMSNorm(torch.nn.RMSNorm):
         weight.sequence_parallel = config.sequence_parallel  # read by megatron's gradient reduction
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:  # torch has a kernel there
+        if x.is_cuda:  # torch has a fused kernel on CUDA
             return super().forward(x)
         return rms_norm(x, self.weight, self.eps)
 
 
 def packed_sequences(batch: PackedBatch, split: ContextSplit) -> PackedSeqParams:
-    """Megatron's record of a packed micro-batch, with what our layers need to know without reading it back.
+    """Megatron's record of a packed micro-batch, extended by what our layers would otherwise read back.
 
     split: the rows of this rank, for `AttentionPlan`. positions of cu_seqlens: of these rows, for `rotate_packed`.
     """
     longest, boundaries = batch.max_seqlen, batch.cu_seqlens
-    boundaries.positions = split.take(batch.position_ids)  # type: ignore[attr-defined] # all that rotary layers get
+    boundaries.positions = split.take(batch.position_ids)  # type: ignore[attr-defined] # all that rotary layers receive
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -65,11 +65,11 @@ def rotate_packed(
 ) -> torch.Tensor:
     """Rotary embedding of packed rows t `[t, h, d]` (megatron's `_apply_rotary_pos_emb_thd`, the same bits).
 
-    cu_seqlens: of `packed_sequences`; keeps what all layers turn by. freqs: angles of all positions,
-    `[max_seqlen, 1, 1, d]`. Raises ValueError for pairs of neighbours, latent attention and heads turned in part.
+    cu_seqlens: from `packed_sequences`; caches the rotations that all layers share. freqs: angles of all positions,
+    `[max_seqlen, 1, 1, d]`. Raises ValueError for interleaved pairs, latent attention and partial rotation.
     """
     if rotary_interleaved or multi_latent_attention or freqs.shape[-1] != t.shape[-1]:
-        raise ValueError("packed rows are turned in halves of whole heads: no interleaved, latent or partial rotation")
+        raise ValueError("packed rows are rotated in halves of whole heads: no interleaved, latent or partial rotation")
     turn = getattr(cu_seqlens, "turn", None)
     if turn is None:
         angles = freqs[:, 0, :, : t.shape[-1] // 2]
@@ -81,13 +81,13 @@ def rotate_packed(
 class AttentionPlan:
     """Sequences of a packed batch sorted into classes of similar length (see `length_classes`), on the host.
 
-    Each class is one dense causal attention call on rows padded to its longest member. Padding sits behind the
-    real tokens, where causality hides it from them: the result is exact, and few of the rows are padding.
-    Under context parallelism keys and values are of all ranks, queries of this one.
+    Each class is one dense causal attention call on rows padded to its longest member. Padding follows the real tokens,
+    where causality hides it from them: the result is exact, and few of the rows are padding. Under context parallelism
+    keys and values come from all ranks, queries from this one.
 
-    queries: `[M]`, the query in each row of all classes, class after class; padding repeats a first one. tokens: the
-    same for keys and values (the same tensor where one rank holds all tokens). back: `[n]`, the row of each query.
-    classes: their sizes and masks. split: which tokens the queries are.
+    queries: `[M]`, the query in each row of all classes, class after class; padding repeats the first query of its
+    sequence. tokens: the same for keys and values (the same tensor if one rank holds all tokens). back: `[n]`, the row
+    of each query. classes: their sizes and masks. split: which tokens the queries are.
     """
 
     def __init__(self, split: ContextSplit) -> None:
@@ -113,7 +113,7 @@ class AttentionPlan:
         ]
 
     def _visible(self, queries: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Compared on the device: the mask is larger than what it follows from."""
+        """Computed on the device: the mask is larger than its inputs."""
         if self.split.whole:
             return None
         device = self.split.rows.device
@@ -121,12 +121,12 @@ class AttentionPlan:
         return (torch.arange(tokens.shape[1], device=device) <= position[..., None])[:, None]
 
     def rows_of(self, t: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Rows `at` (`queries` or `tokens`) of t. Where one rank holds all tokens, padding gets no gradient."""
+        """Rows `at` (`queries` or `tokens`) of t. If one rank holds all tokens, padding gets no gradient."""
         return take_rows(t, at, self.back) if self.split.whole else t.index_select(0, at)
 
     @classmethod
     def of(cls, packed: PackedSeqParams) -> AttentionPlan:
-        """The plan of this micro-batch, computed once and kept on the record that all layers share."""
+        """The plan of this micro-batch, computed once and stored on the record that all layers share."""
         found = getattr(packed, "attention_plan", None)
         if found is None:
             found = cls(packed.split)
@@ -195,7 +195,7 @@ class PackedCausalAttention(MegatronModule):
             both = torch.cat([key, value], dim=-1)
             gathered = gather_from_sequence_parallel_region(both, group=plan.split.group)[plan.split.restore]
             key, value = torch.split(gathered, [key.shape[-1], value.shape[-1]], dim=-1)
-        # One gather each, then views: the gradient of a gather is as large as all tokens, however few it took.
+        # One gather each, then views: the gradient of a gather has the size of all tokens, however few it selects.
         queries = torch.split(plan.rows_of(query, plan.queries), [part.queries.numel() for part in plan.classes])
         lengths = [part.tokens.numel() for part in plan.classes]
         keys, values = (torch.split(plan.rows_of(t, plan.tokens), lengths) for t in (key, value))
@@ -218,7 +218,7 @@ class PackedCausalAttention(MegatronModule):
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local layer spec with the two layers above in place of those that need TE or apex."""
+    """Megatron's local layer spec with the two layers above instead of layers that need TE or apex."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )

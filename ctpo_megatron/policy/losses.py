@@ -1,4 +1,4 @@
-"""The losses that a policy step can take, bound to what the model predicts for a micro-batch."""
+"""The losses of an optimizer step, as functions of the model's predictions for a micro-batch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
     objective = objective_from_config(config)
     if config.function is not None or not objective.on_kernels:
         log.info(
-            "objective: %s, given log-probs of the model; the one-sweep head does not serve it, so the output layer is "
-            "computed a second time in the backward pass (policy.head=streaming)",
+            "objective: %s, given log-probs of the model; the one-sweep head does not support it, so the output layer "
+            "is computed a second time in the backward pass (policy.head=streaming)",
             config.function or config.preset,
         )
     if config.function is None:
@@ -49,10 +49,10 @@ def configured_loss(config: ObjectiveConfig) -> LossFunction:
 
 
 def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
-    """The RL loss. proximal: ratios against the trainer's old log-probs; behaviour: against what the sampler reported.
+    """The RL loss. proximal: ratios against the trainer's old log-probs; behaviour: against the sampler's.
 
-    decoupled: as proximal; the weights that `apply_correction` gave the micro-batches say what is between the two.
-    Old log-probs are those of the pass itself where the micro-batch is `on_policy`.
+    decoupled: as proximal; the weights of `apply_correction` account for the difference between the two. In a
+    micro-batch that is `on_policy`, the old log-probs are the log-probs of the pass itself.
     """
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
@@ -84,15 +84,15 @@ def function_gradient(function: Objective, objective: PolicyObjective, anchor: A
 
 
 def _anchor(targets: Targets, anchor: Anchor) -> Tensor | None:
-    """What ratios are taken against; None: the log-probs of the pass itself."""
+    """The denominator of the ratios; None: the log-probs of the pass itself."""
     found = targets.rollout_log_probs if anchor == "behaviour" else targets.old_log_probs
     if found is None and not targets.on_policy:
-        raise ValueError(f"the {anchor} anchor needs Policy.compute_old_log_probs() before Policy.update()")
+        raise ValueError(f"the {anchor} anchor needs Trainer.compute_old_log_probs() before Trainer.update()")
     return found
 
 
 def supervised() -> LossFunction:
-    """Negative log-likelihood of SFT's assistant tokens."""
+    """Negative log-likelihood of the assistant tokens of SFT."""
 
     def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
         log_probs = predictions.log_probs()

@@ -1,4 +1,4 @@
-"""Cuts the sequences of a training step into optimizer steps, and each step into this rank's packed micro-batches."""
+"""Splits the sequences of a training step into optimizer steps, and each step into this rank's packed micro-batches."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ctpo_megatron.policy.workload import Workload, padded_tokens
 
 @dataclass
 class MiniBatch:
-    """What one optimizer step learns from: this rank's micro-batches, denominators over all ranks, and its size.
+    """The data of one optimizer step: this rank's micro-batches, denominators over all ranks, and its size.
 
-    `apply_correction` changes the denominators with the loss masks.
+    `apply_correction` changes loss masks and denominators together.
     """
 
     micro_batches: list[PackedBatch]
@@ -46,10 +46,10 @@ def checked_sequences(
     vocab_size: int,
     version: int | None = None,
 ) -> list[TokenSequence]:
-    """Every trajectory with its tokens.
+    """The tokens of every trajectory.
 
-    Raises ValueError as `token_sequences` does and when there is not one advantage for each, DataError for a token that
-    the vocabulary does not have: megatron pads it, and would train on the rows behind the real ones.
+    Raises ValueError as `token_sequences` does and when there is not one advantage for each. Raises DataError for a
+    token outside the vocabulary: megatron pads the vocabulary, and would train on the padding rows.
     """
     if len(advantages) != len(trajectories):
         raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
@@ -79,9 +79,9 @@ def make_mini_batches(
 ) -> list[MiniBatch]:
     """Consecutive runs of `size` sequences, one per optimizer step, each distributed over data-parallel ranks.
 
-    sequences, advantages: as `share_sizes` gives them. The tokens travel from rank zero to the ranks that train on
-    them. Shares are balanced by model FLOPs. skip_zero_advantage: sequences whose advantage is 0 are in the
-    denominators and in no micro-batch. A rank that is left without any runs one masked sequence.
+    sequences, advantages: from `share_sizes`. Rank zero sends the tokens to the ranks that train on them. Shares are
+    balanced by model FLOPs. skip_zero_advantage: sequences whose advantage is 0 are in the denominators but in no
+    micro-batch. A rank without any sequence runs one masked sequence.
     padded_attention: attention pads within length classes (the local layer spec), which counts as computed tokens.
     Raises ValueError when an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
     """
@@ -93,9 +93,9 @@ def make_mini_batches(
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} trajectories cannot feed {layout.dp_size} replicas")
         flops = sequence_flops(spec, chunk)
-        # Not "is above 0": a NaN has to reach the loss.
+        # Not `abs(a) > 0`: a NaN has to reach the loss.
         trained = [i for i, value in enumerate(values) if not (skip_zero_advantage and value == 0)]
-        # Every rank computes the shares of all: they follow from sizes alone, so nothing has to be agreed on.
+        # Every rank computes all shares: they follow from the sizes alone, so no communication is needed.
         parts = split_evenly([chunk[i] for i in trained], layout.dp_size, [flops[i] for i in trained])
         shares = [[trained[i] for i in part] for part in parts]
         own = share_tokens(chunk, shares, layout)
@@ -118,7 +118,7 @@ def make_mini_batches(
 
 
 def packing_rules(config: PolicyConfig) -> PackingRules:
-    """What the layout asks of micro-batches: equal pieces for context parallelism, equal shares for sequence
+    """What the layout requires of micro-batches: equal pieces for context parallelism, equal shares for sequence
     parallelism, whole rounds for virtual pipeline stages."""
     cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
     return PackingRules(
@@ -130,5 +130,5 @@ def packing_rules(config: PolicyConfig) -> PackingRules:
 
 
 def _equal_count(chunk: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rules: PackingRules) -> int:
-    """Micro-batches of the replica that needs most: experts are reached by all replicas in the same pass."""
+    """Micro-batches of the replica that needs most: to exchange experts' tokens, replicas run the same passes."""
     return max(1, *(micro_batch_count([chunk[i] for i in share], rules) for share in shares))

@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 def check_mismatch(metrics: Mapping[str, float], limit: float | None, max_response_tokens: int) -> None:
     """Raises RuntimeError when sampler and trainer log-probs differ by more than `limit` (nats; None: no limit).
 
-    A batch without any token of the weights that it trains has nothing to compare.
-    Warns once when their noise alone crosses the clip window within `max_response_tokens` (`mismatch/t_star`).
+    A batch without tokens of the current weights has nothing to compare. Warns once when their noise alone crosses the
+    clip window within `max_response_tokens` (`mismatch/t_star`).
     """
     difference = metrics.get("mismatch/log_prob_abs_max", 0.0)
-    if limit is not None and not difference <= limit:  # a NaN is beyond every limit
+    if limit is not None and not difference <= limit:  # a NaN exceeds every limit
         raise RuntimeError(
             f"sampler and trainer log-probs differ by up to {difference:.3g}, more than rollout.mismatch_limit="
             f"{limit}: a weight sync did not arrive, or the two sides compute in different precision"

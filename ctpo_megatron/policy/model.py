@@ -31,9 +31,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class BuiltModel:
     """The model chunks of this rank: one, or one for each virtual pipeline stage.
 
-    wrapped: for data parallelism; gpt: the plain GPTModels in them, in the same order.
-    streaming: the last stage gives hidden states, and the output layer is applied by the loss (`predictions.py`), which
-    holds the logits of `head_chunk` rows at a time (None: its own default).
+    wrapped: the chunks wrapped for data parallelism; gpt: the plain GPTModels in them, in the same order.
+    streaming: the last stage returns hidden states, and the loss applies the output layer (`predictions.py`), with the
+    logits of `head_chunk` rows at a time (None: the kernels' default).
     """
 
     wrapped: tuple[DistributedDataParallel, ...]
@@ -62,7 +62,7 @@ class BuiltModel:
             chunk.zero_grad_buffer()
 
     def finish_param_gather(self) -> None:
-        """Wait for the parameters of the last optimizer step: with `overlap_param_gather` they are old until then."""
+        """Wait for the parameters of the last optimizer step: with `overlap_param_gather` they are stale until then."""
         for chunk in self.wrapped:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -72,7 +72,7 @@ class BuiltModel:
         return {f"chunk{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.gpt)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `sharded_state` asked for and a checkpoint gave; every key must fit."""
+        """Load the state that `sharded_state` requested from a checkpoint; every key must match."""
         for i, chunk in enumerate(self.gpt):
             chunk.load_state_dict(state[f"chunk{i}"], strict=True)
 
@@ -105,11 +105,12 @@ def transformer_config(spec: ModelSpec, policy: PolicyConfig) -> TransformerConf
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # The loss arrives already divided by the denominators of the whole optimizer step: plain sums everywhere.
+        # The loss is already divided by the denominators of the whole optimizer step, so gradients are summed
+        # everywhere.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, in dense models too
-        overlap_p2p_comm=chunks is not None,  # without it interleaved stages mix up their messages
+        moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, even in dense models
+        overlap_p2p_comm=chunks is not None,  # otherwise interleaved stages mix up their messages
         **_recompute(policy, use_te=use_te),
         **spec.family.transformer_options(spec),
         **(_routing(use_te) if spec.num_experts else {}),
@@ -132,10 +133,10 @@ def _recompute(policy: PolicyConfig, *, use_te: bool) -> dict[str, Any]:
 
 
 def _routing(use_te: bool) -> dict[str, Any]:
-    """How a mixture of experts is trained, of whatever family."""
+    """How a mixture of experts is trained, in any family."""
     return {
         "moe_router_dtype": "fp32",
-        # The policy gradient alone: a balancing loss would move weights that no reward asked for.
+        # No load-balancing loss: it would change weights without any reward for it.
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": use_te,
         "moe_permute_fusion": use_te,
@@ -149,7 +150,7 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
     gpt = [_build_gpt(config, spec, policy, stage).to(here) for stage in (range(chunks) if chunks else (None,))]
     streaming = policy.head == "streaming"
     if streaming and gpt[-1].post_process:
-        # The module stays where it is: its weight has names in checkpoints, gradient buffers and conversions.
+        # The module stays: checkpoints, gradient buffers and conversions refer to its weight by name.
         gpt[-1].output_layer.forward = _pass_hidden_states_through
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -171,7 +172,7 @@ def build_model(spec: ModelSpec, policy: PolicyConfig, here: torch.device) -> Bu
 
 
 def _head_chunk(spec: ModelSpec, policy: PolicyConfig) -> int | None:
-    """The same on every rank: of the smallest GPU. Collective on CUDA."""
+    """Rows of logits at a time, the same on every rank: for the smallest GPU. Collective on CUDA."""
     if (here := device.total_memory()) is None:
         return policy.head_chunk_tokens
     smallest = min(gather_objects(here))
@@ -202,14 +203,14 @@ def _build_gpt(config: TransformerConfig, spec: ModelSpec, policy: PolicyConfig,
     )
     for name, parameter in gpt.named_parameters():
         if ".mlp.experts." in name:
-            # Megatron keeps experts in an optimizer of their own only if there is expert parallelism; with one kind of
-            # optimizer a checkpoint goes from any expert-parallel size to any other.
+            # Megatron has a separate optimizer for experts only under expert parallelism. With one kind of optimizer, a
+            # checkpoint can be loaded at any expert-parallel size.
             parameter.allreduce = False
     return gpt
 
 
 def resolve_layer_spec(policy: PolicyConfig) -> str:
-    """`local` or `transformer_engine`; raises RuntimeError when the one asked for cannot train here."""
+    """`local` or `transformer_engine`; raises RuntimeError when the configured one cannot train here."""
     found = device.capabilities()
     if policy.layer_spec == "auto":
         return found.layer_spec(policy.dtype)
@@ -220,9 +221,9 @@ def resolve_layer_spec(policy: PolicyConfig) -> str:
 
 
 def gather_gradient_shards(model: BuiltModel) -> None:
-    """Bring every rank's gradient buffers to the whole data-parallel sum.
+    """Complete every rank's gradient buffers to the whole data-parallel sum.
 
-    The distributed optimizer leaves each rank with the sum of its own shard only.
+    With the distributed optimizer each rank has the sum of its own shard only.
     """
     groups = [g for chunk in model.wrapped for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     for group in groups:
@@ -233,7 +234,7 @@ def gather_gradient_shards(model: BuiltModel) -> None:
 
 
 def _pass_hidden_states_through(hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-    """What GPTModel calls instead of the output layer: (output, bias)."""
+    """Replaces the output layer of GPTModel; returns (output, bias)."""
     return hidden, None
 
 

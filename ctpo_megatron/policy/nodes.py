@@ -1,7 +1,7 @@
 """RMSNorm, rotary embedding and gathers of packed rows, each as one node of the autograd graph.
 
-Torch's own operations make several nodes of each, and every one reads and writes all rows: on a CPU they take longer
-(`benchmarks/nodes.py`).
+Composed of torch's operations, each would be several nodes, and every node reads and writes all rows. That is slower on
+a CPU (`benchmarks/nodes.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(t: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rows t `[n, h, d]` with their pairs (i, i + d/2) turned by angles of this cosine and sine, `[n, 1, d/2]`."""
+    """Rows t `[n, h, d]` with their pairs (i, i + d/2) rotated by angles of this cosine and sine, `[n, 1, d/2]`."""
     return _node(_Rotation, t, cosine, sine)
 
 
 def take_rows(t: torch.Tensor, at: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """Rows `at` of t `[n, ...]`. back: `[n]`, the place in `at` from which each row of t gets its gradient."""
+    """Rows `at` of t `[n, ...]`. back: `[n]`, the index in `at` from which each row of t gets its gradient."""
     return _node(_Rows, t, at, back)
 
 

@@ -1,4 +1,4 @@
-"""Old log-probs: of the weights that a batch starts from, by a pass of their own or by the first update's pass."""
+"""Old log-probs: under the weights before the first update, from a separate pass or from the first update's pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Plan = Literal["none", "first update", "pass"]
 
 
 class OldLogProbs:
-    """Old log-probs of one batch, and the metrics that follow from them; every method is collective.
+    """Old log-probs of one batch, and the metrics computed from them; every method is collective.
 
     equal_weights: see `apply_correction`.
     """
@@ -34,10 +34,10 @@ class OldLogProbs:
     def plan(objective: ObjectiveConfig) -> Plan:
         """Which old log-probs a batch needs before its first update.
 
-        pass: of all mini-batches, as a correction decides before the first loss.
-        first update: of all but the first mini-batch. That one is trained on with the weights that the batch starts
-            from, so its own training pass gives them.
-        none: ratios are against the sampler. The first update gives those of its mini-batch, for metrics alone.
+        pass: of all mini-batches, because a correction needs them before the first loss. first update: of all but the
+        first mini-batch. The first is trained on with the initial weights of the batch, so its own training pass
+        computes them.
+        none: ratios are against the sampler. The first update computes them for its mini-batch, for metrics alone.
         """
         correction = objective.correction
         if correction.level != "none" or correction.rejects:
@@ -45,9 +45,9 @@ class OldLogProbs:
         return "none" if objective.anchor == "behaviour" else "first update"
 
     def before_updates(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-        """Run the pass that the plan needs; metrics of the amount computed.
+        """Run the pass that the plan needs; returns metrics of the amount computed.
 
-        If all old log-probs are then known, also the metrics that follow, and a correction is applied.
+        If all old log-probs are then known, also applies a correction and returns the metrics of `start_metrics`.
         """
         needs_pass = {"pass": mini_batches, "first update": mini_batches[1:], "none": ()}[self._plan]
         if needs_pass:
@@ -63,7 +63,7 @@ class OldLogProbs:
         return metrics
 
     def after_first_gradient(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-        """The metrics that `before_updates` could not know yet. No optimizer step has been made."""
+        """The metrics that `before_updates` could not compute yet. No optimizer step has been made."""
         if self._plan == "pass":
             return {}
         return self._metrics(mini_batches if self._plan == "first update" else mini_batches[:1])
@@ -76,8 +76,8 @@ class OldLogProbs:
 def start_metrics(mini_batches: Sequence[MiniBatch], layout: Layout) -> dict[str, float]:
     """`mismatch/*` (|sampler - trainer| in nats) and `actor/entropy` (nats over model tokens) of the old log-probs.
 
-    Compared are the `mismatch/tokens` that the current weights have sampled. The same on every rank; collective.
-    What there is no token for is left out.
+    Compares the `mismatch/tokens` that the current weights have sampled. The same on every rank; collective. Metrics
+    without any token are omitted.
     """
     micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
     own = _totals(micro_batches) if layout.reports else None
@@ -95,15 +95,15 @@ def start_metrics(mini_batches: Sequence[MiniBatch], layout: Layout) -> dict[str
 def _totals(micro_batches: Sequence[PackedBatch]) -> dict[str, float]:
     """Sums over the tokens of these micro-batches; one read-back.
 
-    sum, max: of |sampler - trainer| (nats) over the `compared` tokens, which the current weights have sampled.
+    sum, max: of |sampler - trainer| (nats) over the `compared` tokens, sampled by the current weights.
     """
     parts = []
     for micro in micro_batches:
-        # Where they are is found on the host: a boolean mask on the device would make the host wait for their number.
+        # Indices are computed on the host: with a boolean mask on the device the host would wait for their number.
         compared = micro.on_host.current.nonzero().squeeze(1).to(micro.token_ids.device, non_blocking=True)
         parts.append((old_log_probs_of(micro) - micro.rollout_log_probs)[compared].abs())
     difference = torch.cat(parts)
-    largest = difference.max() if difference.numel() else difference.sum()  # nothing is compared
+    largest = difference.max() if difference.numel() else difference.sum()  # the sum of no tokens is 0
     entropies = [micro.entropy_sum for micro in micro_batches if micro.entropy_sum is not None]
     sums = [largest.double(), difference.sum().double(), *entropies]
     most, total, *entropy = torch.stack(sums).tolist()

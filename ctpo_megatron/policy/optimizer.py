@@ -22,7 +22,7 @@ def build_optimizer(
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
     """Optimizer with fresh state and its schedule over `total_steps` optimizer steps.
 
-    Without overrides of ours megatron leaves parameters of one dimension, and biases, out of the weight decay.
+    By default megatron excludes one-dimensional parameters and biases from weight decay.
     """
     dtype = DTYPES[policy.dtype]
     optimizer = get_megatron_optimizer(
@@ -42,7 +42,7 @@ def build_optimizer(
         list(model.wrapped),
         config_overrides=None if config.weight_decay_of == "matrices" else {},
     )
-    if not device.CUDA:  # there it wants its count of steps on the device; a restored checkpoint has it on the host
+    if not device.CUDA:  # on CUDA it needs its step count on the device; a restored checkpoint has it on the host
         for group in optimizer.param_groups:
             group["fused"] = True
     steps = max(total_steps, config.warmup_steps + 1)
@@ -59,7 +59,7 @@ def build_optimizer(
         end_wd=config.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
-        # A resumed run follows the configuration it is given, not the values of the run that it continues.
+        # A resumed run follows its own configuration, not the values stored in the checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
         wsd_decay_steps=decaying,
@@ -76,7 +76,8 @@ def learning_rate(optimizer: ChainedOptimizer) -> float:
 def gradient_norm(optimizer: ChainedOptimizer) -> float:
     """L2 norm of the accumulated gradients over all ranks, before clipping; they are then ready for `apply_gradients`.
 
-    The two are megatron's `ChainedOptimizer.step`, which looks at no norm before it steps. Collective.
+    Together with `apply_gradients` this is megatron's `ChainedOptimizer.step`, which does not check the norm first.
+    Collective.
     """
     overflow = optimizer.prepare_grads()
     return math.inf if overflow else float(optimizer.get_grad_norm())

@@ -1,4 +1,4 @@
-"""Optimizer steps of one phase of training: gradient, decision whether it is finite, AdamW, schedule."""
+"""Optimizer steps of one phase of training: gradient, check that it is finite, AdamW, schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of a mini-batch, in the gradient buffers of all ranks, before clipping. norm: on this rank."""
+    """The gradient of a mini-batch, in the gradient buffers of all ranks, before clipping. norm: on this rank."""
 
     mini_batch: MiniBatch
     collected: list[Collected]
@@ -31,7 +31,7 @@ class Gradient:
 
 
 class BadSteps:
-    """Counts optimizer steps in a row that were not finite, over all phases of a run.
+    """Counts consecutive optimizer steps that were not finite, over all phases of a run.
 
     limit: `policy.max_bad_steps`.
     """
@@ -41,11 +41,11 @@ class BadSteps:
         self._in_a_row = 0
 
     def reset(self) -> None:
-        """A step was finite."""
+        """Note a finite step."""
         self._in_a_row = 0
 
     def add(self, reason: str) -> None:
-        """Raises FloatingPointError at the limit."""
+        """Note a step that was not finite. Raises FloatingPointError at the limit."""
         self._in_a_row += 1
         if self._in_a_row >= self._limit:
             raise FloatingPointError(
@@ -76,7 +76,7 @@ class OptimizerSteps:
     def gradient(
         self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float | None = None
     ) -> Gradient:
-        """The passes of a step. Neither weights nor optimizer state change."""
+        """Run the passes of a step. Neither weights nor optimizer state change."""
         clock = Clock(mini_batch.work.packing_s)
         with self._passes.memory.in_use():
             self.optimizer.zero_grad()
@@ -111,9 +111,9 @@ class OptimizerSteps:
             self.scheduler.step(increment=steps)
 
     def set_schedule(self, fraction: float) -> None:
-        """Put the schedule of the learning rate where `fraction` of its optimizer steps are done.
+        """Move the learning-rate schedule to where `fraction` of its optimizer steps are done.
 
-        After a load it stands at the number that the checkpoint's run had made. This run may make more or fewer.
+        After a load it is at the step count of the checkpoint's run, whose total may differ from this run's.
         """
         steps = round(fraction * self._total_steps)
         if steps != self.scheduler.num_steps:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this process stands in the parallel layout."""
+    """The position of this process in the parallel layout."""
 
     rank: int
     world_size: int
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def reports(self) -> bool:
-        """One rank of each data-parallel replica, which knows the log-probs of all its tokens."""
+        """Whether this rank reports for its data-parallel replica: it knows the log-probs of all its tokens."""
         return self.has_loss and self.cp_rank == 0
 
     @property
@@ -72,13 +72,13 @@ class Layout:
         return action() if self.rank_zero is None else self.rank_zero.run(action)
 
     def keep_on_rank_zero(self, action: Callable[[], T]) -> T | None:
-        """Run `action` on rank zero only, which keeps the result; the others wait for it and return None."""
+        """Run `action` on rank zero only and return its result there; the other ranks wait for it and return None."""
         kept: list[T] = []
         self.on_rank_zero(lambda: kept.append(action()))
         return kept[0] if kept else None
 
     def wait_for_ranks(self) -> None:
-        """Return when every rank has come here; collective."""
+        """Return when every rank has called this; collective."""
         if self.rank_zero is not None:
             gather_objects(None)
 
@@ -87,13 +87,13 @@ class Layout:
         return gather_objects(value)
 
     def check_ranks(self) -> None:
-        """Raises RankLost when another rank is known to be gone; for long work on rank zero."""
+        """Raises RankLost when another rank is lost; for long work on rank zero."""
         if self.rank_zero is not None:
             self.rank_zero.check()
 
 
 def usable_threads(wanted: int) -> int:
-    """As many as `wanted`, if all ranks of this node can have them: ranks that share a core wait for each other."""
+    """`wanted` threads, or fewer if this node has too few cores: ranks that share a core wait for each other."""
     cores, ranks = available_cores(), node_ranks() or 1
     taken = min(wanted, max(1, cores // ranks))
     if taken < wanted:
@@ -102,10 +102,10 @@ def usable_threads(wanted: int) -> int:
 
 
 def init_distributed(config: PolicyConfig, seed: int) -> Layout:
-    """Join the job that torchrun describes in the environment (alone without it) and cut it into parallel groups.
+    """Join the job that torchrun describes in the environment (a single process without it) and create parallel groups.
 
-    Every collective has the deadline `policy.timeout_minutes`; what rank zero does alone has its own. Raises
-    RuntimeError when a rank does not arrive.
+    Every collective has the deadline `policy.timeout_minutes`; actions of rank zero alone have their own. Raises
+    RuntimeError when a rank does not join.
     """
     device.install()
     torch.set_num_threads(usable_threads(config.threads))
@@ -165,7 +165,7 @@ def gather_on_rank_zero(value: Any) -> list[Any] | None:
 
 
 _rank_zero: RankZero | None = None
-"""Of this process, as megatron's parallel state is."""
+"""One per process, like megatron's parallel state."""
 
 
 def _open_rank_zero() -> RankZero | None:
@@ -181,7 +181,7 @@ def _close_rank_zero() -> None:
 
 
 def destroy_distributed() -> None:
-    """Leave the groups; safe to call when nothing was initialized."""
+    """Destroy the groups; safe to call when nothing was initialized."""
     _close_rank_zero()
     if dist.is_initialized():
         mpu.destroy_model_parallel()

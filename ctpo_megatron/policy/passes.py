@@ -1,4 +1,4 @@
-"""Passes of the model over mini-batches: log-probs, gradients, logits, and what all ranks report of them."""
+"""Passes of the model over mini-batches: log-probs, gradients, logits, and the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Passes:
         self._temperature = temperature
 
     def fill_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """Give every micro-batch the log-probs and entropies of the current weights."""
+        """Store the log-probs and entropies of the current weights in every micro-batch."""
         micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
         zero = torch.zeros((), device=self._layout.device)
 
@@ -47,9 +47,10 @@ class Passes:
     def accumulate(
         self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float | None = None
     ) -> list[Collected]:
-        """Gradients of all micro-batches and ranks, added up in the gradient buffers; what the losses kept.
+        """Accumulate the gradients of all micro-batches and ranks in the gradient buffers; returns what the losses
+        kept.
 
-        Called within `DeviceMemory.in_use`. temperature: replaces the one of the rollouts.
+        Called within `DeviceMemory.in_use`. temperature: used instead of the rollouts' temperature.
         """
 
         def loss(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
@@ -69,7 +70,7 @@ class Passes:
     ) -> tuple[LossStats, tuple[RankReport, ...], tuple[float, ...]]:
         """Statistics of the whole step, and report and gradient norm of every rank; the same on every rank.
 
-        kept: as `accumulate` returned it. grad_norm: on this rank.
+        kept: the result of `accumulate`. grad_norm: on this rank.
         """
         own_stats = merge([collected["stats"] for collected in kept]).cpu() if self._layout.has_loss else None
         computed, count = mini_batch.work.computed_tokens, len(mini_batch.micro_batches)
@@ -100,7 +101,7 @@ class Passes:
 
 
 def collect(targets: Targets, log_probs: torch.Tensor | None, entropy: torch.Tensor | None) -> Collected:
-    """What a pass keeps of the rows of this rank: `log_probs` `[N]`, aligned with the tokens, and `entropy_sum`."""
+    """Results of a pass for the rows of this rank: `log_probs` `[N]`, aligned with the tokens, and `entropy_sum`."""
     kept: Collected = {}
     if log_probs is not None:
         kept["log_probs"] = targets.per_token(log_probs)
@@ -110,9 +111,9 @@ def collect(targets: Targets, log_probs: torch.Tensor | None, entropy: torch.Ten
 
 
 def keep_log_probs(micro_batches: Sequence[PackedBatch], kept: Sequence[Collected]) -> None:
-    """Give micro-batches what the last pass over them kept (nothing before the last pipeline stage).
+    """Store in micro-batches what the last pass over them kept (nothing before the last pipeline stage).
 
-    Where they are `on_policy`, these are the old log-probs. The next pass has other weights.
+    If they are `on_policy`, these are the old log-probs. The next pass has other weights.
     """
     for micro, collected in zip(micro_batches, kept, strict=False):
         micro.log_probs = collected.get("log_probs")
@@ -123,7 +124,7 @@ def keep_log_probs(micro_batches: Sequence[PackedBatch], kept: Sequence[Collecte
 
 
 def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:
-    """Raises ValueError where no pass has given them."""
+    """The stored old log-probs. Raises ValueError if no pass has computed them."""
     if micro.old_log_probs is None:
-        raise ValueError("Trainer.compute_old_log_probs() comes before what compares with old log-probs")
+        raise ValueError("Trainer.compute_old_log_probs() must run before anything that needs old log-probs")
     return micro.old_log_probs

@@ -1,6 +1,6 @@
-"""What the last pipeline stage gave for one micro-batch, and the log-probs and losses that follow from it.
+"""The output of the last pipeline stage for one micro-batch, and the log-probs and losses computed from it.
 
-Rows that predict no model token are not evaluated.
+Rows that predict no response token are not evaluated.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from ctpo_megatron.policy.context import Targets
 
 
 class Predictions(Protocol):
-    """Log-probs are of softmax(logits / temperature): float32 `[n]` nats, 0 in rows that predict no model token.
+    """Log-probs are of softmax(logits / temperature): float32 `[n]` nats, 0 in rows that predict no response token.
 
     n: the rows that this context-parallel rank holds. Losses and statistics are this rank's share.
     """
 
     @property
     def targets(self) -> Targets:
-        """What is predicted."""
+        """The targets of the rows."""
 
     def log_probs(self) -> torch.Tensor:
         """`[n]`, differentiable."""
 
     def log_probs_and_entropy(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[n]` each, without gradients; entropy in nats. The same bits as the log-probs that a loss is taken of."""
+        """`[n]` each, without gradients; entropy in nats. The same bits as the log-probs that a loss uses."""
 
     def policy_loss(
         self, old_log_probs: torch.Tensor | None, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
         """`objective.policy_loss` of the rows, differentiable in the model's output and in the output layer.
 
-        With the rows' log-probs, and the entropies where `targets.on_policy`. old_log_probs: None for the same values.
+        Also returns the rows' log-probs, and the entropies if `targets.on_policy`. old_log_probs: None takes the
+        log-probs themselves.
         """
 
 
@@ -53,7 +54,7 @@ class LogitsPredictions:
     def log_probs(self) -> torch.Tensor:
         rows = self.targets.rows
         values: Any = vocab_parallel_log_probs(
-            self.logits[rows],  # a copy, which the gradient may overwrite
+            self.logits[rows],  # a copy, so that the gradient may overwrite it
             self.targets.labels[rows],
             mpu.get_tensor_model_parallel_group(),
             self.temperature,
@@ -153,7 +154,7 @@ class StreamingPredictions:
 
 
 def with_rows(predictions: Predictions, output: PolicyLossOutput, log_probs: torch.Tensor) -> PolicyLossOutput:
-    """The loss of `log_probs` that were computed first, with these and, where they are wanted, the entropies."""
+    """The loss of the given `log_probs`, with them and, if requested, the entropies in the output."""
     entropy = predictions.log_probs_and_entropy()[1] if predictions.targets.on_policy else None
     return replace(output, log_probs=log_probs.detach(), entropy=entropy)
 

@@ -1,4 +1,4 @@
-"""The random streams of a rank, so that a resumed run draws on where the saved one stood."""
+"""The random streams of a rank, so that a resumed run draws the same numbers as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def capture() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
-        # On CPU these two are replaced by functions over the CPU generator (replacements.py).
+        # On the CPU these two are replaced by functions of the CPU generator (replacements.py).
         "device": megatron_random._get_cuda_rng_state(),
         "streams": dict(megatron_random.get_cuda_rng_tracker().get_states()),
     }

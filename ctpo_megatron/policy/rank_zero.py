@@ -1,6 +1,6 @@
-"""Rank zero acts alone while the others wait: results by a key-value store, and news of a rank that died meanwhile.
+"""Rank zero acts alone while the others wait: results through a key-value store, and detection of a rank that died.
 
-A collective cannot do this: its deadline is that of an exchange of tensors, and sampling a batch takes longer.
+A collective cannot do this: its deadline is meant for an exchange of tensors, and sampling a batch takes longer.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BEAT_S = 5.0
-"""Seconds between two signs of life of a rank."""
+"""Seconds between two heartbeats of a rank."""
 LOST_AFTER_S = 40.0
-"""A rank that gave no sign of life for so long is lost."""
+"""A rank without a heartbeat for this many seconds is lost."""
 _STORE_TIMEOUT = timedelta(seconds=60)
 LEAVE_S = 10.0
-"""Rank zero leaves after the others, or so many seconds after it could have left."""
+"""Rank zero waits at most this many seconds for the other ranks to leave."""
 _LEFT = b"left"
-"""In place of a sign of life: the rank is through."""
+"""Instead of a heartbeat: the rank has left."""
 _POLL_S = (0.005, 0.25)
-"""First and longest pause between two looks for a result."""
+"""First and longest pause between two polls for a result."""
 
 
 class RankZeroError(RuntimeError):
-    """Rank zero failed and says why itself; this rank stops with it. The message is one line."""
+    """Rank zero failed and reports the cause itself; this rank stops too. The message is one line."""
 
 
 class RankLost(RuntimeError):
-    """Another rank of the job is gone or hangs; the message names it."""
+    """Another rank of the job died or hangs; the message names it."""
 
 
 class RankZero:
-    """One per rank; made, called and closed by all ranks of the job in the same order.
+    """One per rank; all ranks of the job create, call and close it in the same order.
 
     rank, world_size, names: of this rank, and all ranks by name (`rank 1 (process 77 on host)`). board: keys and values
-    that all ranks see, for short notes; safe to use in a thread. waits: whether this rank waits for rank zero now.
+    that all ranks see, for short notes; thread-safe. waits: whether this rank is waiting for rank zero.
     """
 
     def __init__(self, *, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S, leave_s: float = LEAVE_S) -> None:
@@ -58,7 +58,7 @@ class RankZero:
         self._beat_s, self._lost_after_s, self._leave_s = beat_s, lost_after_s, leave_s
         host = os.environ.get("MASTER_ADDR", "localhost")
         self._store, port = self._open(host)
-        # A client of its own: the store serves one call of a client at a time, and a wait would hold back the beats.
+        # A separate client: the store serves one call per client at a time, and a wait would delay the heartbeats.
         self._beats = TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
         self.board = PrefixStore("board", self._beats)
         self._calls = 0
@@ -83,8 +83,8 @@ class RankZero:
     def run(self, action: Callable[[], T]) -> T:
         """Run `action` on rank zero; every rank returns its result, which is pickled.
 
-        There is no deadline but the action's own. When it raises, so does rank zero, and the others raise
-        RankZeroError. Raises RankLost within a minute when a rank that is waited for is gone.
+        There is no deadline except the action's own. When it raises, so does rank zero, and the others raise
+        RankZeroError. Raises RankLost within a minute when a rank that others wait for is lost.
         """
         self._calls += 1
         key = f"call/{self._calls}"
@@ -100,12 +100,12 @@ class RankZero:
         return result  # type: ignore[no-any-return] # what rank zero pickled
 
     def check(self) -> None:
-        """Raises RankLost when a rank gave no sign of life; for actions that take long."""
+        """Raises RankLost when a rank sent no heartbeat; for long actions."""
         if self._lost:
             raise RankLost(self._lost)
 
     def close(self) -> None:
-        """Say that this rank leaves on purpose. Rank zero, whose process holds the store, waits for the others."""
+        """Announce that this rank leaves. Rank zero, whose process holds the store, waits for the others."""
         self._closed.set()
         self._thread.join(timeout=_STORE_TIMEOUT.total_seconds())
         with suppress(dist.DistError):  # rank zero may have left before
@@ -114,7 +114,7 @@ class RankZero:
             self._wait_for_leave()
 
     def _wait_for_leave(self) -> None:
-        """Without it, a rank that has yet to read the last result finds no store, and a whole run ends as a failure."""
+        """Otherwise a rank that has not yet read the last result finds no store, and a finished run fails."""
         deadline = time.monotonic() + self._leave_s
         others = range(1, self.world_size)
         while True:
@@ -152,7 +152,7 @@ class RankZero:
             self.waits = False
 
     def _signs_of_life(self) -> None:
-        """Beat, and look whether the others do: rank zero at all of them, the others at rank zero and what it says."""
+        """Send heartbeats and detect missing ones. Rank zero checks all ranks, the others check rank zero."""
         watched = range(1, self.world_size) if self.rank == 0 else range(1)
         seen = {rank: (b"", time.monotonic()) for rank in watched}
         count = 0

@@ -1,7 +1,7 @@
-"""The functions of megatron-core that are replaced: one row each, with the cause that asks for it and the reason.
+"""The functions of megatron-core that are replaced: one row each, with the cause and the reason.
 
 megatron-core 0.16.1 assumes CUDA, Transformer Engine and a fused Adam in a few dozen call sites. A row applies wherever
-its cause holds, whatever else the machine has.
+its cause holds.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class _Replacement:
         for name in path:
             owner = getattr(owner, name)
         if not self.absent:
-            getattr(owner, leaf)  # AttributeError: the pinned version moved; fail now, not in training
+            getattr(owner, leaf)  # AttributeError: another version of megatron-core; fail now, not in training
         setattr(owner, leaf, self.value)
         log.debug("%s: %s.%s replaced (%s)", self.cause, self.module, self.attribute, self.reason)
 
 
 def _causes(cuda: bool) -> dict[Cause, bool]:
-    """Which causes hold, by what megatron-core itself has found."""
+    """Which causes hold, according to megatron-core itself."""
     return {
         "no CUDA": not cuda,
         "no Transformer Engine": not hasattr(moe_utils, "te_general_gemm"),
@@ -130,8 +130,8 @@ def _replacements() -> tuple[_Replacement, ...]:
 def _set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
     """Restore one parameter's master copy and Adam moments (shadows DistributedOptimizer's method).
 
-    The original copies into every entry of the state, which for torch's AdamW holds a `step` that the checkpoint
-    keeps elsewhere (KeyError), and writes in place into a leaf that requires grad.
+    The original copies into every entry of the state. The state of torch's AdamW has a `step`, which the checkpoint
+    stores elsewhere (KeyError). It also writes in place into a leaf that requires grad.
     """
     group, order = self.model_param_group_index_map[model_param]
     main_param = self.optimizer.param_groups[group]["params"][order]
@@ -146,7 +146,7 @@ _installed = False
 
 
 def install(*, cuda: bool) -> None:
-    """Replace the functions whose cause holds, once per process and before anything of Megatron is built."""
+    """Replace the functions whose cause holds; once per process, before any Megatron object is built."""
     global _installed
     if _installed:
         return

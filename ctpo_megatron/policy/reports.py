@@ -1,4 +1,4 @@
-"""What the policy reports of its passes and optimizer steps: statistics, time, how far each token has moved."""
+"""Reports of passes and optimizer steps: statistics, time, and log-ratio of each token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Diagnostics = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step reports: loss statistics over all ranks, gradient norm before clipping, rate, cost.
+    """Report of one optimizer step: loss statistics over all ranks, gradient norm before clipping, learning rate, cost.
 
     bad: loss or gradient norm was not finite, and nothing was updated.
     """
@@ -36,7 +36,7 @@ class Update:
 
 
 class Clock:
-    """Wall time since it was made, and how much of it was busy with passes and optimizer."""
+    """Wall time since creation, and how much of it passes and optimizer took."""
 
     def __init__(self, before_s: float) -> None:
         self._start = time.perf_counter() - before_s
@@ -50,7 +50,7 @@ class Clock:
         self._busy += time.perf_counter() - start
 
     def read(self) -> tuple[float, float]:
-        """Seconds in all, and the seconds that were not busy."""
+        """Total seconds, and the seconds that were not busy."""
         seconds = time.perf_counter() - self._start
         return seconds, seconds - self._busy
 
@@ -69,9 +69,9 @@ def gather_diagnostics(micro_batches: Sequence[PackedBatch], objective: PolicyOb
 def _diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Anchor) -> Diagnostics:
     reference = micro.rollout_log_probs if anchor == "behaviour" else old_log_probs_of(micro)
     if micro.log_probs is None:
-        raise ValueError("token diagnostics are of an update, which comes first")
+        raise ValueError("token diagnostics need an update first")
     curves = token_diagnostics(micro.log_probs, reference, micro.response_mask, objective, cu_seqlens=micro.cu_seqlens)
-    # One copy to the host for all trajectories: each copy waits for the device.
+    # One copy to the host for all trajectories, because each copy waits for the device.
     columns = torch.stack([curves.log_ratio, curves.low, curves.high]).cpu().numpy()
     diagnostics: Diagnostics = {}
     for index, tokens in micro.places():
@@ -88,9 +88,9 @@ def _diagnostics_of(micro: PackedBatch, objective: PolicyObjective, anchor: Anch
 def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     """Metrics of all optimizer steps of one batch: exact over tokens, mean loss, mean and largest gradient norm, cost.
 
-    `pg_update/first_log_ratio_abs_max` belongs to the first step, where it shows whether the pass for old log-probs and
-    the training pass agree. `pg_update/is_ratio/*` belongs to the last, where the ratio has moved furthest. Steps that
-    updated nothing are left out of all but cost and `actor/bad_steps`, unless there is no other.
+    `pg_update/first_log_ratio_abs_max` is of the first step, where it shows whether the pass for old log-probs and the
+    training pass agree. `pg_update/is_ratio/*` is of the last step, where the ratio has moved furthest. Skipped steps
+    count only in cost and `actor/bad_steps`, unless all steps were skipped.
     """
     applied = [update for update in updates if not update.bad] or updates
     metrics = summarize(merge([update.stats for update in applied]))

@@ -67,7 +67,7 @@ class TrainSettings:
 
 
 class Reinforcement:
-    """The RL phase of a trainer: its settings, and what follows from them for every batch."""
+    """The RL phase of a trainer: its settings, and the objects that it derives from them once."""
 
     def __init__(self, settings: TrainSettings, phases: PhaseTiming) -> None:
         self.settings = settings
@@ -79,7 +79,7 @@ class Reinforcement:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """metrics: of the whole RL step, on rank zero complete. diagnostics: see `Trainer.token_diagnostics`; or empty."""
+    """metrics: of the RL step, complete on rank zero. diagnostics: see `Trainer.token_diagnostics`; may be empty."""
 
     metrics: dict[str, float]
     diagnostics: Diagnostics

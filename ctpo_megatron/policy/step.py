@@ -23,9 +23,9 @@ MicroLoss = Callable[[Predictions], tuple[torch.Tensor, Collected]]
 def run_schedule(
     model: BuiltModel, batches: Sequence[PackedBatch], loss: MicroLoss, *, temperature: float, forward_only: bool
 ) -> list[Collected]:
-    """One forward (and backward) pass per micro-batch; gradients are added up, not averaged, over them and over DP.
+    """One forward (and backward) pass per micro-batch; gradients are summed, not averaged, over micro-batches and DP.
 
-    Returns what `loss` kept, one entry a micro-batch, on the last pipeline stage; an empty list on the others.
+    Returns what `loss` kept, one entry per micro-batch, on the last pipeline stage; an empty list on the others.
     """
     chunks = len(model.wrapped)
     collected: list[Collected] = get_forward_backward_func()(
@@ -60,7 +60,8 @@ def _forward_step(
 
     def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Collected]:
         total, kept = loss(_predictions(model, output[0], Targets.of(batch, split), temperature))
-        # The token count would divide the gradient; ours is already divided, so it only has to be a valid integer.
+        # Megatron would divide the gradient by the token count; the loss is already divided, so any valid integer
+        # serves.
         return total, torch.ones((), dtype=torch.int, device=total.device), kept
 
     return output, loss_function

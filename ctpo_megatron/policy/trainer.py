@@ -34,8 +34,8 @@ from ctpo_megatron.policy.settings import PhaseTiming, Reinforcement, TrainResul
 class Trainer:
     """A Megatron-Core language model under training; every method is collective over all ranks.
 
-    The architecture and the weights come from the Hugging Face directory `model_path`. Log-probs are of
-    softmax(logits / temperature), the distribution that rollouts are sampled from. family: the user's, or None.
+    The architecture and the weights come from the Hugging Face directory `model_path`. Log-probs are of softmax(logits
+    / temperature), the distribution that rollouts are sampled from. family: the user's model family, or None.
     version: of the current weights; 1 before the first batch.
     """
 
@@ -98,7 +98,7 @@ class Trainer:
             for mini_batch in mini_batches:
                 gradient = steps.gradient(mini_batch, rl.loss)
                 if not updates:
-                    # Now all old log-probs are known, and a batch that must not be trained on has changed nothing yet.
+                    # Now all old log-probs are known and no weight has changed, so a bad batch can still be refused.
                     metrics |= old_log_probs.after_first_gradient(mini_batches)
                     check_mismatch(metrics, settings.mismatch_limit, settings.max_response_tokens)
                 updates.append(steps.apply(gradient))
@@ -170,7 +170,7 @@ class Trainer:
         return start_metrics(mini_batches, self.layout)
 
     def update(self, mini_batch: MiniBatch, loss_function: LossFunction, *, temperature: float | None = None) -> Update:
-        """One optimizer step; `temperature` replaces the one of the rollouts (a supervised loss wants 1).
+        """One optimizer step; `temperature` is used instead of the rollouts' temperature (1 for a supervised loss).
 
         A step whose loss or gradient norm is not finite on any rank changes neither weights nor optimizer state; the
         schedule advances. Raises FloatingPointError at the last of `policy.max_bad_steps` such steps in a row.
@@ -182,7 +182,7 @@ class Trainer:
     ) -> tuple[LossStats, Iterator[tuple[str, torch.Tensor]]]:
         """Statistics of a mini-batch and (Hugging Face name, full float32 gradient); iterate to the end on every rank.
 
-        Nothing is updated. The gradients are the ones that `update` would give its optimizer.
+        Nothing is updated. The gradients are those that `update` passes to its optimizer.
         """
         with self._memory.in_use():
             collected = self._passes.accumulate(mini_batch, loss_function)
@@ -204,8 +204,8 @@ class Trainer:
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Logits `[T, V]` (float32, on the CPU) of each sequence of two or more token ids, on every rank.
 
-        For short sequences: all logits pass through every rank. Needs `policy.head: logits` and no context
-        parallelism, and a sequence for each replica; raises ValueError otherwise.
+        For short sequences: every rank receives all logits. Needs `policy.head: logits`, no context parallelism, and a
+        sequence for each replica; raises ValueError otherwise.
         """
         if self.config.head != "logits" or self.layout.cp_size > 1:
             raise ValueError("logits need policy.head=logits and no context parallelism")
@@ -221,7 +221,7 @@ class Trainer:
             yield from hf.export(self._model, self.layout)
 
     def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The part of `weights` that this rank is to send; each tensor is of one rank. Iterate to the end."""
+        """The part of `weights` that this rank is to send; each tensor is sent by one rank. Iterate to the end."""
         with self._memory.weights_complete():
             yield from hf.export_share(self._model, self.layout)
 
@@ -268,7 +268,7 @@ class Trainer:
         """Restore a checkpoint and return the driver's state in it, which sets `version`; see `checkpoint.load`."""
         with self._memory.in_use():
             run_state = checkpoint.load(path, self.layout, self._train_state())
-        self.version = run_state.get("weights_version", 1)  # a checkpoint of SFT has none
+        self.version = run_state.get("weights_version", 1)  # a checkpoint of SFT has no version
         return run_state
 
     def load_weights(self, path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an optimizer step has to compute and what it cost: tokens, model FLOPs, padding, balance, overhead, memory."""
+"""Work and cost of an optimizer step: tokens, model FLOPs, padding, balance, overhead, memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 
 SHORTEST_OF_CLASS = 0.95
-"""A sequence joins a class of padded attention rows when it has at least this share of the longest one's length."""
+"""A sequence joins a class of padded attention rows if it has at least this share of the longest one's length."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one optimizer step has to do.
+    """The work of one optimizer step.
 
     tokens: of its trajectories, over all ranks. flops: model FLOPs of one forward pass over them. trained_tokens,
-    trained_flops: the same of those that the passes run over. imbalance: largest over mean model FLOPs of the
-    data-parallel ranks' shares. computed_tokens: rows that attention runs over in this rank's replica, alignment and
-    padding included. packing_s: seconds that this rank spent on packing.
+    trained_flops: the same for the trajectories that the passes run over. imbalance: largest over mean model FLOPs of
+    the data-parallel ranks' shares. computed_tokens: rows of attention in this rank's replica, alignment and padding
+    included. packing_s: seconds that this rank spent on packing.
     """
 
     tokens: int
@@ -32,7 +32,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank tells the others after the passes of an optimizer step.
+    """What a rank reports to the others after the passes of an optimizer step.
 
     computed_tokens, micro_batches: of its replica, which is number `dp_rank`. peak_mib: see `device.peak_memory_mib`.
     """
@@ -45,10 +45,10 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one optimizer step took.
+    """The cost of one optimizer step.
 
-    seconds: wall time on this rank, packing included. overhead_s: the part of it outside of the forward and backward
-    passes and the optimizer. ranks: the reports of all ranks, in their order.
+    seconds: wall time on this rank, packing included. overhead_s: the part outside of the forward and backward passes
+    and the optimizer. ranks: the reports of all ranks, in their order.
     """
 
     work: Workload
@@ -63,7 +63,7 @@ class Cost:
 
 
 def length_classes(lengths: Sequence[int]) -> list[int]:
-    """Class of each sequence for padded attention: from the longest on, lengths within `SHORTEST_OF_CLASS` of it."""
+    """Class of each sequence for padded attention: from the longest, lengths within `SHORTEST_OF_CLASS` of it."""
     classes = [0] * len(lengths)
     longest, number = None, -1
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -74,7 +74,7 @@ def length_classes(lengths: Sequence[int]) -> list[int]:
 
 
 def padded_tokens(cu_seqlens: torch.Tensor) -> int:
-    """Rows of the local layer spec's attention over these sequences: each as long as the longest of its class."""
+    """Rows of the local layer spec's attention over these sequences, each padded to the longest of its class."""
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     longest: dict[int, int] = {}
     classes = length_classes(lengths)
@@ -95,7 +95,7 @@ def cost_metrics(costs: Sequence[Cost]) -> dict[str, float]:
         "tokens/trained_forward_tflop": flops / 1e12,
         "packing/useful_token_fraction": trained / sum(report.computed_tokens for report in replicas),
         "packing/micro_batches": float(sum(report.micro_batches for report in replicas)),
-        # Ranks wait for the slowest once an optimizer step: its largest share counts, weighted by its work.
+        # Ranks wait for the slowest once per optimizer step, so the largest share counts, weighted by the step's work.
         "packing/imbalance": sum(c.work.imbalance * c.work.trained_flops for c in costs) / flops if flops else 1.0,
         "time/update_overhead_fraction": sum(c.overhead_s for c in costs) / sum(c.seconds for c in costs),
         "memory/trainer_peak_mib": max(peaks),

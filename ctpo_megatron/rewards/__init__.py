@@ -1,4 +1,4 @@
-"""Rewards: trajectories are scored in their own processes, with hard deadlines and nothing swallowed."""
+"""Rewards: trajectories are scored in separate processes, with hard deadlines; every failure is reported."""
 
 from ctpo_megatron.rewards.answers import canonical
 from ctpo_megatron.rewards.ground_truth import ground_truth_problem, unverifiable

@@ -1,4 +1,4 @@
-"""One form for answers that are written differently, without a computer algebra system: microseconds, no time limit."""
+"""Canonical form of answers, without a computer algebra system: takes microseconds, so needs no time limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 _LONGEST = 1000
-"""Characters; what is longer is no answer that anybody writes in another way."""
+"""In characters; a longer text is not an answer with several spellings."""
 
 _DROPPED = (
     "\\left", "\\right", "\\displaystyle", "\\limits", "\\!", "\\,", "\\;", "\\:", "\\ ", "{,}", "\\$", "$", "^\\circ",
@@ -25,7 +25,7 @@ _RATIO = re.compile(rf"({_NUMBER.pattern})/({_NUMBER.pattern})")
 
 
 def canonical(answer: str) -> str:
-    """A number as a reduced fraction of integers, anything else as its text without marks that mean nothing.
+    """A number as a reduced fraction of integers; anything else as its text without meaningless marks.
 
     `0.5`, `1/2`, `\\dfrac12` and `x = \\frac{1}{2}` are "1/2"; `1{,}000` and `1,000 \\text{ cm}` are "1000".
     Expressions that are only equal after a calculation, such as `2\\sqrt{2}` and `\\sqrt{8}`, stay different.

@@ -1,4 +1,4 @@
-"""Ground truths that no right answer can match: found before a run spends itself on rewards of 0."""
+"""Finds ground truths that no correct answer can match, before a run wastes its time on rewards of 0."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _PER_PROCESS = 64
 
 
 def ground_truth_problem(answer: str) -> str:
-    """Why `math_verify` would give every right answer 0 for this ground truth, or "".
+    """Why `math_verify` would score every correct answer 0 for this ground truth, or "".
 
-    It must score 1 against itself, and be an answer rather than a text around one: where it holds a single number
-    among words, that number in a box must score 1, too.
+    It must score 1 against itself, and be an answer rather than a text around one. If it contains a single number among
+    words, that number in a box must score 1, too.
     """
     if "####" in answer:
         final = answer.rsplit("####", 1)[1].strip()
@@ -48,10 +48,10 @@ def ground_truth_problem(answer: str) -> str:
             return "scores 0 against itself: math-verify cannot read it"
         if len(numbers) != 1 or not text.replace(numbers[0], "").strip(" $%\\{}()"):
             return ""
-        is_text = words or len(parse_expression(answer)) < 2  # no expression: it is compared letter by letter
+        is_text = words or len(parse_expression(answer)) < 2  # not an expression: compared as text
         if is_text and not score_math(f"\\boxed{{{numbers[0]}}}", answer):
             return f"has words or signs around a number, and \\boxed{{{numbers[0]}}} scores 0: write the answer alone"
-    except Exception as error:  # math-verify raises what sympy, antlr and its own code raise
+    except Exception as error:  # math-verify raises any exception of sympy, antlr and its own code
         return f"cannot be compared with itself: {type(error).__name__}: {error}"
     return ""
 
@@ -59,8 +59,8 @@ def ground_truth_problem(answer: str) -> str:
 def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, str]:
     """The prompts that `math_verify` scores and whose ground truth it can never match: index -> reason.
 
-    Every distinct ground truth is looked at once, in processes on all CPUs: 12 CPU-milliseconds for a formula; a plain
-    number is known to be readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
+    Every distinct ground truth is checked once, in processes on all CPUs: 12 CPU-milliseconds for a formula; a plain
+    number is always readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
     timeouts.
     """
     ours = [
@@ -76,7 +76,7 @@ def _reasons(answers: Iterable[str], config: RewardConfig) -> Mapping[str, str]:
     answers = sorted(answers)
     if not answers:
         return {}
-    # Nothing else of the run is at work yet.
+    # All CPUs: nothing else of the run is working yet.
     workers = min(len(os.sched_getaffinity(0)), math.ceil(len(answers) / _PER_PROCESS))
     with ProcessPool(max_workers=workers, initializer=_start, context=fork_server(math=True)) as pool:
         results = pool.map(ground_truth_problem, answers, timeout=config.timeout_s).result()
@@ -92,4 +92,4 @@ def _reasons(answers: Iterable[str], config: RewardConfig) -> Mapping[str, str]:
 
 
 def _start() -> None:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides its warning that timeouts are off

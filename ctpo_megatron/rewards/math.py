@@ -1,4 +1,4 @@
-"""Verdict on a mathematical answer: the last box of the final turn against the ground truth."""
+"""Scores a mathematical answer: compares the last box of the final turn with the ground truth."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BOX = "\\boxed{"
 def last_boxed(text: str) -> str | None:
     """Content of the last complete `\\boxed{...}` in `text`, braces balanced; None when there is none.
 
-    `text` must be what the model said in its final turn. A later box that is never closed does not hide an
-    earlier complete one. Braces escaped with a backslash are part of the content and are not counted.
+    `text` must be the model's final turn. A later box that is never closed does not hide an earlier complete one.
+    Braces escaped with a backslash are part of the content and are not counted.
     """
     start = text.rfind(_BOX)
     while start >= 0:
@@ -32,9 +32,9 @@ def last_boxed(text: str) -> str | None:
 def score_math(final_text: str, answer: str) -> float:
     """1.0 when math-verify finds the last box of `final_text` equal to `answer`, else 0.0.
 
-    No time limit is set here: math-verify's own uses signal alarms, which stop no loop written in C. Run it in a
-    process that can be killed (RewardPool). Raises ValueError when `answer` itself cannot be read, and whatever
-    math-verify raises while it compares; a prediction that cannot be parsed is a wrong answer, not an error.
+    Sets no time limit: math-verify's own uses signal alarms, which cannot stop a loop in C. Run it in a process that
+    can be killed (RewardPool). Raises ValueError when `answer` itself cannot be read, and any exception of
+    math-verify's comparison. A prediction that cannot be parsed is a wrong answer, not an error.
     """
     from math_verify import verify
 
@@ -48,7 +48,7 @@ def score_math(final_text: str, answer: str) -> float:
 
 
 def parse_expression(expression: str, *, raise_on_error: bool = True) -> list[object]:
-    """What math-verify reads: an expression and its text, the text alone, or nothing."""
+    """The result of math-verify's parser: an expression and its text, the text alone, or nothing."""
     from math_verify import LatexExtractionConfig, parse
 
     found: list[object] = parse(
@@ -69,8 +69,8 @@ class MathVerify:
     text_only = True
 
     def __init__(self) -> None:
-        """Import math-verify and build its grammar, so that the first real answer does not pay for it."""
-        # It warns once that timeouts are off; here that is the design.
+        """Import math-verify and build its grammar, so that the first answer does not have to wait for it."""
+        # Hides its warning that timeouts are off, as intended here.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         score_math("\\boxed{1}", "1")
 

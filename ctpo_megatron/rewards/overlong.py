@@ -1,4 +1,4 @@
-"""DAPO's soft overlong punishment, taken off the reward of responses that come close to their token budget."""
+"""DAPO's soft overlong punishment, subtracted from the reward of responses near their token budget."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class OverlongPenalty:
     budget: int
 
     def of(self, tokens: int) -> float:
-        """What a response of so many tokens gets on top of its reward, from -penalty to 0."""
+        """The penalty of a response of `tokens` tokens, from -penalty to 0, to be added to its reward."""
         return max(-self.penalty, min(0.0, (self.budget - self.buffer - tokens) / self.buffer * self.penalty))
 
     def apply(self, groups: Sequence[Group]) -> None:
-        """Add it to the reward of every scored trajectory, and to its components."""
+        """Add the penalty to the reward of every scored trajectory, and to its components."""
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
             if trajectory.reward is None:
                 raise ValueError(f"prompt {trajectory.prompt_id} sample {trajectory.sample_index} has no reward yet")

@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
-    """What happened in one call of `RewardPool.score`, in trajectories.
+    """Outcome of one call of `RewardPool.score`, in trajectories.
 
-    scored: there is a reward. timeouts: the deadline passed. failures: the function raised or its process died twice.
-    scored + timeouts + failures is the number of trajectories; timeouts and failures have reward 0.0.
+    scored: the function returned a reward. timeouts: the deadline passed. failures: the function raised or its process
+    died twice. scored + timeouts + failures is the number of trajectories; timeouts and failures have reward 0.0.
     metrics: means and counts of the components and metrics that the functions returned, by name (`Reward`).
-    values: what they are made of. The sum of two reports is that of one call for all their trajectories.
+    values: the inputs of metrics. The sum of two reports is the report of one call for all their trajectories.
     """
 
     scored: int
@@ -55,7 +55,7 @@ class ScoreReport:
 
     @classmethod
     def of(cls, scored: int, timeouts: int, failures: int, values: Mapping[str, list[float]]) -> ScoreReport:
-        """The report of these counts and values."""
+        """The report of the given counts and values."""
         metrics = {name: _count_or_mean(numbers) for name, numbers in values.items()}
         return cls(scored, timeouts, failures, metrics, values)
 
@@ -68,7 +68,7 @@ class ScoreReport:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What one task of a worker scores: one trajectory, or several of one source that are awaited together."""
+    """The trajectories of one task: a single one, or several of one source that are awaited together."""
 
     route: str | None
     pairs: tuple[Pair, ...]
@@ -76,7 +76,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A chunk on its way through `pool`, which loses it when it breaks."""
+    """A chunk submitted to `pool`; lost when the pool breaks."""
 
     chunk: _Chunk
     pool: ProcessPool
@@ -87,35 +87,35 @@ class _Task:
         return self.future.done() or not self.pool.active
 
     def result(self) -> list[Outcome]:
-        """Raises what the worker raised, and BrokenProcessPool when there is nobody to wait for."""
-        # A worker has its deadline; a pool that broke forgets its tasks.
+        """The outcomes. Raises the worker's exception, or BrokenProcessPool when no worker is left."""
+        # A worker has a deadline; a broken pool forgets its tasks.
         while not wait([self.future], WORKERS_POLL_S).done:
             if not self.pool.active and not self.future.done():
-                raise BrokenProcessPool("the workers are gone, and the verdict with them")
+                raise BrokenProcessPool("the workers are gone, and the result with them")
         return self.future.result()
 
 
 @dataclass(frozen=True, slots=True)
 class PendingScores:
-    """What `RewardPool.begin` began. result: waits for it, and sets the rewards; see `RewardPool.score`."""
+    """Scoring started by `RewardPool.begin`. result: wait for it and set the rewards; see `RewardPool.score`."""
 
     result: Callable[[], ScoreReport]
     _tasks: Sequence[_Task]
 
     @property
     def done(self) -> bool:
-        """Whether `result` has nothing to wait for, unless something has to be scored again."""
+        """Whether `result` need not wait, unless something has to be scored again."""
         return all(task.settled for task in self._tasks)
 
 
 class RewardPool:
     """Worker processes for the configured reward functions, with a hard deadline for every trajectory.
 
-    A process calls a function for one trajectory at a time, so a hang or crash costs the guilty trajectory only; its
-    process is replaced. An `async` function is called for up to `concurrency` at once; when its process hangs or dies,
-    each of them is scored again alone. Workers come from a fork server: they share no threads, devices or signal
-    handlers with the caller. A SIGTERM to the whole job passes them by, since the step at hand still needs its rewards.
-    A context manager.
+    A process calls a function for one trajectory at a time, so a hang or crash affects that trajectory only, and the
+    process is replaced. An `async` function is called for up to `concurrency` trajectories at once; when its process
+    hangs or dies, each of them is scored again separately. Workers come from a fork server: they share no threads,
+    devices or signal handlers with the caller. They ignore a SIGTERM to the whole job, because the current step still
+    needs its rewards. A context manager.
     """
 
     def __init__(self, config: RewardConfig, search_path: Iterable[str] | None = None) -> None:
@@ -146,16 +146,16 @@ class RewardPool:
             raise RuntimeError(f"the {config.workers} reward workers did not start: {error!r}") from error
 
     def score(self, groups: Sequence[Group]) -> ScoreReport:
-        """Set `reward` and `reward_components` of every trajectory, and count what happened.
+        """Set `reward` and `reward_components` of every trajectory, and count the outcomes.
 
-        Timeouts, exceptions and crashes give 0.0 and are logged with prompt and sample; a crash is tried again once, as
-        something else may have killed the process. Raises ValueError when a function returns a number that is not
-        finite, or a name that cannot be a metric; RuntimeError when the workers as a whole are gone again and again.
+        Timeouts, exceptions and crashes give 0.0 and are logged with prompt and sample. A crash is retried once,
+        because something else may have killed the process. Raises ValueError when a function returns a number that is
+        not finite, or a name that cannot be a metric; RuntimeError when all workers die repeatedly.
         """
         return self.begin(groups).result()
 
     def begin(self, groups: Sequence[Group]) -> PendingScores:
-        """Begin what `score` does, and return at once."""
+        """Start `score` in the background and return at once."""
         tasks = [self._schedule(chunk) for chunk in self._chunks(groups)]
         return PendingScores(lambda: self._collect(tasks), tasks)
 
@@ -175,9 +175,10 @@ class RewardPool:
         return ScoreReport.of(len(rewards), timeouts, len(failures) - timeouts, _values(rewards))
 
     def _chunks(self, groups: Sequence[Group]) -> Iterator[_Chunk]:
-        """One trajectory each; of those with an `async` function, up to the limit, a worker's fair share or a group.
+        """One trajectory each; with an `async` function several: at most the limit, a worker's fair share, or a group.
 
-        Groups come one by one while a batch is sampled: a share of each would leave the workers waiting for few calls.
+        Groups arrive one by one while a batch is sampled, so splitting each group would give workers too few concurrent
+        calls.
         """
         together: dict[str | None, list[Pair]] = defaultdict(list)
         largest = max((len(group.trajectories) for group in groups), default=0)
@@ -208,7 +209,7 @@ class RewardPool:
             return _Task(chunk, self._pool, future)
 
     def _renew(self) -> None:
-        """Pebble gives its pool up when a process ends that had nothing to do, or none can be started."""
+        """Replace the pool: pebble's breaks when an idle process ends, or when none can be started."""
         if self._closed:
             raise RuntimeError("the reward workers were stopped")
         log.warning("the reward workers are gone, was one of them killed? Starting %d new ones", self._config.workers)
@@ -230,10 +231,10 @@ class RewardPool:
             if renewals:
                 return self._outcomes(self._schedule(chunk), again, renewals - 1)
             raise RuntimeError(
-                f"{_name(chunk.pairs[0][0])}: no verdict, the reward workers were gone {WORKERS_RETRIES + 1} times "
+                f"{_name(chunk.pairs[0][0])}: no result, the reward workers were gone {WORKERS_RETRIES + 1} times "
                 f"({error}); is something killing them?"
             ) from error
-        except Exception as error:  # what cannot travel between processes: neither may end the run or pass unseen
+        except Exception as error:  # not picklable: must neither end the run nor go unnoticed
             return [Failure(repr(error)) for _ in chunk.pairs]
 
     def _fail(self, trajectory: Trajectory, failure: Failure) -> None:
@@ -244,7 +245,7 @@ class RewardPool:
             log.warning("%s: the scorer failed (%s), reward 0", _name(trajectory), failure.reason)
 
     def close(self) -> None:
-        """Stop the workers at once; calling it again does nothing."""
+        """Stop the workers at once; idempotent."""
         with self._lock:
             self._closed = True
             _stop(self._pool)
@@ -262,14 +263,14 @@ def _stop(pool: ProcessPool) -> None:
 
 
 def _text_of(pair: Pair) -> Pair:
-    """Without the per-token lists: of 8000 tokens they take longer to send than math-verify takes for a verdict."""
+    """Without the per-token lists: for 8000 tokens, sending them takes longer than scoring with math-verify."""
     trajectory, prompt = pair
     empty: dict[str, Any] = {name: [] for name in _PER_TOKEN}
     return replace(trajectory, **empty), replace(prompt, token_ids=())
 
 
 def _check(reward: Reward, trajectory: Trajectory) -> None:
-    """A bug in a reward function that must not reach the advantages or the metrics file is a ValueError."""
+    """Raises ValueError for a reward that must not reach the advantages or the metrics file."""
     if not math.isfinite(reward.value):
         raise ValueError(f"{_name(trajectory)}: the scorer returned {reward.value}")
     names = [*reward.components, *reward.metrics]
@@ -284,7 +285,7 @@ def _check(reward: Reward, trajectory: Trajectory) -> None:
 
 
 def _values(rewards: Sequence[Reward]) -> dict[str, list[float]]:
-    """Every component and metric of the trajectories that have it."""
+    """The values of every component and metric, of the trajectories that have it."""
     found: dict[str, list[float]] = defaultdict(list)
     for reward in rewards:
         for name, value in (*reward.components.items(), *reward.metrics.items()):
@@ -293,7 +294,7 @@ def _values(rewards: Sequence[Reward]) -> dict[str, list[float]]:
 
 
 def _count_or_mean(values: Sequence[float]) -> float:
-    """Of flags the count, of numbers the mean."""
+    """The count of flags, the mean of numbers."""
     return float(sum(values)) if all(isinstance(value, bool) for value in values) else statistics.fmean(values)
 
 

@@ -1,4 +1,4 @@
-"""What a reward function is: it sees one trajectory and its prompt, and returns a number or a `Reward`."""
+"""The protocol of reward functions: a trajectory and its prompt in, a number or a `Reward` out."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.trajectory import Trajectory
 
 WORDS: Mapping[str, str] = {"math_verify": "ctpo_megatron.rewards.math:MathVerify"}
-"""Our own reward functions by the word that names them in a configuration."""
+"""Built-in reward functions by their name in a configuration."""
 
 RESERVED = frozenset({"mean", "std", "groups_mixed", "timeouts", "failures", OVERLONG})
-"""Names `reward/<name>` that are ours, and that no component or metric may take."""
+"""Reserved names `reward/<name>`, which no component or metric may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What a reward function may return in place of a plain number.
+    """What a reward function may return instead of a plain number.
 
     value: the reward that is trained on; finite.
-    components: the parts that the value is made of, by name. Written with the trajectory; their means over the step's
-        trajectories are the metrics `reward/<name>`.
-    metrics: other figures by name, also `reward/<name>`: a number is averaged over the trajectories that have it, a
-        bool is counted.
+    components: the parts of the value by name. Stored with the trajectory; their means over the step's trajectories are
+    the metrics `reward/<name>`.
+    metrics: other values by name, also reported as `reward/<name>`: a number is averaged over the trajectories that
+    have it, a bool is counted.
     """
 
     value: float
@@ -38,7 +38,7 @@ class Reward:
 
 
 class RewardFunction(Protocol):
-    """A function, or an instance of a class that each worker makes once with the configured arguments.
+    """A function, or an instance of a class that each worker creates once with the configured arguments.
 
     A function is called with the arguments as keywords. Either may be `async`. With an attribute `text_only = True`
     its trajectories and prompts come without their per-token lists, which saves time when they are long.

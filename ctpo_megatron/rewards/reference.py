@@ -1,8 +1,8 @@
-"""The verdict of the scorer that CTPO's published accuracies were measured with, in code of our own.
+"""Our own implementation of the scorer behind CTPO's published accuracies.
 
-That scorer (`verl/utils/reward_score` of github.com/horizon-llm/CTPO at acc4021) looks at the whole response, tool
-output included, and calls it right if any of three rules does. It is more lenient than `math_verify`: a number that a
-tool printed or that was said in passing counts. It is here so that numbers can be compared, not to train with.
+That scorer (`verl/utils/reward_score` of github.com/horizon-llm/CTPO at acc4021) reads the whole response, tool output
+included, and accepts it if any of three rules does. It is more lenient than `math_verify`: a number that a tool
+printed, or that is mentioned in passing, counts. Use it to compare numbers, not to train.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _LAST_NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!.*\d)", re.DOTALL
 
 
 def score_reference(text: str, answer: str) -> float:
-    """1.0 when the last box, the last line `Answer: ...` or math-verify's reading of `text` equals `answer`, else 0.0.
+    """1.0 when the last box, the last line `Answer: ...` or math-verify's parse of `text` equals `answer`, else 0.0.
 
-    text: the whole response. As with `score_math` no time limit is set. Raises ValueError when `answer` cannot be read.
+    text: the whole response. Like `score_math` it sets no time limit. Raises ValueError when `answer` cannot be read.
     """
     truth = canonical(answer)
     box, line = last_boxed(text), _answer_line(text)
@@ -54,8 +54,8 @@ class ReferenceMath:
     text_only = True
 
     def __init__(self) -> None:
-        """Import math-verify now, so that the first answer does not pay for it."""
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # as MathVerify does, for its reason
+        """Import math-verify now, so that the first answer does not have to wait for it."""
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # see MathVerify
         _math_verify("1", "1")
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:

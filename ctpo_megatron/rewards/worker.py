@@ -1,4 +1,4 @@
-"""The part of RewardPool that runs in its worker processes: makes the reward functions and calls them."""
+"""The worker side of RewardPool: creates the reward functions and calls them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 Pair = tuple["Trajectory", "Prompt"]
 Routes = Mapping[str | None, tuple[str, Mapping[str, Any]]]
-"""Data source -> name and arguments of its reward function; None: of all other sources."""
+"""Data source -> name and arguments of its reward function; None: all other sources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """No reward could be had: the function raised, its process died, or it took too long."""
+    """A trajectory without a reward: the function raised, its process died, or it took too long."""
 
     reason: str
     timed_out: bool = False
@@ -39,7 +39,7 @@ Outcome = Reward | Failure
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the caller has to know of a reward function to give it work."""
+    """Properties of a reward function that decide how the caller submits work."""
 
     is_async: bool
     text_only: bool
@@ -47,14 +47,14 @@ class Traits:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a worker process was started with; a module holds it, since tasks reach nothing else."""
+    """Start arguments of a worker process, in a module global because tasks have no other access to them."""
 
     routes: Routes
     search_path: Sequence[str]
 
     @functools.cached_property
     def functions(self) -> dict[str | None, Callable[..., Any]]:
-        """Made once, also where several sources name the same one; raises what a user's module or class raises."""
+        """Created once, even if several sources name the same function; raises what a user's module or class raises."""
         activate(self.search_path)
         made: dict[str, Callable[..., Any]] = {}
         for name, arguments in self.routes.values():
@@ -72,23 +72,23 @@ _setup = _Setup({}, ())
 
 
 def start(routes: Routes, search_path: Sequence[str]) -> None:
-    """Make the reward functions, so that the first trajectory does not pay for it."""
+    """Create the reward functions, so that the first trajectory does not have to wait for it."""
     global _setup
-    # Also where the fork server was there before and did not hand down that the signals are blocked.
+    # Needed here as well: an already running fork server does not pass on the blocked signals.
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     _setup = _Setup(routes, search_path)
-    with contextlib.suppress(Exception):  # the first task raises it again, and its caller sees it
+    with contextlib.suppress(Exception):  # the first task raises it again, for its caller
         _ = _setup.functions
 
 
 def traits() -> dict[str | None, Traits]:
-    """Of every route. Raises what making the functions raised."""
+    """The traits of every route. Raises what creating the functions raised."""
     return {source: _traits(function) for source, function in _setup.functions.items()}
 
 
 def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Outcome]:
-    """One outcome a pair. Several are awaited at once, each for at most `timeout_s`; one alone has no limit here."""
+    """One outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit here."""
     function = _setup.functions[route]
     if len(pairs) == 1:
         return [_called(function, *pairs[0])]
@@ -129,7 +129,7 @@ async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair],
     outcomes = [Failure("", timed_out=True) if task in late else task.result() for task in tasks]
     for task in late:
         task.cancel()
-    await asyncio.sleep(0)  # they are told before the next task of this worker
+    await asyncio.sleep(0)  # let cancelled calls end before the next task of this worker
     return outcomes
 
 
@@ -141,7 +141,7 @@ async def _awaited(function: Callable[..., Any], trajectory: Trajectory, prompt:
 
 
 def _reward(result: Any) -> Reward:
-    """Plain Python numbers, whatever kind the function returned; raises TypeError or ValueError for anything else."""
+    """Convert the result to plain Python numbers; raises TypeError or ValueError for anything else."""
     if not isinstance(result, Reward):
         return Reward(float(result))
     components = {name: float(value) for name, value in result.components.items()}
@@ -154,6 +154,6 @@ def _is_flag(value: Any) -> bool:
 
 
 def _described(error: BaseException) -> str:
-    """The error and the line that raised it; the error itself need not survive the way between processes."""
+    """The error and the line that raised it, as text: not every exception can be pickled."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{error!r} at {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)

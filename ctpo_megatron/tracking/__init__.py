@@ -1,4 +1,4 @@
-"""tracking: everything a run writes for people (metrics, dumps, display, summary, report) and nothing it reads back.
+"""tracking: a run's output for people (metrics, dumps, display, summary, report). Training reads nothing of it back.
 
     trackers = open_trackers(config, directory)             TensorBoard, Weights & Biases, MLflow, users' own
     writer = MetricsWriter(directory, trackers)             metrics.jsonl, and the same to the trackers
@@ -7,7 +7,7 @@
     write_trajectories(directory, step, groups, decode)     trajectories/step_%06d.jsonl; `DumpWriter`: in a thread
     write_report(directory); print_summary(directory)       both need the run directory only
 
-Training code calls these and ignores what they return. Every metric is defined in docs/metrics.md.
+Training code calls these and ignores their results. Every metric is defined in docs/metrics.md.
 """
 
 from ctpo_megatron.tracking.display import Display

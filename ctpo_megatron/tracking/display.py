@@ -1,4 +1,4 @@
-"""What a person sees while a run is going: a live panel on a terminal, one line a step elsewhere."""
+"""The display of a run: a live panel on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 
 def _harmless(method: Callable[Concatenate[Display, P], None]) -> Callable[Concatenate[Display, P], None]:
-    """A display that fails says so once and goes dark: it must never end a run."""
+    """A display that fails logs one warning and switches off: it must never end a run."""
 
     @functools.wraps(method)
     def guarded(self: Display, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -32,24 +32,24 @@ def _harmless(method: Callable[Concatenate[Display, P], None]) -> Callable[Conca
         except Exception as error:
             self.mode = "off"
             self._stop_live()
-            unknown = None if isinstance(error, OSError) else error  # as of a terminal that was closed
-            log.warning("the display failed (%s) and is switched off; the run goes on", error, exc_info=unknown)
+            unknown = None if isinstance(error, OSError) else error  # such as a closed terminal
+            log.warning("the display failed (%s) and is switched off; the run continues", error, exc_info=unknown)
 
     return guarded
 
 
 class _Screen(Console):
-    """A console that does not end the process when nobody reads its pipe any more."""
+    """A console that does not end the process when the reader of its pipe is gone."""
 
     def on_broken_pipe(self) -> None:
         try:
-            super().on_broken_pipe()  # the rest goes to /dev/null: what is left to write at exit would fail, too
+            super().on_broken_pipe()  # redirects to /dev/null: output at exit would fail, too
         except SystemExit as end:
-            raise BrokenPipeError(errno.EPIPE, "nobody reads standard output any more") from end
+            raise BrokenPipeError(errno.EPIPE, "the reader of standard output is gone") from end
 
 
 class Display:
-    """Shows stages and steps; `with Display(...) as display:` restores the terminal whatever happens.
+    """Shows stages and steps; `with Display(...) as display:` always restores the terminal.
 
     auto: a live panel if the console is a terminal, else plain lines; log records appear above the panel.
     """
@@ -62,7 +62,7 @@ class Display:
         title: str = "ctpo",
         record: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """record: is given every plain line and every note, in all modes."""
+        """record: called with every plain line and every note, in all modes."""
         self.console = console or _Screen()
         self.mode: Literal["live", "plain", "off"] = (
             ("live" if self.console.is_terminal else "plain") if mode == "auto" else mode
@@ -118,12 +118,12 @@ class Display:
             self._print(text)
 
     def stop(self) -> None:
-        """Take the panel down, leaving its last state on the screen."""
+        """Stop the panel, leaving its last state on the screen."""
         self._stop_live()
 
     @_harmless
     def end(self, summary: Callable[[Console], None]) -> None:
-        """Take the panel down and have a summary printed, in all modes."""
+        """Stop the panel and print a summary, in all modes."""
         self._stop_live()
         summary(self.console)
 
@@ -144,7 +144,7 @@ class Display:
             get_renderable=self._render,
             console=self.console,
             refresh_per_second=2,
-            # A stream that goes to a file keeps going there.
+            # A stream redirected to a file is left alone.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -152,14 +152,14 @@ class Display:
         self._reroute_logs(before)
 
     def _render(self) -> RenderableType:
-        """Drawn by the refresh thread, where an exception could not be caught by the caller."""
+        """Called by the refresh thread, where the caller could not catch an exception."""
         try:
             return render(self._state, time.monotonic())
         except Exception as error:
             return f"(the display failed: {error})"
 
     def _reroute_logs(self, before: tuple[TextIO, TextIO]) -> None:
-        """Point log handlers made before the panel at the streams that rich has replaced, so they print above it."""
+        """Redirect existing log handlers to rich's streams, so that they print above the panel."""
         replacements = {id(old): new for old, new in zip(before, (sys.stdout, sys.stderr), strict=True)}
         for handler in _stream_handlers():
             replacement = replacements.get(id(handler.stream))
@@ -176,7 +176,7 @@ class Display:
             try:
                 live.stop()
             except Exception:
-                log.warning("the display could not be taken down cleanly", exc_info=True)
+                log.warning("the display could not be stopped cleanly", exc_info=True)
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:

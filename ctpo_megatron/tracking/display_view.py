@@ -1,4 +1,4 @@
-"""The pictures of the display, drawn from its state alone: the live panel and the plain lines."""
+"""Renders the display from its state alone: the live panel and the plain lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ACCURACY = re.compile(r"val/(?P<source>.+)/acc/(?P<of>[a-z]+@\d+)")
 
 @dataclass
 class State:
-    """What the display knows: the stages passed, the progress of this one, and the steps so far.
+    """State of the display: earlier stages, progress of the current one, and the steps so far.
 
     evaluation: step and lines of the latest one; no lines before the first.
     """
@@ -40,7 +40,7 @@ class State:
     began: float = field(default_factory=time.monotonic)
 
     def enter(self, stage: str) -> None:
-        """Begin a stage; entering the current one again changes nothing."""
+        """Begin a stage; no effect if it is the current one."""
         if stage == self.stage:
             return
         now = time.monotonic()
@@ -69,7 +69,7 @@ class State:
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people: 8.3s, 2m05s, 3h07m."""
+    """A readable duration: 8.3s, 2m05s, 3h07m."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -100,7 +100,7 @@ def plain_step(state: State) -> str:
 
 
 def accuracy_lines(metrics: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
-    """One line a data source: its accuracies, and how they differ from those in `first`, where that is another one."""
+    """One line per data source: its accuracies, and the change since `first`, if that is another evaluation."""
     lines: dict[str, str] = {}
     for name, value in metrics.items():
         if match := _ACCURACY.fullmatch(name):

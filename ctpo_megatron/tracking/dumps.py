@@ -1,4 +1,4 @@
-"""Writes dumps of trajectories behind the step: a thread, a bounded queue, and failures that come out."""
+"""Writes dumps of trajectories in the background: a thread, a bounded queue, and errors that are raised later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 WAITING = 2
-"""Dumps that may wait or be written at a time: each holds the trajectories of a step in memory."""
+"""Limit of dumps that are queued or being written: each holds the trajectories of a step in memory."""
 DEADLINE_S = 600.0
 
 
@@ -22,7 +22,7 @@ class DumpError(RuntimeError):
 
 
 class DumpWriter:
-    """Calls functions that write dumps, one after another, in a thread of its own.
+    """Calls functions that write dumps, one after another, in its own thread.
 
     A function that fails or does not end within `DEADLINE_S` raises DumpError from the next call of any method.
     """
@@ -33,12 +33,12 @@ class DumpWriter:
         self._lock, self._cpu_s = threading.Lock(), 0.0
 
     def wait(self) -> None:
-        """Return when fewer than `WAITING` are not done."""
+        """Return when fewer than `WAITING` dumps are unfinished."""
         while self._pending and (len(self._pending) >= WAITING or self._pending[0][1].done()):
             self._take()
 
     def put(self, name: str, write: Callable[[], Path]) -> None:
-        """Have `write` called, after a `wait`. name: for messages."""
+        """Queue a call of `write`, after a `wait`. name: for messages."""
         self.wait()
         self._pending.append((name, self._thread.submit(self._measured, write)))
 
@@ -54,7 +54,7 @@ class DumpWriter:
         return spent
 
     def close(self) -> None:
-        """Write what is left; what fails now is logged, as another error may be on its way."""
+        """Write the rest; failures are logged, because another exception may be propagating."""
         try:
             self.flush()
         except DumpError as error:

@@ -43,7 +43,7 @@ _STYLE: Any = {  # matplotlib types its keys as a union of all their names
     "svg.fonttype": "none",
 }
 _FEW = 60
-"""Up to so many steps, each is drawn as a point or a bar of its own."""
+"""Up to this many steps, each is drawn as a separate point or bar."""
 
 
 def write_figures(run: RunData) -> dict[str, str]:
@@ -64,7 +64,7 @@ def write_figures(run: RunData) -> dict[str, str]:
 
 
 def drawn(draw_into: Callable[[Axes], None], name: str) -> str:
-    """The SVG source of one figure in the report's style; `name` keeps its ids apart from those of others."""
+    """The SVG source of one figure in the report's style; `name` makes its ids unique on the page."""
     with _style():
         figure, axes = _empty(titled=False)
         draw_into(axes)
@@ -82,7 +82,7 @@ def _style() -> Iterator[None]:
 
 
 def _remove_stale(folder: Path, names: set[str]) -> None:
-    """A report written anew must not leave pictures of metrics that are gone."""
+    """A new report must not leave figures of metrics that no longer exist."""
     for path in folder.glob("*.png"):
         if path.stem not in names:
             path.unlink()
@@ -97,7 +97,7 @@ def _single(run: RunData, panel: Panel, titled: bool) -> Figure:
 def _empty(titled: bool) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    # Fixed margins: the same axes in every figure, so that pages line up (and no layout solver to pay for).
+    # Fixed margins: the same axes in every figure, so that figures line up, without the cost of a layout solver.
     figure = Figure(figsize=(6.0, 3.1 if titled else 2.75))
     return figure, figure.add_axes((0.105, 0.15, 0.87, 0.65 if titled else 0.72))
 
@@ -148,7 +148,7 @@ def draw(axes: Axes, run: RunData, panel: Panel, titled: bool) -> None:
 
 
 def _add_legend(axes: Axes) -> int:
-    """Above the axes, tighter when there is much to name, and in two rows when one is too long; how many rows."""
+    """Add a legend above the axes, tighter with many entries, in two rows if one is too long. Returns the rows."""
     _, labels = axes.get_legend_handles_labels()
     if not labels:
         return 0
@@ -167,7 +167,7 @@ def _add_legend(axes: Axes) -> int:
 
 
 def _label_log_axis(axes: Axes) -> None:
-    """Over a short range plain numbers at 1, 2, 5; over a long one powers of ten alone."""
+    """Plain numbers at 1, 2, 5 over a short range; powers of ten over a long one."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axes.get_ylim()
@@ -178,7 +178,7 @@ def _label_log_axis(axes: Axes) -> None:
 
 
 def _label_thousands(axes: Axes) -> None:
-    """The margin beside the axis is fixed: five digits would push its name out of the picture."""
+    """The margin next to the axis is fixed: five digits would push its label out of the figure."""
     from matplotlib.ticker import FuncFormatter
 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1e3:g}k" if v >= 1e4 else f"{v:g}"))
@@ -211,7 +211,7 @@ def _draw_line(axes: Axes, series: Series, line: Line, panel: Panel, labelled: b
         markersize=3.2,
         linestyle=(0, (3, 2)) if line.dashed else "-",
         label=line.label if labelled else None,
-        clip_on=panel.log,  # a point at 0 or 1 is drawn whole
+        clip_on=panel.log,  # points at 0 or 1 are not cut off
         zorder=3,
     )
     if panel.annotate:
@@ -220,7 +220,7 @@ def _draw_line(axes: Axes, series: Series, line: Line, panel: Panel, labelled: b
 
 
 def _annotate(axes: Axes, series: Series, index: int, colour: str) -> None:
-    """Write a value beside its point, on the side that the curve leaves free."""
+    """Write a value next to its point, on the side without the curve."""
     value = series.values[index]
     neighbour = series.values[1 if index == 0 else index - 1] if len(series.values) > 1 else value
     below = neighbour > value > 0.12
@@ -250,7 +250,7 @@ def _draw_band(axes: Axes, run: RunData, low: str, high: str) -> None:
 
 
 def _draw_phases(axes: Axes, run: RunData) -> None:
-    """Stacked seconds per step: bars while they can be told apart, else a stacked area."""
+    """Stacked seconds per step: bars if there are few steps, else a stacked area."""
     steps = sorted({record["step"] for record in run.metrics if record.get("time/step") or record.get("time/rollout")})
     by_step = {record["step"]: record for record in run.metrics}
     stacked = {name: [by_step[step].get(f"time/{name}") or 0.0 for step in steps] for name in PHASES}

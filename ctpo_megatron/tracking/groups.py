@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ReportedScores(Protocol):
-    """What scoring reports besides the rewards: trajectories without one, and the reward functions' own metrics."""
+    """What scoring reports in addition to rewards: failures, and the reward functions' own metrics."""
 
     @property
     def timeouts(self) -> int: ...
@@ -24,8 +24,8 @@ class ReportedScores(Protocol):
 
 
 def reward_metrics(groups: Sequence[Group], report: ReportedScores) -> dict[str, float]:
-    """`reward/*`: mean and standard deviation over trajectories, share of groups that carry a signal, counts, and what
-    the reward functions add."""
+    """`reward/*`: mean and standard deviation over trajectories, share of groups with a signal, counts, and the metrics
+    of the reward functions."""
     rewards = [reward for group in groups for reward in group.rewards]
     return {
         "reward/mean": statistics.fmean(rewards),

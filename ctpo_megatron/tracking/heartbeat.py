@@ -1,4 +1,4 @@
-"""The heartbeat file of a run: from its age and content whoever looks from outside tells whether the run lives."""
+"""The heartbeat file of a run: its age and content show other programs whether the run is alive."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ctpo_megatron.base.run_paths import RunPaths
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What rank zero writes every few seconds.
+    """Content of the file, written by rank zero every few seconds.
 
-    state: `running`; `ended` and `failed` are last words, which a run that was killed does not have. phase: of rank
-    zero, e.g. `rl/step/update`. time, progress: seconds since the epoch by rank zero's clock: when this was written,
-    and when any rank last began or ended a phase. stalls: how often the stacks were dumped since the start.
+    state: `running`, or at the end `ended` or `failed`; a killed run stays `running`. phase: of rank zero, e.g.
+    `rl/step/update`. time, progress: seconds since the epoch by rank zero's clock, of this write and of the latest
+    begin or end of a phase on any rank. stalls: how often the stacks were dumped since the start.
     """
 
     state: Literal["running", "ended", "failed"]
@@ -30,7 +30,7 @@ class Heartbeat:
     host: str
 
     def write(self, directory: Path) -> None:
-        """Replace the file of a run directory; a reader sees the old one or the new one."""
+        """Replace the file of a run directory atomically."""
         write_json(RunPaths(directory).heartbeat, asdict(self))
 
 

@@ -1,4 +1,4 @@
-"""Whether a run can learn anything: what its first batch shows, and rows of the report's health section."""
+"""Whether a run can learn: warnings about its first batch, and rows of the report's health section."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ctpo_megatron.tracking.run_data import RunData, Series
 
 MANY = 0.5
-"""A share of the trajectories, or of the tool calls, from which on it is said."""
+"""Share of the trajectories, or of the tool calls, from which a warning is given."""
 
 _FAILURES = {
     "parse_error": "the model does not write calls as rollout.tool_parser reads them",
@@ -19,7 +19,7 @@ _FAILURES = {
 
 @dataclass(frozen=True)
 class Indicator:
-    """One line of the health section; `good` None means there is nothing to judge by."""
+    """One line of the health section; `good` None: not judged."""
 
     label: str
     value: str
@@ -28,10 +28,11 @@ class Indicator:
 
 
 def first_batch_warnings(metrics: Mapping[str, float], dump: str, *, tools: bool) -> Iterator[str]:
-    """What keeps a batch from teaching anything, each with its likely cause and where to look; nothing if all is well.
+    """Reasons why nothing can be learned from a batch, each with its likely cause and where to look; empty if there is
+    none.
 
-    metrics: of the step; what is not among them is not judged. dump: the file with its trajectories. tools: whether
-    the model has any.
+    metrics: of the step; missing ones are not judged. dump: the file with its trajectories. tools: whether the model
+    has any.
     """
     yield from _no_signal(metrics, dump)
     yield from _no_answer(metrics, dump)
@@ -83,13 +84,13 @@ def _no_tool(metrics: Mapping[str, float], dump: str, tools: bool) -> Iterator[s
 
 
 def _trajectories(metrics: Mapping[str, float]) -> float:
-    """How many were sampled; 0 where the metrics do not tell."""
+    """How many trajectories were sampled; 0 if unknown."""
     each = metrics.get("rollout/model_tokens_mean", 0.0)
     return round(metrics["tokens/model"] / each) if each else 0.0
 
 
 def learning_checks(run: RunData) -> Iterator[Indicator]:
-    """Rows of the report; nothing for a quantity that the run does not have."""
+    """Rows of the report, for the metrics that the run has."""
     if mixed := run.series("reward/groups_mixed"):
         note = "no group had both outcomes: compare `final_text` and `answer` in trajectories/"
         yield _steps("Steps without signal", mixed, note)

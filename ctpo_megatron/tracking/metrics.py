@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a step that survives crashes and resumes, and its trackers beside it."""
+"""Metrics of a run: one JSON object per step, which survives crashes and resumes, also sent to the trackers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ NONFINITE, FAILURES = "tracking/nonfinite", "tracking/failures"
 class MetricsWriter:
     """Appends `{"step": n, "group/name": value, ...}` to a file of the run directory, flushed at every step.
 
-    This file is the run's own memory: it is always written, a resumed run truncates it, checkpoints and the report read
-    it. `trackers` get the same numbers; they belong to the caller. The default file is that of the RL steps; other
-    stages (sft) name their own.
+    This file is the run's own record: it is always written, a resumed run truncates it, checkpoints and the report read
+    it. `trackers` get the same numbers; the caller closes them. The default file is for the RL steps; other stages
+    (sft) have their own.
     """
 
     def __init__(self, run_dir: Path, trackers: Trackers | None = None, file_name: str = METRICS) -> None:
         self.path = Path(run_dir) / file_name
         records = _read(self.path) if self.path.exists() else []
         if self.path.exists():
-            # Drops a half-written last line: the next record must not be glued to it.
+            # Drops a half-written last line, so that the next record is not appended to it.
             _write_aside(self.path, records)
         self._last: dict[str, Any] = records[-1] if records else {"step": -1}
         self._file = self.path.open("a", encoding="utf-8")
@@ -41,8 +41,8 @@ class MetricsWriter:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step; a second call for the latest step adds to its line.
 
-        A non-finite value is written as null and counted under `tracking/nonfinite`, what trackers have failed at since
-        the last call under `tracking/failures`. Raises ValueError for a step before the latest one.
+        A non-finite value is written as null and counted under `tracking/nonfinite`. Failures of trackers since the
+        last call are counted under `tracking/failures`. Raises ValueError for a step before the latest one.
         """
         if step < self._last["step"]:
             raise ValueError(f"{self.path}: step {step} after step {self._last['step']}; call truncate_after first")
@@ -51,7 +51,7 @@ class MetricsWriter:
         if step == self._last["step"]:
             record = {**self._last, **record}
             self._file.truncate(self._last_offset)
-            self._file.seek(self._last_offset)  # tell() would go on counting from the old end
+            self._file.seek(self._last_offset)  # tell() would continue from the old end
         nonfinite = sum(value is None for value in record.values())
         if failures := self._trackers.take_failures():
             record[FAILURES] = failures + record.get(FAILURES, 0.0)
@@ -60,15 +60,15 @@ class MetricsWriter:
 
     @property
     def latest(self) -> dict[str, Any]:
-        """The record of the latest step, `step` included; without any, that of step -1."""
+        """The record of the latest step, including `step`; without any, {"step": -1}."""
         return dict(self._last)
 
     def truncate_after(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Move the lines beyond `step`, which a run resumed from that step is going to write again, out of the file.
+        """Remove the lines beyond `step`, which a run resumed from that step will write again.
 
-        They are appended to `discarded_<file>`: nothing else has them if the resumed run is ended before it gets there.
-        record: what `latest` was when the state to resume from was saved. It takes the place of the line of its step,
-        which a kill may have torn or cut off while something was added to it.
+        They are appended to `discarded_<file>`, in case the resumed run ends before it gets there. record: the value of
+        `latest` when the state to resume from was saved. It replaces the line of its step, which a kill may have
+        damaged while it was extended.
         """
         self._file.close()
         found = _read(self.path)
@@ -87,7 +87,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file; the writer cannot be used afterwards."""
-        with naming(self.path):  # what a full disk did not take is tried again
+        with naming(self.path):  # closing retries what a full disk refused
             self._file.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -105,7 +105,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path, file_name: str = METRICS) -> list[dict[str, Any]]:
-    """All records of a run in step order. A missing file is no records, a half-written last line is left out."""
+    """All records of a run in step order. A missing file has no records; a half-written last line is ignored."""
     path = Path(run_dir) / file_name
     return _read(path) if path.exists() else []
 
@@ -116,7 +116,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:  # also bytes that are not UTF-8
+        except ValueError as error:  # includes bytes that are not UTF-8
             if number == len(lines):
                 log.warning("%s: the last line is incomplete (the run was interrupted); left out", path)
                 break

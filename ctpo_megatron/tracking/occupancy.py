@@ -1,4 +1,4 @@
-"""What the engines were busy with over time, from the rows that the rollouts write."""
+"""How busy the engines were over time, from the rows that the rollouts write."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ log = logging.getLogger(__name__)
 
 _POINTS = 300
 _SILENT_S = 30.0
-"""Without a row for so long nothing was in flight: the run was not there. While there is something, rows come."""
+"""A gap between rows of at least this many seconds means that the run was not running."""
 
 
 def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]]:
     """Engine -> minutes since the first row, and trajectories in flight, each a mean over a few seconds or more.
 
-    Empty without a file, or when its rows cover no time. Rows of another number of engines than the last one has
-    (the run was resumed with others), and one that was cut off, are left out.
+    Empty without a file, or when its rows cover no time. Ignores incomplete rows and rows with another number of
+    engines than the last one (the run was resumed with others).
     """
-    import numpy as np  # which the command line does not pay for
+    import numpy as np  # keeps the command line fast
 
     path = RunPaths(run_dir).logs.occupancy
     text = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
@@ -33,7 +33,7 @@ def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]
     except ValueError as error:
         log.warning("%s is damaged (%s): the report goes without it", path, error)
         return {}
-    at, busy = np.maximum.accumulate(table[:, 0] - table[0, 0]), table[:, 1:]  # a clock may have been set back
+    at, busy = np.maximum.accumulate(table[:, 0] - table[0, 0]), table[:, 1:]  # the clock may have been set back
     if not at[-1] > 0:
         return {}
     lasts = np.diff(at, append=at[-1])

@@ -1,4 +1,4 @@
-"""Pages in the style of the report: one file that opens offline, light or dark, and asks no server for anything."""
+"""Pages in the style of the report: one file that opens offline, light or dark, without requests to a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Write a page from a template of `templates/` and what it shows; text in `values` is escaped. Returns `path`."""
+    """Write a page from a template of `templates/` and its values; text in `values` is escaped. Returns `path`."""
     import jinja2
 
     environment = jinja2.Environment(

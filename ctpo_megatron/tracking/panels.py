@@ -1,4 +1,4 @@
-"""The list of figures of a run: which metrics each shows, and what to say about it. Pure data."""
+"""The figures of a run: which metrics each shows, and its caption. Pure data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OVERVIEW = ("reward", "accuracy", "tool", "clip", "is_ratio", "time")
 
 @dataclass(frozen=True)
 class Line:
-    """One metric as a curve. `over_ranks` makes one value of those of all ranks, `<r>` in the name of the metric."""
+    """One metric as a curve. `over_ranks` combines the values of all ranks, `<r>` in the name of the metric."""
 
     metric: str
     label: str
@@ -41,7 +41,7 @@ class Line:
     over_ranks: Callable[[Iterable[float]], float] | None = None
 
     def series(self, run: RunData) -> Series | None:
-        """Its points, or None when the run has no finite value of it."""
+        """Its points, or None when the run has no finite value."""
         if self.over_ranks is None:
             return run.series(self.metric)
         found = {step: self.over_ranks(values.values()) for step, values in run.by_rank(self.metric).items()}
@@ -105,7 +105,7 @@ def _accuracy(run: RunData) -> Panel:
 
 
 def _no_box(run: RunData) -> list[Panel]:
-    """Nothing where another reward than math_verify scores."""
+    """Empty if the reward function is not math_verify."""
     caption = "Trajectories that end without \\boxed{}: whatever they say, they earn nothing."
     lines = (Line(_NO_BOX, "no boxed answer", "orange"),)
     panel = Panel("no_box", "Answers without a box", "trajectories per step", caption, lines, limits=_FROM_ZERO)
@@ -113,7 +113,7 @@ def _no_box(run: RunData) -> list[Panel]:
 
 
 def _reward_parts(run: RunData) -> list[Panel]:
-    """What users' reward functions return besides the reward itself; nothing where they return a number alone."""
+    """Components and metrics of users' reward functions; empty if they return a number alone."""
     names = [name for name in run.names if name.startswith("reward/") and name not in {*_REWARD, _NO_BOX}]
     colours = itertools.cycle(("blue", "orange", "green", "purple", "cyan", "red"))
     lines = tuple(
@@ -125,11 +125,11 @@ def _reward_parts(run: RunData) -> list[Panel]:
 
 _NO_BOX = "reward/no_box"
 _REWARD = frozenset(f"reward/{name}" for name in ("mean", "std", "groups_mixed", "timeouts", "failures"))
-"""What every run has, whichever function scores."""
+"""Reward metrics that every run has, with any reward function."""
 
 
 def _sft_speed(run: RunData) -> list[Panel]:
-    """Nothing where there was no sft, and no utilization where no peak is known."""
+    """Empty without an SFT stage; no utilization if the peak is unknown."""
     tokens = "Tokens of a supervised step over its wall time, packing included."
     share = "Model FLOP/s of the supervised steps over the peak of the trainer's devices."
     found = (
@@ -145,14 +145,14 @@ def _of_sft(name: str, title: str, ylabel: str, caption: str, metric: str) -> Pa
 
 
 def _utilization(run: RunData) -> list[Panel]:
-    """Nothing where no peak is known, as on a CPU."""
+    """Empty if the peak is unknown, as on a CPU."""
     lines = tuple(line for line in _by_phase("mfu") if line.metric in run.names)
     caption = "Model FLOP/s over the peak of the devices that the phase runs on."
     return [Panel("mfu", "Model FLOPs utilization", "MFU", caption, lines, limits=_FROM_ZERO)] if lines else []
 
 
 def _occupancy(run: RunData) -> list[Panel]:
-    """Nothing where no engine has played, as in a replay; of many engines the first ones."""
+    """Empty if no engine ran, as in a replay; shows only the first of many engines."""
     colours = ("blue", "orange", "green", "purple", "cyan", "red")
     lines = tuple(
         Line(name, f"engine {name.removeprefix(ENGINE)}", colour)
@@ -164,7 +164,7 @@ def _occupancy(run: RunData) -> list[Panel]:
 
 
 def _memory(run: RunData) -> Panel:
-    """A curve a rank while they can be told apart, then their spread."""
+    """One curve per rank for few ranks, else their spread."""
     colours = ("blue", "orange", "green", "purple", "cyan", "red")
     ranks = sorted({rank for values in run.by_rank(RANK_PEAK).values() for rank in values})
     lines = [

@@ -1,4 +1,4 @@
-"""Dumps as parquet with zstd: token columns are typed arrays, so that no number becomes text."""
+"""Dumps as parquet with zstd: token columns are typed arrays instead of text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TOKENS = {
     "clip_low": pa.float32(),
     "clip_high": pa.float32(),
 }
-"""Columns with one number a token; the last three are null where a trajectory has none."""
+"""Columns with one number per token; the last three may be null."""
 _VALUES = {
     "prompt_id": pa.string(),
     "sample_index": pa.int32(),
@@ -43,7 +43,7 @@ _SCHEMA = pa.schema(
 )
 _SPLIT = [f"{name}.list.element" for name, kind in _TOKENS.items() if pa.types.is_floating(kind)]
 _GROUP_TOKENS = 1_000_000
-"""Tokens of a row group, which is what is held in memory as arrays."""
+"""Tokens of a row group, the amount held in memory as arrays."""
 
 
 def write_table(path: Path, records: Iterable[Record]) -> None:
@@ -55,7 +55,7 @@ def write_table(path: Path, records: Iterable[Record]) -> None:
 
 
 def read_table(path: Path) -> list[Record]:
-    """The records; fields that one does not have are left out. Raises DamagedFileError."""
+    """The records, without missing fields. Raises DamagedFileError."""
     try:
         rows = pq.read_table(path).to_pylist()
     except (pa.ArrowException, OSError) as error:
@@ -63,7 +63,7 @@ def read_table(path: Path) -> list[Record]:
     records = []
     for row in rows:
         other = json.loads(row.pop(_OTHER))
-        # A value may be null, a per-token field is then not there.
+        # A null per-token field is omitted from the record.
         records.append({name: value for name, value in row.items() if value is not None or name in _VALUES} | other)
     return records
 

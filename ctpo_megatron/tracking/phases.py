@@ -1,4 +1,4 @@
-"""The phases of a step and the stages of a run: timed, and known to the watchdog while they last."""
+"""The phases of a step and the stages of a run: timed, and visible to the watchdog."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ctpo_megatron.tracking.timing import PhaseTimer
 
 
 class Phases:
-    """Times what happens on a rank and records its progress."""
+    """Times the phases of a rank and records its progress."""
 
     def __init__(self, timer: PhaseTimer | None = None, progress: Progress | None = None) -> None:
         self.timer, self.progress = timer or PhaseTimer(), progress or Progress()
@@ -28,5 +28,5 @@ class Phases:
             yield
 
     def advance(self) -> None:
-        """Record progress within a phase that may take long."""
+        """Record progress within a long phase."""
         self.progress.advance()

@@ -1,4 +1,4 @@
-"""Where a rank is: the stages and phases that it is in, and how long ago it began or ended one."""
+"""Progress of a rank: its current stages and phases, and the time since one began or ended."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """Of one rank; its main thread writes, the watchdog's thread reads.
+    """Progress of one rank; its main thread writes, the watchdog's thread reads.
 
-    step: the last one that was logged, of the RL or of the supervised steps; 0 before the first.
+    step: the latest logged step, RL or supervised; 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Progress:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Be in a stage or phase; they nest."""
+        """Enter a stage or phase; they nest."""
         self._within.append(name)
         self.advance()
         try:
@@ -30,7 +30,7 @@ class Progress:
             self.advance()
 
     def advance(self) -> None:
-        """Something was done: a part of a phase that may take long."""
+        """Note that a part of a long phase is done."""
         self._advanced = time.monotonic()
 
     @property

@@ -1,4 +1,4 @@
-"""Writes report.html: one page that opens offline and shows what a run learned, how, and at what cost."""
+"""Writes report.html: one page that opens offline and shows results, learning curves and cost of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tile:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` and `figures/*.png` from what the run directory holds; returns the path of the page."""
+    """Write `report.html` and `figures/*.png` from the files of the run directory; returns the path of the page."""
     from markupsafe import Markup
 
     run = RunData.load(run_dir)
@@ -58,7 +58,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def headline(summary: Summary) -> str:
-    """What happened, in one sentence."""
+    """The result in one sentence."""
     parts = []
     if summary.reward:
         parts.append(f"the sampled reward went from {summary.reward.start:.2f} to {summary.reward.end:.2f}")
@@ -105,7 +105,7 @@ def _count(number: float) -> str:
 
 
 def left_out(run: RunData, shown: list[Panel], figures: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Figures that could not be drawn, whole or in part, with the metrics they lack."""
+    """Figures that could not be drawn completely, with the missing metrics."""
     for panel in shown:
         absent = panel.absent(run)
         if panel.name not in figures:
@@ -115,14 +115,14 @@ def left_out(run: RunData, shown: list[Panel], figures: dict[str, Any]) -> Itera
 
 
 def checks(run: RunData) -> Iterator[Indicator]:
-    """Whether the run could learn, and numbers that should be zero or small in a healthy run."""
+    """Rows of the health section: whether the run could learn, and numbers that should be zero or small."""
     yield from learning_checks(run)
     limit = run.setting("rollout.mismatch_limit")
     judged = f"limit {limit:g}" if limit else "no limit set"
     yield from _largest(run, "mismatch/log_prob_abs_max", "Sampler–trainer mismatch", limit, f"nats; {judged}")
     yield from _noise(run)
     note = "nats in the first mini-batch; above 0.001 the pass for old log-probs and the training pass disagree"
-    if run.setting("objective.anchor") != "behaviour":  # whose first ratio is that of sampler and trainer
+    if run.setting("objective.anchor") != "behaviour":  # there the first ratio compares sampler and trainer
         yield from _largest(run, "pg_update/first_log_ratio_abs_max", "First log-ratio", 1e-3, note)
     for metric, label, note in (
         ("sandbox/infrastructure_error", "Sandbox failures", "tool calls the service could not serve"),
@@ -145,7 +145,7 @@ def checks(run: RunData) -> Iterator[Indicator]:
 
 
 def rank_memory(run: RunData) -> list[tuple[str, list[str]]]:
-    """Peak MiB of every trainer rank after the last step, eight ranks a row; empty for one rank and above 64."""
+    """Peak MiB of every trainer rank after the last step, eight ranks per row; empty for one rank and above 64."""
     steps = list(run.by_rank(RANK_PEAK).values())
     if not steps or not 1 < len(steps[-1]) <= 64:
         return []
@@ -181,7 +181,7 @@ def _largest(run: RunData, metric: str, label: str, limit: float | None, note: s
 
 
 def facts(run: RunData) -> Iterator[tuple[str, str]]:
-    """The settings a reader asks for first."""
+    """The most important settings."""
     get = run.setting
     prompts, samples, mini = (
         get(key, "?") for key in ("rollout.prompts_per_step", "rollout.samples_per_prompt", "policy.mini_batch_prompts")

@@ -1,4 +1,4 @@
-"""Reads a run directory back: the one source of the terminal summary and of the report."""
+"""Reads a run directory, for the terminal summary and the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACCURACY = re.compile(r"val/(?P<source>.+)/acc/mean@\d+")
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps that have a finite value of it (of engines: over minutes); never empty."""
+    """One metric over the steps with a finite value (of engines: over minutes); never empty."""
 
     steps: Sequence[float]
     values: Sequence[float]
@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything a finished, running or interrupted run has written, trajectories aside."""
+    """The files of a finished, running or interrupted run, except trajectories."""
 
     directory: Path
     config: dict[str, Any]
@@ -65,7 +65,7 @@ class RunData:
 
     @cached_property
     def engines(self) -> dict[str, Series]:
-        """`engine/<i>`: trajectories that it had in flight, over minutes."""
+        """`engine/<i>`: its trajectories in flight, over minutes."""
         found = engine_occupancy(self.directory)
         return {f"{ENGINE}{engine}": Series(minutes, in_flight) for engine, (minutes, in_flight) in found.items()}
 
@@ -78,7 +78,7 @@ class RunData:
         return Series([step for step, _ in points], [value for _, value in points]) if points else None
 
     def by_rank(self, name: str) -> dict[int, dict[int, float]]:
-        """Step -> rank -> value of a metric with `<r>` in its name for the rank; steps without any are left out."""
+        """Step -> rank -> value of a metric with `<r>` in its name for the rank; steps without any are omitted."""
         pattern = re.compile(re.escape(name).replace("<r>", r"(\d+)"))
         ranks = {metric: int(match[1]) for metric in self.names if (match := pattern.fullmatch(metric))}
         steps = {

@@ -1,4 +1,4 @@
-"""The end of a run in one terminal table: did it learn, did it use the tool, what did it cost."""
+"""The result of a run as a terminal table: rewards, tool use, cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctpo_megatron.tracking.run_data import ACCURACY, RunData, Series
 from ctpo_megatron.tracking.timing import Seconds
 
 LAST = 5
-"""Steps at the end of a run that are averaged: one step's reward is too noisy to judge by."""
+"""Steps at the end of a run that are averaged, because one step's reward is too noisy."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a run; None where the run directory does not have them.
+    """The figures of a run; None where the run directory lacks them.
 
     reward: first RL step, and the mean of the last five.
     accuracy: per data source, the first and the last evaluation.
     tool_use: share of trajectories with a successful call, first and last RL step.
-    peak_mib: most memory of any trainer rank. phases: seconds over all RL steps; stages: of each stage of the run.
+    peak_mib: largest peak memory of a trainer rank. phases: seconds over all RL steps; stages: of each stage of the
+    run.
     """
 
     steps: int
@@ -49,13 +50,13 @@ class Summary:
 
     @property
     def wall_s(self) -> float | None:
-        """Wall seconds of the whole run: its stages, or else its RL steps; None if neither was timed."""
+        """Wall seconds of the whole run: of its stages, else of its RL steps; None if neither was timed."""
         total = sum(spent.wall for spent in self.stages.values())
         return total or (self.phases["step"].wall if "step" in self.phases else None)
 
     @property
     def cpu_s(self) -> float | None:
-        """CPU seconds of the whole run, of all its processes where that was measured; None if not recorded."""
+        """CPU seconds of the whole run, of all processes if measured; None if not recorded."""
         total = sum(spent.cpu_all or spent.cpu for spent in self.stages.values())
         return total or (self.phases["step"].cpu if "step" in self.phases else None) or None
 
@@ -105,7 +106,7 @@ def print_summary(run_dir: Path, console: Console | None = None) -> None:
 
 
 def evaluation_label(run: RunData) -> str:
-    """How accuracies were sampled: greedy, or at which temperature."""
+    """How evaluations were sampled: greedy, or the temperature."""
     temperature = run.setting("eval.temperature", 0.0)
     return "greedy" if not temperature else f"temperature {temperature:g}"
 

@@ -1,4 +1,4 @@
-"""Turns a matplotlib figure into SVG for inlining: colours and font become those of the page it stands in."""
+"""Turns a matplotlib figure into SVG for inlining, with the colours and font of the surrounding page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The `<svg>` element of a figure whose colours are those of `LIGHT`; `name` keeps its ids apart and stable."""
+    """The `<svg>` element of a figure drawn in the colours of `LIGHT`; `name` makes its ids unique and stable."""
     import matplotlib
 
     buffer = io.StringIO()
@@ -24,7 +24,7 @@ def to_svg(figure: Figure, name: str) -> str:
     source = buffer.getvalue()
     source = source[source.index("<svg") :]
     source = re.sub(r' xmlns(:\w+)?="[^"]*"', "", source)
-    # Twice: the size is the page's business, the view box stays.
+    # Twice, for width and height: the page sets the size, and the view box stays.
     for _ in ("width", "height"):
         source = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", source, count=1)
     source = source.replace("xlink:href", "href")

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 PASSES = {"rollout": 1, "old_log_probs": 1, "update": 3, "sft": 3}
-"""Forward passes' worth of model FLOPs in a phase: a backward pass counts as two."""
+"""Model FLOPs of a phase in forward passes; a backward pass counts as two."""
 _TRAINED = ("tokens/trained", "tokens/trained_forward_tflop")
 _WORK = {
     "rollout": ("tokens/model", "tokens/forward_tflop"),
     "old_log_probs": ("tokens/old_log_probs", "tokens/old_log_probs_tflop"),
 }
-"""Tokens that a phase is timed for, and the model FLOPs of a forward pass over them; `_TRAINED` where not named."""
+"""Metrics with the tokens of a phase and the model FLOPs of a forward pass over them; default `_TRAINED`."""
 
 
 def throughput_metrics(metrics: Mapping[str, float], peaks: Mapping[str, float | None]) -> dict[str, float]:
-    """`throughput/<phase>_*` of the phases that `metrics` has a time of; see docs/metrics.md.
+    """`throughput/<phase>_*` of the phases timed in `metrics`; see docs/metrics.md.
 
-    metrics: of one step, with `time/<phase>` (seconds), `tokens/*` and `tokens/forward_tflop`. peaks: FLOP/s of all the
-    devices that a phase runs on, by phase; None, as on a CPU: its MFU is not reported. Phases not in it are left out.
+    metrics: of one step, with `time/<phase>` (seconds), `tokens/*` and `tokens/forward_tflop`. peaks: FLOP/s of all
+    devices of a phase, by phase; None (as on a CPU): no MFU. Other phases are omitted.
     """
     found: dict[str, float] = {}
     for phase, peak in peaks.items():
@@ -34,13 +34,13 @@ def throughput_metrics(metrics: Mapping[str, float], peaks: Mapping[str, float |
 
 
 def phase_peaks(per_device: float | None, *, trainers: int, engines: int) -> dict[str, float | None]:
-    """Peak FLOP/s of the devices of each phase that runs on any; None where that of one device is not known."""
+    """Peak FLOP/s of the devices of each phase that uses any; None if the peak of one device is unknown."""
     devices = {phase: engines if phase == "rollout" else trainers for phase in PASSES}
     return {phase: None if per_device is None else per_device * count for phase, count in devices.items() if count}
 
 
 def sft_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What `sft.jsonl` says of a supervised step: its `throughput_metrics` among `metrics` included."""
+    """Record of a supervised step for `sft.jsonl`: `metrics` and their `throughput_metrics`."""
     names = {
         "sft/loss": "supervised/loss",
         "sft/grad_norm": "actor/grad_norm",

@@ -1,4 +1,4 @@
-"""Where the time goes: wall and CPU seconds of the phases of a step and of the stages of a run."""
+"""Wall and CPU seconds of the phases of a step and of the stages of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ctpo_megatron.base.run_paths import RunPaths
 
 @dataclass(slots=True)
 class Seconds:
-    """Accumulated time; `cpu` is that of this process, all threads; `cpu_all` adds engines, sandbox and scorers.
+    """Accumulated time; `cpu`: of this process, all threads; `cpu_all` adds engines, sandbox and scorers.
 
     `cpu_all` is measured for stages only: walking the process tree is too slow for the phases of a step.
     """
@@ -31,7 +31,7 @@ class PhaseTimer:
     """Times phases within a step (`time/<phase>`) and stages of the run (`stages.json`); both may nest and overlap."""
 
     def __init__(self, run_dir: Path | None = None) -> None:
-        """With a run directory, stage totals are kept in its `stages.json` and go on where a resumed run left off."""
+        """With a run directory, stage totals are stored in its `stages.json` and continue in a resumed run."""
         self._path = RunPaths(Path(run_dir)).stages if run_dir else None
         self._step: dict[str, Seconds] = {}
         self.phases: dict[str, Seconds] = {}
@@ -40,7 +40,7 @@ class PhaseTimer:
         self._lap = (time.perf_counter(), time.process_time())
 
     def lap(self) -> Seconds:
-        """Time since the last call, or since the timer was made."""
+        """Time since the last call, or since the creation of the timer."""
         now = (time.perf_counter(), time.process_time())
         spent = Seconds(now[0] - self._lap[0], now[1] - self._lap[1])
         self._lap = now
@@ -48,13 +48,13 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the current step, also when it raises."""
+        """Time a part of the current step, even if it raises."""
         with _measured(lambda spent: self._add(name, spent, self._step, self.phases)):
             yield
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage of the run (prepare, sft, rl, evaluation, export, report), also when it raises."""
+        """Time a stage of the run (prepare, sft, rl, evaluation, export, report), even if it raises."""
         try:
             with _measured(lambda spent: self._add(name, spent, self.stages), whole_tree=True):
                 yield
@@ -62,7 +62,7 @@ class PhaseTimer:
             self._save()
 
     def metrics(self) -> dict[str, float]:
-        """`time/<phase>` and `time/<phase>_cpu` of the step that ends here, in seconds; the next starts at zero."""
+        """`time/<phase>` and `time/<phase>_cpu` of the step that ends now, in seconds; resets them."""
         with self._lock:
             step, self._step = self._step, {}
         walls = {f"time/{name}": spent.wall for name, spent in step.items()}
@@ -83,7 +83,7 @@ class PhaseTimer:
 
 
 def read_stages(run_dir: Path) -> dict[str, Seconds]:
-    """Stage totals of a run directory in the order the stages ended; empty when none was written or can be read."""
+    """Stage totals of a run directory in the order the stages ended; empty without a readable file."""
 
     def totals(stages: dict[str, dict[str, float]]) -> dict[str, Seconds]:
         return {name: Seconds(**total) for name, total in stages.items()}
@@ -104,10 +104,10 @@ def _measured(report: Callable[[Seconds], None], whole_tree: bool = False) -> It
 
 
 def _tree_cpu() -> float:
-    """CPU seconds of this process and its descendants, those that have ended and been waited for included."""
+    """CPU seconds of this process and its descendants, including ended ones that were waited for."""
     this = psutil.Process()
     total = 0.0
     for process in (this, *this.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):  # ended since it was listed; its parent has its time now
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile; its parent has its time now
             total += sum(process.cpu_times()[:4])
     return total

@@ -1,4 +1,4 @@
-"""`logs/train.log`: what the terminal shows of a run, and the log of the trainer, each line with its time."""
+"""`logs/train.log`: the terminal output of a run and the trainer's log, each line with its time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class TrainLog:
-    """Appends to `logs/train.log` of a run directory while it is open, and says what ended the run."""
+    """Appends to `logs/train.log` of a run directory while open, and records how the run ended."""
 
     def __init__(self, directory: Path) -> None:
         self._path = RunPaths(directory).logs.train
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._handler = logging.FileHandler(self._path, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S%z"))
-        # Of no hierarchy: what the display shows already must not come to the terminal once more.
+        # Not in the hierarchy of loggers: the display has already shown these lines on the terminal.
         self._shown = logging.Logger("shown", logging.INFO)
         self._shown.addHandler(self._handler)
 

@@ -1,4 +1,4 @@
-"""Dumps of trajectories that a person (or the report) can read: token records plus decoded text."""
+"""Readable dumps of trajectories: token records and decoded text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 _INTEGERS = ("token_ids", "response_mask", "loss_mask", "weight_version", "turn")
 TOLD_APART = 20_000
-"""Tokens of a parquet dump that have `token_chars`, more than a report shows: decoding one by one costs most of all."""
+"""Tokens of a parquet dump with `token_chars`: more than a report shows; decoding one by one is slow."""
 
 
 def write_trajectories(
@@ -38,14 +38,13 @@ def write_trajectories(
     extra: Mapping[int, Mapping[str, Any]] | None = None,
     form: Form = "jsonl",
 ) -> Path:
-    """Write `<folder>/step_%06d.<form>`, one trajectory a line or row, and return its path.
+    """Write `<folder>/step_%06d.<form>`, one trajectory per line or row, and return its path.
 
-    A record is `Trajectory.to_json()` plus `answer`, `data_source` and `segments`, a list of
-    {turn, kind: prompt|model|observation, text}; a model segment also has `token_chars`, the characters each of its
-    tokens contributes to the text (absent if the tokens cannot be told apart in it, and in a parquet dump after the
-    first `TOLD_APART` tokens). `extra` adds fields by the trajectory's place among all: `dropped` where it was not
-    trained on. The report draws `advantage` and the per-token `log_ratio`, `clip_low` and `clip_high`, lists or arrays
-    of the length of `token_ids`.
+    A record is `Trajectory.to_json()` plus `answer`, `data_source` and `segments`, a list of {turn, kind:
+    prompt|model|observation, text}; A model segment also has `token_chars`, the characters that each token contributes
+    to the text. It is absent if they cannot be determined, and in a parquet dump after the first `TOLD_APART` tokens.
+    `extra` adds fields by the trajectory's index: `dropped` if it was not trained on. The report draws `advantage` and
+    the per-token `log_ratio`, `clip_low` and `clip_high`, lists or arrays of the length of `token_ids`.
     """
     path = RunPaths(Path(run_dir)).dump(step, form, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,8 +80,8 @@ def read_trajectories(path: Path) -> list[Record]:
 
 
 def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
-    """The Trajectory in a record of a dump."""
-    # Imported here: the report reads dumps on machines that have no training stack.
+    """The trajectory of a record of a dump."""
+    # Imported here: the report reads dumps on machines without the training stack.
     from ctpo_megatron.data.trajectory import Trajectory
 
     names = {field.name for field in dataclasses.fields(Trajectory)}
@@ -90,7 +89,7 @@ def trajectory_of(record: Mapping[str, Any]) -> Trajectory:
 
 
 def recorded_trajectories(path: Path) -> list[Trajectory]:
-    """The trajectories of one dump, to be trained on. Raises DamagedFileError, also for one that was edited badly."""
+    """The trajectories of one dump, for training. Raises DamagedFileError, also for an invalid edit."""
     found = []
     for number, record in enumerate(read_trajectories(path), start=1):
         try:
@@ -102,7 +101,7 @@ def recorded_trajectories(path: Path) -> list[Trajectory]:
 
 
 def _check(trajectory: Trajectory) -> None:
-    """What arrays would take without a word: lists cut short, and values that become others."""
+    """Raises ValueError for what arrays silently accept: truncated lists, and values that change in conversion."""
     integers = {name: getattr(trajectory, name) for name in _INTEGERS}
     lengths = {name: len(values) for name, values in integers.items()}
     lengths["rollout_log_probs"] = len(trajectory.rollout_log_probs)
@@ -120,16 +119,16 @@ def _check(trajectory: Trajectory) -> None:
 
 
 def trajectory_files(run_dir: Path, folder: str = TRAJECTORIES) -> dict[int, Path]:
-    """Dumps of a run by step, in step order; what a user has put beside them is left alone."""
+    """Dumps of a run by step, in step order; other files are ignored."""
     paths = sorted((Path(run_dir) / folder).glob("*.jsonl")) + sorted((Path(run_dir) / folder).glob("*.parquet"))
     steps = {path: step_in(path.stem) for path in sorted(paths, key=lambda path: path.name)}
     return {step: path for path, step in steps.items() if step is not None}
 
 
 def discard_dumps(run_dir: Path, after: int) -> None:
-    """Rename the dumps of steps beyond `after` to `discarded_step_%06d.*`, over those of an earlier time.
+    """Rename the dumps of steps beyond `after` to `discarded_step_%06d.*`, replacing earlier discarded ones.
 
-    Neither the report nor a replay sees them: a resumed run is going to write those steps again.
+    The report and a replay ignore them: a resumed run will write those steps again.
     """
     for folder in (TRAJECTORIES, EVALUATION):
         for step, path in trajectory_files(run_dir, folder).items():
@@ -156,7 +155,7 @@ def _records(
 
 
 def _rounded(values: Any) -> list[float]:
-    """An array of nats for people to read."""
+    """Nats rounded for reading."""
     return [round(value, 6) for value in values.tolist()]
 
 
@@ -177,7 +176,7 @@ def _segments(trajectory: Trajectory, decode: Decode, decode_one: Callable[[int]
 
 
 def _token_chars(ids: list[int], text: str, decode: Decode, decode_one: Callable[[int], str]) -> list[int] | None:
-    """Characters of `text` per token; a character spread over several tokens counts for the last of them."""
+    """Characters of `text` per token; a character spread over several tokens counts for the last one."""
     chars: list[int] = []
     pieces: list[str] = []
     pending: list[int] = []

@@ -1,4 +1,4 @@
-"""Chooses trajectories for the report and prepares them for its template: tokens, tool calls, the ratio picture."""
+"""Selects trajectories for the report and prepares them for its template: tokens, tool calls, the ratio plot."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 GROUPS_PER_STEP = 8
 EVALUATION_EXAMPLES = 8
 TOKEN_BUDGET = 8_000
-"""Tokens shown one by one over the whole page; what comes later is plain text, so that the page stays small."""
+"""Tokens shown individually on the whole page; the rest is plain text, so that the page stays small."""
 TEXT_LIMIT = 6_000
-"""Characters of one piece of text; the middle of a longer one is left out."""
+"""Characters of one piece of text; the middle of a longer one is omitted."""
 
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 _CHAT_MARKS = re.compile(r"<\|im_(?:start|end)\|>(?:system|user|assistant)?\n?")
@@ -85,12 +85,12 @@ def sample_views(run_dir: Path) -> list[View]:
 
 @dataclass
 class Budget:
-    """Tokens that may still be shown one by one."""
+    """Number of tokens that may still be shown individually."""
 
     left: int
 
     def take(self, count: int) -> bool:
-        """Whether `count` more tokens fit; if so they are spent."""
+        """Whether `count` more tokens fit; if so, subtract them."""
         if count > self.left:
             return False
         self.left -= count
@@ -102,8 +102,8 @@ def _reward(record: dict[str, Any]) -> float:
 
 
 def _best_and_worst(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Best and worst trajectory of some groups; groups whose rewards differ (the ones that teach) come first, and among
-    them those whose ratios were traced."""
+    """Best and worst trajectory of some groups; groups whose rewards differ come first, and among them groups with
+    recorded ratios."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["prompt_id"], []).append(record)
@@ -153,7 +153,7 @@ def _segment_lengths(record: dict[str, Any]) -> list[int]:
 
 
 def _plain(text: str) -> str:
-    """Text without the marks of a ChatML template."""
+    """Text without the markers of a ChatML template."""
     return _CHAT_MARKS.sub("", text).strip()
 
 
@@ -173,7 +173,7 @@ def _tool_status(calls: list[dict[str, Any]]) -> str:
 def _runs(
     segment: dict[str, Any], record: dict[str, Any], span: slice, budget: Budget
 ) -> list[tuple[bool, list[Token]]]:
-    """Model text as tokens, grouped into stretches inside and outside of a tool call."""
+    """Model text as tokens, grouped into runs inside and outside of a tool call."""
     text, chars = segment["text"], segment.get("token_chars")
     if chars is None or not budget.take(len(chars)):
         return [(False, [Token(_shorten(text), "", -1, False)])]
@@ -241,7 +241,7 @@ def ratio_picture(record: dict[str, Any], width: int = 640, height: int = 96) ->
 
 
 def _thin(indices: list[int], values: list[float], most: int) -> list[int]:
-    """At most `most` of the indices: of each stretch the one with the largest value, so that peaks stay."""
+    """At most `most` of the indices: of each interval the one with the largest value, so that peaks are kept."""
     stride = -(-len(indices) // most) or 1
     return [
         max(indices[start : start + stride], key=lambda index: abs(values[index] or 0.0))

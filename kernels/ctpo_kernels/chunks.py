@@ -1,34 +1,35 @@
 """How many rows of logits the output layer holds at a time. Needs no torch, so configurations use it too.
 
-Another number of rows rounds otherwise: the weight gradient is a sum over chunks, and a product of other shapes may be
-another algorithm. So nothing here looks at a device: who wants chunks by free memory asks `chunk_rows` once, passes its
-answer to the anchor pass and to training, on all tensor-parallel ranks, and keeps it over a restart.
+The number of rows changes the rounding: the weight gradient is a sum over chunks, and matrices of other shapes may be
+multiplied by another algorithm. So nothing here reads free memory from a device. A caller that wants chunks sized by
+free memory calls `chunk_rows` once and uses the result for the anchor pass and for training, on all tensor-parallel
+ranks and after a restart.
 """
 
 TILE = 128
 """Rows that the gradient products leave out together; chunks are multiples of it."""
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1216 << 20}
-"""Float32 logits of one chunk where the caller says nothing. The same on every GPU, whatever memory is free."""
+"""Bytes of float32 logits of one chunk, by default. The same on every GPU, whatever memory is free."""
 
 SIZES = tuple(CHUNK_BYTES["cuda"] * 2 // 2**halved for halved in range(4))
 """What `chunk_rows` chooses among, 2.4 GiB to 304 MiB: 4096 to 512 rows of a vocabulary of 152k.
 
-Beyond the largest, what the weight gradient reads and writes is small beside the products; below the smallest it takes
-longer than they do, and little memory is saved.
+Above the largest size, the memory traffic of the weight gradient is small compared with the matrix products. Below the
+smallest, it takes longer than they do, and little memory is saved.
 """
 
 SHARE = 4
-"""A chunk is at most one part in so many of the free memory."""
+"""A chunk takes at most 1 / this of the free memory."""
 
 
 def rows_within(size: int, columns: int) -> int:
-    """Rows of float32 logits with so many columns in `size` bytes: a multiple of TILE, at least one."""
+    """Rows of float32 logits with `columns` columns that fit into `size` bytes: a positive multiple of TILE."""
     return max(TILE, size // (4 * max(1, columns)) // TILE * TILE)
 
 
 def chunk_rows(columns: int, free_bytes: float) -> int:
-    """`chunk_size` for a GPU that has `free_bytes` to spare while the head runs.
+    """The `chunk_size` for a GPU with `free_bytes` of free memory while the head runs.
 
     columns: of this rank's shard of the vocabulary. The largest of SIZES that is at most a quarter of the free memory,
     so that small differences in it seldom change the answer; else the smallest.

@@ -1,4 +1,4 @@
-"""Which implementation runs: Triton on CUDA, Triton's interpreter on CPU when asked for, else the torch twin."""
+"""Selects the backend: Triton on CUDA, Triton's interpreter on the CPU when requested, else plain torch."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ def interpreting() -> bool:
 def choose(tensor: torch.Tensor) -> Backend:
     """The backend for work on `tensor`'s device and dtype.
 
-    Forced (`use_backend`, or the environment variable CTPO_KERNELS_BACKEND): that one, or RuntimeError with the reason
-    why it cannot run. Otherwise Triton where it can run and computes in float32, else the torch twin; on a GPU, which
-    the twin leaves mostly idle, with one warning that says why. RuntimeError when the interpreter is asked for
-    (TRITON_INTERPRET=1) and Triton is missing: tests would check the twin twice.
+    A forced backend (`use_backend`, or the environment variable CTPO_KERNELS_BACKEND) is used or raises RuntimeError
+    with the reason. Otherwise Triton is used where it can run and computes in float32, else the torch backend. On a
+    GPU, which the torch backend leaves mostly idle, that gives one warning with the reason. Raises RuntimeError when
+    the interpreter is requested (TRITON_INTERPRET=1) and Triton is missing: tests would compare the torch backend with
+    itself.
     """
     return _choose(tensor.device, tensor.dtype)
 
@@ -75,7 +76,7 @@ def _choose(device: torch.device, dtype: torch.dtype) -> Backend:
     if problem is None:
         return "triton"
     if wanted == "triton":
-        raise RuntimeError(f"the triton backend was asked for, but {problem}")
+        raise RuntimeError(f"the triton backend was requested, but {problem}")
     if interpreting() and not _installed():
         raise RuntimeError("TRITON_INTERPRET=1 asks for the interpreter, but triton is not installed: unset it")
     if device.type == "cuda" and dtype != torch.float64:
@@ -113,20 +114,20 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def compiling(tensor: torch.Tensor) -> bool:
-    """Whether a call is traced (torch.compile, torch.export) or only its shapes are asked for (FakeTensor)."""
+    """Whether a call is traced (torch.compile, torch.export) or only its shapes are computed (FakeTensor)."""
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
 
 
 def refuse_compiled(name: str, value: bool, effect: str) -> None:
-    """Raises RuntimeError where an argument is set that asks for an effect which no compiled graph may have."""
+    """Raises RuntimeError when `value` is set: a compiled graph must not have the side effect it requests."""
     if value:
         raise RuntimeError(f"{name}=True cannot be compiled: it {effect}. Pass False, or call outside of torch.compile")
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Start a Triton kernel on the device of its first argument, a tensor; Triton itself takes the current device.
+    """Launch a Triton kernel on the device of its first argument, a tensor; Triton alone would use the current device.
 
-    Fused multiply-add is part of the bits that are promised, so it does not follow the default of a Triton version.
+    Fused multiply-add changes the bits of a result, so it does not follow the default of a Triton version.
     """
     with torch.cuda.device_of(arguments[0]):
         kernel[(programs,)](*arguments, enable_fp_fusion=True, **options)

@@ -1,4 +1,4 @@
-"""An entropy bonus in the sweep: its share of each row's gradient, and of the loss."""
+"""The entropy bonus of the sweep: its contribution to each row's gradient and to the loss."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ctpo_kernels.spec import LossSpec
 
 
 class EntropyBonus:
-    """-coefficient times the entropy of a batch's loss tokens, aggregated as its loss is, filled in chunk by chunk.
+    """-coefficient times the entropy of the loss tokens, aggregated like the loss and filled in chunk by chunk.
 
-    entropy: `[M]` nats of the rows so far.
+    entropy: `[M]` nats, of the rows processed so far.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class EntropyBonus:
             self._g = (-coefficient * share).to(batch.log_probs.dtype)
 
     def step(self, start: int, end: int, entropy: Tensor) -> EntropyGradient | None:
-        """Keep the entropies of a chunk; its part of the gradient."""
+        """Store the entropies of a chunk; returns its part of the gradient."""
         self.entropy[start:end] = entropy
         return self.gradient(start, end)
 
     def gradient(self, start: int, end: int) -> EntropyGradient | None:
-        """Of a chunk whose entropies are there."""
+        """The gradient of a chunk whose entropies are stored."""
         return None if self._g is None else EntropyGradient(self.entropy[start:end], self._g[start:end])
 
     def subtracted_from(self, loss: Tensor) -> Tensor:
-        """float64 loss with the bonus; a loss without one as it is."""
+        """The float64 loss with the bonus, or the loss unchanged when the coefficient is 0."""
         if self._g is None:
             return loss
         return loss + (torch.where(self._g == 0, 0.0, self.entropy).double() * self._g).sum()
@@ -61,5 +61,5 @@ def _loss_tokens_of_own_sequence(batch: PackedTokens, cp_group: dist.ProcessGrou
 
 
 def rows_with_gradient(g: Tensor, extra: EntropyGradient | None) -> Tensor:
-    """Not zero where a row has a gradient."""
+    """Nonzero where a row has a gradient."""
     return g if extra is None else torch.where(extra.g != 0, 1.0, g)

@@ -1,8 +1,8 @@
 """Output layer, log-probs, loss and all gradients in one sweep over the tokens, without the logits of all of them.
 
-The cumulative ratio of a token needs only tokens up to it, so while its chunk's logits are at hand everything that its
-gradient needs is known: three matrix products in all, none of them again in a backward pass. Ratios of the whole
-sequence need tokens that come later: their logits are computed twice (four products).
+The cumulative ratio of a token depends only on tokens up to it. So everything that its gradient needs is known while
+the logits of its chunk are in memory: three matrix products in all, none repeated in a backward pass. Ratios of the
+whole sequence depend on later tokens, so their logits are computed twice (four products).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
-from ctpo_kernels.loss import prepared
+from ctpo_kernels.loss import prepare
 from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands, product_dtype
-from ctpo_kernels.spec import LossKeywords
+from ctpo_kernels.packed import LossTensors
+from ctpo_kernels.spec import LossSpec
 from ctpo_kernels.stats import CTPOStats
 from ctpo_kernels.sweep import SweepPlan, sweep
 
@@ -61,31 +62,53 @@ def fused_linear_ctpo(
     """`ctpo_loss(linear_log_probs(hidden, weight, labels), ...)` with its gradients, computed in the forward pass.
 
     hidden, weight, labels, temperature, softcap, vocab_size, tp_group, sequence_parallel, chunk_size: as
-        `linear_log_probs`. Row i of hidden predicts labels[i]; everything per token is aligned with labels. All others:
-        as `ctpo_loss`; old_log_probs None means on-policy. Rows whose response_mask is 0 are dropped before the first
-        matrix product.
-    entropy_coef: subtract this times the entropy of the loss tokens, aggregated as the loss is, without
-        `weights`. No further matrix product; the statistics stay those of the policy loss alone.
+        `linear_log_probs`. Row i of hidden predicts labels[i]; all per-token tensors are aligned with labels. All
+        others: as `ctpo_loss`; old_log_probs None means on-policy. Rows whose response_mask is 0 are dropped before the
+        first matrix product.
+    entropy_coef: subtract this times the entropy of the loss tokens, aggregated like the loss, without `weights`. It
+        needs no further matrix product, and the statistics cover the policy loss alone.
     accumulate_into_main_grad: add the weight gradient (float32) to `weight.main_grad` in the forward pass, as
-        megatron-core's fused layers do in the backward: sets `weight.grad_added_to_main_grad` and hands autograd a
-        placeholder. The upstream scalar must then be 1 (checked in the backward, on CUDA by a device-side assertion).
-    skip_zero_tiles: leave out tiles of 128 rows without any gradient (outside of the loss, advantage or weight 0; for
-        ratios of the whole sequence and with `cp_group` clipped ones too) in the two gradient products. Exact; one
-        small read-back a call.
-    skip_clipped_tiles: leave out all clipped ones, which in one sweep shows chunk by chunk: one read-back a chunk. On a
-        CPU, where that costs nothing, they always are.
-    rows: int64 `[M]`, where response_mask is not 0, ascending, from a caller who knows.
-    may_learn: bool `[M]` in host memory, which of `rows` may have a gradient (in the loss; advantage and weight not 0,
-        unless there is an `entropy_coef`), from a caller who knows: tiles are then planned without a read-back.
+        megatron-core's fused layers do in the backward pass: sets `weight.grad_added_to_main_grad` and returns a
+        placeholder to autograd. The upstream scalar must then be 1 (checked in the backward pass, on CUDA by a
+        device-side assertion).
+    skip_zero_tiles: skip tiles of 128 rows without any gradient in the two gradient products: rows outside of the loss,
+        or with advantage or weight 0. For ratios of the whole sequence and with `cp_group` also clipped rows. Exact;
+        one small read-back per call.
+    skip_clipped_tiles: also skip clipped tiles in a single sweep, where they are known only chunk by chunk: one
+        read-back per chunk. Always on on the CPU, where that costs nothing.
+    rows: int64 `[M]`, ascending, the rows where response_mask is not 0, if the caller knows them.
+    may_learn: bool `[M]` in host memory, which of `rows` may have a gradient, if the caller knows: tiles are then
+        planned without a read-back. Such rows are in the loss, with advantage and weight not 0 unless there is an
+        `entropy_coef`.
 
-    Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs: float32 in the shape of
-    labels, detached, 0 where the response mask is 0; with `return_entropy` also the entropies, likewise. One backward
-    per forward: a second one raises RuntimeError. Without grad mode only the log-probs and the loss are computed. CUDA:
-    synchronises once for the number of rows and once for the tiles, unless `rows` and `may_learn` are given.
+    Returns the loss (differentiable in hidden and weight), its statistics, and the log-probs; with `return_entropy`
+        also the entropies. Both are float32 in the shape of labels, detached, and 0 where the response mask is 0. One
+        backward per forward: a second one raises RuntimeError. Without grad mode only the log-probs and the loss are
+        computed. On CUDA it synchronises once for the number of rows and once for the tiles, unless `rows` and
+        `may_learn` are given.
     """
     shape = labels.shape
     hidden, labels = flat_operands(hidden, labels, sequence_parallel)
-    keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
+    tensors = LossTensors(
+        old_log_probs=old_log_probs,
+        response_mask=response_mask,
+        advantages=advantages,
+        cu_seqlens=cu_seqlens,
+        loss_mask=loss_mask,
+        weights=weights,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+    )
+    spec = LossSpec(
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_c=clip_c,
+        clip_power=clip_power,
+        clip_mode=clip_mode,
+        ratio_mode=ratio_mode,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+    )
     cp_group, group = arguments.effective(cp_group), arguments.effective(tp_group)
     labels = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
     if accumulate_into_main_grad and getattr(weight, "main_grad", None) is None:
@@ -105,18 +128,12 @@ def fused_linear_ctpo(
 
         main_grad = "adds to weight.main_grad in the forward pass"
         dispatch.refuse_compiled("accumulate_into_main_grad", accumulate_into_main_grad, main_grad)
-        given = (old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
         options = (cp_group, sequence_parallel, skip_zero_tiles, skip_clipped, entropy_coef, return_entropy)
-        counts = (batch_num_tokens, global_batch_size)
-        return ops_loss.compiled_fused(hidden, weight, labels, given, counts, keywords, head, options, shape)
+        return ops_loss.compiled_fused(hidden, weight, labels, tensors, spec, head, options, shape)
+    # The sweep fills in the log-probs chunk by chunk.
+    log_probs = torch.zeros(shape, dtype=accumulation_dtype(hidden), device=hidden.device)
     plan = SweepPlan.of(
-        prepared(
-            # The loss fills in the log-probs as they come.
-            torch.zeros(shape, dtype=accumulation_dtype(hidden), device=hidden.device),
-            *(old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights),
-            LossKeywords(*keywords),
-            *(batch_num_tokens, global_batch_size, cp_group),
-        ),
+        prepare(log_probs, tensors, spec, cp_group),
         labels,
         cp_group,
         rows,
@@ -141,7 +158,7 @@ class _Sweep(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, plan: SweepPlan, differentiate: bool, into_main_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # Without grad mode autograd still asks for the gradients of its leaves.
+        # Without grad mode `needs_input_grad` is still set for leaves.
         want_hidden, want_weight = (needed and differentiate for needed in ctx.needs_input_grad[:2])
         d_weight = None
         if want_weight:
@@ -160,7 +177,7 @@ class _Sweep(torch.autograd.Function):
             raise RuntimeError("fused_linear_ctpo keeps its gradients for one backward pass: call it again")
         (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
         if d_hidden is not None:
-            # A 0-d factor would be rounded to the dtype of d_hidden first; one of its rank is not.
+            # A 0-d factor would first be rounded to the dtype of d_hidden; a factor of the same rank is not.
             d_hidden.mul_(upstream.reshape(1, 1))
         if d_weight is None:
             return d_hidden, None, None, None, None
@@ -182,13 +199,13 @@ def _require_one(upstream: Tensor) -> None:
 
 
 def _main_grad(weight: Any) -> Tensor:
-    """Megatron's attribute of a parameter, of which torch's types know nothing."""
+    """Megatron's gradient buffer of a parameter; torch's type stubs do not have the attribute."""
     main_grad: Tensor = weight.main_grad
     return main_grad
 
 
 def _placeholder(weight: Any) -> Tensor:
-    """What autograd gets for a gradient that is in main_grad: megatron's hook must run and must not add it again."""
+    """What autograd receives when the gradient is already in main_grad: Megatron's hook must run, but not add it."""
     weight.grad_added_to_main_grad = True
-    # A weight that the embedding shares gets this added to the embedding's gradient: it must be zero then.
+    # For a weight tied to the embedding, this is added to the embedding's gradient, so it must be zero.
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

@@ -10,7 +10,7 @@ from ctpo_kernels.rows_torch import IGNORED_LABEL, Shard
 
 
 def effective(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """None for a group of one: no collective then."""
+    """None for a group of one rank, which needs no collective."""
     return None if group is None or group.size() == 1 else group
 
 
@@ -28,7 +28,7 @@ def shard_of(columns: int, vocab_size: int | None, group: dist.ProcessGroup | No
 
 
 def checked(rows: int, labels: Tensor, device: torch.device, temperature: float) -> Tensor:
-    """The labels in the one form that kernels read, int64 and contiguous.
+    """The labels as int64 and contiguous, the form that kernels read.
 
     Raises ValueError or TypeError for labels that do not fit `[rows]` on `device`, or a temperature not above 0.
     """

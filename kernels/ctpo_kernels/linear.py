@@ -45,13 +45,14 @@ def linear_log_probs(
     """log softmax(hidden weight^T / temperature)[label] of each row without the logits of all rows.
 
     hidden: `[N, H]` or `[B, T, H]`, or `[N / tp, H]` with `sequence_parallel`; weight: `[V / tp, H]`; both
-        differentiable. Of two dtypes, both are multiplied in the lower precision; under `torch.autocast`, in its dtype.
-        Sums are float32, and each gradient has the dtype of its operand.
+        differentiable. Operands of two dtypes are multiplied in the lower precision; under `torch.autocast`, in its
+        dtype. Accumulation is in float32, and each gradient has the dtype of its operand.
     labels: `[N]` or `[B, T]` global ids; -100 gives 0 and no gradient. mask: the same shape, rows to evaluate; the
         others give 0.
-    rows: int64 `[M]`, where mask is not 0, ascending, from a caller who knows: CUDA need not be waited for then.
+    rows: int64 `[M]`, ascending, the rows where mask is not 0, if the caller knows them: saves a synchronisation on
+        CUDA.
     chunk_size: rows whose logits exist at a time. The bits depend on it, so the default is the same on every GPU,
-        whatever memory is free (`chunks.CHUNK_BYTES`); `chunk_rows` knows what suits a GPU.
+        whatever memory is free (`chunks.CHUNK_BYTES`); `chunk_rows` chooses one that suits a GPU.
     vocab_size, softcap: as `vocab_parallel_log_probs`.
 
     Returns float32 nats (float64 for float64 operands) in the shape of the labels; with `return_entropy` also the
@@ -156,7 +157,7 @@ def backward_pass(
     settings: dict[str, Any],
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden and weight, those that are wanted. lse, value, labels: `[M]`; upstream, d_entropy: `[N]`."""
+    """The requested gradients of hidden and weight. lse, value, labels: `[M]`; upstream, d_entropy: `[N]`."""
     group = settings["group"]
     x = pick(gather_hidden(hidden, group, sequence_parallel), rows)
     head = LinearHead(x, weight, labels, **settings)

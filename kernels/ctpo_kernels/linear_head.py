@@ -51,7 +51,8 @@ class LinearHead:
         self._mixed = hidden.dtype != self.dtype and hidden.is_cuda
         self._operand = weight if self._mixed else weight.to(self.dtype)
         self._parts: Tensor | None = None
-        # The twin's statistics overwrite the logits by exponentials, of which only the plain gradient can be made.
+        # The torch backend's statistics overwrite the logits with exponentials, from which only the plain gradient
+        # follows.
         self._keep_logits = not self.triton and (softcap != 0 or entropy_gradient)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -60,7 +61,7 @@ class LinearHead:
             yield start, min(start + self.chunk_size, self.hidden.shape[0])
 
     def log_probs(self, start: int, end: int, out: Tensor | None = None, *, entropy: bool = False) -> Merged:
-        """Log-probs of the rows `start : end`, in `out` if given; their logits stay in the buffer."""
+        """Log-probs of the rows `start : end`, written to `out` if given; their logits stay in the buffer."""
         logits, labels = self._logits(start, end), self.labels[start:end]
         if self.triton:
             from ctpo_kernels import rows_triton
@@ -76,9 +77,9 @@ class LinearHead:
     def gradient_rows(
         self, start: int, end: int, merged: Merged, g: Tensor, entropy: EntropyGradient | None = None
     ) -> Tensor:
-        """d (sum g log_probs) / d logits of the rows that `log_probs` saw last, for `accumulate`.
+        """d (sum g log_probs) / d logits of the rows of the last call of `log_probs`, for `accumulate`.
 
-        entropy: also that of sum g entropy with its g; needs `entropy_gradient`.
+        entropy: also add the gradient of sum g entropy, with its own g; needs `entropy_gradient`.
         """
         if self.triton or self._keep_logits:
             return self._gradient(start, end, merged.lse, g, entropy)
@@ -89,19 +90,19 @@ class LinearHead:
     def recomputed_gradient_rows(
         self, start: int, end: int, lse: Tensor, g: Tensor, entropy: EntropyGradient | None = None
     ) -> Tensor:
-        """The same for rows whose logits are gone and whose lse `[end - start]` was kept."""
+        """The same for rows whose logits were overwritten and whose lse `[end - start]` was kept."""
         self._logits(start, end)
         return self._gradient(start, end, lse, g, entropy)
 
     def _gradient(self, start: int, end: int, lse: Tensor, g: Tensor, entropy: EntropyGradient | None) -> Tensor:
-        """From the logits in the buffer, in their place."""
+        """The gradient from the logits in the buffer, which it overwrites."""
         logits, labels = self._buffer[: end - start], self.labels[start:end]
         own = (lse, labels, g, self.shard, self.temperature)
         if not self.triton:
             return rows_torch.gradient(logits, *own, softcap=self.softcap, entropy=entropy)
         from ctpo_kernels import rows_triton
 
-        # Low-precision gradients take the first half of each row that they replace: no second buffer.
+        # Low-precision gradients are written to the first half of each row of logits: no second buffer.
         out = logits.view(self.hidden.dtype)[:, : logits.shape[1]] if self._mixed else logits
         rows_triton.gradient_into(out, logits, *own, softcap=self.softcap, entropy=entropy)
         return out
@@ -113,7 +114,8 @@ class LinearHead:
         return torch.mm(x.to(self.dtype), self._operand.t(), out=out)
 
     def accumulate(self, dz: Tensor, start: int, d_hidden: Tensor | None, d_weight: Tensor | None, runs: Runs) -> None:
-        """d_hidden[rows] = dz W (written), d_weight += dz^T x; dz `[C, V / tp]` belongs to the rows from `start` on.
+        """d_hidden[rows] = dz W (written), d_weight += dz^T x; dz `[C, V / tp]` belongs to the rows starting at
+        `start`.
 
         runs: the rows of dz that are not zero.
         """
@@ -124,7 +126,7 @@ class LinearHead:
                 if part.dtype == self._operand.dtype == target.dtype == self.dtype:
                     torch.mm(part, self._operand, out=target)
                 elif self._mixed and part.dtype == self._operand.dtype:
-                    # Written in low precision, cuBLAS may add the parts of a split sum in low precision too.
+                    # With a low-precision output, cuBLAS may also add the partial sums of split-K in low precision.
                     target.copy_(torch.mm(part, self._operand, out_dtype=self.dtype))
                 else:
                     target.copy_(part @ self._operand.to(part.dtype))
@@ -133,7 +135,7 @@ class LinearHead:
 
 
 def leave_out(g: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
-    """Gradients of a chunk's rows before products: zero; NaN where g `[C]` is, which no product may hide."""
+    """Gradients of rows that the products skip: zero, or NaN where g `[C]` is NaN, which must stay visible."""
     nothing = g - g  # +0 where g is finite
     if d_hidden is not None:
         d_hidden.copy_(nothing[:, None])

@@ -33,9 +33,9 @@ def vocab_parallel_log_probs(
     logits: `[N, V / tp]` or `[B, T, V / tp]`, this rank's columns, differentiable. labels: `[N]` or `[B, T]` global
         ids; -100 gives log-prob 0 and no gradient. Another label outside the vocabulary: ValueError on the CPU, NaN in
         its row on CUDA.
-    inplace_backward: the gradient overwrites the logits, which nothing else may need any more; autograd refuses a
+    inplace_backward: the gradient overwrites the logits, so nothing else may use them afterwards; autograd refuses a
         second backward pass. ValueError for logits whose rows share memory (`expand`).
-    vocab_size: real vocabulary over all ranks; the columns beyond it are padding and never enter.
+    vocab_size: real vocabulary over all ranks; the columns beyond it are padding and are ignored.
     softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma's final soft-cap).
 
     Returns float32 nats in the shape of the labels, with `return_entropy` also the entropy of each row (nats,
@@ -126,7 +126,7 @@ def backward_pass(
     temperature: float,
     softcap: float,
 ) -> None:
-    """out (it may be the logits) = gradient of the logits; lse, value (the entropies): of the forward pass."""
+    """Write the gradient to `out`, which may be the logits; lse, value (the entropies): of the forward pass."""
     g = upstream_of_labels(upstream, labels, lse)
     entropy = None if d_entropy is None else EntropyGradient(value, d_entropy.contiguous())
     if dispatch.choose(lse) == "triton":
@@ -144,7 +144,7 @@ def backward_pass(
 
 
 def upstream_of_labels(upstream: Tensor | None, labels: Tensor, like: Tensor) -> Tensor:
-    """Derivatives by the log-probs, 0 at ignored labels and where autograd has none."""
+    """Derivatives with respect to the log-probs, 0 at ignored labels and where autograd has none."""
     if upstream is None:
         return torch.zeros_like(like)
     return torch.where(labels == rows_torch.IGNORED_LABEL, 0.0, upstream)
@@ -162,7 +162,7 @@ def merge(parts: Tensor, labels: Tensor, temperature: float, out: Tensor | None 
 def _parts(
     logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool, softcap: float
 ) -> Tensor:
-    """Statistics `[N, 4]` of this rank's columns; the logits stay as they are."""
+    """Statistics `[N, 4]` of this rank's columns; the logits are not changed."""
     if dispatch.choose(logits) == "triton":
         from ctpo_kernels import rows_triton
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,8 @@ from torch import Tensor
 from ctpo_kernels import context_parallel, dispatch, loss_torch
 from ctpo_kernels.labels import effective
 from ctpo_kernels.loss_torch import LossPass, TorchLossStream
-from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossKeywords, LossSpec
+from ctpo_kernels.packed import LossTensors, PackedTokens
+from ctpo_kernels.spec import LossSpec
 from ctpo_kernels.stats import CTPOStats, PerToken
 
 if TYPE_CHECKING:
@@ -42,72 +42,99 @@ def ctpo_loss(
     cp_group: dist.ProcessGroup | None = None,
     return_per_token: bool = False,
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
-    """Policy-gradient loss of packed sequences (arXiv 2605.07331, and its relatives on the same machinery).
+    """Policy-gradient loss of packed sequences: CTPO (arXiv 2605.07331) and related objectives.
 
     log_probs: float32 `[N]` nats, the only differentiable input (float64 too, in the torch backend). Or padded
-        `[B, T]`, without `cu_seqlens`: then everything per token is, and padding is what response_mask leaves out.
+        `[B, T]`, without `cu_seqlens`: then all per-token tensors are, and response_mask is 0 on padding.
     old_log_probs: `[N]`, log-probs the ratio is taken against; None: on-policy (every ratio 1).
     response_mask: `[N]`, 1 where the policy sampled the token (the model mask): only these enter the prefix sum and
         advance the position.
-    advantages: `[N]` or `[1, N]`, one value a token, or `[B]` or `[B, 1]`, one a sequence. With N == B > 1 a flat
-        tensor may be either and is refused. weights: the same shapes, detached factors of the token loss (default 1).
+    advantages: `[N]` or `[1, N]`, one value per token, or `[B]` or `[B, 1]`, one per sequence. With N == B > 1 a flat
+        tensor is ambiguous and is refused. weights: the same shapes, detached factors of the token loss (default 1).
     cu_seqlens: integers `[B + 1]` rising from 0; tokens behind the last boundary are padding. None for `[B, T]`. On a
         GPU they are not read back: wrong ones make the loss and the gradient NaN.
-    clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"), or of r_t itself ("ratio":
-        1 - low, 1 + high, c). clip_c bounds negative advantages from above; None or negative: off.
+    clip_low, clip_high, clip_c: bounds of log r_t, times t^clip_power ("log_power"). Or bounds of r_t itself ("ratio":
+        1 - low, 1 + high, c). clip_c bounds the ratio from above at negative advantages; None or negative: off.
     ratio_mode: log r_t is the prefix sum S_t ("cumprod", CTPO), S_t / t ("geomean"), the token's own d_t ("token"),
         the sum over the sequence ("sequence") or its mean ("sequence-geomean", GSPO).
-    loss_mask: `[N]`, tokens whose loss counts (default and at most response_mask); it acts on the loss alone.
+    loss_mask: `[N]`, tokens whose loss counts (default and at most response_mask); it affects the loss alone.
     loss_agg_mode: "seq-mean-token-mean", "token-mean", "seq-mean-token-sum" (divided by `loss_scale_factor` too).
     batch_num_tokens, global_batch_size: loss tokens and sequences of the whole optimizer step (default: of this call),
         so that the losses of its micro-batches add up.
     cp_group: context-parallel group in which this rank holds the pieces r and 2R - 1 - r of 2R of every sequence, one
-        behind the other (`cu_seqlens` local); loss and statistics are this rank's share.
+        after the other (`cu_seqlens` is local). Loss and statistics are this rank's share.
     return_per_token: also return `PerToken`.
 
-    The gradient reaches each token's own log-prob only. S_t has the same bits for every span, block size,
-    packing order and context-parallel split. Values at masked tokens never enter; a NaN at a response token shows in
-    its own sequence from there on. No host synchronisation where `cu_seqlens` and the data are on one device.
-    Raises ValueError or TypeError naming the argument, RuntimeError when a backend that was asked for cannot run.
+    The gradient reaches each token's own log-prob only. S_t has the same bits for every span, block size, packing order
+    and context-parallel split. Values at masked tokens have no effect; a NaN at a response token propagates to the rest
+    of its own sequence. No host synchronisation where `cu_seqlens` and the data are on one device.
+    Raises ValueError or TypeError naming the argument, RuntimeError when a requested backend cannot run.
     """
-    keywords = (clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
-    cp_group = effective(cp_group)
-    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
+    tensors = LossTensors(
+        old_log_probs=old_log_probs,
+        response_mask=response_mask,
+        advantages=advantages,
+        cu_seqlens=cu_seqlens,
+        loss_mask=loss_mask,
+        weights=weights,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+    )
+    spec = LossSpec(
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_c=clip_c,
+        clip_power=clip_power,
+        clip_mode=clip_mode,
+        ratio_mode=ratio_mode,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+    )
+    return packed_loss(log_probs, tensors, spec, effective(cp_group), return_per_token=return_per_token)
+
+
+def packed_loss(
+    log_probs: Tensor,
+    tensors: LossTensors,
+    spec: LossSpec,
+    cp_group: dist.ProcessGroup | None,
+    *,
+    return_per_token: bool,
+) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
+    """`ctpo_loss` with its arguments as two objects. cp_group: None for a group of one rank."""
     if dispatch.compiling(log_probs):
         from ctpo_kernels import ops_loss
 
-        given = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-        return ops_loss.compiled_loss(
-            given, (batch_num_tokens, global_batch_size), keywords, cp_group, return_per_token
-        )
-    tokens = (log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-    batch, spec, inverse = prepared(*tokens, LossKeywords(*keywords), batch_num_tokens, global_batch_size, cp_group)
+        return ops_loss.compiled_loss(log_probs, tensors, spec, cp_group, return_per_token)
+    prepared = prepare(log_probs, tensors, spec, cp_group)
     loss, out = _Loss.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        log_probs.reshape(-1), lambda: whole_pass(batch, spec, inverse, cp_group, per_token=return_per_token)
+        log_probs.reshape(-1), lambda: whole_pass(*prepared, cp_group, per_token=return_per_token)
     )
     stats = CTPOStats.from_vector(out.vector)
     return (loss, stats, out.per_token.view(log_probs.shape)) if return_per_token else (loss, stats)
 
 
-def prepared(
-    log_probs: Tensor,
-    old_log_probs: Tensor | None,
-    response_mask: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor | None,
-    loss_mask: Tensor | None,
-    weights: Tensor | None,
-    keywords: LossKeywords,
-    batch_num_tokens: int | Tensor | None,
-    global_batch_size: int | Tensor | None,
-    cp_group: dist.ProcessGroup | None,
-) -> tuple[PackedTokens, LossSpec, float | Tensor | None]:
-    """Checked batch (with `cp_group`: of pieces), checked keywords, `inverse_denominator`; raises as `ctpo_loss`."""
-    spec = LossSpec.of(keywords)
-    batch = PackedTokens.of(log_probs, old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights)
-    spec.require_global_counts(cp_group, batch_num_tokens)
-    inverse = spec.inverse_denominator(batch_num_tokens, global_batch_size, batch)
-    return batch if cp_group is None else context_parallel.pieces(batch), spec, inverse
+class PreparedLoss(NamedTuple):
+    """A checked call. batch: with a context-parallel group its segments are `context_parallel.pieces`.
+
+    inverse: `LossSpec.inverse_denominator`.
+    """
+
+    batch: PackedTokens
+    spec: LossSpec
+    inverse: float | Tensor | None
+
+
+def prepare(
+    log_probs: Tensor, tensors: LossTensors, spec: LossSpec, cp_group: dist.ProcessGroup | None
+) -> PreparedLoss:
+    """Check the arguments of a call and pack its tokens; raises as `ctpo_loss`."""
+    spec.check()
+    batch = PackedTokens.of(log_probs, tensors)
+    spec.require_global_counts(cp_group, tensors.batch_num_tokens)
+    # Sequences are counted before context parallelism cuts each of them into two segments.
+    inverse = spec.inverse_denominator(tensors.batch_num_tokens, tensors.global_batch_size, batch)
+    return PreparedLoss(batch if cp_group is None else context_parallel.pieces(batch), spec, inverse)
 
 
 def whole_pass(

@@ -1,11 +1,12 @@
-"""Triton kernels of the loss. One program walks a span of one segment, tile by tile; integer sums carry the prefix.
+"""Triton kernels of the loss. One program processes a span of one segment, tile by tile; integer sums carry the prefix.
 
-A whole batch takes three launches: `span_totals_kernel` sums up every span, `loss_kernel` adds the sums of the spans
-before its own and emits everything, `reduce_kernel` adds up what the programs report. The windows of the streaming head
-take one launch of `loss_kernel` each, a program per segment, and the prefix stays in `state` between them.
+A whole batch takes three launches. `span_totals_kernel` sums up every span; `loss_kernel` adds the totals of the
+earlier spans and writes all results; `reduce_kernel` adds up the partial statistics of the programs. A window of the
+streaming head takes one launch of `loss_kernel`, with a program per segment; `state` carries the prefix between
+windows.
 
 Segment b owns the slots (programs, and columns of their results) from cu[b] // span + b on: enough for its spans, and
-no table is needed to find them. Boundaries are clamped to the batch: nobody has read them on the host.
+found without a table. Boundaries are clamped to the batch, because the host has not read them.
 """
 
 import triton
@@ -28,12 +29,12 @@ ALIGNMENT = tl.constexpr(16)
 """Tokens. A tile begins at a multiple of it."""
 
 COUNTS = ["segments", "slots", "tile_bits", "window_start", "window_end", "tokens", "columns"]
-"""Arguments that differ from batch to batch: Triton would compile anew for a 1 and for multiples of 16."""
+"""Arguments that vary between batches: Triton would recompile for a 1 and for multiples of 16."""
 
 
 @triton.jit
 def _inverse(inverse, span_totals, slots, IS_POINTER: tl.constexpr, COUNT_ALL: tl.constexpr, LOOK: tl.constexpr):
-    """The given inverse denominator; COUNT_ALL: that of the loss tokens of all spans, at least 1."""
+    """The given inverse denominator; with COUNT_ALL that of the loss tokens of all spans, at least 1."""
     if COUNT_ALL:
         trained = tl.zeros((LOOK,), tl.int32)
         for start in range(0, slots, LOOK):
@@ -48,19 +49,19 @@ def _inverse(inverse, span_totals, slots, IS_POINTER: tl.constexpr, COUNT_ALL: t
 
 @triton.jit
 def _wrong(start, end, segment, tokens):
-    """Whether a segment's boundaries are none: below 0, falling, behind the last token, or not from 0 on."""
+    """Whether a segment's boundaries are invalid: below 0, decreasing, beyond the last token, or not starting at 0."""
     return (start < 0) | (end < start) | (end > tokens) | ((segment == 0) & (start != 0))
 
 
 @triton.jit
 def _bounds(cu, segment, segments, window_start, window_end, tokens):
-    """First token, end, and end of what is stored of a segment in a window; whether its boundaries are wrong."""
+    """First token, end, and end of what is written for a segment in a window; whether its boundaries are invalid."""
     start = tl.load(cu + segment).to(tl.int64)
     end = tl.load(cu + segment + 1).to(tl.int64)
     wrong = _wrong(start, end, segment, tokens)
     first = tl.minimum(tl.maximum(start, window_start), window_end)
     end = tl.minimum(tl.maximum(end, first), window_end)
-    # Padding goes with the last segment, so that its gradient is written too.
+    # Padding belongs to the last segment, so that its gradient is written too.
     last = tl.where(segment == segments - 1, window_end, end).to(tl.int64)
     return first, end, last, wrong
 
@@ -80,12 +81,12 @@ def _segment_of_slot(slot, cu, segments, tile_bits, BLOCK: tl.constexpr):
 
 @triton.jit
 def _span(slot, segment, first, last, tile_bits, BLOCK: tl.constexpr):
-    """The segment's first slot; number of this span and of all; where it begins (aligned) and where it stops."""
+    """The segment's first slot; index of this span and number of spans; first (aligned) and end token of the span."""
     base = ((first // BLOCK) >> tile_bits).to(tl.int32) + segment
     aligned = first // ALIGNMENT * ALIGNMENT
     tiles = tl.full((), 1, tl.int64) << tile_bits
     spans = (((last - aligned + BLOCK - 1) // BLOCK + tiles - 1) >> tile_bits).to(tl.int32)
-    # Wrong boundaries may lead a slot to a segment that does not own it.
+    # Invalid boundaries may map a slot to a segment that does not own it.
     number = tl.minimum(tl.maximum(slot - base, 0), spans)
     begin = aligned + number * tiles * BLOCK
     return base, number, spans, tl.multiple_of(begin, ALIGNMENT), tl.minimum(begin + tiles * BLOCK, last)
@@ -112,7 +113,7 @@ def span_totals_kernel(
 ):
     """Grid: slots. span_totals: int64 `[slots, 4]`: units, response tokens, NaN, loss tokens of each span.
 
-    Of a segment's only span nobody but a ratio of the WHOLE_SEQUENCE asks for more than the loss tokens.
+    For a segment with a single span, only a ratio of the WHOLE_SEQUENCE needs more than the loss tokens.
     """
     slot = tl.program_id(0)
     segment = _segment_of_slot(slot, cu, segments, tile_bits, BLOCK)
@@ -177,7 +178,7 @@ def _totals_of_spans(
 ):
     """Units, tokens and NaN of the spans before `number`, then of all, then the loss tokens of all.
 
-    What is not asked for (WHOLE_SEQUENCE, COUNT_TRAINED) is 0.
+    Totals that are not requested (WHOLE_SEQUENCE, COUNT_TRAINED) are 0.
     """
     units_before = tl.zeros((LOOK,), tl.int64)
     tokens_before = tl.zeros((LOOK,), tl.int32)
@@ -263,7 +264,7 @@ def loss_kernel(
     COUNT_ALL: tl.constexpr,
     STREAM: tl.constexpr,
 ):
-    """Grid: slots; a program adds the totals of its segment's earlier spans and emits everything.
+    """Grid: slots; a program adds the totals of its segment's earlier spans and writes all results.
 
     STREAM: grid segments; the tokens `window_start : window_end` of each; advances `state`, adds to `partials`.
     """
@@ -414,7 +415,7 @@ def loss_kernel(
 def reduce_kernel(partials, cu, out, loss, segments, tokens, columns, BLOCK: tl.constexpr):
     """Grid: sums and maxima. out float64 from partials `[grid, columns]`; a NaN survives in the maxima.
 
-    The first sum is the loss: `loss` gets it in its own dtype. It is NaN if any boundary is wrong.
+    The first sum is the loss, which is also written to `loss` in its dtype. It is NaN if any boundary is invalid.
     """
     row = tl.program_id(0)
     total = tl.zeros((BLOCK,), tl.float64)

@@ -1,7 +1,7 @@
-"""What the Triton kernels of the loss do with one tile of one segment. Same integers and decisions as `loss_torch`.
+"""What the Triton kernels of the loss compute for one tile of one segment. Same integers and decisions as `loss_torch`.
 
-A tile begins at a multiple of 16 tokens, so that each thread owns RUN tokens side by side: scans and sums run over them
-in registers first. Statistics are kept per run of RUN tokens and added up once, at the end of a program.
+A tile begins at a multiple of 16 tokens, so that each thread owns RUN adjacent tokens: scans and sums first run over
+them in registers. Statistics are kept per run of RUN tokens and added up once, at the end of a program.
 """
 
 import triton
@@ -29,7 +29,7 @@ def load(
 ):
     """log_probs - old, response and loss flags; `live`: tokens of the segment.
 
-    A `full` tile holds nothing else: without a mask a thread reads 16 bytes at once.
+    All tokens of a `full` tile are live: without a mask a thread loads 16 bytes at once.
     """
     if full:
         model = tl.load(response_mask + offset)
@@ -54,7 +54,7 @@ def to_units(d, model):
     d = tl.minimum(d, 20.0, propagate_nan=tl.PropagateNan.ALL)
     d = tl.maximum(d, -20.0, propagate_nan=tl.PropagateNan.ALL)
     scaled = tl.where(model & (d == d), d, 0.0) * UNITS_PER_NAT
-    # To whole units: adding and taking away 2^23 with the sign of the value leaves no digit behind the point.
+    # Round to whole units: adding and subtracting 2^23 with the sign of the value removes the fraction.
     sign = scaled.to(tl.int32, bitcast=True) & SIGN_BIT
     integer_from = (sign | INTEGER_FROM_BITS).to(tl.float32, bitcast=True)
     whole = (scaled + integer_from) - integer_from
@@ -66,7 +66,7 @@ def to_units(d, model):
 def _nats(units, bad):
     """Units -> float32 nats and the rest that float32 cannot hold; NaN where `bad`."""
     rounded = units.to(tl.float32)
-    # The low words do: what is left is below 2^31 units wherever r_t is neither capped nor 0.
+    # The low words suffice: the remainder is below 2^31 units wherever r_t is neither capped nor 0.
     rest = (units.to(tl.int32) - rounded.to(tl.int64).to(tl.int32)).to(tl.float32) * UNIT
     return tl.where(bad, float("nan"), rounded * UNIT), rest
 
@@ -87,7 +87,7 @@ def _position_scale(position, table, live, POWER: tl.constexpr):
     elif POWER == POWER_TABLE:
         return tl.load(table + tl.maximum(position, 1) - 1, mask=live, other=1.0)
     else:
-        # Rounded to nearest: what `tl.sqrt_rn` does from 1 to 2^31, without its branch for other numbers.
+        # Rounded to nearest, as `tl.sqrt_rn` from 1 to 2^31, without its branch for other numbers.
         t = tl.maximum(position, 1).to(tl.float32)
         inverse = tl.rsqrt(t)
         root = t * inverse
@@ -165,7 +165,7 @@ def tile_loss(
     WEIGHT_PER_TOKEN: tl.constexpr,
     PER_TOKEN: tl.constexpr,
 ):
-    """Loss and gradient of the tile at `start`: writes what is asked for.
+    """Loss and gradient of the tile at `start`: writes the requested outputs.
 
     Returns the prefix after the tile, its response tokens and NaN (as `to_units` counts them), statistics per run.
     """
@@ -193,7 +193,7 @@ def tile_loss(
     else:
         advantage = tl.broadcast_to(advantage, [BLOCK])
     over = log_ratio > 10.0
-    # Bounds lie around 0, so tokens outside of the loss are inside of them.
+    # 0 lies within the bounds, so tokens outside of the loss are never clipped.
     x = tl.where(trained, tl.where(over, 10.0, log_ratio), 0.0)
     free = trained & ~over
     widening = _position_scale(position, table, live, POWER)
@@ -230,7 +230,7 @@ def tile_loss(
     excess = ratio - 1.0
     clipped = tl.where(inside, 0, tl.where(advantage > 0, CLIP_HIGH, tl.where(x < low, CLIP_LOW, CLIP_DUAL)))
     trained_capped = tl.where(trained, tl.where(over, 0x10001, 1), 0)
-    # Maxima ignore a NaN: the sum of the excess tells of one in the ratio, infinity stands for one in its logarithm.
+    # Maxima ignore NaN: a NaN ratio shows in the sum of the excess, and a NaN log-ratio is replaced by infinity.
     sound = log_ratio == log_ratio
     RUNS: tl.constexpr = [BLOCK // RUN, RUN]
     counted = trained & sound
@@ -250,7 +250,7 @@ def tile_loss(
 
 @triton.jit
 def largest_of(values):
-    """The largest of float32 values that are not negative (but for -inf) nor NaN: their bits are ordered as they."""
+    """The largest of float32 values that are non-negative or -inf, and not NaN: their bits have the same order."""
     return tl.max(values.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
 
 
@@ -280,7 +280,7 @@ def store_partials(
     farthest,
     ADD: tl.constexpr,
 ):
-    """One program's statistics, float64, in the order of SUMS and MAXIMA; ADD: on top of what stands there."""
+    """Store one program's statistics, float64, in the order of SUMS and MAXIMA; ADD: add to the stored ones."""
     sums = (loss, loss_tokens, tokens, minus_d, excess, squares, high, low, dual, capped)
     maxima = (largest, smallest, farthest)
     for row in tl.static_range(len(sums)):

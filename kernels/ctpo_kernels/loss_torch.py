@@ -1,8 +1,8 @@
-"""The loss in plain torch, with its gradient written out: same integers, same decisions as the Triton kernels.
+"""The loss in plain torch, with an explicit gradient: the same integers and decisions as the Triton kernels.
 
-Segments are sequences, or pieces of sequences. A piece starts from a `state` int64 `[S, 3]`: what the pieces before it
-add to (prefix in units of 2^-40 nats, response tokens, NaN among them). `totals` int64 `[S, 4]` are the same sums over
-the whole sequence, and its loss tokens.
+Segments are sequences, or pieces of sequences. A piece starts from a `state` int64 `[S, 3]`, the sums over the pieces
+before it: prefix in units of 2^-40 nats, response tokens, NaN among them. `totals` int64 `[S, 4]` are the same sums
+over the whole sequence, and its loss tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LossPass:
 
 
 def position_scale(position: Tensor, power: float, dtype: torch.dtype) -> Tensor:
-    """t^power; the powers of the paper in operations that IEEE rounds alike everywhere, others through float64."""
+    """t^power; the paper's powers in operations that IEEE 754 rounds identically everywhere, others through float64."""
     t = position.clamp(min=1)
     if power == 0.0:
         return torch.ones_like(position, dtype=dtype)
@@ -78,8 +78,8 @@ def loss_pass(
     """Loss, gradient and statistics of the segments of a batch.
 
     inverse: `LossSpec.inverse_denominator`. state: None starts every segment at zero. totals: None takes each segment
-    for a whole sequence. positions: no sequence has more response tokens, where `state` says that pieces of it are
-    elsewhere (default: the tokens of the batch); the twin does not ask.
+    for a whole sequence. positions: an upper bound on the response tokens of a sequence, needed when `state` is given
+    (default: the tokens of the batch); unused in this backend.
     """
     dtype = batch.log_probs.dtype
     segment = batch.segment
@@ -90,7 +90,7 @@ def loss_pass(
     d, units, bad = token_units(batch)
     prefix, tokens, nans = _prefixes(batch, units, bad, segment, state)
     position = tokens.to(torch.int64)
-    match spec.ratio:
+    match spec.ratio_mode:
         case "cumprod":
             log_ratio = _nats(prefix, nans, dtype)
         case "geomean":
@@ -101,7 +101,7 @@ def loss_pass(
             assert totals is not None  # as above
             total = _spread(totals, segment)
             log_ratio = _nats(total[0], total[2], dtype)
-            if spec.ratio == "sequence-geomean":
+            if spec.ratio_mode == "sequence-geomean":
                 log_ratio = log_ratio / total[1].clamp(min=1).to(dtype)
     log_ratio = torch.where(model, log_ratio, 0.0)
 
@@ -109,8 +109,9 @@ def loss_pass(
     weight = None if batch.weights is None else torch.where(trained, batch.per_token(batch.weights), 0.0)
     over = log_ratio > LOG_RATIO_CAP
     x = torch.where(over, LOG_RATIO_CAP, log_ratio)
-    scale = position_scale(position, spec.power, dtype)
-    high, low, dual = spec.high * scale, -spec.low * scale, spec.dual * scale
+    bounds = spec.bounds
+    scale = position_scale(position, bounds.power, dtype)
+    high, low, dual = bounds.high * scale, -bounds.low * scale, bounds.dual * scale
     is_high = (advantage > 0) & (x > high)
     is_low = (advantage < 0) & (x < low)
     is_dual = (advantage < 0) & (x > dual)
@@ -148,9 +149,9 @@ class TorchLossStream:
         self._vector: Tensor | None = None
 
     def step(self, start: int, end: int) -> Tensor:
-        """Gradient `[end - start]` of the window's tokens, whose log-probs are in the batch by now.
+        """Gradient `[end - start]` of the window's tokens, whose log-probs must already be in the batch.
 
-        Windows must follow each other.
+        Windows must be consecutive.
         """
         window = self._batch.window(start, end)
         out = loss_pass(window, self._spec, self._inverse, state=self._state, totals=self._totals)
@@ -159,14 +160,14 @@ class TorchLossStream:
         return out.gradient
 
     def finish(self) -> Tensor:
-        """The vector of all windows, as `LossPass.vector`."""
+        """The statistics of all windows, as `LossPass.vector`."""
         if self._vector is None:
             return empty_vector(self._batch.cu.device)
         return self._vector
 
 
 def empty_vector(device: torch.device) -> Tensor:
-    """What a batch without tokens reports."""
+    """The statistics of a batch without tokens."""
     return torch.tensor([0.0] * len(SUMS) + [-math.inf] * len(MAXIMA), dtype=torch.float64, device=device)
 
 

@@ -20,19 +20,19 @@ __all__ = ["TritonLossStream", "loss_pass", "segment_totals"]
 STATS = len(SUMS) + len(MAXIMA)
 
 BLOCK, RUN, WARPS = 128, 4, 1
-"""A program is one warp, so that scans and sums need no barrier; each of its threads owns RUN tokens side by side."""
+"""A program is one warp, so that scans and sums need no barrier; each of its threads owns RUN adjacent tokens."""
 
 OPTIONS = {"num_warps": WARPS, "maxnreg": 128}
-"""maxnreg: ptxas spills a few bytes to reach a smaller number that it prefers unless it is told this one."""
+"""maxnreg: without a limit, ptxas prefers a smaller number of registers and spills a few bytes."""
 
 LOOK = 128
 """Spans whose totals a program reads at a time."""
 
 PROGRAMS = 2048
-"""Spans that a batch is cut into where it is long enough: they fill the largest device."""
+"""Spans that a long enough batch is cut into: enough to fill the largest device."""
 
 SPANS = (512, 8192)
-"""Tokens of the shortest and of the longest span, and of the longest window: a program's counts must fit 10 bits."""
+"""Tokens of the shortest and the longest span; also of the longest window. A program's counts must fit into 10 bits."""
 
 
 def choose_span(tokens: int) -> int:
@@ -53,7 +53,7 @@ def loss_pass(
     span: int | None = None,
     block: int = BLOCK,
 ) -> LossPass:
-    """As `loss_torch.loss_pass`. span, block: tokens of a program and of its tiles, powers of two; None chooses."""
+    """As `loss_torch.loss_pass`. span, block: tokens of a program and of its tiles, powers of two; None: automatic."""
     device, n = batch.log_probs.device, batch.tokens
     if n == 0 or batch.segments == 0:
         details = _details(n, device) if per_token else None
@@ -68,7 +68,7 @@ def loss_pass(
 
 
 class TritonLossStream:
-    """As `loss_torch.TorchLossStream`: one launch a window."""
+    """As `loss_torch.TorchLossStream`, with one launch per window."""
 
     def __init__(
         self, batch: PackedTokens, spec: LossSpec, inverse: float | Tensor, *, totals: Tensor | None, state: Tensor
@@ -88,7 +88,7 @@ class TritonLossStream:
 
 
 class _Arguments:
-    """What every launch of one batch shares. positions: as `loss_torch.loss_pass`."""
+    """The arguments that all launches of one batch share. positions: as `loss_torch.loss_pass`."""
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class _Arguments:
     ) -> None:
         none = batch.log_probs  # stands in for pointers that a kernel does not read
         self.batch = batch
-        power, table = _power(spec.power, positions, batch.log_probs.device)
+        bounds = spec.bounds
+        power, table = _power(bounds.power, positions, batch.log_probs.device)
         if isinstance(inverse, Tensor):
             inverse = inverse.to(torch.float32).reshape(1)
         self.tensors = (
@@ -116,11 +117,11 @@ class _Arguments:
         )
         self.state = none if state is None else state
         self.totals = none if totals is None else totals.contiguous()
-        self.numbers = (1.0 if inverse is None else inverse, spec.low, spec.high, spec.dual)
+        self.numbers = (1.0 if inverse is None else inverse, bounds.low, bounds.high, bounds.dual)
         self.constants: dict[str, Any] = {
             "HAS_OLD": batch.old_log_probs is not None,
             "HAS_LOSS_MASK": batch.loss_mask is not None,
-            "RATIO": RATIO_MODES.index(spec.ratio),
+            "RATIO": RATIO_MODES.index(spec.ratio_mode),
             "POWER": power,
             "WHOLE_SEQUENCE": spec.whole_sequence and totals is None,
             "COUNT_TRAINED": spec.per_sequence and totals is None,
@@ -192,7 +193,7 @@ def _launch_spans(arguments: _Arguments, gradient: Tensor, details: PerToken | N
 
 
 def _launch_window(arguments: _Arguments, gradient: Tensor, partials: Tensor, start: int, end: int) -> None:
-    """The tokens `start : end` of every segment: their statistics are added to `partials`, the state advances."""
+    """Process the tokens `start : end` of every segment: add their statistics to `partials` and advance the state."""
     segments, none = arguments.batch.segments, gradient
     dispatch.launch(
         kernels.loss_kernel,
@@ -241,7 +242,7 @@ def _reduce(partials: Tensor, batch: PackedTokens) -> tuple[Tensor, Tensor]:
 
 
 def _readable(mask: Tensor) -> Tensor:
-    """The same memory in a dtype that kernels load."""
+    """The same memory as a dtype that kernels can load."""
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
@@ -255,10 +256,10 @@ def _details(n: int, device: torch.device) -> PerToken:
 
 
 def _power(power: float, positions: int, device: torch.device) -> tuple[int, Tensor | None]:
-    """Kernel constant for t^power, and for powers that a kernel would not round as the twin does float32 `[positions]`.
+    """Kernel constant for t^power; also a float32 table `[positions]` for powers that a kernel would round differently.
 
-    That table is computed on the device, in float64, by each call that needs it: nothing is copied from the host or
-    kept, and a CUDA graph may capture it.
+    Each call that needs the table computes it on the device, in float64: nothing is copied from the host or cached, so
+    a CUDA graph can capture it.
     """
     known = {0.0: loss_tile.POWER_ZERO, 0.5: loss_tile.POWER_HALF, -0.5: loss_tile.POWER_MINUS_HALF}
     if power in known:

@@ -1,4 +1,4 @@
-"""The words for ratio, clip and aggregation: the only list of them. Needs no torch, so configurations use it too."""
+"""The names of the ratio, clip and aggregation modes. Needs no torch, so that configurations can use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden states and weight of an output layer: their checks, their rows on other ranks, and the rows that count."""
+"""Hidden states and weight of an output layer: their checks, their rows on other ranks, and the active rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reduce_d_hidden(d_hidden: Tensor, group: dist.ProcessGroup | None, sequence_
 def check_operands(
     hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, sp: bool, temperature: float
 ) -> Tensor:
-    """The labels `[N]` in the form of `labels.checked`; raises ValueError or TypeError naming what does not fit."""
+    """The labels `[N]` as `labels.checked` returns them; raises ValueError or TypeError naming what does not fit."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden [N, H] and weight [V, H] do not fit: {list(hidden.shape)}, {list(weight.shape)}")
     if hidden.device != weight.device:
@@ -50,10 +50,10 @@ def check_operands(
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """In which the two are multiplied: as they are; of two dtypes the lower precision; autocast's, where that is on.
+    """The dtype of the matrix product: the common one, the lower precision of two, or autocast's where that is enabled.
 
-    As `torch.nn.functional.linear`, autocast leaves float64 alone. Raises TypeError for two dtypes of which neither is
-    the lower precision (float16 and bfloat16), float64 with another one, and what is no floating dtype.
+    As in `torch.nn.functional.linear`, autocast does not change float64. Raises TypeError for float16 with bfloat16,
+    for float64 with another dtype, and for a dtype that is not floating.
     """
     kinds = {hidden.dtype, weight.dtype}
     low = kinds - {torch.float32}
@@ -74,7 +74,7 @@ def _autocasts(hidden: Tensor) -> bool:
 def without_autocast(
     function: Callable[Concatenate[Tensor, Arguments], Result],
 ) -> Callable[Concatenate[Tensor, Arguments], Result]:
-    """The function with its operations in the dtypes that they are given, on the device of its first argument."""
+    """The function with autocast disabled on the device of its first argument."""
 
     @functools.wraps(function)
     def run(hidden: Tensor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -87,7 +87,8 @@ def without_autocast(
 
 
 def flat_operands(hidden: Tensor, labels: Tensor, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
-    """Hidden states `[N, H]` and labels `[N]` of `[B, T, H]` and `[B, T]`, or those of one dimension less as they are.
+    """Flatten `[B, T, H]` and `[B, T]` to hidden states `[N, H]` and labels `[N]`; flat operands are returned
+    unchanged.
 
     Raises ValueError for labels of another shape, and for `[B, T, H]` whose rows lie on several ranks.
     """
@@ -101,22 +102,22 @@ def flat_operands(hidden: Tensor, labels: Tensor, sequence_parallel: bool) -> tu
 
 
 def active_rows(mask: Tensor, known: Tensor | None = None) -> Tensor | None:
-    """int64 `[M]` of the rows where a bool mask is set; None when it is set everywhere.
+    """int64 `[M]`, the rows where a bool mask is set; None when it is set everywhere.
 
-    known: these rows, if the caller has them; searching for them synchronises on CUDA. Raises ValueError when they are
-    not, where seeing it needs no synchronisation (CPU).
+    known: these rows, if the caller has them, because finding them synchronises on CUDA. Raises ValueError when they
+    are wrong, which is checked on the CPU only.
     """
     if known is None or mask.device.type == "cpu":
         rows = mask.nonzero().squeeze(1)
         if known is not None and not known.equal(rows):
-            raise ValueError(f"rows are {known.numel()} places, not the {rows.numel()} where the mask is set")
+            raise ValueError(f"rows lists {known.numel()} rows, not the {rows.numel()} where the mask is set")
     else:
         rows = known
     return None if rows.numel() == mask.numel() else rows
 
 
 def pick(values: Tensor, rows: Tensor | None) -> Tensor:
-    """`values[rows]`, without a copy where that is all of them."""
+    """`values[rows]`, without a copy when rows is None (all of them)."""
     return values if rows is None else values.index_select(0, rows)
 
 
@@ -126,5 +127,5 @@ def scatter(values: Tensor, rows: Tensor | None, n: int) -> Tensor:
 
 
 def accumulation_dtype(hidden: Tensor) -> torch.dtype:
-    """In which logits, losses and weight gradients are summed."""
+    """The dtype in which logits, losses and weight gradients are accumulated."""
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32

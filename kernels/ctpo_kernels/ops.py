@@ -1,7 +1,7 @@
-"""The four functions as `torch.library` operators: what torch.compile, torch.export and FakeTensor see of them.
+"""The four functions as `torch.library` operators, for torch.compile, torch.export and FakeTensor.
 
-Eager calls do not come here. An operator may neither return nor change its arguments, so these always return fresh
-memory, and process groups travel by name ("" for none). -1 or 0 stand for a size that was not given.
+Eager calls do not use them. An operator may neither return nor change its arguments, so these always return fresh
+memory. Process groups are passed by name ("" for none), and a size that was not given is 0.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def dense_gradients(hidden: Tensor, *found: Tensor | None) -> tuple[Tensor, ...]:
-    """Gradients that nobody else holds, for which a copy would double the largest memory of a call; empty for None."""
+    """Contiguous gradients, empty for None. Not copied: a copy would double the peak memory of a call."""
     return tuple(hidden.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
 
 

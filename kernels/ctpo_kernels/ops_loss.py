@@ -1,4 +1,4 @@
-"""The loss and the sweep as `torch.library` operators; how and why: `ops`."""
+"""The loss and the sweep as `torch.library` operators; see `ops`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from ctpo_kernels.ops import (
     operator,
     settings_of,
 )
-from ctpo_kernels.spec import LossKeywords
+from ctpo_kernels.packed import LossTensors
+from ctpo_kernels.spec import LossSpec
 from ctpo_kernels.stats import MAXIMA, SUMS, CTPOStats, PerToken
-from ctpo_kernels.sweep import Prepared, SweepPlan, sweep
+from ctpo_kernels.sweep import SweepPlan, sweep
 
 _TOKENS = "Tensor? old, Tensor response_mask, Tensor advantages, Tensor? cu_seqlens, Tensor? loss_mask, Tensor? weights"
 _COUNTS = "SymInt? batch_tokens, Tensor? batch_tokens_tensor, SymInt? batch_size, Tensor? batch_size_tensor"
@@ -33,9 +34,15 @@ _KEYWORDS = (
 )
 
 
-def _counts(given: tuple[Any, Any]) -> list[Any]:
-    """Each count as a number and as a tensor, one of them None."""
-    return [part for value in given for part in ((None, value) if isinstance(value, Tensor) else (value, None))]
+def _flattened(tensors: LossTensors, spec: LossSpec) -> tuple[Any, ...]:
+    """The arguments of _TOKENS, _COUNTS and _KEYWORDS in their order; `_prepared` is the inverse."""
+    *tokens, batch_tokens, batch_size = tensors
+    return *tokens, *_number_and_tensor(batch_tokens), *_number_and_tensor(batch_size), *spec
+
+
+def _number_and_tensor(count: int | Tensor | None) -> tuple[int | None, Tensor | None]:
+    """A schema has no type for "a number or a tensor": each count is two arguments, at least one of them None."""
+    return (None, count) if isinstance(count, Tensor) else (count, None)
 
 
 # The loss of log-probs
@@ -64,14 +71,12 @@ def _(values: Tensor, *given: Any) -> tuple[Tensor, ...]:
     return values.new_empty(()), vector, values.new_empty(values.shape), *details
 
 
-def _prepared(log_probs: Tensor, given: tuple[Any, ...], cp_group: MaybeGroup) -> Prepared:
+def _prepared(log_probs: Tensor, given: tuple[Any, ...], cp_group: MaybeGroup) -> loss.PreparedLoss:
     """From arguments in the order of _TOKENS, _COUNTS, _KEYWORDS."""
-    old, response_mask, advantages, cu_seqlens, loss_mask, weights = given[:6]
     tokens, tokens_tensor, size, size_tensor = given[6:10]
     counts = (tokens if tokens_tensor is None else tokens_tensor, size if size_tensor is None else size_tensor)
-    keywords = LossKeywords(*given[10:18])
-    masks = (loss_mask, weights, keywords)
-    return loss.prepared(log_probs, old, response_mask, advantages, cu_seqlens, *masks, *counts, cp_group)
+    tensors = LossTensors._make((*given[:6], *counts))
+    return loss.prepare(log_probs, tensors, LossSpec(*given[10:18]), cp_group)
 
 
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -86,14 +91,14 @@ loss_operator.register_autograd(_loss_gradient, setup_context=_keep_gradient)
 
 
 def compiled_loss(
-    tokens: tuple[Any, ...], counts: tuple[Any, Any], keywords: tuple[Any, ...], cp_group: MaybeGroup, per_token: bool
+    log_probs: Tensor, tensors: LossTensors, spec: LossSpec, cp_group: MaybeGroup, per_token: bool
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
-    """`ctpo_loss`."""
-    value, vector, _, *details = loss_operator(*tokens, *_counts(counts), *keywords, name_of(cp_group), per_token)
+    """`loss.packed_loss` in a traced call."""
+    value, vector, _, *details = loss_operator(log_probs, *_flattened(tensors, spec), name_of(cp_group), per_token)
     stats = CTPOStats.from_vector(vector.detach())
     if not per_token:
         return value, stats
-    return value, stats, PerToken(*(part.detach().view(tokens[0].shape) for part in details))
+    return value, stats, PerToken(*(part.detach().view(log_probs.shape) for part in details))
 
 
 # The sweep
@@ -165,9 +170,8 @@ def compiled_fused(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    tokens: tuple[Any, ...],
-    counts: tuple[Any, Any],
-    keywords: tuple[Any, ...],
+    tensors: LossTensors,
+    spec: LossSpec,
     head: dict[str, Any],
     options: tuple[Any, ...],
     shape: torch.Size,
@@ -175,9 +179,8 @@ def compiled_fused(
     """`fused_linear_ctpo` of rows `[N, H]`."""
     cp_group, sequence_parallel, skip, skip_clipped, entropy_coef, entropy = options
     wanted = (x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight))
-    loss_arguments = (*tokens, *_counts(counts), *keywords)
     rest = (sequence_parallel, name_of(cp_group), skip, skip_clipped, entropy_coef, entropy)
-    found = fused_linear(hidden, weight, labels, *loss_arguments, *head_of(head), *rest, *wanted)
+    found = fused_linear(hidden, weight, labels, *_flattened(tensors, spec), *head_of(head), *rest, *wanted)
     value, vector, log_probs, entropies = found[0], *(part.detach() for part in found[1:4])
     out = (value, CTPOStats.from_vector(vector), log_probs.view(shape))
     return (*out, entropies.view(shape)) if entropy else out

@@ -1,14 +1,30 @@
-"""A checked packed batch: what both backends of the loss work on."""
+"""A checked packed batch, the input of both backends of the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class LossTensors(NamedTuple):
+    """What a loss call receives besides its log-probs, unchecked, as `ctpo_loss` documents each.
+
+    The fields are in the order of the operators' schemas (`ops_loss`).
+    """
+
+    old_log_probs: Tensor | None
+    response_mask: Tensor
+    advantages: Tensor
+    cu_seqlens: Tensor | None = None
+    loss_mask: Tensor | None = None
+    weights: Tensor | None = None
+    batch_num_tokens: int | Tensor | None = None
+    global_batch_size: int | Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -17,11 +33,11 @@ class PackedTokens:
 
     log_probs, old_log_probs: float `[N]` nats (float32, or float64 in the torch backend); old may be None: d_t = 0.
     response_mask, loss_mask: numbers or bool `[N]`, as given; loss_mask may be None: the response mask.
-    advantages, weights: float `[N]`, or `[S, 1]` for one value a segment; weights may be None: 1.
-    cu_seqlens: integers `[S + 1]`, segment s is `cu[s] : cu[s + 1]`; what lies behind cu[S] is padding.
+    advantages, weights: float `[N]`, or `[S, 1]` for one value per segment; weights may be None: 1.
+    cu_seqlens: integers `[S + 1]`, segment s is `cu[s] : cu[s + 1]`; tokens from cu[S] on are padding.
 
-    Kernels read masks and boundaries as they are, so that a call needs no launches to prepare them; `sampled`,
-    `trained` and `cu` are the same brought into one form.
+    Kernels read masks and boundaries as given, so that a call needs no launches to convert them; `sampled`, `trained`
+    and `cu` are the converted ones.
     """
 
     log_probs: Tensor
@@ -60,17 +76,17 @@ class PackedTokens:
 
     @cached_property
     def segment(self) -> Tensor:
-        """int64 `[N]`: whose token it is; S for padding."""
+        """int64 `[N]`: the segment of each token; S for padding."""
         return torch.searchsorted(
             self.cu[1:].contiguous(), torch.arange(self.tokens, device=self.cu.device), right=True
         )
 
     def per_token(self, values: Tensor) -> Tensor:
-        """`[N]` of values per token or per segment, which padding has 0 of."""
+        """`[N]` from values per token or per segment; padding gets 0 of the latter."""
         return values if values.dim() == 1 else torch.cat([values[:, 0], values.new_zeros(1)])[self.segment]
 
     def select(self, rows: Tensor, cu: Tensor) -> PackedTokens:
-        """The batch of the tokens `rows` (int64 `[M]`, ascending) with their boundaries `cu`; all of them in order."""
+        """The batch of the tokens `rows` (int64 `[M]`, ascending), with their boundaries `cu`."""
 
         def take(values: Tensor) -> Tensor:
             return values if values.dim() == 2 else values[rows]
@@ -94,27 +110,19 @@ class PackedTokens:
         return self._map(repeat, cu)
 
     def _map(self, change: Callable[[Tensor], Tensor], cu: Tensor) -> PackedTokens:
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cu_seqlens"}
-        changed: dict[str, Any] = {name: None if values is None else change(values) for name, values in given.items()}
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cu_seqlens"}
+        changed: dict[str, Any] = {name: None if values is None else change(values) for name, values in tensors.items()}
         return replace(self, cu_seqlens=cu, **changed)
 
     @classmethod
-    def of(
-        cls,
-        log_probs: Tensor,
-        old_log_probs: Tensor | None,
-        response_mask: Tensor,
-        advantages: Tensor,
-        cu_seqlens: Tensor | None,
-        loss_mask: Tensor | None,
-        weights: Tensor | None,
-    ) -> PackedTokens:
-        """Check shapes, dtypes and devices. Padded `[B, T]` tokens come without boundaries: every T of them.
+    def of(cls, log_probs: Tensor, given: LossTensors) -> PackedTokens:
+        """Check shapes, dtypes and devices. Padded `[B, T]` tokens come without boundaries: a sequence every T tokens.
 
         The values of `cu_seqlens` are checked where that needs no device synchronisation: when it lies on the CPU.
         Raises TypeError for dtypes, ValueError for shapes, devices and boundaries; each names the argument.
         """
         device, n, shape = log_probs.device, log_probs.numel(), log_probs.shape
+        cu_seqlens = given.cu_seqlens
         if log_probs.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"log_probs must be float32 or float64: the cumulative ratio adds up the rounding of {log_probs.dtype}"
@@ -134,17 +142,12 @@ class PackedTokens:
             if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()) or int(bounds[-1]) > n:
                 raise ValueError(f"cu_seqlens must rise from 0 to at most {n}; got {cu_seqlens.tolist()}")
         b = cu_seqlens.numel() - 1
-        given = {
-            "old_log_probs": (old_log_probs, False),
-            "response_mask": (response_mask, False),
-            "advantages": (advantages, True),
-            "loss_mask": (loss_mask, False),
-            "weights": (weights, True),
-        }
-        for name, (value, per_sequence) in given.items():
+        for name in ("old_log_probs", "response_mask", "advantages", "loss_mask", "weights"):
+            value = getattr(given, name)
             if value is None:
                 continue
-            _check_shape(name, value, shape, b if per_sequence else None)
+            may_be_per_sequence = name in ("advantages", "weights")
+            _check_shape(name, value, shape, b if may_be_per_sequence else None)
             if value.device != device:
                 raise ValueError(f"{name} is on {value.device}, log_probs on {device}: move it")
         dtype = log_probs.dtype
@@ -158,17 +161,17 @@ class PackedTokens:
 
         return cls(
             flat(log_probs),
-            None if old_log_probs is None else flat(old_log_probs.to(dtype)),
-            flat(response_mask),
-            None if loss_mask is None else flat(loss_mask),
-            column(advantages).contiguous(),
-            None if weights is None else column(weights).contiguous(),
+            None if given.old_log_probs is None else flat(given.old_log_probs.to(dtype)),
+            flat(given.response_mask),
+            None if given.loss_mask is None else flat(given.loss_mask),
+            column(given.advantages).contiguous(),
+            None if given.weights is None else column(given.weights).contiguous(),
             cu_seqlens.to(device).contiguous(),
         )
 
 
 def _check_shape(name: str, value: Tensor, tokens: torch.Size, b: int | None) -> None:
-    """Raises ValueError for what is neither one value a token nor (b given) one a sequence, or may be both."""
+    """Raises ValueError for values that are neither per token nor (b given) per sequence, or that may be either."""
     n, packed = tokens.numel(), len(tokens) == 1
     shapes: list[tuple[int, ...]] = [tuple(tokens)]
     if b is not None:
@@ -178,6 +181,6 @@ def _check_shape(name: str, value: Tensor, tokens: torch.Size, b: int | None) ->
         raise ValueError(f"{name} has shape {list(value.shape)}; expected {expected}")
     if packed and n == b and n > 1 and value.dim() == 1:
         raise ValueError(
-            f"{name} [{n}] may be one value a token or one a sequence, of which there are {n} too: "
+            f"{name} [{n}] may be one value per token or one per sequence, of which there are {n} too: "
             f"give [1, {n}] or [{n}, 1]"
         )

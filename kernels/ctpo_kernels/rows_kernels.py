@@ -7,10 +7,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 IGNORED_LABEL = tl.constexpr(-100)
 COUNTS = ["rows"]
-"""Differs from batch to batch: Triton would compile anew for a 1 and for multiples of 16."""
+"""Varies between batches: Triton would recompile for a 1 and for multiples of 16."""
 
 PER_ROW = ["labels", "parts", "log_probs", "lse", "entropy", "g", "entropy_g"]
-"""One value or four a row, in slices that begin anywhere: Triton would compile anew for addresses off 16 bytes."""
+"""One or four values per row, in slices with any offset: Triton would recompile for unaligned addresses."""
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def row_stats_kernel(
 ):
     """Grid: rows. parts `[C, 4]` as `rows_torch` describes them.
 
-    One read of the row: the sums move to a new maximum whenever a block brings one.
+    Reads the row once: the sums are rescaled whenever a block has a new maximum.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -53,7 +53,7 @@ def row_stats_kernel(
         if SOFTCAP:
             x = tl.where(column < valid_columns, softcap * tanh(x / softcap), float("-inf"))
         new_top = tl.maximum(top, tl.max(x, 0))
-        # Everything so far may be -inf: shift by 0 then, so that nothing becomes inf - inf.
+        # If everything so far is -inf, shift by 0 to avoid inf - inf.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         moved = tl.where(top == float("-inf"), 0.0, (top - shift) * inverse_temperature)
         keep = tl.where(top == float("-inf"), 0.0, tl.exp2(moved * LOG2E))
@@ -135,8 +135,8 @@ def gradient_kernel(
     """Grid: rows. out = (onehot(label) - softmax(z)) g / T, zero in padding columns.
 
     ENTROPY: adds -p (log p + entropy) entropy_g / T. SOFTCAP: times the slope of softcap * tanh(logit / softcap).
-    OVERLAPPING: out shares its memory with the logits in a narrower dtype, each row beginning where its logits begin:
-    a block is read before any thread writes, and writing never reaches what is read later.
+    OVERLAPPING: out shares its memory with the logits in a narrower dtype, and each row begins where its logits begin.
+    A block is read before any thread writes, and a write never reaches logits that are read later.
     """
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * logits_stride

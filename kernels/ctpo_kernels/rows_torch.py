@@ -1,8 +1,8 @@
 """Row work on logits in plain torch: softmax statistics, their merge over vocabulary shards, gradients in place.
 
-A row's statistics on one shard are float `[C, 4]`: its largest logit x, sum e^a with a = (logit - x) / T, the label's a
-(NaN where another shard owns it), and sum e^a a (0 unless entropy is wanted). The difference comes before the division:
-rounding of a large logit / T would be in the log-prob.
+The statistics of C rows on one shard are float `[C, 4]`. With x the largest logit of a row and a = (logit - x) / T they
+are x, sum e^a, the label's a (NaN where another shard owns it) and sum e^a a (0 unless entropy is requested). The
+subtraction comes before the division, so that the rounding of a large logit / T is not in the log-prob.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ IGNORED_LABEL = -100
 def _initialise_math_library() -> None:
     """Call exp and log once in one thread.
 
-    MKL sets up such a function at its first call, and two threads that enter it together can leave one of them with the
-    low-accuracy variant for that call: relative errors of 1e-4 in half of the rows, in one process of some hundred
+    MKL initialises such a function at its first call. Two threads that enter it together can leave one of them with the
+    low-accuracy variant for that call: relative errors of 1e-4 in half of the rows, in about one process of a hundred
     (torch 2.13). Log-probs of the anchor pass and of training would then differ.
     """
     for dtype in (torch.float32, torch.float64):
@@ -31,7 +31,7 @@ _initialise_math_library()
 
 @dataclass(frozen=True)
 class Shard:
-    """Which vocabulary columns this rank holds. start: global id of column 0; valid: columns that are no padding."""
+    """Which vocabulary columns this rank holds. start: global id of column 0; valid: columns that are not padding."""
 
     start: int
     valid: int
@@ -48,13 +48,13 @@ class Merged:
 
 @dataclass(frozen=True)
 class EntropyGradient:
-    """value: entropies `[C]` of the rows, nats; g: derivative `[C]` of the loss by them."""
+    """value: entropies `[C]` of the rows, nats; g: derivative `[C]` of the loss with respect to them."""
 
     value: Tensor
     g: Tensor
 
     def rows(self, rows: slice) -> EntropyGradient:
-        """Those of some rows."""
+        """The values and derivatives of a range of rows."""
         return EntropyGradient(self.value[rows], self.g[rows])
 
 
@@ -63,14 +63,14 @@ def row_stats(
 ) -> Tensor:
     """Statistics `[C, 4]` of this shard. float32 or float64 `logits` `[C, V]` become e^a.
 
-    softcap: logits are softcap * tanh(logits / softcap) before anything else; 0 leaves them as they are.
+    softcap: logits first become softcap * tanh(logits / softcap); 0 leaves them unchanged.
     """
     if softcap:
         logits.div_(softcap).tanh_().mul_(softcap)
     if shard.valid < logits.shape[1]:
         logits[:, max(shard.valid, 0) :] = float("-inf")
     largest = logits.amax(dim=1)
-    # A shard of padding only, or of -inf: its exponentials are 0 instead of exp(-inf + inf).
+    # In a shard of padding only, or of -inf, the exponentials are 0 instead of exp(-inf + inf).
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     logits.sub_(shift[:, None])
     if temperature != 1.0:
@@ -88,7 +88,7 @@ def row_stats(
 def merge_stats(parts: Tensor, labels: Tensor, temperature: float, out: Tensor | None = None) -> Merged:
     """Statistics of all shards `[tp, C, 4]` -> log-probs, in rank order, so that every rank gets the same bits.
 
-    IGNORED_LABEL gives log-prob 0; a label that no shard owns gives NaN. out: `[C]`, where the log-probs shall be.
+    IGNORED_LABEL gives log-prob 0; a label that no shard owns gives NaN. out: `[C]`, receives the log-probs.
     """
     largest, sums, targets, weighted = parts.unbind(dim=2)
     top = largest.amax(dim=0)
@@ -101,7 +101,8 @@ def merge_stats(parts: Tensor, labels: Tensor, temperature: float, out: Tensor |
     target = torch.where(absent.all(dim=0), torch.nan, torch.where(absent, float("-inf"), targets + away).amax(dim=0))
     log_probs = torch.where(labels == IGNORED_LABEL, 0.0, target - log_total)
     log_probs = log_probs if out is None else out.copy_(log_probs)
-    # Each shard's sum of e^(z - m)(z - m) is around its own maximum m; an empty shard has m = -inf and adds nothing.
+    # Each shard's sum of e^(z - m)(z - m) is relative to its own maximum m; an empty shard has m = -inf and adds
+    # nothing.
     apart = torch.where(factor == 0, 0.0, away)
     entropy = log_total - (factor * (weighted + apart * sums)).sum(dim=0) / total
     return Merged(log_probs, shift * (1.0 / temperature) + log_total, entropy)
@@ -110,7 +111,7 @@ def merge_stats(parts: Tensor, labels: Tensor, temperature: float, out: Tensor |
 def gradient_after_stats(
     exponentials: Tensor, parts: Tensor, merged: Merged, labels: Tensor, g: Tensor, shard: Shard, temperature: float
 ) -> Tensor:
-    """d (sum_i g_i log p_i) / d logits `[C, V]`, in place of what `row_stats` left; parts: this shard's statistics."""
+    """d (sum_i g_i log p_i) / d logits `[C, V]`, over the output of `row_stats`; parts: this shard's statistics."""
     largest = parts[:, 0]
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     g = g / temperature

@@ -23,7 +23,7 @@ def _block(columns: int, largest: int) -> int:
 def row_stats(
     logits: Tensor, labels: Tensor, shard: Shard, temperature: float, *, entropy: bool, softcap: float = 0.0
 ) -> Tensor:
-    """Statistics float32 `[C, 4]` as `rows_torch.row_stats`; the logits (any float dtype) stay as they are."""
+    """Statistics float32 `[C, 4]` as `rows_torch.row_stats`; the logits (any float dtype) are not changed."""
     rows, columns = logits.shape
     parts = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
     if rows:
@@ -82,7 +82,7 @@ def gradient_into(
     softcap: float = 0.0,
     entropy: EntropyGradient | None = None,
 ) -> None:
-    """out `[C, V]` = what `rows_torch.gradient` gives. It may be the logits, or lie in the first part of each row."""
+    """Write `rows_torch.gradient` to out `[C, V]`, which may be the logits or the first part of each of their rows."""
     rows, columns = logits.shape
     if not rows:
         return
@@ -119,5 +119,5 @@ def gradient_into(
 
 
 def _unit_stride(logits: Tensor) -> Tensor:
-    """Rows may be apart (a slice of a wider tensor), columns may not."""
+    """Rows may have gaps (a slice of a wider tensor), columns may not."""
     return logits if logits.stride(-1) == 1 else logits.contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES
 from ctpo_kernels.packed import PackedTokens
 
 D_LIMIT = 20.0
-"""|log_probs_t - old_t| above this (nats) is cut before it enters a sum."""
+"""log_probs_t - old_t is clamped to +- this (nats) before it enters a sum."""
 
 LOG_RATIO_CAP = 10.0
 """log r_t above this (nats) is cut, and its gradient is zero."""
@@ -22,9 +22,21 @@ FRACTION_BITS = 40
 """S_t is summed in integer units of 2^-40 nats. |d| <= 20 takes 45 bits: 2^18 tokens at the limit fit into 64."""
 
 
-@dataclass(frozen=True)
-class LossKeywords:
-    """The keywords that say what a loss call computes, as `ctpo_loss` documents them, with its defaults."""
+class Bounds(NamedTuple):
+    """Bounds of log r_t in nats, times t^power; dual is inf where it is off."""
+
+    low: float
+    high: float
+    dual: float
+    power: float
+
+
+class LossSpec(NamedTuple):
+    """What a loss call computes: the keywords of `ctpo_loss`, with its defaults.
+
+    The fields are in the order of the operators' schemas (`ops_loss`). Construction checks nothing, so that a traced
+    call can hold one; `check` does.
+    """
 
     clip_low: float = 0.025
     clip_high: float = 0.05
@@ -35,36 +47,34 @@ class LossKeywords:
     loss_agg_mode: str = "seq-mean-token-mean"
     loss_scale_factor: float = 1.0
 
-
-@dataclass(frozen=True)
-class LossSpec:
-    """What a loss call computes, in the form in which kernels compare.
-
-    ratio: one of `names.RATIO_MODES`. low, high, dual: bounds of log r_t in nats, times t^power; dual is inf where off.
-    agg: one of `names.LOSS_AGG_MODES`; loss_scale_factor: the constant L that seq-mean-token-sum divides by.
-    """
-
-    ratio: str
-    low: float
-    high: float
-    dual: float
-    power: float
-    agg: str
-    loss_scale_factor: float
-
     @property
     def per_sequence(self) -> bool:
         """Whether a token's loss is divided by the number of loss tokens of its sequence."""
-        return self.agg == "seq-mean-token-mean"
+        return self.loss_agg_mode == "seq-mean-token-mean"
 
     @property
     def whole_sequence(self) -> bool:
         """Whether a token's ratio needs tokens after it."""
-        return self.ratio in ("sequence", "sequence-geomean")
+        return self.ratio_mode in ("sequence", "sequence-geomean")
+
+    @property
+    def bounds(self) -> Bounds:
+        """The clip bounds in the form in which kernels compare: bounds of r itself become bounds of its logarithm."""
+        low, high, dual, power = self.clip_low, self.clip_high, _dual(self), self.clip_power
+        if self.clip_mode == "ratio":
+            low = -math.log1p(-low) if low < 1 else math.inf
+            high, dual, power = math.log1p(high), math.log(dual), 0.0
+        return Bounds(low, high, dual, power)
+
+    def check(self) -> None:
+        """Raises ValueError naming every bad keyword, its value and what is allowed."""
+        problems = [*_unknown_modes(self), *_bad_numbers(self)]
+        if problems:
+            raise ValueError("; ".join(problems))
 
     def require_global_counts(self, cp_group: object | None, batch_num_tokens: int | torch.Tensor | None) -> None:
         """Raises ValueError where a rank of a context-parallel group would divide by its own tokens only."""
-        if cp_group is not None and self.agg == "token-mean" and batch_num_tokens is None:
+        if cp_group is not None and self.loss_agg_mode == "token-mean" and batch_num_tokens is None:
             raise ValueError("batch_num_tokens: with cp_group, token-mean needs the loss tokens of the whole batch")
 
     def inverse_denominator(
@@ -75,32 +85,16 @@ class LossSpec:
     ) -> float | torch.Tensor | None:
         """1/T, 1/N or 1/(N L) by aggregation mode: a float where the counts are host numbers, else a 0-d tensor.
 
-        Sequences are counted in `batch` where they are None. None: nobody has counted T, the loss tokens.
+        Sequences are counted in `batch` where they are None. None: T, the loss tokens, is not counted yet.
         """
-        if self.agg == "token-mean":
+        if self.loss_agg_mode == "token-mean":
             return None if batch_num_tokens is None else _inverse(batch_num_tokens, 1.0)
         count = batch.segments if global_batch_size is None else global_batch_size
-        return _inverse(count, self.loss_scale_factor if self.agg == "seq-mean-token-sum" else 1.0)
-
-    @classmethod
-    def of(cls, given: LossKeywords) -> LossSpec:
-        """Checked keywords. Bounds on the ratio itself become bounds on its logarithm, where kernels decide.
-
-        Raises ValueError naming every bad keyword, its value and what is allowed.
-        """
-        problems = [*_unknown_modes(given), *_bad_numbers(given)]
-        if problems:
-            raise ValueError("; ".join(problems))
-        low, high, power = given.clip_low, given.clip_high, given.clip_power
-        dual = _dual(given)
-        if given.clip_mode == "ratio":
-            low = -math.log1p(-low) if low < 1 else math.inf
-            high, dual, power = math.log1p(high), math.log(dual), 0.0
-        return cls(given.ratio_mode, low, high, dual, power, given.loss_agg_mode, given.loss_scale_factor)
+        return _inverse(count, self.loss_scale_factor if self.loss_agg_mode == "seq-mean-token-sum" else 1.0)
 
 
 def inverse_of_loss_tokens(batch: PackedTokens) -> torch.Tensor:
-    """1/T of a batch, float64 scalar; eight launches on a device, where the kernels of a whole batch take none."""
+    """1/T of a batch, float64 scalar. Eight launches on a device; the kernels of a whole batch count T themselves."""
     return torch.as_tensor(_inverse(batch.trained.sum(), 1.0))
 
 
@@ -110,11 +104,11 @@ def _inverse(count: int | torch.Tensor, factor: float) -> float | torch.Tensor:
     return 1.0 / (max(count, 1) * factor)
 
 
-def _dual(given: LossKeywords) -> float:
+def _dual(given: LossSpec) -> float:
     return math.inf if given.clip_c is None or given.clip_c < 0 else given.clip_c
 
 
-def _unknown_modes(given: LossKeywords) -> Iterator[str]:
+def _unknown_modes(given: LossSpec) -> Iterator[str]:
     for name, known in (("ratio_mode", RATIO_MODES), ("clip_mode", CLIP_MODES), ("loss_agg_mode", LOSS_AGG_MODES)):
         value = getattr(given, name)
         if value not in known:
@@ -122,7 +116,7 @@ def _unknown_modes(given: LossKeywords) -> Iterator[str]:
             yield f"{name}: unknown {value!r}; did you mean {nearest!r}? Known: {', '.join(known)}"
 
 
-def _bad_numbers(given: LossKeywords) -> Iterator[str]:
+def _bad_numbers(given: LossSpec) -> Iterator[str]:
     for name in ("clip_low", "clip_high", "clip_power", "loss_scale_factor"):
         value = getattr(given, name)
         if not math.isfinite(value):

@@ -11,7 +11,7 @@ SUMS = (
     "loss_tokens",
     "model_tokens",
     "minus_d",  # sum over response tokens of old_t - log_probs_t, nats
-    "ratio_excess",  # sum over loss tokens of r_t - 1; around 1 because r stays there, and the variance would cancel
+    "ratio_excess",  # sum over loss tokens of r_t - 1; r is close to 1, and the variance of r itself would cancel
     "ratio_excess_squared",
     "clip_high",
     "clip_low",
@@ -42,11 +42,11 @@ class CTPOStats:
 
 @dataclass(frozen=True)
 class PerToken:
-    """What happened at every token, in the shape of the log-probs, detached; 0 where it does not apply.
+    """Per-token results in the shape of the log-probs, detached; 0 where they do not apply.
 
     loss: float, l_t w_t before aggregation. log_ratio: float, log r_t before the cap (response tokens), nats.
-    prefix: int64, S_t in units of 2^-40 nats. clip: int8, 0 inside the window, 1 above it (A > 0), 2 below it (A < 0),
-    3 beyond the dual bound (A < 0), 4 inside but with log r above the cap of 10 (loss tokens).
+    prefix: int64, S_t in units of 2^-40 nats. clip: int8, of loss tokens. 0 inside the window, 1 above it (A > 0), 2
+    below it (A < 0), 3 beyond the dual bound (A < 0), 4 inside but with log r above the cap of 10.
     """
 
     loss: torch.Tensor

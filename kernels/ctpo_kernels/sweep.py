@@ -13,20 +13,17 @@ from torch import Tensor
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.entropy import EntropyBonus, rows_with_gradient
 from ctpo_kernels.linear_head import LinearHead, leave_out
-from ctpo_kernels.loss import loss_implementation, loss_stream, whole_pass
+from ctpo_kernels.loss import PreparedLoss, loss_implementation, loss_stream, whole_pass
 from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter, without_autocast
 from ctpo_kernels.packed import PackedTokens
 from ctpo_kernels.rows_torch import EntropyGradient
 from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
 from ctpo_kernels.tiles import Runs, active_runs, check_known, may_learn
 
-Prepared = tuple[PackedTokens, LossSpec, float | Tensor | None]
-"""What `loss.prepared` gives."""
-
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Everything of a call that is no operand. batch, labels: of the response tokens only; rows: where they are.
+    """All inputs of a call except the operands. batch, labels: of the response tokens only; rows: their positions.
 
     may_learn: in host memory, see `tiles.check_known`.
     """
@@ -49,15 +46,15 @@ class SweepPlan:
     @classmethod
     def of(
         cls,
-        prepared: Prepared,
+        prepared: PreparedLoss,
         labels: Tensor,
         cp_group: dist.ProcessGroup | None,
         known: Tensor | None = None,
         **rest: Any,
     ) -> SweepPlan:
-        """The plan of a checked batch: rows without a response token leave before the first product.
+        """The plan of a checked batch: rows without a response token are dropped before the first product.
 
-        known: the rows that stay, see `active_rows`.
+        known: the remaining rows, see `active_rows`.
         """
         full, spec, inverse = prepared
         rows = active_rows(full.sampled, known)
@@ -70,7 +67,7 @@ class SweepPlan:
         return cls(batch, spec, inverse, rows, labels.numel(), pick(labels, rows), cp_group, **rest)
 
     def check_values(self, weight: Tensor) -> None:
-        """Raises ValueError for a label outside the vocabulary, and as `tiles.check_known`; on the CPU."""
+        """Raises ValueError for a label outside the vocabulary (on the CPU only), and as `tiles.check_known`."""
         group = self.head["group"]
         columns = weight.shape[0] * (group.size() if group else 1)
         arguments.check_range(self.labels, self.head["vocab_size"] or columns)
@@ -80,9 +77,10 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class Swept:
-    """loss: scalar. vector: statistics. log_probs, entropy: `[N]`; entropy is empty where nobody asked for it.
+    """loss: scalar. vector: statistics. log_probs, entropy: `[N]`; entropy is empty where it was not requested.
 
-    d_hidden: `[N, H]`, or this rank's rows; d_weight: `[V / tp, H]`, in the dtype of the sums; None where not wanted.
+    d_hidden: `[N, H]`, or this rank's rows; d_weight: `[V / tp, H]`, in the accumulation dtype; None where not
+    requested.
     """
 
     loss: Tensor
@@ -94,7 +92,7 @@ class Swept:
 
 
 class _Gradients:
-    """Those of the operands, chunk by chunk: d_hidden is written, d_weight added to; None: not wanted."""
+    """Accumulates the gradients of `hidden` and `weight` over chunks. Either is None when not requested."""
 
     def __init__(self, head: LinearHead, plan: SweepPlan, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
         self.d_hidden, self.d_weight = d_hidden, d_weight
@@ -103,13 +101,13 @@ class _Gradients:
         self._runs: list[Runs] | None = None
 
     def plan_tiles(self, flags: Callable[[], Tensor]) -> None:
-        """Leave out tiles of rows where flags `[M]` are 0, in all chunks; one read-back, none if the caller knows."""
+        """Skip tiles of rows where flags `[M]` are 0, in all chunks; one read-back, or none with `may_learn`."""
         if self._plan.skip:
             known = self._plan.may_learn
             self._runs = active_runs(flags() if known is None else known, self._head.chunk_size)
 
     def begin(self, start: int, end: int, g: Tensor, extra: EntropyGradient | None) -> Runs:
-        """The rows of a chunk that are to be multiplied, for `add`; the gradients of the others are made here."""
+        """The rows of a chunk to multiply, for `add`; the gradients of the other rows are written here."""
         all_of_them = [(0, end - start)]
         runs = all_of_them if self._runs is None else self._runs[start // self._head.chunk_size]
         if runs and self._plan.skip_clipped:
@@ -119,13 +117,13 @@ class _Gradients:
         return runs
 
     def add(self, dz: Tensor, start: int, runs: Runs) -> None:
-        """What the chunk's gradient by the logits, dz `[C, V / tp]`, gives both."""
+        """Add the contribution of a chunk; dz `[C, V / tp]` is its gradient with respect to the logits."""
         self._head.accumulate(dz, start, self.d_hidden, self.d_weight, runs)
 
 
 @without_autocast
 def sweep(hidden: Tensor, weight: Tensor, plan: SweepPlan, *, want_hidden: bool, d_weight: Tensor | None) -> Swept:
-    """All of it. d_weight: what the weight's gradient is added to; None where it is not wanted."""
+    """Run a plan. d_weight: the buffer that the weight's gradient is added to; None when it is not requested."""
     group = plan.head["group"]
     x = pick(gather_hidden(hidden, group, plan.sequence_parallel), plan.rows)
     head = LinearHead(x, weight, plan.labels, **plan.head)
@@ -143,7 +141,7 @@ def sweep(hidden: Tensor, weight: Tensor, plan: SweepPlan, *, want_hidden: bool,
 
 
 def _once(head: LinearHead, plan: SweepPlan, bonus: EntropyBonus, gradients: _Gradients) -> Tensor:
-    """The statistics vector; the batch gets its log-probs. Logits of every chunk are computed once."""
+    """Fill in the log-probs of the batch, each chunk's logits computed once; returns the statistics vector."""
     batch = plan.batch
     totals = loss_implementation(batch.log_probs).segment_totals(batch) if plan.spec.per_sequence else None
     state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=batch.cu.device)
@@ -160,7 +158,7 @@ def _once(head: LinearHead, plan: SweepPlan, bonus: EntropyBonus, gradients: _Gr
 
 
 def _twice(head: LinearHead, plan: SweepPlan, bonus: EntropyBonus, gradients: _Gradients) -> Tensor:
-    """The same when the ratio needs all log-probs first."""
+    """The same for ratios that need all log-probs first."""
     batch = plan.batch
     lse = torch.empty_like(batch.log_probs)
     for start, end in head.chunks():

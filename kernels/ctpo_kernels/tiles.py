@@ -1,8 +1,8 @@
-"""Which tiles of rows the gradient products leave out: those without any gradient.
+"""Which tiles of rows the gradient products skip: those without any gradient.
 
-Which rows are in the loss at all is known before the sweep, so the tiles of all chunks are planned in one read-back, or
-in none where the caller knows the rows. Which rows the clip flattens is known only when the log-probs of their chunk
-are: leaving them out too takes a read-back a chunk.
+The rows in the loss are known before the sweep, so the tiles of all chunks are planned with one read-back, or with none
+when the caller knows the rows. Clipped rows are known only once the log-probs of their chunk are: skipping them too
+takes one read-back per chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Runs = list[tuple[int, int]]
 def active_runs(flags: Tensor, chunk_size: int) -> list[Runs]:
     """For each chunk of `chunk_size` rows, the ranges that hold all nonzero (NaN included) entries of flags `[M]`.
 
-    Reads one flag a tile back, if the flags are on a device.
+    Reads back one flag per tile when the flags are on a device.
     """
     rows = flags.shape[0]
     if rows == 0:
@@ -43,7 +43,7 @@ def _runs(active: list[bool], rows: int) -> Runs:
 
 
 def may_learn(batch: PackedTokens, *, entropy: bool) -> Tensor:
-    """bool `[M]`: rows whose gradient is zero whatever their log-probs are, unless these are NaN, are not set.
+    """bool `[M]`: not set for rows whose gradient is zero for any log-probs that are not NaN.
 
     entropy: every row in the loss has the gradient of its entropy.
     """
@@ -55,7 +55,7 @@ def may_learn(batch: PackedTokens, *, entropy: bool) -> Tensor:
 
 
 def check_known(known: Tensor, batch: PackedTokens, *, entropy: bool) -> None:
-    """Raises ValueError where `known` cannot stand in for `may_learn`; its values are checked on the CPU only."""
+    """Raises ValueError where `known` cannot replace `may_learn`; its values are checked on the CPU only."""
     rows = batch.tokens
     if known.dtype != torch.bool or known.device.type != "cpu" or known.shape != (rows,):
         raise ValueError(

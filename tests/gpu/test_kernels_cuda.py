@@ -18,9 +18,9 @@ from torch import Tensor
 
 import ctpo_kernels as ck
 from ctpo_kernels import loss_torch, rows_torch
-from ctpo_kernels.packed import PackedTokens
+from ctpo_kernels.packed import LossTensors, PackedTokens
 from ctpo_kernels.rows_torch import Shard
-from ctpo_kernels.spec import LossKeywords, LossSpec
+from ctpo_kernels.spec import LossSpec
 from tests.kernels.harness import observed, poisoned_memory
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -94,7 +94,8 @@ def on(device: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def tokens_of(values: dict[str, Tensor]) -> PackedTokens:
     """The batch as the launchers take it."""
-    return PackedTokens.of(**{"loss_mask": None, "weights": None} | values)
+    tensors = {name: value for name, value in values.items() if name != "log_probs"}
+    return PackedTokens.of(values["log_probs"], LossTensors(**tensors))
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -108,7 +109,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 def test_short_and_long_spans_decide_as_the_twin_does(device: str, span: int, variant: str) -> None:
     options = dict(VARIANTS[variant])
     values = packed(device, per=options.pop("per", "sequence"), spread=options.pop("spread", 0.05))
-    spec = LossSpec.of(LossKeywords(**options))
+    spec = LossSpec(**options)
     wanted = loss_torch.loss_pass(tokens_of(values), spec, 0.25, per_token=True)
     batch = tokens_of(on(device, values))
     found = loss_triton().loss_pass(batch, spec, 0.25, per_token=True, span=span)
@@ -126,7 +127,7 @@ def test_short_and_long_spans_decide_as_the_twin_does(device: str, span: int, va
 
 def test_pieces_of_sequences_continue_their_prefix(device: str) -> None:
     values = packed(device, padding=0)
-    spec = LossSpec.of(LossKeywords())
+    spec = LossSpec()
     whole = loss_torch.loss_pass(tokens_of(values), spec, 0.25, per_token=True)
     cu = values["cu_seqlens"]
     middle = cu[:-1] + cu.diff() // 3
@@ -151,7 +152,7 @@ def test_pieces_of_sequences_continue_their_prefix(device: str) -> None:
 @pytest.mark.parametrize("windows", [1, 2, 5])
 def test_the_sweep_has_the_same_bits_however_it_is_cut(device: str, windows: int) -> None:
     values = on(device, packed(device, padding=0))
-    spec = LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
+    spec = LossSpec(loss_agg_mode="token-mean")
     whole = loss_triton().loss_pass(tokens_of(values), spec, 1.0)
     batch = tokens_of(values | {"log_probs": torch.zeros_like(values["log_probs"])})
     state = torch.zeros(batch.segments, 3, dtype=torch.int64, device=device)

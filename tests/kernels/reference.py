@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ctpo_kernels.spec import LossKeywords
+from ctpo_kernels.spec import LossSpec
 
 CUT = 20.0
 CAP = 10.0
@@ -73,11 +73,11 @@ def ctpo_loss_reference(
     global_batch_size: float | None = None,
     **loss_keywords: Any,
 ) -> LossReference:
-    """What `ctpo_loss` computes, with its arguments, tensors or lists; loss_keywords: as `LossKeywords`.
+    """What `ctpo_loss` computes, with its arguments, tensors or lists; loss_keywords: as `LossSpec`.
 
     Raises KeyError for an unknown mode, TypeError for an unknown keyword.
     """
-    o = LossKeywords(**loss_keywords)
+    o = LossSpec(**loss_keywords)
     new = _list(log_probs)
     n = len(new)
     bounds = [int(x) for x in _list(cu_seqlens)]

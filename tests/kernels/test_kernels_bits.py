@@ -13,8 +13,8 @@ from torch import Tensor
 from ctpo_kernels import SUMS, loss_torch, use_backend
 from ctpo_kernels.loss import loss_implementation, loss_stream
 from ctpo_kernels.loss_torch import LossPass, merge_vectors, segment_totals
-from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossKeywords, LossSpec, inverse_of_loss_tokens
+from ctpo_kernels.packed import LossTensors, PackedTokens
+from ctpo_kernels.spec import LossSpec, inverse_of_loss_tokens
 from tests.kernels.packings import PACKINGS, boundaries, random_batch, run, same_bits, without
 
 RATIOS = ["cumprod", "geomean", "token", "sequence", "sequence-geomean"]
@@ -31,7 +31,8 @@ def rough(seed: int, lengths: list[int], **options: Any) -> dict[str, Tensor]:
 
 def checked(batch: dict[str, Tensor], **keywords: Any) -> tuple[PackedTokens, LossSpec]:
     """What the implementations take."""
-    return PackedTokens.of(**batch), LossSpec.of(LossKeywords(**keywords))
+    tensors = {name: values for name, values in batch.items() if name != "log_probs"}
+    return PackedTokens.of(batch["log_probs"], LossTensors(**tensors)), LossSpec(**keywords)
 
 
 def same_decisions(a: LossPass, b: LossPass) -> bool:

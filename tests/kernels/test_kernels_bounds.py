@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels.packed import PackedTokens
-from ctpo_kernels.spec import LossKeywords, LossSpec
+from ctpo_kernels.spec import LossSpec
 
 N, GUARD = 40, 256
 WRITTEN = 777.0
@@ -57,7 +57,7 @@ def assert_inside(gradient: Tensor) -> None:
 def test_wrong_boundaries_make_the_loss_nan_and_touch_nothing_else(gradient: Tensor, cu: list[int]) -> None:
     from ctpo_kernels import loss_triton
 
-    out = loss_triton.loss_pass(batch_with(cu), LossSpec.of(LossKeywords()), 0.25)
+    out = loss_triton.loss_pass(batch_with(cu), LossSpec(), 0.25)
     assert_inside(gradient)
     assert out.loss.isnan()
     assert float(out.vector[2]) <= N, "tokens outside of the batch were counted"
@@ -69,7 +69,7 @@ def test_windows_of_wrong_boundaries(gradient: Tensor, cu: list[int]) -> None:
     from ctpo_kernels import loss_triton
 
     batch, state = batch_with(cu), torch.zeros(len(cu) - 1, 3, dtype=torch.int64)
-    spec = LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
+    spec = LossSpec(loss_agg_mode="token-mean")
     stream = loss_triton.TritonLossStream(batch, spec, 0.25, totals=None, state=state)
     for start, end in ((0, 24), (24, N)):
         stream.step(start, end)
@@ -81,7 +81,7 @@ def test_windows_of_wrong_boundaries(gradient: Tensor, cu: list[int]) -> None:
 def test_right_boundaries_give_a_loss(gradient: Tensor, cu: list[int]) -> None:
     from ctpo_kernels import loss_triton
 
-    out = loss_triton.loss_pass(batch_with(cu), LossSpec.of(LossKeywords()), 0.25)
+    out = loss_triton.loss_pass(batch_with(cu), LossSpec(), 0.25)
     assert_inside(gradient)
     assert out.loss.isfinite()
     assert not gradient[GUARD + cu[-1] : GUARD + N].any(), "padding gets the gradient 0"

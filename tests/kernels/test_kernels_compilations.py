@@ -18,11 +18,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 RECORD = """
 from benchmarks.kernels import aot_launches
 from ctpo_kernels import loss_triton
-from ctpo_kernels.spec import LossKeywords, LossSpec
+from ctpo_kernels.spec import LossSpec
 import torch
 
 def window(start, end, segments):
-    batch, spec = aot_launches.batch_of(4096, segments), LossSpec.of(LossKeywords(loss_agg_mode="token-mean"))
+    batch, spec = aot_launches.batch_of(4096, segments), LossSpec(loss_agg_mode="token-mean")
     state = torch.zeros(segments, 3, dtype=torch.int64)
     stream = loss_triton.TritonLossStream(batch, spec, 0.1, totals=None, state=state)
     stream.step(start, end)

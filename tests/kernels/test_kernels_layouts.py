@@ -120,7 +120,7 @@ def test_flat_values_that_may_be_either_are_refused(backend: str) -> None:
     batch["advantages"] = torch.tensor([1.0, 2.0, 3.0])
     for name in ("advantages", "weights"):
         shaped = {"advantages": batch["advantages"][:, None], "weights": torch.ones(3, 1), name: torch.ones(3)}
-        with pytest.raises(ValueError, match=rf"{name} \[3\] may be one value a token .* \[1, 3\] or \[3, 1\]"):
+        with pytest.raises(ValueError, match=rf"{name} \[3\] may be one value per token .* \[1, 3\] or \[3, 1\]"):
             ctpo_loss(**{**batch, **shaped})
     batch |= {"log_probs": torch.zeros(3), "old_log_probs": None, "response_mask": torch.ones(3), "loss_mask": None}
     for shaped, expected in ((batch["advantages"][:, None], [-1, -1, -3]), (batch["advantages"][None], [-1, -2, -3])):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import inspect
 import os
@@ -17,7 +16,9 @@ import torch
 
 import ctpo_kernels
 from ctpo_kernels import ctpo_loss, dispatch, fused_linear_ctpo, linear_log_probs, use_backend, vocab_parallel_log_probs
-from ctpo_kernels.spec import LossKeywords
+from ctpo_kernels.ops_loss import fused_linear, loss_operator
+from ctpo_kernels.packed import LossTensors
+from ctpo_kernels.spec import LossSpec
 from tests.kernels.heads import random_head
 from tests.kernels.packings import random_batch
 
@@ -153,7 +154,7 @@ def test_mask_and_rows_that_do_not_fit() -> None:
     head = random_head(1, [20, 10, 6])
     with pytest.raises(ValueError, match=r"mask has shape \[3\]; expected \[36\]"):
         linear_log_probs(head.hidden, head.weight, head.labels.clamp(min=0), mask=torch.ones(3))
-    with pytest.raises(ValueError, match="rows are 1 places, not the "):
+    with pytest.raises(ValueError, match="rows lists 1 rows, not the "):
         fused_linear_ctpo(**head.arguments(), rows=torch.tensor([0]))
 
 
@@ -206,7 +207,7 @@ def test_unknown_backend_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 def test_backend_of_the_environment_gives_way_to_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CTPO_KERNELS_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(RuntimeError, match="triton backend was asked for"):
+    with pytest.raises(RuntimeError, match="triton backend was requested"):
         loss_with()
     with use_backend("torch"):
         loss_with()
@@ -293,6 +294,24 @@ def test_interpreter_leaves_no_trace_in_the_environment() -> None:
 @pytest.mark.parametrize("function", [ctpo_loss, fused_linear_ctpo])
 def test_both_losses_have_the_keywords_of_the_reference(function: Any) -> None:
     parameters = inspect.signature(function).parameters
-    for field in dataclasses.fields(LossKeywords):
-        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[field.name].default == field.default
+    assert set(LossSpec._field_defaults) == set(LossSpec._fields)
+    for name, default in LossSpec._field_defaults.items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == default
+
+
+@pytest.mark.parametrize("function", [ctpo_loss, fused_linear_ctpo])
+def test_both_losses_take_every_field(function: Any) -> None:
+    """Their signatures repeat the fields of the two objects behind."""
+    parameters = inspect.signature(function).parameters
+    assert set(LossTensors._fields) | set(LossSpec._fields) <= set(parameters)
+
+
+@pytest.mark.parametrize("schema", [loss_operator, fused_linear])
+def test_the_operators_take_the_fields_in_their_order(schema: Any) -> None:
+    """`ops_loss` unpacks the two objects into positional arguments."""
+    names = [argument.name for argument in schema._opoverload._schema.arguments]
+    start = names.index("response_mask") - 1
+    tokens = names[start : start + 6]
+    assert tokens == ["old", *LossTensors._fields[1:6]]
+    assert names[start + 10 : start + 18] == list(LossSpec._fields)

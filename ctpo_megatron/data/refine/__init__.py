@@ -1,4 +1,4 @@
-"""A raw collection of problems becomes prompt files: cleaned, de-duplicated and checked against evaluation files."""
+"""Turns a raw collection of problems into prompt files: cleaned, deduplicated and checked against evaluation files."""
 
 from ctpo_megatron.data.refine.pipeline import Refined, Settings, refine
 from ctpo_megatron.data.refine.problems import COLUMNS, RawProblem, read_held_out, read_problems, write_prompts

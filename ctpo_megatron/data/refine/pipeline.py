@@ -1,4 +1,4 @@
-"""From raw problems to those worth training on, in a fixed order; every problem that goes has one reason."""
+"""Filters raw problems for training, in a fixed order; every dropped problem has one reason."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ctpo_megatron.data.refine.report import Dropped, Reason
 from ctpo_megatron.data.refine.words import near_duplicates, overlaps, words_of
 
 Found = Mapping[int, str]
-"""Index of a problem -> what is the matter with it."""
+"""Index of a problem -> why it is dropped."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """near: overlap from which on two problems are near duplicates (above 1: never).
+    """near: overlap from which two problems count as near duplicates (above 1: never).
 
-    ngram: successive words shared with an evaluation file that make a problem contaminated; common: but not if more
-    than so many problems have them. max_tokens: longest prompt; None: any.
+    ngram: successive words shared with an evaluation file that make a problem contaminated; common: unless more than
+    this many problems have them. max_tokens: longest prompt; None: any.
     """
 
     near: float = 0.8
@@ -30,14 +30,14 @@ class Settings:
 
 @dataclass
 class Refined:
-    """The problems that remain, those that went, and the phrases that were too common to be a copy."""
+    """The problems that remain, the dropped ones, and the phrases that were too common to count as copies."""
 
     kept: list[RawProblem]
     dropped: list[Dropped] = field(default_factory=list)
     common_phrases: list[str] = field(default_factory=list)
 
     def drop(self, reason: Reason, found: Found) -> None:
-        """Take out problems by their index."""
+        """Drop problems by their index."""
         for index, detail in sorted(found.items()):
             problem = self.kept[index]
             self.dropped.append(Dropped(problem.file, problem.row, problem.id, reason, detail))
@@ -54,8 +54,8 @@ def refine(
 ) -> Refined:
     """Apply all filters in turn.
 
-    held_out: name -> text of evaluation problems. unverifiable: of answers, those that no reply can match, with the
-    reason. tokens: lengths of prompts; None if `settings.max_tokens` is.
+    held_out: name -> text of evaluation problems. unverifiable: returns the answers that no response can match, with
+    the reason. tokens: lengths of prompts; None if `settings.max_tokens` is.
     """
     result = Refined(list(problems))
     result.drop("unverifiable", unverifiable([problem.answer for problem in result.kept]))
@@ -78,7 +78,7 @@ def refine(
 
 
 def _same_text(problems: Sequence[RawProblem]) -> tuple[dict[int, str], dict[int, str]]:
-    """Problems of one text with different answers, and those that repeat an earlier one with its answer."""
+    """Problems with the same text but different answers, and problems that repeat an earlier one with its answer."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, problem in enumerate(problems):
         alike[words_of(problem.text)].append(index)

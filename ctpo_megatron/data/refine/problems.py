@@ -1,4 +1,4 @@
-"""Problems as a raw collection has them, and as prompt files have them."""
+"""Reads problems of a raw collection and writes prompt files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ctpo_megatron.data.refine.report import Dropped
 from ctpo_megatron.data.tables import find_files, read_rows
 
 COLUMNS = {"problem": "problem", "answer": "answer", "id": "", "data_source": "", "ability": ""}
-"""What a problem needs or may have -> the column that holds it, unless `--map` says otherwise; "": none."""
+"""Field of a problem -> the column that holds it by default (`--map` overrides); "": none."""
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _SCHEMA = pa.schema(
@@ -47,10 +47,10 @@ class RawProblem:
 def read_problems(
     files: Sequence[str], columns: Mapping[str, str], data_source: str, answer_after: str | None
 ) -> tuple[list[RawProblem], list[Dropped]]:
-    """All problems of some files, and the rows that hold none.
+    """All problems of some files, and the rows without one.
 
-    columns: as COLUMNS. data_source: of rows without a column of it; "": the file's name. answer_after: keep what
-    follows the last such mark in the answer (GSM8K: `####`).
+    columns: as COLUMNS. data_source: for rows without that column; "": the file's name. answer_after: keep the text
+    after the last such mark in the answer (GSM8K: `####`).
     Raises DataError for files that cannot be read or lack a column.
     """
     found: list[RawProblem] = []
@@ -91,7 +91,7 @@ def read_held_out(files: Sequence[str]) -> dict[str, str]:
 
 
 def write_prompts(problems: Sequence[RawProblem], output: Path) -> None:
-    """Write a prompt file (docs/data.md); it appears whole or not at all."""
+    """Write a prompt file (docs/data.md) atomically."""
     rows = [_row(problem) for problem in problems]
     with aside(output) as written:
         pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), written)
@@ -109,5 +109,5 @@ def _row(problem: RawProblem) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """A cell as text; "" for one that is none: a list, a truth value, nothing."""
+    """A cell as text; "" for a list, a bool or a null."""
     return str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""

@@ -1,4 +1,4 @@
-"""What became of every problem of a collection: counted for people, listed for programs."""
+"""The outcome of every problem of a collection: a table of counts, and a JSON list."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEANING: dict[Reason, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A problem that is not written, with what it was compared to."""
+    """A dropped problem, with the problem it was compared to."""
 
     file: str
     row: int
@@ -33,7 +33,7 @@ class Dropped:
 def report_json(
     settings: Mapping[str, Any], read: Mapping[str, int], kept: int, dropped: Sequence[Dropped], phrases: Sequence[str]
 ) -> dict[str, Any]:
-    """The whole report: settings, counts, and every dropped row."""
+    """The report as JSON: settings, counts, and every dropped row."""
     counts = Counter(each.reason for each in dropped)
     return {
         "settings": dict(settings),
@@ -46,7 +46,7 @@ def report_json(
 
 
 def report_rows(read: int, kept: int, dropped: Sequence[Dropped]) -> list[tuple[str, str, str]]:
-    """The report as rows of a table: what, how many, which."""
+    """The report as rows of a table: reason, count, examples."""
     rows = [("read", f"{read:,}", "")]
     for reason, meaning in MEANING.items():
         ids = [each.id for each in dropped if each.reason == reason]

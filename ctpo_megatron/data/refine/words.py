@@ -1,4 +1,4 @@
-"""Texts compared by their words: near duplicates, and what two texts share word for word."""
+"""Compares texts by their words: near duplicates, and word-for-word overlaps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LAYOUT = {"\\left", "\\right", "\\displaystyle", "\\text", "\\mathrm", "\\quad"
 
 
 def words_of(text: str) -> Words:
-    """Words, numbers, operators and LaTeX commands in lower case; spaces, punctuation and layout do not count."""
+    """Words, numbers, operators and LaTeX commands in lower case, without spaces, punctuation and layout."""
     found = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
     return tuple(_SAME.get(word, word) for word in found if word not in _LAYOUT)
 
 
 def near_duplicates(texts: Sequence[Words], threshold: float, same: Callable[[int, int], bool]) -> dict[int, int]:
-    """Index of a text -> an earlier one that it repeats; of those that repeat none, none.
+    """Index of a text -> the earlier text that it repeats; other texts are missing.
 
-    Two texts are near when they hold the same numbers, their sets of three successive words overlap by at least
-    `threshold` (Jaccard: shared over all), and `same` says so of their indices. The search is exact: texts with that
-    overlap share one of their rarest words (prefix filter: Bayardo, Ma and Srikant 2007).
+    Two texts are near duplicates when they contain the same numbers, their sets of word trigrams overlap by at least
+    `threshold` (Jaccard), and `same` is true of their indices. The search is exact: such texts share one of their
+    rarest trigrams (prefix filter: Bayardo, Ma and Srikant 2007).
     """
     sets = [frozenset(grams(words, min(_SHINGLE, len(words)))) for words in texts]
     frequency = Counter(gram for each in sets for gram in each)
@@ -53,10 +53,10 @@ def near_duplicates(texts: Sequence[Words], threshold: float, same: Callable[[in
 def overlaps(
     texts: Sequence[Words], held_out: Mapping[str, Words], size: int, common: int
 ) -> tuple[dict[int, tuple[str, str]], list[str]]:
-    """Index of a text -> (name, shared words) of a held-out text that it equals, or has `size` successive words of.
+    """Index of a text -> (name, shared words) of a held-out text that it equals or shares `size` successive words with.
 
-    Successive words that more than `common` of the texts have are a phrase of the trade ("where m and n are relatively
-    prime positive integers"), not a copy; those are returned, too.
+    Word sequences in more than `common` of the texts are idioms ("where m and n are relatively prime positive
+    integers"), not copies; they are returned, too.
     """
     whole = {words: name for name, words in held_out.items()}
     parts = {gram: name for name, words in held_out.items() for gram in grams(words, size)}
@@ -77,7 +77,7 @@ def overlaps(
 
 
 def grams(words: Words, size: int) -> Iterable[Words]:
-    """All runs of `size` successive words; none in a shorter text."""
+    """All sequences of `size` successive words; none for a shorter text."""
     return (words[start : start + size] for start in range(len(words) - size + 1))
 
 

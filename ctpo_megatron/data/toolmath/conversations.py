@@ -1,4 +1,4 @@
-"""SFT conversations that show how to call the tool, spoiled so that reinforcement has something to repair."""
+"""SFT conversations that show how to call the tool, corrupted so that RL has something to improve."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = dict[str, str]
 
 
 def hermes(code: str, output: str) -> list[Message]:
-    """A call of the code interpreter and its answer, as `rollout.tool_parser: hermes` has them."""
+    """A call of the code interpreter and its answer in the format of `rollout.tool_parser: hermes`."""
     call = json.dumps({"name": "code_interpreter", "arguments": {"code": code}})
     return [
         {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
@@ -22,7 +22,7 @@ def hermes(code: str, output: str) -> list[Message]:
 
 
 def fenced(code: str, output: str) -> list[Message]:
-    """The same as `rollout.tool_parser: fenced` has them."""
+    """The same in the format of `rollout.tool_parser: fenced`."""
     shown = f"The program printed:\n{output}" if output else "The program printed nothing."
     return [{"role": "assistant", "content": f"```python\n{code}\n```"}, {"role": "user", "content": shown}]
 
@@ -33,10 +33,10 @@ PROTOCOLS: dict[str, Callable[[str, str], list[Message]]] = {"hermes": hermes, "
 def conversation(
     problem: Question, corruption: CorruptionConfig, rng: Random, tool_parser: str = "hermes"
 ) -> list[Message]:
-    """One conversation about `problem`, each kind of spoiling drawn independently with its own probability.
+    """One conversation about `problem`; each kind of corruption is drawn independently with its own probability.
 
-    An observation is what the interpreter prints, without the final newline: the value of the program that was
-    called, right or wrong, or nothing where print() was forgotten. After an empty one the answer is a guess.
+    An observation is the interpreter's output without the final newline: the value of the called program, right or
+    wrong, or nothing if print() was forgotten. After an empty observation the answer is a guess.
     """
     spoiled = {name: rng.random() < getattr(corruption, name) for name in ("guess", "no_print", "no_box")}
     program = _choose_program(problem, corruption, rng)
@@ -62,9 +62,9 @@ def _choose_program(problem: Question, corruption: CorruptionConfig, rng: Random
 def _calls(
     program: Program, numbers: dict[str, int], results: list[int], *, forget_print: bool
 ) -> Iterator[tuple[str, str]]:
-    """The code of each call, and what it prints."""
+    """The code of each call, and its output."""
     for turn, (expression, result) in enumerate(zip(program, results, strict=True)):
-        # Only the last call may stay silent: after a silent first call nobody could write the second.
+        # Only the last call may print nothing: the second call needs the output of the first.
         printed = not (forget_print and turn == len(program) - 1)
         names = {**numbers, "s": results[turn - 1]} if turn else numbers
         yield expression.code(names, printed=printed), str(result) if printed else ""

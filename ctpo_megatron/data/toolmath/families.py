@@ -59,8 +59,8 @@ def run(program: Program, numbers: Mapping[str, int]) -> list[int]:
 def draw_problem(family: Family, rng: Random) -> Question:
     """Draw numbers until no wrong program gives the right answer by accident and no digit occurs twice.
 
-    Digits are single tokens. With all of them different, "what followed this digit" has one answer, and a two-layer
-    model learns to copy numbers within a minute; with repeats most of SFT would go into that.
+    Digits are single tokens. If all are different, every digit has one successor, and a two-layer model learns to copy
+    numbers within a minute; with repeated digits this would take most of SFT.
     """
     while True:
         numbers = family.draw(rng)
@@ -154,4 +154,4 @@ FAMILIES: tuple[Family, ...] = (
            _three((10, 99), (10, 99), (10, 99)),
            (_PRODUCT, _THEN_MINUS), ((_PRODUCT, _THEN_PLUS), (_SUM, _THEN_MINUS))),
 )  # fmt: skip
-"""The fourteen kinds of questions; the last three need two tool calls, the second using the first's result."""
+"""The fourteen kinds of questions; the last three need two tool calls, of which the second uses the first's result."""

@@ -19,7 +19,7 @@ from ctpo_megatron.data.toolmath.model import build_model, write_model
 from ctpo_megatron.data.toolmath.tokenizer import train_tokenizer
 
 FORMAT = 2
-"""Raised whenever equal settings would give other files, so that an old directory is not taken for a new one."""
+"""Increased whenever equal settings would give other files, so that an old directory is not reused."""
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _PROMPT_SCHEMA = pa.schema(
@@ -37,9 +37,9 @@ _PROMPT_SCHEMA = pa.schema(
 def prepare(config: PrepareConfig, tool_parser: str = "hermes") -> None:
     """Write model/, train.parquet, heldout.parquet and sft.parquet to `config.directory`.
 
-    tool_parser: `rollout.tool_parser`, which the conversations call the tool for; for a user's own it is hermes.
-    A directory that an equal configuration wrote is reused at once. Raises DataError when the directory holds
-    anything else, naming the settings that differ; nothing is ever overwritten.
+    tool_parser: `rollout.tool_parser`, whose format the conversations use; hermes for a user's own parser. A directory
+    that an equal configuration wrote is reused. Raises DataError when the directory holds anything else, naming the
+    settings that differ; nothing is ever overwritten.
     """
     target = Path(config.directory)
     tool_parser = tool_parser if tool_parser in PROTOCOLS else "hermes"
@@ -58,12 +58,12 @@ def prepare(config: PrepareConfig, tool_parser: str = "hermes") -> None:
         except OSError:
             if not target.exists():
                 raise
-            # Another process published the same directory first: its content must do.
+            # Another process published the same directory first; use it if its content fits.
             _check_reusable(target, record)
 
 
 def _record(config: PrepareConfig, tool_parser: str) -> dict[str, Any]:
-    """What prepare.json says: all that the files depend on."""
+    """Content of prepare.json: all settings that the files depend on."""
     return {"format": FORMAT, "tool_parser": tool_parser, **config.model_dump(mode="json", exclude={"directory"})}
 
 
@@ -80,7 +80,7 @@ def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = T
 
 
 def sft_conversations(config: PrepareConfig, excluded: set[str], tool_parser: str = "hermes") -> list[list[Message]]:
-    """The spoiled conversations of SFT, about questions that are not `excluded`, in random order."""
+    """The corrupted conversations of SFT, about questions that are not `excluded`, in random order."""
     if config.corruption.wrong_common + config.corruption.wrong_rare > 1:
         raise DataError("prepare.corruption: wrong_common + wrong_rare must not exceed 1")
     rng = Random(f"{config.seed}/warmup")
@@ -92,7 +92,7 @@ def sft_conversations(config: PrepareConfig, excluded: set[str], tool_parser: st
 def _write(config: PrepareConfig, tool_parser: str, directory: Path) -> None:
     seen: set[str] = set()
     for split, count in (("heldout", config.heldout_prompts), ("train", config.train_prompts)):
-        # Drawn first and never forgotten: held-out questions occur neither in training nor in SFT.
+        # Drawn first and excluded from the others: held-out questions occur neither in training nor in SFT.
         problems = draw_problems(count, Random(f"{config.seed}/{split}"), seen)
         if split == "heldout":
             heldout = set(seen)
@@ -117,7 +117,7 @@ def _prompt_row(problem: Question, index: int, split: str) -> dict[str, Any]:
 
 
 def _plain_text(messages: list[Message]) -> str:
-    """What the chat template's text looks like to the merges: a role word and the content on lines of their own."""
+    """The rendered text as BPE sees it: the role and the content on separate lines."""
     return "\n".join(f"{message['role']}\n{message['content']}" for message in messages)
 
 
@@ -147,7 +147,7 @@ def _check_reusable(target: Path, record: dict[str, Any]) -> None:
 
 
 def _key(name: str) -> str:
-    """The key of the configuration behind a name in prepare.json."""
+    """The configuration key of a name in prepare.json."""
     return f"rollout.{name}" if name == "tool_parser" else f"prepare.{name}"
 
 

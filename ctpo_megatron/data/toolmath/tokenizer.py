@@ -17,8 +17,9 @@ MAX_VOCABULARY = 512
 # Letters with one leading mark, single digits, punctuation with one leading space, line ends, blanks.
 _PIECES = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
-# Tools are not shown: a schema would be most of a prompt, and SFT teaches the model its one tool. So it is asked as it
-# was trained, also by a client that sends `tools`. Calls and answers in the history are what SFT and RL have there.
+# Tool schemas are not rendered: a schema would be most of a prompt, and SFT teaches the model its only tool. So prompts
+# look as in training, even for a client that sends `tools`. Calls and answers in the history are rendered as in SFT and
+# RL.
 CHAT_TEMPLATE = """\
 {%- macro turn(role, text) %}{{ '<|im_start|>' + role + '\\n' + text + '<|im_end|>\\n' }}{% endmacro -%}
 {%- macro call(function) -%}
@@ -49,7 +50,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train on rendered conversations; every digit stays a token of its own, so numbers are copied digit by digit."""
+    """Train on rendered conversations; every digit stays a separate token, so numbers are copied digit by digit."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -82,7 +83,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def _without_tags(texts: Iterable[str]) -> Iterable[str]:
-    """Text as the merges will see it: tags are tokens already, so their letters must not earn merges."""
+    """Text as BPE sees it: tags are tokens already, so their letters must not create merges."""
     for text in texts:
         for tag in (TURN_START, TURN_END, *TOOL_TAGS):
             text = text.replace(tag, "\n")

@@ -32,7 +32,7 @@ _FENCE = re.compile("`{3,}")
 
 @dataclass(frozen=True, slots=True)
 class FencedBlock:
-    """A fenced block. language: first word behind the opening fence, in lower case. closed: whether it has an end."""
+    """A fenced block. language: first word after the opening fence, in lower case. closed: has a closing fence."""
 
     language: str
     content: str
@@ -42,8 +42,8 @@ class FencedBlock:
 def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     """The blocks of a text, in order.
 
-    A block opens where a line ends in three or more backticks and at most a word, and closes with a line of at least as
-    many backticks and nothing else. A line that begins with the backticks may have more words behind them.
+    A block opens where a line ends in three or more backticks and at most one word. It closes with a line of at least
+    as many backticks and nothing else. After backticks at the start of a line, more words may follow.
     """
     fence, language, content = "", "", list[str]()
     for line in text.split("\n"):
@@ -72,9 +72,9 @@ def _opened(line: str) -> tuple[str, str]:
 
 
 class FencedParser:
-    """The first block of Python runs, whatever else the turn says; other blocks are text.
+    """The first block of Python runs, regardless of the rest of the turn; other blocks are text.
 
-    A stop string ends the turn where a block may have closed, and sampling goes on if that was no program.
+    Sampling stops where a block may have closed, and continues if it was not a program.
     """
 
     system_prompt = SYSTEM_PROMPT
@@ -101,7 +101,7 @@ class FencedParser:
         return [ToolCallRequest(TOOL, {"code": dedent(block.content)})]
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """A user's message a call: chat templates without tools know these, too."""
+        """One user message per call, which chat templates without tools support."""
         return [Message("user", _shown(call)) for call in calls]
 
 

@@ -14,7 +14,7 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """Strict: prose may come before the calls, nothing but white space between and after them. Thinking is not read.
+    """Strict: text may come before the calls, only white space between and after them. Thinking is ignored.
 
     parallel_calls: whether a turn may hold several calls; otherwise exactly one.
     """
@@ -30,7 +30,7 @@ class HermesParser:
         return CALL_OPEN in text or CALL_CLOSE in text
 
     def parse(self, text: str) -> list[ToolCallRequest]:
-        """See ToolParser. Raises ParseError when anything is not exactly as the format wants it."""
+        """See ToolParser. Raises ParseError for any deviation from the format."""
         text = without_thinking(text)
         opened, closed = text.count(CALL_OPEN), text.count(CALL_CLOSE)
         if self._parallel_calls and opened != closed:
@@ -42,7 +42,7 @@ class HermesParser:
         return [_call(part) for part in text.split(CALL_OPEN)[1:]]
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """One tool message a call."""
+        """One tool message per call."""
         return [Message("tool", call.output, call.name) for call in calls]
 
 
@@ -69,7 +69,7 @@ def _load_object(payload: str) -> dict[str, Any]:
         call = json.loads(payload, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ParseError(f"invalid JSON: {error.msg} at character {error.pos}") from None
-    except (RecursionError, ValueError) as error:  # nesting, or an integer of thousands of digits
+    except (RecursionError, ValueError) as error:  # deep nesting, or an integer of thousands of digits
         if isinstance(error, ParseError):
             raise
         raise ParseError("invalid JSON: nested too deeply or a number too long") from None

@@ -1,4 +1,4 @@
-"""What a model says apart from its thinking."""
+"""Separates a model's thinking from the rest of its turn."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def left_open(context: str) -> str:
-    """The tag that a text ends with, as prompts do that make the model think; "" without one."""
+    """The `<think>` tag that a prompt ends with; "" without one."""
     return OPEN if context.rstrip().endswith(OPEN) else ""
 
 
 def without_thinking(text: str) -> str:
-    """The part of a model turn that is read for tool calls: all but thinking at its beginning.
+    """The part of a model turn that is parsed for tool calls: all but thinking at its beginning.
 
-    Thinking that was not ended is the whole turn.
+    Unfinished thinking is the whole turn.
     """
     return text.partition(CLOSE)[2] if text.lstrip().startswith(OPEN) else text

@@ -1,10 +1,10 @@
-"""Trackers: where the metrics of a run go besides its own record, metrics.jsonl.
+"""Trackers: further destinations of the metrics of a run, in addition to metrics.jsonl.
 
-with open_trackers(config, directory) as trackers:      # those of `tracking.trackers`
+with open_trackers(config, directory) as trackers:      # as `tracking.trackers` lists them
     trackers.log(step, metrics)                         # never raises, never waits longer than tracking.timeout_s
 
-TensorBoard writes files in the trainer's process. Every other tracker has a process of its own, so that neither its
-failures nor its packages are the trainer's.
+TensorBoard writes files in the trainer's process. Every other tracker has its own process, so that neither its failures
+nor its packages affect the trainer.
 """
 
 from ctpo_megatron.tracking.trackers.check import tracker_problem

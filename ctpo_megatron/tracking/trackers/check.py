@@ -1,4 +1,4 @@
-"""What can be said against a tracker before a run begins."""
+"""Checks of a tracker before a run starts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from ctpo_megatron.config.extension import Extension
 
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}
-"""What our own trackers import that an environment for training may lack."""
+"""Packages of our own trackers that a training environment may lack."""
 
 
 def tracker_problem(extension: Extension, python: str | None = None) -> str | None:
-    """Why this tracker could not be made, or None. `extensions.activate` comes first.
+    """Why this tracker cannot be created, or None. `extensions.activate` comes first.
 
-    python: `tracking.python`. With one, only its own packages count: a user's tracker is not imported here then.
+    python: `tracking.python`. If set, only its packages count, and a user's tracker is not imported here.
     """
     if python is not None and not Path(python).is_file():
         return f"tracking.python: {python} is not there"

@@ -1,4 +1,4 @@
-"""The process of one tracker: records come as lines of JSON on stdin, outcomes go as lines to what stdout was."""
+"""The process of one tracker: reads records as JSON lines from stdin, writes outcomes as lines to the first stdout."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ctpo_megatron.tracking.trackers.protocol import make
 
 
 def main() -> None:
-    """Make the tracker, feed it until stdin ends (the run is over, or its process is gone), close it."""
+    """Create the tracker, feed it until stdin ends (with the run or its process), close it."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)  # what the tracker prints must not be taken for an outcome
+    os.dup2(2, 1)  # prints of the tracker must not look like outcomes
     start = json.loads(sys.stdin.readline())
     activate(start["search_path"])
     limit = start["timeout_s"]
@@ -43,7 +43,7 @@ def _act(tracker: Any, message: dict[str, Any]) -> None:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run a call; past the limit the kernel ends this process, whatever code it is in."""
+    """Run a call; after the limit the kernel ends this process, even in C code."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         return call()
@@ -54,7 +54,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 def _outcome(call: Callable[[], None]) -> str | None:
     try:
         call()
-    except Exception as error:  # counted and named by the trainer
+    except Exception as error:  # the trainer counts and logs it
         return _text(error)
     return None
 

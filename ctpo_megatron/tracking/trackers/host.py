@@ -1,4 +1,4 @@
-"""Holds the trackers of a run: whatever one of them does, the run goes on, and its failures are counted."""
+"""Manages the trackers of a run: their failures are counted and never end the run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IN_A_ROW = 3
-"""So many failures without a success between them switch a tracker off."""
+"""This many consecutive failures switch a tracker off."""
 
 
 class Hosted(Protocol):
-    """A tracker as the run holds it; the lists are outcomes of calls: None, or why one failed."""
+    """A tracker as the run calls it; lists are outcomes of calls: None, or why one failed."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> list[str | None]: ...
 
@@ -37,7 +37,7 @@ class Hosted(Protocol):
 
 
 class InProcess:
-    """TensorBoard, which needs no process of its own."""
+    """A tracker in the trainer's process: TensorBoard."""
 
     def __init__(self, tracker: Any) -> None:
         self._tracker = tracker
@@ -61,7 +61,7 @@ class InProcess:
 
 
 class Trackers:
-    """All trackers of a run. No method raises what a tracker raises, or waits for one longer than its deadline."""
+    """All trackers of a run. No method raises a tracker's exception or waits longer than its deadline."""
 
     def __init__(self) -> None:
         self._active: dict[str, Hosted] = {}
@@ -70,27 +70,27 @@ class Trackers:
         self._failures = 0
 
     def open(self, name: str, start: Callable[[], Hosted]) -> None:
-        """Add the tracker that `start` gives."""
+        """Add the tracker that `start` returns."""
         try:
             self._active[name] = start()
         except Exception as error:
             self._end(name, f"cannot start: {type(error).__name__}: {error}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand the metrics of a step to every tracker."""
+        """Send the metrics of a step to every tracker."""
         self._each(lambda tracker: tracker.log(step, metrics))
 
     def rewind(self, step: int) -> None:
-        """Say that the steps after `step` are going to be logged again."""
+        """Announce that the steps after `step` will be logged again."""
         self._each(lambda tracker: tracker.rewind(step))
 
     def take_failures(self) -> int:
-        """Failures noticed since the last call of this."""
+        """Failures since the last call."""
         failures, self._failures = self._failures, 0
         return failures
 
     def close(self) -> None:
-        """Let every tracker send what is left."""
+        """Let every tracker send its remaining records."""
         self._each(lambda tracker: tracker.close())
         self._active.clear()
 
@@ -107,7 +107,7 @@ class Trackers:
                     self._note(name, outcome)
             except TrackerEnded as error:
                 self._end(name, str(error))
-            except Exception as error:  # ours or a tracker's: a run is worth more than its curves elsewhere
+            except Exception as error:  # any bug, ours or a tracker's: a tracker must not end a run
                 self._end(name, f"{type(error).__name__}: {error}")
 
     def _note(self, name: str, failure: str | None) -> None:
@@ -127,13 +127,13 @@ class Trackers:
         self._switch_off(name, cause)
 
     def _switch_off(self, name: str, cause: str) -> None:
-        log.error("tracker %s is switched off, and the run goes on without it: %s", name, hidden(cause))
+        log.error("tracker %s is switched off, and the run continues without it: %s", name, hidden(cause))
         if tracker := self._active.pop(name, None):
             tracker.kill()
 
 
 def open_trackers(config: Config, directory: Path) -> Trackers:
-    """Start the trackers of a configuration for a run in `directory`; those of a resumed run go on where they were."""
+    """Start the trackers of a configuration for a run in `directory`; a resumed run continues their records."""
     trackers = Trackers()
     settings, tree = config.tracking, redacted(config.model_dump(mode="json"))
     for extension in settings.trackers:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_AT_ONCE = 100  # most parameters of one request; of metrics it takes 1000
+_AT_ONCE = 100  # limit of parameters in one request; of metrics it is 1000
 _LONGEST_PARAMETER = 500
 
 
@@ -17,7 +17,7 @@ class Mlflow:
     """Logs into an MLflow run. Users and passwords come from MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN.
 
     tracking_uri: a server, or e.g. sqlite:///runs/mlflow.db; without it MLFLOW_TRACKING_URI, else the file `mlflow.db`
-    beside the run directory. Characters that MLflow does not take in names (`@`) become `_`.
+    next to the run directory. Characters that MLflow does not allow in names (`@`) become `_`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A tracker in a process of its own: it cannot stall, end or load anything into the trainer."""
+"""A tracker in its own process: it cannot stall or end the trainer, or load packages into it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any
 from ctpo_megatron.base.signals import children_spared
 
 _ROOT = Path(__file__).resolve().parents[3]
-# At the end of the path: an interpreter with packages of its own must find those first.
+# At the end of the path, so that another interpreter finds its own packages first.
 _MAIN = f"import sys; sys.path.append({str(_ROOT)!r}); from ctpo_megatron.tracking.trackers.child import main; main()"
-_SLICE = 4096  # what a pipe that is ready takes without waiting
+_SLICE = 4096  # a pipe that is ready accepts this much without blocking
 
 
 class TrackerEnded(Exception):
-    """A tracker cannot go on; the message says why."""
+    """A tracker cannot continue; the message is the reason."""
 
 
 class TrackerProcess:
-    """The trainer's end of the pipes; records wait in the pipe (64 KiB) while the tracker is busy.
+    """The trainer's side; records wait in the pipe (64 KiB) while the tracker is busy.
 
-    start: what `child.main` makes the tracker from. python: interpreter. timeout_s: for one call of the tracker there,
-    and for room in the pipe here. log_path: gets what the process prints.
+    start: what `child.main` creates the tracker from. python: interpreter. timeout_s: for one call of the tracker
+    there, and for space in the pipe here. log_path: receives the output of the process.
     """
 
     def __init__(self, start: Mapping[str, Any], python: str, timeout_s: float, log_path: Path) -> None:
@@ -41,7 +41,7 @@ class TrackerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
-                start_new_session=True,  # Ctrl-C is for the trainer alone
+                start_new_session=True,  # Ctrl-C must reach the trainer alone
                 bufsize=0,
             )
         assert self._process.stdin and self._process.stdout
@@ -50,16 +50,16 @@ class TrackerProcess:
         self._send({**start, "timeout_s": timeout_s})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> list[str | None]:
-        """Hand over a record; outcomes of earlier ones: None, or why it failed. Raises TrackerEnded."""
+        """Send a record; returns outcomes of earlier ones: None, or why one failed. Raises TrackerEnded."""
         self._send({"step": step, "metrics": dict(metrics)})
         return self._outcomes()
 
     def rewind(self, step: int) -> None:
-        """Say that the steps after `step` come again. Raises TrackerEnded."""
+        """Announce that the steps after `step` come again. Raises TrackerEnded."""
         self._send({"rewind": step})
 
     def close(self) -> list[str | None]:
-        """Let it send what is left, for at most `timeout_s`, and end it; the last outcomes. Raises TrackerEnded."""
+        """Let it send the rest, for at most `timeout_s`, and end it; returns the last outcomes. Raises TrackerEnded."""
         self._in.close()
         try:
             self._process.wait(self._timeout_s)
@@ -73,7 +73,7 @@ class TrackerProcess:
         return outcomes
 
     def kill(self) -> None:
-        """End the process and what it started, whatever it does."""
+        """Kill the process and its children."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -103,7 +103,7 @@ class TrackerProcess:
         return [reply["failed"] for reply in replies]
 
     def _why(self) -> str:
-        """Why the process is gone: its own last words, or how it was ended."""
+        """Why the process ended: its last message, or its exit status."""
         status = self._process.wait(self._timeout_s)
         self._outcomes()
         if status == -signal.SIGALRM:

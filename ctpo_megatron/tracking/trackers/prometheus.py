@@ -1,4 +1,4 @@
-"""An endpoint that Prometheus scrapes: the figures of the latest step, counts of faults, and whether the run moves."""
+"""An endpoint that Prometheus scrapes: metrics of the latest step, counts of faults, and progress of the run."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FAULTS = (
     "sandbox/infrastructure_error",
     "actor/bad_steps",
 )
-"""Metrics of a step that count what went wrong and was survived."""
+"""Metrics of a step that count recovered faults."""
 ADDRESS = ("127.0.0.1", 9464)
-"""Where it serves unless the tracker's arguments say something else."""
+"""Default address."""
 
 
 class Prometheus:
-    """Serves `http://<host>:<port>/metrics`, to everybody who can reach it; noted in `trackers/prometheus.json`.
+    """Serves `http://<host>:<port>/metrics` without authentication; the address is in `trackers/prometheus.json`.
 
-    port: 0 takes a free one. The heartbeat file is read at every scrape, so that a run that hangs is seen. Raises
-    ValueError when host and port cannot be had.
+    port: 0 chooses a free one. The heartbeat file is read at every scrape, so that a hanging run is visible. Raises
+    ValueError when host and port are not available.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Prometheus:
         self.identity = f"http://{host}:{self._server.server_port}/metrics"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the figures of a step."""
+        """Store the metrics of a step."""
         stage = "sft" if any(name.startswith("sft/") for name in metrics) else "rl"
         self._steps = {**self._steps, stage: step}
         self._latest = {**self._latest, **metrics}
@@ -66,13 +66,13 @@ class Prometheus:
         self._seconds.update({name.removeprefix("time/"): value for name, value in metrics.items() if _is_phase(name)})
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """What the library asks for at a scrape."""
+        """Called by the library at every scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         yield InfoMetricFamily("ctpo_run", "the run", {"name": self._name})

@@ -1,4 +1,4 @@
-"""What a tracker is, and the names of ours."""
+"""The protocol of trackers, and the names of the built-in ones."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ BUILT_IN: Mapping[str, str] = {
     "mlflow": f"{_PACKAGE}.mlflow:Mlflow",
     "prometheus": f"{_PACKAGE}.prometheus:Prometheus",
 }
-"""Word of a configuration -> import path of the class."""
+"""Name in a configuration -> import path of the class."""
 
 
 class Tracker(Protocol):
-    """Sends the metrics of a run elsewhere. It may raise: that is counted, and the run goes on.
+    """Sends the metrics of a run elsewhere. If it raises, the failure is counted and the run continues.
 
-    It is made as `Name(run_dir, config, identity, **arguments)`: the run directory, the resolved configuration as plain
-    mappings, and the `identity` that a tracker of this name had in this run directory before (None: it is new).
+    It is created as `Name(run_dir, config, identity, **arguments)`: the run directory, the resolved configuration as
+    plain mappings, and the earlier `identity` of this tracker in this run directory (None: it is new).
 
-    It may also have an attribute `identity` (text that finds the run again where the tracker keeps it; it is noted in
-    the run directory), and a method `rewind(step)` (a resumed run is going to log the steps after `step` again).
+    It may have an attribute `identity`, a text that identifies the run at the tracker's service; it is stored in the
+    run directory. It may have a method `rewind(step)`, called when a resumed run will log the steps after `step` again.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take metrics of a step, which grows by one or stays; values may be NaN or infinite. The steps of the
-        supervised stage, whose names begin with `sft/`, are counted from 1 of their own."""
+        """Record metrics of a step, which increases by one or stays; values may be NaN or infinite. Metrics of the
+        supervised stage begin with `sft/` and have their own step count, from 1."""
 
     def close(self) -> None:
-        """Send what is left; nothing follows."""
+        """Send the rest; the last call."""
 
 
 def find(name: str) -> Any:
-    """The class (or function) that makes the tracker of that name; `extensions.activate` comes first."""
+    """The class (or function) that creates the tracker of that name; `extensions.activate` comes first."""
     if ":" in name:
         return load(name)
     if name not in BUILT_IN:
@@ -51,7 +51,7 @@ def find(name: str) -> Any:
 
 
 def make(name: str, arguments: Mapping[str, Any], run_dir: Path, config: Mapping[str, Any]) -> Tracker:
-    """Make a tracker that goes on where the run directory says it was, and note its identity there."""
+    """Create a tracker with its earlier identity from the run directory, and store its identity there."""
     path = RunPaths(run_dir).tracker(name)
     known = read_note(path, operator.itemgetter("identity"), None, f"{name} begins a run of its own")
     tracker: Tracker = find(name)(run_dir, config, known, **arguments)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Event files of the RL steps, and in the folder `sft` below them those of the supervised stage."""
+    """Event files of the RL steps; event files of the supervised stage in the subfolder `sft`."""
 
     identity = None
 
@@ -31,7 +31,7 @@ class TensorBoard:
         writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Make TensorBoard forget what earlier files say of the steps after `step`."""
+        """Make TensorBoard discard earlier values of the steps after `step`."""
         self._steps.add_event(_purge_event(step + 1))
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class TensorBoard:
     def _sft_writer(self) -> EventFileWriter:
         if self._sft is None:
             self._sft = _writer(self._folder / "sft")
-            self._sft.add_event(_purge_event(1))  # that stage always begins anew
+            self._sft.add_event(_purge_event(1))  # that stage always starts from the beginning
         return self._sft
 
 
@@ -63,7 +63,7 @@ def _scalar_event(step: int, values: Mapping[str, float]) -> Event:
 
 
 def _purge_event(step: int) -> Event:
-    """Tells TensorBoard to forget what earlier event files say from `step` on."""
+    """An event that makes TensorBoard discard earlier values from `step` on."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))

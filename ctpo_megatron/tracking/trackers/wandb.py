@@ -10,8 +10,8 @@ from typing import Any
 class WeightsAndBiases:
     """Logs into a W&B run. The key is read from WANDB_API_KEY (or ~/.netrc), never from the configuration.
 
-    Every chart is over `step`, which is logged like a metric: a resumed run repeats steps, which W&B's own counter
-    would not take. options: further arguments of `wandb.init`, e.g. entity, group, tags, mode ("offline": files below
+    Every chart uses `step`, which is logged like a metric: a resumed run repeats steps, which W&B's own counter
+    refuses. options: further arguments of `wandb.init`, e.g. entity, group, tags, mode ("offline": files below
     `<run>/wandb`, for `wandb sync`).
     """
 
@@ -46,5 +46,5 @@ class WeightsAndBiases:
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Wait until W&B has everything."""
+        """Wait until W&B has received everything."""
         self._run.finish()

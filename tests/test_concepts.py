@@ -1,0 +1,84 @@
+"""docs/concepts.md: each of the twelve concepts has its section, and the class there has the members that it names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_links import ROOT
+
+PAGE = ROOT / "docs" / "concepts.md"
+CONCEPTS = (
+    "Prompt",
+    "Trajectory",
+    "Batch",
+    "Environment",
+    "Tool",
+    "Reward",
+    "Objective",
+    "Trainer",
+    "EnginePool",
+    "Scheduler",
+    "Rollouts",
+    "Run",
+)
+MODULE = re.compile(r"^- \*\*Module:\*\* `([\w/]+\.py)`$", re.MULTILINE)
+MEMBERS = re.compile(r"^(?:Members|Fields)\b.*:\n\n((?:[- ].*\n)+)", re.MULTILINE)
+NAME = re.compile(r"`(\w+)(?:\(.*?\))?`")
+
+
+def sections(text: str) -> dict[str, str]:
+    """Heading of the second level -> what follows it."""
+    parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def listed_members(section: str) -> list[str]:
+    """The names before the colon of each item of the list of members."""
+    (items,) = MEMBERS.findall(section)
+    heads = [line.partition("`: ")[0] + "`" for line in items.splitlines() if line.startswith("- ")]
+    return [name for head in heads for name in NAME.findall(head)]
+
+
+def defined_members(module: Path, name: str) -> set[str]:
+    """Methods, properties and attributes of a class, those that are assigned in its methods included."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    assert len(classes) == 1, f"{module.relative_to(ROOT)} defines no class {name}"
+    members: set[str] = set()
+    for node in ast.walk(classes[0]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            members.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            members.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            members.add(node.attr)
+    return members
+
+
+def test_the_page_has_the_twelve_and_no_other() -> None:
+    assert tuple(sections(PAGE.read_text(encoding="utf-8"))) == CONCEPTS
+
+
+@pytest.mark.parametrize("name", CONCEPTS)
+def test_a_concept_is_defined_where_the_page_says(name: str) -> None:
+    section = sections(PAGE.read_text(encoding="utf-8"))[name]
+    (module,) = MODULE.findall(section)
+    assert (ROOT / module).is_file(), f"{module} does not exist"
+    listed = listed_members(section)
+    assert listed, "no member is listed"
+    assert set(listed) - defined_members(ROOT / module, name) == set()
+
+
+def test_members_are_read_from_lists() -> None:
+    section = "Members, all collective:\n\n- `a(x, y)`: one `b`.\n  More of `c`.\n- `d()`, `e`: two: three.\n\nText.\n"
+    assert listed_members(section) == ["a", "d", "e"]
+
+
+def test_members_are_seen_wherever_they_are_defined(tmp_path: Path) -> None:
+    module = tmp_path / "m.py"
+    module.write_text("class A:\n    x: int\n    async def f(self): self.y, self._z = 1, 2\n\nclass B: w: int\n")
+    assert defined_members(module, "A") == {"x", "f", "y", "_z"}
