@@ -24,14 +24,12 @@ from ctpo_megatron.engines.tasks import (
     UpdateReport,
     WeightSyncError,
 )
+from ctpo_megatron.engines.timeouts import ENGINE_CLOSE_S, NODE_VERDICT_S, PING_TIMEOUT_S
 from ctpo_megatron.engines.weights import EngineFacts
 from ctpo_megatron.engines.weights.checksums import Part, Sums, differences
 
-_PING_TIMEOUT_S = 20.0
-_SHUTDOWN_TIMEOUT_S = 5.0
 _STARTS = 3
 """How often an engine is begun until it is up, within its deadline."""
-_VERDICT_TIMEOUT_S = 30.0  # until Ray calls a node dead whose processes are gone: 10 to 13 s
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +149,7 @@ class EngineHandle:
     def _lost_node(self, error: BaseException) -> bool:
         if self._group is None:
             return False
-        deadline = time.monotonic() + (_VERDICT_TIMEOUT_S if isinstance(error, ActorUnavailableError) else 0.0)
+        deadline = time.monotonic() + (NODE_VERDICT_S if isinstance(error, ActorUnavailableError) else 0.0)
         while not (lost := self._nodes - {node.id for node in living_nodes()}) and time.monotonic() < deadline:
             time.sleep(0.5)
         if lost:
@@ -171,7 +169,7 @@ class EngineHandle:
         if self.live:
             self._asked = self._actor.take_finished.remote()
         try:
-            return [] if asked is None else list(ray.get(asked, timeout=_PING_TIMEOUT_S))
+            return [] if asked is None else list(ray.get(asked, timeout=PING_TIMEOUT_S))
         except RayError:  # whoever waits for its groups sees that it died
             return []
 
@@ -223,7 +221,7 @@ class EngineHandle:
     def responds(self) -> bool:
         """Whether the engine answers a ping in time."""
         try:
-            ray.get(self._actor.ping.remote(), timeout=_PING_TIMEOUT_S)
+            ray.get(self._actor.ping.remote(), timeout=PING_TIMEOUT_S)
         except (GetTimeoutError, RayError):
             return False
         return True
@@ -231,7 +229,7 @@ class EngineHandle:
     def kill(self, *, gently: bool = False) -> None:
         """End the actor and its engine core; `gently` asks it to clean up first."""
         if gently:
-            ray.wait([self._actor.shutdown.remote()], timeout=_SHUTDOWN_TIMEOUT_S)
+            ray.wait([self._actor.shutdown.remote()], timeout=ENGINE_CLOSE_S)
         self.live = False
         if self._group is not None:
             self._log.end(reachable=gently)

@@ -30,15 +30,11 @@ from ctpo_megatron.engines.tasks import (
     EngineSpec,
     choose_transport,
 )
+from ctpo_megatron.engines.timeouts import POOL_CLOSE_S, SEND_ATTEMPTS, SLEEP_AT_STOP_S, START_MARGIN_S
 from ctpo_megatron.engines.updates import PendingUpdate, ReadBack, UpdateResult, check_complete
 from ctpo_megatron.engines.weights import EngineFacts, OffersWeights, WeightOffer
 
 log = logging.getLogger(__name__)
-
-_SLEEP_AT_STOP_S = 10.0  # for engines to free their GPUs when the run is to stop
-_ATTEMPTS = 2  # to send an offer of which nothing is kept
-_CLOSE_TIMEOUT_S = 20.0
-_MARGIN_S = 5.0  # the runtime has the same deadline, and knows better what it waits for
 
 
 class EnginePool:
@@ -127,7 +123,7 @@ class EnginePool:
     def _await_runtime(self) -> None:
         if self._runtime is None:
             raise EngineError("the engine pool was not started")
-        limit = self._started_at + self.settings.start_timeout_s + _MARGIN_S
+        limit = self._started_at + self.settings.start_timeout_s + START_MARGIN_S
         try:
             self._runtime.wait(max(0.0, limit - time.monotonic()), self._stop)
         except Cancelled:
@@ -176,12 +172,12 @@ class EnginePool:
         """
         self.finish_update()  # engines may still fetch the former weights, of which the next offer leaves nothing
         offer = trainer.offer(version)
-        for _ in range(_ATTEMPTS):
+        for _ in range(SEND_ATTEMPTS):
             self.update(offer)
             trainer.transfer()
             if offer.kept or self.finish_update():
                 return
-        raise TimeoutError(f"weights {version} reached not all engines in {_ATTEMPTS} attempts; see their logs")
+        raise TimeoutError(f"weights {version} reached not all engines in {SEND_ATTEMPTS} attempts; see their logs")
 
     def update(self, offer: WeightOffer) -> PendingUpdate:
         """Begin to give all engines the weights of an offer, of a version >= 0, which is closed with the next one.
@@ -270,7 +266,7 @@ class EnginePool:
     def _sleep_or_end(self, level: int) -> None:
         """Have the GPU memory back whatever the engines do."""
         try:
-            self._memory.sleep(self._engines, level, NeverStop(), _SLEEP_AT_STOP_S)
+            self._memory.sleep(self._engines, level, NeverStop(), SLEEP_AT_STOP_S)
         except EngineError as error:
             log.warning("the engines are killed, as the trainer needs their GPUs to save: %s", error)
             for engine in self._engines:
@@ -314,7 +310,7 @@ class EnginePool:
         """Stop engines and a Ray instance of our own; release the weights. Idempotent, waits seconds at most."""
         if self._runtime is not None:
             with suppress(Exception):  # a start that failed was reported to whoever waited for it
-                self._runtime.wait(_CLOSE_TIMEOUT_S)
+                self._runtime.wait(POOL_CLOSE_S)
         for engine in self._engines:
             engine.kill(gently=engine.live)
         self._engines = []

@@ -28,3 +28,26 @@ CORE_SHUTDOWN_S = 2.0
 """For the current step of an engine core and the release of its model."""
 IDLE_STEP_S = 0.001
 """Pause of an engine core whose requests could not be scheduled."""
+
+PING_TIMEOUT_S = 20.0
+"""For a living engine to answer a ping."""
+ENGINE_CLOSE_S = 5.0
+"""For an engine to clean up before its process is killed."""
+NODE_VERDICT_S = 30.0
+"""Until Ray reports a node dead whose processes are gone; it takes 10 to 13 s."""
+
+POOL_CLOSE_S = 20.0
+"""For a start that is under way to end when the pool closes."""
+START_MARGIN_S = 5.0
+"""The pool waits so much longer for Ray than Ray's own deadline, whose error names the cause."""
+SLEEP_AT_STOP_S = 10.0
+"""For engines to free their GPUs when the run is to stop."""
+SEND_ATTEMPTS = 2
+"""To send an offer of weights of which nothing is kept."""
+
+ABORT_POLL_S = 0.25
+"""How often a transfer by NCCL checks whether an engine has failed."""
+SECRET_TIMEOUT_S = 10.0
+"""For a connection to the weight server to send the secret."""
+ACCEPT_PAUSE_S = 0.2
+"""After a connection that could not be accepted."""

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ctpo_megatron.engines.timeouts import ACCEPT_PAUSE_S, SECRET_TIMEOUT_S
 from ctpo_megatron.engines.weights.memory import ALIGNED, Entry, WeightMemory
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,6 @@ _REQUEST = struct.Struct("!QQQ")
 _STREAMS = 2
 """Connections of an engine to a rank, which take turns. One would be as slow as the thread that sends."""
 _CONNECTIONS = 256 * _STREAMS
-_SECRET_TIMEOUT_S = 10.0
-_PAUSE_S = 0.2
 _PORTION = 1 << 20
 """Bytes for which a receiver is woken: to wake it for every packet costs the sender time."""
 
@@ -74,7 +73,7 @@ class WeightServer:
             try:
                 peer, name = self._socket.accept()
             except OSError as error:
-                if self._closed.wait(_PAUSE_S):
+                if self._closed.wait(ACCEPT_PAUSE_S):
                     return
                 log.warning("weights: a connection was not accepted: %s", error)  # too many open files, say
                 continue
@@ -87,7 +86,7 @@ class WeightServer:
     def _answer(self, peer: socket.socket, name: Any) -> None:
         try:
             with peer:
-                peer.settimeout(min(_SECRET_TIMEOUT_S, self._timeout_s))
+                peer.settimeout(min(SECRET_TIMEOUT_S, self._timeout_s))
                 secret = bytearray(SECRET_BYTES)
                 _receive(peer, memoryview(secret))
                 if not hmac.compare_digest(secret, self._secret):

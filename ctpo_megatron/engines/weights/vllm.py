@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ctpo_megatron.base.addresses import own_address
+from ctpo_megatron.engines.timeouts import ABORT_POLL_S
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
 from ctpo_megatron.engines.weights.client import WeightClient
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from ctpo_megatron.engines.updates import PendingUpdate
 
 log = logging.getLogger(__name__)
-
-ABORT_POLL_S = 0.25  # how often it is checked whether an engine has failed in a transfer
 
 
 class TrainerWeights(VllmSource):
