@@ -36,9 +36,8 @@ class WeightSnapshot:
     """The weights of one version, kept so that an engine that starts later can be given them again.
 
     Tensors are written as they come; in the process one of them exists at a time. They go to shared memory, and to the
-    temporary directory once that is full. The file has a name only while it is published; between updates it lives on
-    as an open descriptor, so nothing is left behind in shared memory however the process ends, except in the middle of
-    an update.
+    temporary directory once that is full. The file has a name only while it is published. Between updates it is an open
+    descriptor, so nothing is left in shared memory when the process ends then.
     """
 
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -1,9 +1,8 @@
 """How the trainer's weights reach the engines: a transport makes an offer, the engine pool has it taken.
 
-offer = transport.offer(trainer, version)   # all ranks
-pool.update(offer)                          # rank zero: engines begin to take it
-offer.transfer()                            # all ranks: the tensors travel
-pool.finish_update()                        # rank zero: version and checksums of every engine are compared
+On all ranks `trainer.offer(version)` makes the offer. On rank zero `pool.update(offer)` has the engines begin to take
+it. On all ranks `trainer.transfer()` lets the tensors travel. On rank zero `pool.finish_update()` compares the version
+and checksums of every engine.
 """
 
 from __future__ import annotations
