@@ -33,8 +33,9 @@ class StopSignal:
     sandbox are closed.
 
     Set by SIGTERM, SIGUSR1, Ctrl-C (SIGINT) and a terminal that is closed (SIGHUP). The clock sets it, too, when
-    `grace_s` seconds are left of a job that ends at `job_end` (seconds since the epoch). Within `deferred` the state may be saved first,
-    for at most `grace_s` seconds; a second Ctrl-C ends that. status: exit status of a process that was stopped.
+    `grace_s` seconds are left of a job that ends at `job_end` (seconds since the epoch). Within `deferred` the state
+    may be saved first, for at most `grace_s` seconds; a second Ctrl-C ends that. status: exit status of a process that
+    was stopped.
     """
 
     def __init__(self, grace_s: float, job_end: float | None = None) -> None:
