@@ -30,20 +30,11 @@ _OPTIONAL = ("id", "ability", "extra_info", "tools")
 _TRUTH = "reward_model"
 
 
-def load_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> list[Prompt]:
+def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> PromptSet:
     """Read prompt files and render every prompt up to where the model speaks.
 
-    Raises DataError listing all bad rows at once: file, row, column, value and reason.
-    """
-    found = read_prompts(files, tokenizer, rules)
-    found.problems.raise_if_any()
-    return found.prompts
-
-
-def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> PromptSet:
-    """As `load_prompts`, with what is wrong and what was left out in place of an error.
-
-    files: paths, folders or glob patterns (docs/data.md).
+    files: paths, folders or glob patterns (docs/data.md). What is wrong, and what was left out, is in the result:
+    `problems.raise_if_any` raises DataError that lists all bad rows.
     """
     found, tools = PromptSet(), []
     for file in find_files(files, found.problems):

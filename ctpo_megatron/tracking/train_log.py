@@ -14,9 +14,9 @@ class TrainLog:
     """Appends to `logs/train.log` of a run directory while it is open, and says what ended the run."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / TRAIN_LOG
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._handler = logging.FileHandler(self._path, encoding="utf-8")
+        path = directory / TRAIN_LOG
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._handler = logging.FileHandler(path, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S%z"))
         # Of no hierarchy: what the display shows already must not come to the terminal once more.
         self._shown = logging.Logger("shown", logging.INFO)
