@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.messages import (
-    Message,
+    ChatMessage,
     check_messages,
     check_tools,
     dropped_calls,
@@ -19,7 +19,7 @@ from ctpo_megatron.data.messages import (
 )
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.prompt_set import Cell, Place, PromptRules, PromptSet
+from ctpo_megatron.data.prompt_set import Cell, Location, PromptRules, PromptSet
 from ctpo_megatron.data.tables import count_rows, find_files, read_rows
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _parse(
         reason = "ends with an assistant message, so there is nothing left to answer"
     if reason is None and not any((message.get("content") or "").strip() for message in cells["prompt"]):
         reason = "has only empty messages"
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     if reason is None:
         try:
             messages = system_prompt.before(plain_messages(cells["prompt"]))
@@ -135,7 +135,7 @@ def _name_by_file(found: PromptSet) -> None:
 
 
 def _refuse_twins(found: PromptSet) -> None:
-    first: dict[str, Place] = {}
+    first: dict[str, Location] = {}
     for prompt, place in zip(found.prompts, found.places, strict=True):
         file, row = first.setdefault(prompt.id, place)
         if (file, row) != place:

@@ -12,7 +12,6 @@ from torch import Tensor
 from ctpo_megatron.data import TokenArrays, TokenSequence
 from ctpo_megatron.policy.parallel import Layout
 
-Share = list[TokenSequence]
 _LOSS, _RESPONSE, _CURRENT = 1, 2, 4
 """Bits of a token in the byte that carries the masks."""
 
@@ -44,7 +43,9 @@ def share_sizes(
     return outline, values.tolist()
 
 
-def share_tokens(sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], layout: Layout) -> Share:
+def share_tokens(
+    sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], layout: Layout
+) -> list[TokenSequence]:
     """This rank's share with its tokens; collective.
 
     sequences: as `share_sizes` gave them. shares: for each data-parallel rank the indices it trains on. A token travels
@@ -84,7 +85,7 @@ def _send(
         yield work
 
 
-def _receive(own: Sequence[TokenSequence]) -> Share:
+def _receive(own: Sequence[TokenSequence]) -> list[TokenSequence]:
     if not own:
         return []
     total = sum(len(sequence) for sequence in own)

@@ -23,7 +23,7 @@ from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import RESERVED, Reward
-from ctpo_megatron.rewards.worker import Failure, Outcome, Pair, Routes
+from ctpo_megatron.rewards.worker import Failure, Pair, Routes, Scored
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
@@ -86,13 +86,13 @@ class _Task:
 
     chunk: _Chunk
     pool: ProcessPool
-    future: ProcessFuture[list[Outcome]]
+    future: ProcessFuture[list[Scored]]
 
     @property
     def settled(self) -> bool:
         return self.future.done() or not self.pool.active
 
-    def result(self) -> list[Outcome]:
+    def result(self) -> list[Scored]:
         """Raises what the worker raised, and BrokenProcessPool when there is nobody to wait for."""
         while not wait([self.future], _LOOK_S).done:  # a worker has its deadline; a pool that broke forgets its tasks
             if not self.pool.active and not self.future.done():
@@ -220,7 +220,7 @@ class RewardPool:
         _stop(self._pool)
         self._pool = self._make()
 
-    def _outcomes(self, task: _Task, again: bool = True, renewals: int = _RENEWALS) -> list[Outcome]:
+    def _outcomes(self, task: _Task, again: bool = True, renewals: int = _RENEWALS) -> list[Scored]:
         chunk = task.chunk
         try:
             return task.result()

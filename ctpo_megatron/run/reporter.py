@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from ctpo_megatron.policy import Layout, peak_flops
 from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import (
     SFT_FILE,
+    Decode,
     Display,
     DumpWriter,
     MetricsWriter,
@@ -39,7 +40,6 @@ from ctpo_megatron.tracking import (
 
 log = logging.getLogger(__name__)
 
-Decode = Callable[[Sequence[int]], str]
 _SAMPLE = 8
 """Prompts of a step whose trajectories `tracking.trajectories: sample` writes."""
 _SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")

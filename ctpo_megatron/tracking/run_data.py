@@ -12,7 +12,7 @@ from typing import Any
 from ctpo_megatron.base.files import read_mapping, read_note
 from ctpo_megatron.tracking.metrics import SFT_FILE, read_metrics
 from ctpo_megatron.tracking.occupancy import engine_occupancy
-from ctpo_megatron.tracking.timing import Seconds, read_stages
+from ctpo_megatron.tracking.timing import TimeSpent, read_stages
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -37,7 +37,7 @@ class RunData:
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
     sft: list[dict[str, Any]]
-    stages: dict[str, Seconds]
+    stages: dict[str, TimeSpent]
 
     @classmethod
     def load(cls, run_dir: Path) -> RunData:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from ctpo_megatron.config import CorruptionConfig
+from ctpo_megatron.data.messages import ChatMessage
 from ctpo_megatron.data.toolmath.families import Program, Question, run
 
-Message = dict[str, str]
 
-
-def hermes(code: str, output: str) -> list[Message]:
+def hermes(code: str, output: str) -> list[ChatMessage]:
     """A call of the code interpreter and its answer, as `rollout.tool_parser: hermes` has them."""
     call = json.dumps({"name": "code_interpreter", "arguments": {"code": code}})
     return [
@@ -21,18 +20,18 @@ def hermes(code: str, output: str) -> list[Message]:
     ]
 
 
-def fenced(code: str, output: str) -> list[Message]:
+def fenced(code: str, output: str) -> list[ChatMessage]:
     """The same as `rollout.tool_parser: fenced` has them."""
     shown = f"The program printed:\n{output}" if output else "The program printed nothing."
     return [{"role": "assistant", "content": f"```python\n{code}\n```"}, {"role": "user", "content": shown}]
 
 
-PROTOCOLS: dict[str, Callable[[str, str], list[Message]]] = {"hermes": hermes, "fenced": fenced}
+PROTOCOLS: dict[str, Callable[[str, str], list[ChatMessage]]] = {"hermes": hermes, "fenced": fenced}
 
 
 def conversation(
     problem: Question, corruption: CorruptionConfig, rng: Random, tool_parser: str = "hermes"
-) -> list[Message]:
+) -> list[ChatMessage]:
     """One conversation about `problem`, each kind of spoiling drawn independently with its own probability.
 
     An observation is what the interpreter prints, without the final newline: the value of the program that was
@@ -40,7 +39,7 @@ def conversation(
     """
     spoiled = {name: rng.random() < getattr(corruption, name) for name in ("guess", "no_print", "no_box")}
     program = _choose_program(problem, corruption, rng)
-    messages: list[Message] = [{"role": "user", "content": problem.question}]
+    messages: list[ChatMessage] = [{"role": "user", "content": problem.question}]
     answer = _guess(rng)
     if not spoiled["guess"]:
         results = run(program, problem.numbers)

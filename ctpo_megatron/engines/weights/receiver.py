@@ -22,7 +22,7 @@ from ctpo_megatron.engines.weights.tcp import Offer, Share, fetched
 FILE, TCP = "ctpo_file", "ctpo_tcp"
 """Names of the backends."""
 
-PendingUpdate = TypeVar("PendingUpdate", bound=WeightTransferUpdateInfo)
+UpdateInfo = TypeVar("UpdateInfo", bound=WeightTransferUpdateInfo)
 
 
 @dataclass
@@ -42,13 +42,13 @@ class TcpUpdateInfo(Offer, WeightTransferUpdateInfo):
     """As vLLM wants it."""
 
 
-class CheckpointEngine(WeightTransferEngine[NoInitInfo, PendingUpdate]):
+class CheckpointEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
     """Loads a whole checkpoint-format state dict that comes tensor by tensor."""
 
     init_info_cls = NoInitInfo
 
     @abstractmethod
-    def tensors(self, update_info: PendingUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, update_info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor)"""
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
@@ -58,7 +58,7 @@ class CheckpointEngine(WeightTransferEngine[NoInitInfo, PendingUpdate]):
         """Give every layer its loadable parameters back."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: PendingUpdate) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load every tensor; raises what `tensors` raises."""
         self.model.load_weights(self.tensors(update_info))
 
