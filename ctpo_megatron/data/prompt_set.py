@@ -14,7 +14,8 @@ from ctpo_megatron.data.prompt import Prompt
 _EXAMPLES = 5
 
 Rule = Literal["refuse", "drop"]
-Place = tuple[Path, int]
+Location = tuple[Path, int]
+"""File, and row in it."""
 Cell = tuple[str, object, str]
 """Column, value, and what is wrong with it."""
 
@@ -58,7 +59,7 @@ class PromptSet:
     """
 
     prompts: list[Prompt] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[Location] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     rows: dict[Path, int] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)

@@ -15,7 +15,7 @@ from ctpo_megatron.data import Trajectory
 from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.objective import PolicyObjective, policy_loss
 
-Key = tuple[str, int]
+SampleKey = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Oracle:
     gradient: float64 by objective and Hugging Face name.
     """
 
-    log_probs: dict[Key, Tensor]
+    log_probs: dict[SampleKey, Tensor]
     loss: dict[str, float]
     gradient: dict[str, dict[str, Tensor]]
 
