@@ -1,4 +1,4 @@
-"""Keys and values that had another name in an earlier version: a configuration that uses one is told the new name."""
+"""Keys and values renamed since an earlier version, for error messages with the new name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RENAMED_KEYS: Mapping[str, str] = {
     "objective.aggregation": "objective.loss_agg_mode",
     "objective.token_normalizer": "objective.loss_scale_factor",
 }
-"""Dotted path of version 0.1 -> the path now. A renamed section stands for all keys below it."""
+"""Dotted path in version 0.1 -> present path. A renamed section covers all keys below it."""
 REMOVED_KEYS: Mapping[str, str] = {
     "tracking.tensorboard": "tensorboard is on by default; tracking.trackers lists it or leaves it out, as in []",
 }
-"""Dotted path that is gone without a successor of the same form -> what to do instead."""
+"""Dotted path that was removed without an equivalent -> what to do instead."""
 
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
     "objective.ratio_mode": {"cumulative": "cumprod", "sequence_geomean": "sequence-geomean"},
@@ -33,23 +33,23 @@ RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
         "sequence_sum": "seq-mean-token-sum",
     },
 }
-"""Present dotted path -> value of version 0.1 -> the value now."""
+"""Present dotted path -> value in version 0.1 -> present value."""
 
 
 _KL = re.compile(r"(^|_)kl(_|$)|^(ref|reference)_(model|policy)$")
 
 
 def is_kl(key: str, value: Any = None) -> bool:
-    """Whether an unknown key, or one below it, would set a penalty on the divergence from a reference model."""
+    """Whether an unknown key, or a key below it, would set a KL penalty."""
     inner = isinstance(value, Mapping) and any(is_kl(str(name), below) for name, below in value.items())
     return inner or key == "objective.beta" or _KL.search(key.rpartition(".")[2]) is not None
 
 
 def renamed(key: str) -> str | None:
-    """The present name of a key of an earlier version, or None for a key that never was one."""
+    """The present name of a key of an earlier version, or None for an unknown key."""
     return RENAMED_KEYS.get(key)
 
 
 def renamed_value(key: str, value: Any) -> str | None:
-    """The present name of a value of a key (named as it is now), or None where it never had another one."""
+    """The present name of a value of a key (given its present name), or None if it was never renamed."""
     return RENAMED_VALUES.get(key, {}).get(value) if isinstance(value, str) else None

@@ -86,7 +86,7 @@ def test_defaults_refuse_a_circle_and_a_missing_file(tmp_path: Path, monkeypatch
     ]
     Path("b.yaml").write_text("run: {seed: 1}\ndefaults: c.yaml\n")
     assert problems_of("a.yaml") == [
-        'b.yaml:2: defaults = "c.yaml": no such file; beside it are a.yaml, b.yaml',
+        'b.yaml:2: defaults = "c.yaml": no such file; next to it are a.yaml, b.yaml',
     ]
     Path("b.yaml").write_text("defaults: [a, b]\n")
     (problem,) = problems_of("a.yaml")
@@ -200,10 +200,10 @@ def test_wrong_keys_and_values(refusal: Refusal, override: str, expected: str) -
         (
             "objective.aggregation=sequence_mean",
             "objective.aggregation: renamed to objective.loss_agg_mode; "
-            "write objective.loss_agg_mode: seq-mean-token-mean in its place",
+            "write objective.loss_agg_mode: seq-mean-token-mean instead",
         ),
         ("objective.ratio=cumulative", "renamed to objective.ratio_mode; write objective.ratio_mode: cumprod in its"),
-        ("objective.ratio=geomean", "renamed to objective.ratio_mode; write objective.ratio_mode in its place"),
+        ("objective.ratio=geomean", "renamed to objective.ratio_mode; write objective.ratio_mode instead"),
         ("objective.ratio_mode=cumulative", 'objective.ratio_mode = "cumulative": renamed to cumprod'),
         ("objective.ratio_mode=sequence_geomean", "renamed to sequence-geomean"),
         ("objective.loss_agg_mode=token_mean", 'objective.loss_agg_mode = "token_mean": renamed to token-mean'),
