@@ -167,7 +167,7 @@ def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden" and (now := renamed(key)):
         shown = f"{now}: {renamed_value(now, value)}" if renamed_value(now, value) else now
-        return Problem(key, f"renamed to {now}", f"write {shown} instead", NO_VALUE, where)
+        return Problem(key, f"renamed to {now}", f"write {shown} in its place", NO_VALUE, where)
     if kind == "literal_error" and (now := renamed_value(key, value)):
         return Problem(key, f"renamed to {now}", "", value, where)
     if kind == "extra_forbidden" and key in REMOVED_KEYS:

@@ -125,7 +125,7 @@ def advantage_from_config(config: ObjectiveConfig) -> AdvantageConfig:
 def _unknown_field(name: str, value: Any, known: Iterable[str]) -> Problem:
     key = f"objective.{name}"
     if now := renamed(key):
-        return Problem(key, f"renamed to {now}", f"write {now.rpartition('.')[2]} instead", NO_VALUE)
+        return Problem(key, f"renamed to {now}", f"write {now.rpartition('.')[2]} in its place", NO_VALUE)
     return Problem(key, *_unknown(name, known), value)
 
 

@@ -200,10 +200,10 @@ def test_wrong_keys_and_values(refusal: Refusal, override: str, expected: str) -
         (
             "objective.aggregation=sequence_mean",
             "objective.aggregation: renamed to objective.loss_agg_mode; "
-            "write objective.loss_agg_mode: seq-mean-token-mean instead",
+            "write objective.loss_agg_mode: seq-mean-token-mean in its place",
         ),
         ("objective.ratio=cumulative", "renamed to objective.ratio_mode; write objective.ratio_mode: cumprod in its"),
-        ("objective.ratio=geomean", "renamed to objective.ratio_mode; write objective.ratio_mode instead"),
+        ("objective.ratio=geomean", "renamed to objective.ratio_mode; write objective.ratio_mode in its place"),
         ("objective.ratio_mode=cumulative", 'objective.ratio_mode = "cumulative": renamed to cumprod'),
         ("objective.ratio_mode=sequence_geomean", "renamed to sequence-geomean"),
         ("objective.loss_agg_mode=token_mean", 'objective.loss_agg_mode = "token_mean": renamed to token-mean'),
