@@ -13,7 +13,7 @@ from typing import Any, Literal
 import aiohttp
 
 from ctpo_sandbox.records import WALL_FACTOR
-from ctpo_sandbox.servers import Connections, Server, Servers, execution_url
+from ctpo_sandbox.servers import Connections, Server, Servers, base_urls, execution_url
 from ctpo_sandbox.timeouts import CONNECT_TIMEOUT_S, QUEUE_ALLOWANCE_S
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
