@@ -1,7 +1,7 @@
 """Memory of a trainer rank: bytes of weights, gradients, optimizer state and activations. No torch.
 
-Sizes are those of Megatron-Core 0.16 on CUDA with Transformer Engine. Weights, gradients and optimizer state are exact
-up to the padding of gradient buffers. Activations follow Korthikanti et al., arXiv 2205.05198, for a layer with flash
+Sizes are for Megatron-Core 0.16 on CUDA with Transformer Engine. Weights, gradients and optimizer state are exact up to
+the padding of gradient buffers. Activations follow Korthikanti et al., arXiv 2205.05198, for a layer with flash
 attention, grouped-query attention, RMSNorm and a gated MLP, without dropout. An upper bound of temporary memory of the
 backward pass is included. Not included: the CUDA context, NCCL and allocator fragmentation.
 """

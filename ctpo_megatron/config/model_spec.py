@@ -81,7 +81,7 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
     named = raw.get("architectures")
     architecture = str(named[0] if isinstance(named, list) and named else None)
     if family is not None and architecture != family.architecture:
-        message = f"architecture {architecture} is not that of model.family, {family.architecture}"
+        message = f"architecture {architecture} is not the one of model.family, {family.architecture}"
         raise ConfigError([Problem("model.path", message, where=str(file))])
     if family is None and architecture not in FAMILIES:
         fix = f"supported: {', '.join(FAMILIES)}, or your own in model.family (docs/extend.md)"

@@ -53,7 +53,7 @@ class Placement:
         return max(self.trainer.stop, self.engines.stop)
 
     def engine_devices(self, visible: str | None) -> str:
-        """`CUDA_VISIBLE_DEVICES` for the engines, given that of the whole job (None: all GPUs of the node).
+        """`CUDA_VISIBLE_DEVICES` for the engines; visible: the job's value (None: all GPUs of the node).
 
         Raises ValueError when the job does not have that many.
         """

@@ -106,7 +106,7 @@ class DataConfig(Section):
     )
     system_prompt: Annotated[str | None, Reads(is_prompt_file)] = Field(
         default=None,
-        description="text before every conversation, or a .txt or .md file that holds it; null: that of "
+        description="text before every conversation, or a .txt or .md file that holds it; null: from "
         'rollout.tool_parser (`fenced` has one); "": none',
     )
 

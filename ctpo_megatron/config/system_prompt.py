@@ -43,7 +43,7 @@ class SystemPrompt:
         if self.chosen:
             raise ValueError(
                 "has a system message of its own, and data.system_prompt is set: which of them counts? Take it out of "
-                'the data, or set data.system_prompt: "" to keep those of the data'
+                'the data, or set data.system_prompt: "" to keep the messages of the data'
             )
         joined = f"{self.text}\n\n{own}"
         return ({**messages[0], "content": joined}, *(dict(message) for message in messages[1:]))

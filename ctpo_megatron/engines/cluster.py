@@ -1,6 +1,6 @@
 """The Ray cluster that RAY_ADDRESS names: how it is joined, and what it must be like before anything loads.
 
-Whoever reaches a Ray node can run code on it, so several nodes need Ray's token authentication (SECURITY.md).
+Anyone who can reach a Ray node can run code on it, so several nodes need Ray's token authentication (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def living_nodes() -> list[Node]:
 
 
 def check_token(nodes: int, environment: Mapping[str, str]) -> None:
-    """Raises ClusterError when several nodes would trust whoever reaches them."""
+    """Raises ClusterError when several nodes have no authentication."""
     if nodes == 1:
         return
     path = environment.get(TOKEN_FILE)
     advice = (
-        f"{nodes} Ray nodes (cluster.nodes) run code for whoever reaches them. On every node, before `ray start`: "
+        f"{nodes} Ray nodes (cluster.nodes) run code for anyone who reaches them. On every node, before `ray start`: "
         f"export {AUTH_MODE}=token {TOKEN_FILE}=FILE, with the same secret in FILE, of mode 0600"
     )
     if environment.get(AUTH_MODE, "").lower() != "token" or not path:
@@ -151,8 +151,8 @@ def await_nodes(cluster: ClusterConfig, deadline: float) -> list[Node]:
     while len(nodes := living_nodes()) < cluster.nodes:
         if time.monotonic() + _POLL_S > deadline:
             raise ClusterError(
-                f"{len(nodes)} of {cluster.nodes} Ray nodes (cluster.nodes) are there: {listed(nodes)}. Look why Ray "
-                f"did not start on the others, or set cluster.nodes={len(nodes)}"
+                f"{len(nodes)} of {cluster.nodes} Ray nodes (cluster.nodes) are there: {listed(nodes)}. Check why Ray "
+                f"did not start on the other nodes, or set cluster.nodes={len(nodes)}"
             )
         time.sleep(_POLL_S)
     if len(nodes) > cluster.nodes:

@@ -153,11 +153,11 @@ class RolloutEngine:
         return taken
 
     async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:
-        """Replace the weights by those that are offered, forget all cached prefixes, take on `version`.
+        """Replace the weights by the offered ones, drop all cached prefixes, and change to `version`.
 
-        Requests in flight are frozen meanwhile and go on with the new weights, what they know of their tokens computed
-        anew. They go on after a failure, too: vLLM's engine dies of layers without weights then, and they with it, so
-        that nobody waits for them. An engine that sleeps has no requests.
+        Requests in flight are paused meanwhile and continue with the new weights, with a recomputed KV cache. They also
+        continue after a failure: vLLM's engine then dies of layers without weights, and the requests with it, so that
+        no caller waits for them. A sleeping engine has no requests.
         """
         began = time.monotonic()
         try:
@@ -169,29 +169,29 @@ class RolloutEngine:
             await self._go_on()
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
-        """Meet the trainer's side of one of vLLM's own transports."""
+        """Connect to the trainer's side of one of vLLM's own transports."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def start_weight_update(self) -> None:
-        """Freeze requests, and make the parameters loadable."""
+        """Pause requests, and make the parameters loadable."""
         if not self._asleep:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
 
     async def receive_weights(self, offer: dict[str, Any]) -> None:
-        """Load what is offered, all tensors or some."""
+        """Load the offered tensors, all or some."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer))
 
     async def finish_weight_update(self, version: int) -> UpdateReport:
-        """Compute with the new weights, sum them up, and go on with the requests."""
+        """Switch to the new weights, compute their checksums, and resume the requests."""
         try:
             await self._llm.finish_weight_update(weight_version=str(version))
             answers = await self._llm.collective_rpc("ctpo_checksums", args=(version,))
-            taken = await self.ping()  # later it would wait for a step that computes all caches anew
+            taken = await self.ping()  # later it would wait for a step that recomputes all caches
         finally:
             await self._go_on()
         async with self._updated:
@@ -200,17 +200,18 @@ class RolloutEngine:
         return UpdateReport(taken, [tuple(part) for of_worker in answers for part in of_worker])
 
     async def _go_on(self) -> None:
-        """With the requests that an update froze, if it did."""
+        """Resume the requests that an update paused, if any."""
         if not self._asleep and await self._llm.is_paused():
             await self._llm.resume_generation()
 
     async def sleep(self, level: int) -> None:
-        """Give the GPU's memory back; 1: the weights stay in host memory, 2: they are gone. Requests are aborted."""
+        """Release the GPU memory; level 1: the weights stay in host memory, 2: they are dropped. Requests are
+        aborted."""
         await self._llm.sleep(level=level, mode="abort")
         self._asleep = True
 
     async def wake_up(self, tags: list[str]) -> None:
-        """Take memory for `weights`, `kv_cache` or both; with both there, sampling goes on."""
+        """Allocate memory for `weights`, `kv_cache` or both; with both allocated, sampling continues."""
         self._asleep = not await self._llm.wake_up(tags=tags)
 
     async def shutdown(self) -> None:

@@ -29,13 +29,13 @@ class Occupancy:
         self._failed = False
 
     def add(self, engine: int, trajectories: int) -> None:
-        """So many more, or less, are in flight."""
+        """Add to, or subtract from, the trajectories in flight."""
         self._in_flight[engine] += trajectories
 
     def note(self, engines: int) -> None:
-        """Write what so many engines have in flight, if it is new; called often."""
+        """Write what the first `engines` engines have in flight, if it changed; called often."""
         row, now = tuple(self._in_flight[engine] for engine in range(engines)), time.time()
-        idle_now = not any(row) and row != self._row  # what nobody would correct for the length of a training step
+        idle_now = not any(row) and row != self._row  # else a stale value would remain for a whole training step
         if not idle_now and now < self._written + (_EVERY_S if row != self._row else _STILL_S):
             return
         self._row, self._written = row, now

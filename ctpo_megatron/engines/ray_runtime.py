@@ -46,12 +46,12 @@ def _variables(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 @cache
 def _secret() -> str:
-    """Of every private Ray of this process: Ray itself reads one once."""
+    """The secret of every private Ray of this process, since Ray reads it only once."""
     return secrets.token_hex(32)
 
 
 def _token(directory: Path) -> dict[str, str | None]:
-    """Variables for a Ray that answers nobody without `_secret`; none where the user has set RAY_AUTH_MODE.
+    """Variables for a Ray that requires `_secret`; none if the user has set RAY_AUTH_MODE.
 
     A process that has imported Ray sets that in vain. `ray.init` does it, where it is not set.
     """
@@ -85,11 +85,10 @@ def _shut_down() -> None:
 
 
 class RayRuntime:
-    """Begins to bring Ray up when constructed, then calls `then(gpus of the cluster)`; `wait` tells how that went.
+    """Starts Ray in the background when constructed, then calls `then(gpus of the cluster)`; `wait` raises failures.
 
-    All of it happens in a thread of its own that lives until `close`: the caller goes on meanwhile, the caller's signal
-    handlers stay, and a local Ray, whose processes the kernel kills with the thread that started them, ends with the
-    process however that ends.
+    This happens in a thread that lives until `close`, so the caller continues meanwhile and keeps its signal handlers.
+    The kernel kills a local Ray's processes with the thread that started them, so they always end with this process.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class RayRuntime:
 
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             self._then(float(resources.get("GPU", 0.0)))
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised by `wait`
             self._error = error
         self._up.set()
         while not self._closing.wait(3600.0):

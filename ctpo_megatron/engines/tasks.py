@@ -21,9 +21,9 @@ INITIAL_VERSION = 0
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What every engine of a fleet is made from.
+    """What every engine of a pool is created from.
 
-    model_path: Hugging Face directory, absolute. run_seed: part of every sampling seed. sandbox_url: None: that of the
+    model_path: Hugging Face directory, absolute. run_seed: part of every sampling seed. sandbox_url: None: of the
     engine's own node. log_mark: tells an engine on a cluster whether its node sees `log_dir` (`rollout.logs`).
     """
 
@@ -93,7 +93,7 @@ class GroupOutcome:
 
 
 class FleetError(RuntimeError):
-    """The fleet cannot go on; the message names the engine, the cause and where to look."""
+    """The engine pool cannot continue; the message names the engine, the cause and where to look."""
 
 
 class WeightSyncError(FleetError):
@@ -123,7 +123,7 @@ class UpdateReport:
 
 
 def choose_transport(config: Config, device: Device, *, cluster: bool) -> Transport:
-    """What carries weights to engines on `device`; cluster: Ray is that of `RAY_ADDRESS`, over nodes."""
+    """The weight transport for engines on `device`; cluster: Ray is the cluster of `RAY_ADDRESS`, on several nodes."""
     if config.rollout.weights.transport != "auto":
         return config.rollout.weights.transport
     if device == "cuda":

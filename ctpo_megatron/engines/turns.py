@@ -1,4 +1,4 @@
-"""Which turns an engine samples at once: those of an earlier step first, as the trainer waits for them."""
+"""Limits concurrent turns of an engine: turns of an earlier step first, because the trainer waits for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from contextlib import contextmanager
 
 
 class TurnScheduler:
-    """Turns of a step are begun at any time unless trajectories of an earlier step are in flight: then those wait for
-    which there is no room, which is for `room` turns at once, and the earliest step comes first.
+    """Turns of the earliest step in flight are always admitted. Turns of later steps wait while `room` turns are
+    running, and are then admitted in the order of their steps.
 
-    Where more turns at once take longer, an engine that shares itself equally between two batches completes both late
-    and together: the trainer first waits for the one, then has the other before it needs it, and the engine has nothing
-    to do. (vLLM's `scheduling_policy: priority` orders what is beyond `max_num_seqs`: it would sample all at once.) For
-    one event loop.
+    If more concurrent turns make each of them slower, an engine that is shared equally by two batches completes both
+    late. The trainer then waits for the first batch, and the engine idles after the second. (vLLM's
+    `scheduling_policy: priority` only orders requests beyond `max_num_seqs`.) For one event loop.
     """
 
     def __init__(self, room: int) -> None:
@@ -28,7 +27,7 @@ class TurnScheduler:
 
     @contextmanager
     def trajectory(self, step: int) -> Iterator[None]:
-        """One of `step` is in flight within."""
+        """Context in which a trajectory of `step` is in flight."""
         self._in_flight[step] += 1
         try:
             yield
@@ -38,7 +37,7 @@ class TurnScheduler:
             self._begin()
 
     async def begin(self, step: int) -> None:
-        """Wait until a turn of `step` may be sampled; `end` comes after it. Whoever waits can be cancelled."""
+        """Wait until a turn of `step` may be sampled; call `end` after it. The wait can be cancelled."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (step, next(self._numbers), turn))
         self._begin()

@@ -27,7 +27,7 @@ JOIN_S = 30.0  # for the thread to end when the run does
 def answer(
     generator: Generator, scorer: Scorer, prompts: Sequence[Prompt], request: Request, stop: Stop, phases: Phases
 ) -> list[Group]:
-    """Scored groups of the prompts, in their order; without those of quarantined prompts. Raises as `ticks`."""
+    """Scored groups of the prompts, in their order, without quarantined prompts. Raises as `ticks`."""
     groups: dict[int, Group] = {}
     scoring: list[PendingScoring] = []
     for answers in ticks(generator, prompts, request, stop):

@@ -38,8 +38,8 @@ JOIN_S = 30.0  # for the thread to end when the run does
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """rollout: the section. steps: the last batch is that of this step. mini_batch_prompts: groups of an optimizer
-    step; a batch holds a whole number of mini-batches."""
+    """rollout: the section. steps: of the run. mini_batch_prompts: groups of an optimizer step; a batch holds a whole
+    number of mini-batches."""
 
     rollout: RolloutConfig
     steps: int

@@ -91,7 +91,7 @@ def _of_the_launch(nodes: int) -> list[str]:
 def _check_grace(config: Config, cluster: Cluster) -> None:
     if cluster.executor == "slurm" and config.checkpoint.grace_s >= cluster.signal_s:
         raise ClusterFileError(
-            f"checkpoint.grace_s is {config.checkpoint.grace_s:g} s, but the job is told only {cluster.signal_s} s "
+            f"checkpoint.grace_s is {config.checkpoint.grace_s:g} s, but the job is notified only {cluster.signal_s} s "
             "before its time limit (signal_s of the cluster file): raise signal_s, or lower checkpoint.grace_s"
         )
 

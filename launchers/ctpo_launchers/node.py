@@ -73,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=positive(int), metavar="N", help="nodes of the job (default: Slurm's, else 1)")
     add("--node-rank", type=int, metavar="R", help="this node's number; 0 is the head (default: Slurm's)")
     add("--head", metavar="HOST", help="host of node 0 (default: the first of Slurm's)")
-    add("--address", metavar="IP", help="address of this node for the others (default: that of --interface)")
-    add("--interface", metavar="NAME", help="network of gloo, NCCL and Ray (default: that of the route to the head)")
+    add("--address", metavar="IP", help="address of this node for the others (default: from --interface)")
+    add("--interface", metavar="NAME", help="network of gloo, NCCL and Ray (default: on the route to the head)")
     add(
         "--port",
         type=positive(int),

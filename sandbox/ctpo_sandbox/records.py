@@ -18,9 +18,9 @@ _NUMBERS = struct.Struct("=4?i3d")
 MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES = 16 * 1024, 64
 
 LEVELS = {
-    "namespaces-root": "A: own process ids, network, mounts and user id per slot, beside what C and D do",
-    "namespaces-user": "B: own process ids, network and mounts in a user namespace, beside what C and D do",
-    "landlock": "C: files by Landlock, beside what D does",
+    "namespaces-root": "A: own process ids, network, mounts and user id per slot, in addition to C and D",
+    "namespaces-user": "B: own process ids, network and mounts in a user namespace, in addition to C and D",
+    "landlock": "C: files by Landlock, in addition to D",
     "seccomp": "D: system calls filtered; world-readable files can be read",
     "none": "E: resource limits only; snippets have the rights of the server's user",
 }

@@ -17,9 +17,9 @@ class SandboxStartError(Exception):
 class Restarter:
     """Waits for a server process to exit, and restarts it on `port` until `stopping` is true.
 
-    start: restarts the server on the same port; raises SandboxStartError when it does not become healthy. pauses_s:
-    pauses before a restart, by the number of consecutive early exits and failed starts; the last one repeats. steady_s:
-    a server that ran at least this long did not exit early. restarts: number of restarts.
+    start: restarts the server on the same port, or raises SandboxStartError if it is not healthy. pauses_s: pauses
+    before a restart, by consecutive early exits and failed starts. The last one repeats. steady_s: a server that ran
+    this long did not exit early. restarts: number of restarts.
     """
 
     def __init__(

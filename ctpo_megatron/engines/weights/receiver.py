@@ -66,8 +66,8 @@ class CheckpointEngine(WeightTransferEngine[NoInitInfo, PendingUpdate]):
         """Turn the loaded parameters into the layout the kernels want."""
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
-            # A head tied to the embedding receives no weights of its own, so vLLM 0.32 does not process it again,
-            # and on CPU it would go on with the packed copy of the previous weights.
+            # A head tied to the embedding receives no weights of its own, so vLLM 0.32 does not process it again, and
+            # on CPU it would continue with the packed copy of the previous weights.
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
             # Experts are packed for CPU kernels when they are first loaded, and by vLLM 0.32 not again: its kernels

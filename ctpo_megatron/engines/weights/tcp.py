@@ -126,7 +126,7 @@ class Share:
 
 @dataclass
 class Offer:
-    """What an engine is told in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
+    """What an engine receives in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
 
     shares: list[tuple[str, int, Sequence[Entry]]]
     secret: str = field(repr=False)
@@ -248,7 +248,7 @@ class _Peer:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # the other side may have gone
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch that nobody waits for any more
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch whose caller is gone
         self._socket.close()
 
     def fetch(self, bucket: Bucket, buffers: _Buffers) -> torch.Tensor:
@@ -263,7 +263,7 @@ class _Peer:
 
 
 def _send(peer: socket.socket, content: memoryview) -> None:
-    """All of it. Faster than sendfile, which hands over page by page; the time-out is that of each part."""
+    """Send everything. Faster than sendfile, which sends page by page; the timeout applies to each part."""
     while content:
         content = content[peer.send(content) :]
 
