@@ -33,7 +33,7 @@ class RunPlan:
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> RunPlan:
-        """The plan on so many ranks. Numbers are rounded down where `check` would report an error."""
+        """The plan on `world_size` ranks. Numbers are rounded down where `check` would report an error."""
         policy, rollout = config.policy, config.rollout
         tp, pp, cp = (
             policy.tensor_model_parallel_size,

@@ -38,7 +38,7 @@ def test_a_chosen_prompt_and_another_of_the_data_are_ambiguous(tmp_path: Path, t
     prompt = SystemPrompt("Box it.", chosen=True)
     with pytest.raises(DataError, match=r"row 1 column 'prompt': .*data\.system_prompt is set: which") as caught:
         load_prompts(files, tokenizer, PromptRules(99, system_prompt=prompt))
-    assert 'set data.system_prompt: "" to keep those of the data' in str(caught.value)
+    assert 'set data.system_prompt: "" to keep the messages of the data' in str(caught.value)
     files = [write_conversations(tmp_path / "b.parquet", [[OWN, *TALK]])]
     with pytest.raises(DataError, match=r"row 0 column 'messages': .*which of them counts"):
         load_conversations(files, tokenizer, system_prompt=prompt)
