@@ -32,16 +32,16 @@ def main(root: Path, how: str) -> dict[str, Any]:
     with suppress(Failed):
         try:
             with group:
-                status = _of_rank_zero(group, how) if layout.is_rank_zero else _signalled(group, how)
+                status = _of_rank_zero(group, root, how) if layout.is_rank_zero else _signalled(group, how)
         except RankZeroError as error:
             status = str(error)
     destroy_distributed()
     return {"status": status, "seen": seen, "stopped": stop.is_set()}
 
 
-def _of_rank_zero(group: TrainerGroup, how: str) -> int:
+def _of_rank_zero(group: TrainerGroup, root: Path, how: str) -> int:
     phases = Phases()
-    with group.watched(Path.cwd(), phases), phases.stage("rl"):
+    with group.watched(root, phases), phases.stage("rl"):
         group.finish_save(wait=False)
         with group.stop_deferred():
             group.finish_save(wait=True)
