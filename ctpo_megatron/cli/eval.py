@@ -86,6 +86,7 @@ def _check(config: Config, sources: Sources) -> None:
 
 def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome:
     from ctpo_megatron.engines import check_tokenizer
+    from ctpo_megatron.environments.factory import offered_schemas
     from ctpo_megatron.environments.prompts import held_out_prompts, usable
     from ctpo_megatron.environments.tokenizer import training_tokenizer
     from ctpo_megatron.evaluate import evaluate
@@ -93,7 +94,7 @@ def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO)
-    tokenizer = training_tokenizer(config)
+    tokenizer = training_tokenizer(config.model, offered_schemas(config.data, config.rollout))
     check_tokenizer(config, len(tokenizer))
     prompts = usable(held_out_prompts(config, tokenizer))
     try:
