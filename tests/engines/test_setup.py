@@ -45,7 +45,7 @@ engine._node_address = lambda: "127.0.0.1"
 engine.RolloutEngine._make_codec = lambda self, tokenizer: None
 run = {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "data": {"train": ["t"]}}
 config = Config.model_validate(run | {"rollout": {"tools": []}})
-spec = tasks.EngineSpec(config, "m", 1, "http://127.0.0.1:1", Path("."), device="cuda", transport="nccl")
+spec = tasks.EngineSpec(config, "http://127.0.0.1:1", Path("."), device="cuda", transport="nccl")
 actor = engine.RolloutEngine(0, spec)
 asyncio.run(actor.start())
 (arguments,) = LLM.made
