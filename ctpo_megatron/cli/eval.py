@@ -18,7 +18,7 @@ from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources
-from ctpo_megatron.preflight import check_extensions, docstring_problem, temporary_problem, validate_sampling
+from ctpo_megatron.preflight import START_CHECKS, check_extensions, run_checks, validate_sampling
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -77,8 +77,8 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _check(config: Config, sources: Sources) -> None:
     if not config.data.eval:
         raise UsageError("nothing to evaluate on: give --data FILE")
-    if problem := docstring_problem() or temporary_problem():
-        raise UsageError(str(problem))
+    if problems := run_checks(START_CHECKS, None):
+        raise UsageError(str(problems[0]))
     for warning in validate_sampling(config, cuda=torch_has_cuda(), sources=sources):
         print(f"warning: {warning}", file=sys.stderr)
     check_extensions(config, sources)

@@ -6,6 +6,7 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ctpo_megatron.base.stop_signal import StopSignal
@@ -41,7 +42,7 @@ def main(root: Path, how: str) -> dict[str, Any]:
 
 def _of_rank_zero(group: TrainerGroup, how: str) -> int:
     phases = Phases()
-    with group.watched(Path.cwd(), phases), phases.stage("rl"):
+    with TemporaryDirectory() as folder, group.watched(Path(folder), phases), phases.stage("rl"):
         group.finish_save(wait=False)
         with group.stop_deferred():
             group.finish_save(wait=True)
