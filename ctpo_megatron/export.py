@@ -34,7 +34,7 @@ class ExportRequest:
 
     model: Hugging Face directory that gives architecture and tokenizer. checkpoint: None, to check `target` alone.
     target: directory to write, or to check. family: the user's, as the run's configuration names it.
-    chat_template: the Jinja text that the run trained with, where it is not that of `model`.
+    chat_template: the Jinja text that the run trained with, if it differs from the template of `model`.
     """
 
     model: Path
@@ -98,7 +98,7 @@ def _request_outside_a_run(
 def _request(
     checkpoint: Path, model: Path, target: Path, family: ModelFamily | None, dtype: str | None = None
 ) -> ExportRequest:
-    """dtype: None, that of the model's files."""
+    """dtype: None: as in the model's files."""
     if not (model / "config.json").is_file():
         fix = "export from the folder that the run was started in, or give the directory: --model DIR"
         raise ConfigError([Problem("model.path", "not found from here", fix, str(model))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -258,19 +259,29 @@ def test_no_package_is_imported_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+def type_name(node: ast.stmt) -> str | None:
+    """Of the class or alias that a statement defines; aliases are written as classes are, constants in capitals."""
+    if isinstance(node, ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        name = node.targets[0].id
+        return name if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name) else None
+    return None
+
+
 def test_every_package_has_a_level() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     assert folders | files == set(LEVEL)
 
 
-def test_no_class_name_is_defined_twice() -> None:
-    """Private ones neither: one name, one meaning."""
+def test_no_type_has_the_name_of_another() -> None:
+    """Classes and aliases of types, private ones too: one name, one meaning."""
     places: dict[str, list[str]] = {}
     for path in all_modules():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+            if (name := type_name(node)) is not None:
+                places.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 

@@ -163,7 +163,7 @@ def test_a_current_directory_that_was_deleted(folder: Path, capsys: pytest.Captu
     os.chdir(gone)
     gone.rmdir()
     assert cli.main(["doctor"]) == 2
-    assert capsys.readouterr().err.startswith("ctpo: the current directory was deleted; cd to another")
+    assert capsys.readouterr().err.startswith("ctpo: the current directory was deleted; change to")
 
 
 CLOSED = """

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ctpo_megatron.config import Config, load_config
-from ctpo_megatron.data import Group, PromptRules, load_prompts, prepare
+from ctpo_megatron.data import Group, PromptRules, prepare, read_prompts
 from ctpo_megatron.engines import EnginePool, Sampling
 from ctpo_megatron.engines.weights import EngineFacts, TransportSettings, WeightOffer, open_transport
 from ctpo_megatron.rollouts import Request, Scheduler, ticks
@@ -45,7 +45,9 @@ def measure(config: Config) -> dict[str, float]:
     prepare(config.prepare)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
-    prompts = load_prompts(config.data.train, tokenizer, PromptRules(config.data.max_prompt_tokens))[:PROMPTS]
+    found = read_prompts(config.data.train, tokenizer, PromptRules(config.data.max_prompt_tokens))
+    found.problems.raise_if_any()
+    prompts = found.prompts[:PROMPTS]
     figures: dict[str, float] = {}
     fleet = EnginePool(config, "unused")  # one turn: no tool is called
     clock = time.perf_counter()

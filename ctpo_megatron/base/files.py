@@ -33,7 +33,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def aside(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A path beside `path` to write a file at, which then takes its name and its place: readers see the old or the new.
+    """A temporary path next to `path`; the file written there is then renamed to `path`, so readers see the old or the
+    new.
 
     `durable` waits until the disk has it. Without, a machine that loses power can leave an empty file. Nothing is left
     of a file whose writing failed.
@@ -83,7 +84,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_note(path: Path, read: Callable[[Any], T], without: T, loss: str) -> T:
-    """What `read` makes of the JSON of a file that a run can go on without; `without` if it is absent or damaged.
+    """Read the JSON of an optional file with `read`; returns `without` if the file is missing or damaged.
 
     `read` may raise whatever values of another kind make it raise. Damage is logged, with `loss`, what is missing then.
     """

@@ -14,14 +14,14 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",
 }
-"""Nothing is reported to anyone, nor noted of every call for a dashboard; an engine without a GPU of its own keeps
-CUDA_VISIBLE_DEVICES; and engines have the priority of the trainer: by Ray's default of 15 every program that a tool
-runs would come before the engine."""
+"""Ray reports no usage and records no events per call. An engine without its own GPU keeps CUDA_VISIBLE_DEVICES.
+Engines have the trainer's priority: with Ray's default niceness of 15 every program of a tool would run before the
+engine."""
 
 
 def ray_with_token(file: Path) -> dict[str, str]:
     """What every process needs that starts, joins or uses a Ray whose secret is in `file`, of mode 0600.
 
-    How long a node bears the absence of its head is left to Ray: 60 s.
+    How long a node tolerates the absence of its head is Ray's default: 60 s.
     """
     return {**QUIET, AUTH_MODE: "token", TOKEN_FILE: str(file)}

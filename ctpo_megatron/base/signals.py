@@ -12,7 +12,7 @@ ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """Those of `ENDING` that this process is to act on: under `nohup` it outlives its terminal."""
+    """The signals of `ENDING` that this process acts on: under `nohup` it survives its terminal."""
     spared = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in ENDING if not (spared and number == signal.SIGHUP))
 

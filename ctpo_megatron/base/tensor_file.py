@@ -75,7 +75,7 @@ class TensorFile:
         self._used += len(json.dumps(name)) + _ENTRY
 
     def move(self, path: Path) -> None:
-        """Go on in another file, with what was written so far."""
+        """Continue in another file, with the content written so far."""
         file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, self._mode)
         done = 0
         while done < self._end:

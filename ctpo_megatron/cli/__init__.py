@@ -1,4 +1,4 @@
-"""The `ctpo` command: one module a verb, imported when that verb is asked for, so that `ctpo --help` is immediate."""
+"""The `ctpo` command: one module per verb, imported only for that verb, so that `ctpo --help` is fast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OVERRIDABLE = ("train", "eval", "launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `ctpo`; returns the exit status: 0 done, 1 failed, 2 the request was wrong."""
+    """Entry point of `ctpo`; returns the exit status: 0 success, 1 failure, 2 invalid request."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if importlib.util.find_spec("ctpo_kernels") is None:
         print("ctpo: ctpo_kernels, a distribution of its own, is missing: pip install -e ./kernels", file=sys.stderr)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:
-        print("ctpo: the current directory was deleted; cd to another, or to the same path anew", file=sys.stderr)
+        print("ctpo: the current directory was deleted; change to an existing directory", file=sys.stderr)
         return 2
     parser = _parser(verb=argv[0] if argv else "")
     args, unknown = parser.parse_known_args(argv)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if "run" not in args:
         parser.error("the verb comes first")
-    args.unknown = unknown  # overrides that look like options: their reader says how to spell them
+    args.unknown = unknown  # overrides that look like options: the parser of overrides explains the spelling
     try:
         status = int(args.run(args))
         flush_output()
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(verb: str) -> argparse.ArgumentParser:
-    """All verbs by name, and the arguments of one."""
+    """A parser with all verbs, and the arguments of one."""
     parser = argparse.ArgumentParser(prog="ctpo", description="CTPO: reinforcement learning of tool-using models.")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, summary in VERBS.items():

@@ -1,4 +1,4 @@
-"""`ctpo data prepare`: a collection of problems with answers becomes a prompt file, with a report of what went."""
+"""`ctpo data prepare`: turns a collection of problems with answers into a prompt file, and reports dropped problems."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare a prompt file; 1 if nothing remains."""
+    """Prepare a prompt file; returns 1 if nothing remains."""
     from ctpo_megatron.data import refine as steps
 
     if args.output.exists() and not args.overwrite:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_place(file: Path, flag: str) -> None:
-    """The folder of a file to write, before anything else takes time. Raises UsageError."""
+    """Create the folder of an output file before any long work. Raises UsageError."""
     if file.is_dir():
         raise UsageError(f"{flag} {file}: is a folder; name a file")
     try:
@@ -110,7 +110,7 @@ def _columns(pairs: Sequence[str], default: dict[str, str]) -> dict[str, str]:
 
         try:
             content = yaml.safe_load(Path(pair).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8
+        except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8
             raise UsageError(f"--map {pair}: neither NAME=COLUMN nor a YAML file that can be read ({error})") from error
         if not isinstance(content, dict):
             raise UsageError(f"--map {pair}: the file must hold lines NAME: COLUMN")

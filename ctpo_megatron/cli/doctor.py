@@ -28,7 +28,7 @@ from ctpo_megatron.preflight import (
 
 HERE = "This machine"
 STATUS = {"ok": "ok", "warning": "note", "missing": "missing", "error": "broken"}
-"""What a severity is called here."""
+"""Label of each severity in the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print tables or JSON, then the verdict; 1 if something that training needs is missing or broken."""
+    """Print tables or JSON, then the result; returns 1 if something that training needs is missing or broken."""
     if args.template:
         return _template(args)
     found, wanted = _of_config(args)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _template(args: argparse.Namespace) -> int:
-    """Show a prompt, a call and its answer; 1 if an episode would not have the tokens that the template writes."""
+    """Show a prompt, a call and its answer; returns 1 if the tokens of an episode differ from the template's."""
     if args.config is None:
         raise UsageError("--template needs a configuration: ctpo doctor CONFIG --template")
     config, _ = load_with_sources(args.config, args.overrides)

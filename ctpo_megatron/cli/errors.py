@@ -1,4 +1,4 @@
-"""What an error becomes: one line where the message is all the user needs, a traceback where it is a bug."""
+"""How errors are reported: one line where the message is all the user needs, a traceback for a bug."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 
-# Module (imported already if its error was raised): names of exceptions.
+# Module (already imported if its error was raised) -> names of exceptions.
 _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.config": ("ConfigError",),
     "ctpo_megatron.data": ("DataError",),
@@ -31,12 +31,12 @@ _OF_THE_MACHINE = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),
     *(errno.ENOTDIR, errno.EISDIR),
 }
-"""What a file system refuses for reasons of its own; the message needs the path that it was about."""
+"""Error numbers of the file system that are not bugs; the message needs the path."""
 _STDOUT = 1
 
 
 class UsageError(Exception):
-    """Arguments of a verb that cannot be met; the message says what to change."""
+    """Invalid arguments of a verb; the message says what to change."""
 
 
 def report_error(error: Exception, verb: str) -> int:
@@ -61,7 +61,7 @@ def report_error(error: Exception, verb: str) -> int:
 
 
 def flush_output() -> None:
-    """Write what is left to write. Python would do it at exit, and a failure there would be the status."""
+    """Flush output now: a failure of Python's flush at exit would change the exit status."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -71,9 +71,9 @@ def flush_output() -> None:
 
 
 def _nobody_reads(error: OSError) -> bool:
-    """Whether it comes of a pipe whose reader has ended, as of `| head`, or of a terminal that was closed.
+    """Whether the cause is a pipe without a reader, as after `| head`, or a closed terminal.
 
-    Standard output is /dev/null from then on.
+    Redirects standard output to /dev/null.
     """
     if error.errno not in (errno.EPIPE, errno.EIO):
         return False
@@ -82,18 +82,18 @@ def _nobody_reads(error: OSError) -> bool:
     if not any(event & select.POLLERR for _, event in output.poll(0)):
         return False
     nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, _STDOUT)  # what is left to write at exit would fail, too
+    os.dup2(nothing, _STDOUT)  # output at exit would fail, too
     os.close(nothing)
     return True
 
 
 def is_rank_zero() -> bool:
-    """Whether this process speaks for its job: RANK as torchrun sets it."""
+    """Whether this process reports for its job, by torchrun's RANK."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _refused(error: Exception) -> str:
-    """What a file system refused for reasons of its own, by its path or in words of ours; nothing for a bug."""
+    """The message for an error of the file system, with its path or our advice; empty for a bug."""
     cause = error.__cause__ if isinstance(error, RuntimeError) else error
     named = cause is not error or getattr(cause, "filename", None) is not None
     said = named and isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE
@@ -104,14 +104,14 @@ def _refused(error: Exception) -> str:
 
 
 def _no_space(error: BaseException | None) -> OSError | None:
-    """Why a file system takes no more, if that is what an error comes from: what it writes while it ends fails, too."""
+    """The disk-full error behind an error, if any: writes during cleanup fail, too."""
     while error is not None and not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _is_one_of(error: Exception, kinds_of: Mapping[str, tuple[str, ...]]) -> bool:
-    """By class object, from modules that are loaded: a module that is not cannot have raised anything."""
+    """Looks up classes in loaded modules only: a module that is not loaded cannot have raised."""
     for module, names in kinds_of.items():
         loaded = sys.modules.get(module)
         kinds = tuple(kind for name in names if isinstance(kind := getattr(loaded, name, None), type))

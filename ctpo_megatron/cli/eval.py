@@ -1,4 +1,4 @@
-"""`ctpo eval`: answers to held-out prompts from a model in Hugging Face format, with engines alone."""
+"""`ctpo eval`: evaluates a model in Hugging Face format on held-out prompts, with engines alone."""
 
 from __future__ import annotations
 
@@ -41,15 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scorer",
         choices=("strict", "reference"),
-        help="strict: math_verify, whatever the run's reward is; reference: beside it the published, lenient one",
+        help="strict: math_verify, whatever the run's reward is; reference: also the published, lenient one",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration; default: that of MODEL's run")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="configuration; default: the configuration of MODEL's run"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: evaluations/MODEL-FILES")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate; 0 when every prompt was, 1 when some were left out."""
+    """Evaluate; returns 0 when every prompt was evaluated, 1 when some were left out."""
     from ctpo_megatron.evaluate import find_target, read_config
 
     target = find_target(args.model, args.config)
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:
-    """Options as overrides of the configuration, those of the user last; --data takes all that follows it."""
+    """Options as overrides of the configuration, the user's overrides last; --data takes all that follows it."""
     given: dict[str, Any] = {"eval.samples": args.samples, "eval.temperature": args.temperature}
     given["data.eval"] = [text for text in args.data if not _OVERRIDE.match(text)] or None
     given["rollout.engines"] = args.engines
@@ -103,19 +105,19 @@ def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome
             reference = args.scorer == "reference"
             return evaluate(config, prompts, tokenizer, output, reference=reference, display=display)
     except SystemExit:
-        advice = f"samples that were finished are in {output}, and the same command goes on from them"
-        print(f"the evaluation is MISSING: it was asked to end; {advice}", file=sys.stderr)
+        advice = f"finished samples are in {output}, and the same command continues from them"
+        print(f"the evaluation is MISSING: it was stopped; {advice}", file=sys.stderr)
         raise
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """The first signal that asks to end does so as an exception, so that engines and sandbox are closed."""
+    """Turn the first stop signal into an exception, so that engines and sandbox are closed."""
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         for each in ENDING:
             signal.signal(each, signal.SIG_IGN)
-        signal.alarm(0)  # Ray's own handler, which has called this one, would abort the process in 3 s
+        signal.alarm(0)  # Ray's handler, which called this one, would abort the process in 3 s
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, end) for number in heeded()}
@@ -127,7 +129,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _print(outcome: Outcome) -> None:
-    """Accuracies of every source by every scorer, then how it was answered."""
+    """Accuracies of every source by every scorer, then statistics of the answers."""
     from rich.console import Console
 
     found, console = outcome.results, Console()

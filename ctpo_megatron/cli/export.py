@@ -1,4 +1,4 @@
-"""`ctpo export`: a checkpoint as a Hugging Face directory, compared with the trained model. Also under torchrun."""
+"""`ctpo export`: writes a checkpoint as a Hugging Face directory, or checks one. Also under torchrun."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, check, or both; 1 if the check finds a difference."""
+    """Export, check, or both; returns 1 if the check finds a difference."""
     from ctpo_megatron.export import export, resolve
 
     request = resolve(args.source, args.model, args.output)

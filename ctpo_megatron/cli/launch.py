@@ -1,4 +1,4 @@
-"""`ctpo launch`: submit a job to a cluster, in an environment of the launcher's own."""
+"""`ctpo launch`: submits a job to a cluster, in the launcher's own environment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ctpo_megatron.cli.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments, which the launcher reads again."""
+    """Declare the arguments, which the launcher parses again."""
     launch.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Never returns where the environment can be made: this process becomes the launcher."""
+    """Replace this process by the launcher; returns only if its environment cannot be created."""
     try:
         return environment.launch(launch.as_words(args))
     except environment.NoEnvironment as error:

@@ -1,4 +1,4 @@
-"""Whether trainer ranks on this machine run on CUDA; `preflight.has_cuda_device` tells without importing torch."""
+"""Whether trainer ranks on this machine run on CUDA; `preflight.has_cuda_device` does so without importing torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 
 def torch_has_cuda() -> bool:
-    """As torch says; imports it (2 CPU-seconds). False without torch."""
+    """Whether torch has CUDA; imports torch (2 CPU-seconds). False without torch."""
     if importlib.util.find_spec("torch") is None:
         return False
     import torch

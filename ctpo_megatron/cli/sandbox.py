@@ -1,4 +1,4 @@
-"""`ctpo sandbox`: the code execution service alone, a check of one that runs, and its speed."""
+"""`ctpo sandbox`: runs the code execution service alone, checks a running one, or measures its speed."""
 
 from __future__ import annotations
 

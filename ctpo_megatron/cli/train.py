@@ -49,7 +49,7 @@ from ctpo_sandbox.arguments import positive
 
 _ASKED_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _ROWS, _HEAD = 1000, 2000
-"""Rows of a data file that a dry run looks at, and characters of the prompt that it shows."""
+"""Rows of a data file that a dry run checks, and characters of the prompt that it shows."""
 _OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=")
 
 
@@ -89,10 +89,10 @@ def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
     here = [] if args.dry_run else run_checks(START_CHECKS, None)
     if problem := rank_problem(planned=args.dry_run) or next(iter(here), None):
-        raise UsageError(str(problem))  # a ConfigError is shown by rank 0 alone
+        raise UsageError(str(problem))  # not a ConfigError, which only rank 0 shows
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()
-    elsewhere = args.dry_run or bool(os.environ.get(ADDRESS))  # a named cluster has GPUs of its own
+    elsewhere = args.dry_run or bool(os.environ.get(ADDRESS))  # a named cluster has its own GPUs
     job = Job(world_size(), node_ranks(), None if elsewhere else visible_gpus())
     gpu_gib = args.gpu_gib if args.dry_run else None
     shapes = _shapes(args)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         status = main(config)
-    except SystemExit as ended:  # asked to end while there was nothing to save
+    except SystemExit as ended:  # stopped while there was nothing to save
         status = ended.code if isinstance(ended.code, int) else 1
     if status in _ASKED_TO_END and is_rank_zero():
         with suppress(OSError):  # the terminal may be closed
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _collected(problems: list[Problem]) -> Iterator[None]:
-    """Take down what is wrong and go on: all mistakes are shown at once."""
+    """Collect the problems of a ConfigError and continue, so that all mistakes are shown at once."""
     try:
         yield
     except ConfigError as error:
@@ -140,7 +140,7 @@ def _collected(problems: list[Problem]) -> Iterator[None]:
 
 
 def _resume_command(args: argparse.Namespace) -> str:
-    """What to type to go on; the options of a torchrun are not known here."""
+    """The command that resumes the run; options of torchrun are unknown here."""
     program = "torchrun ... -m ctpo_megatron.train" if "TORCHELASTIC_RUN_ID" in os.environ else "ctpo train"
     kept = [text for text in [*args.overrides, *args.unknown] if not text.startswith(_OF_ONE_START)]
     return f"{program} {shlex.join([args.config, *kept, 'run.resume=auto'])}"
@@ -152,7 +152,7 @@ def _print_warnings(warnings: Sequence[Problem]) -> None:
 
 
 def _shapes(args: argparse.Namespace) -> ModelSpec | None:
-    """The model that a dry run plans with in place of the one of the configuration."""
+    """The model that a dry run plans with instead of the configured one."""
     if args.shapes is None:
         return None
     if not args.dry_run:

@@ -1,4 +1,4 @@
-"""`ctpo verify`: one optimizer step under many layouts against a float64 oracle, one line a layout."""
+"""`ctpo verify`: one optimizer step under many layouts against a float64 oracle, one line per layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check every layout and objective; 1 if one is outside the tolerance or failed."""
+    """Check every layout and objective; returns 1 if one failed or exceeds the tolerance."""
     from ctpo_megatron.verify import verify
 
     objectives = list(PRESETS) if args.objective == ["all"] else args.objective
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def _choose_layouts(
     model: Path | None, family: ModelFamily | None, named: Sequence[str] | None, limit: int | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Layouts to check, and those left out, each with the reason. Named ones must all fit the model."""
+    """Layouts to check, and skipped ones with the reason. Named layouts must all fit the model."""
     from ctpo_megatron.policy import max_ranks
     from ctpo_megatron.verify import LAYOUTS, unsupported_layouts
 

@@ -1,4 +1,4 @@
-"""Config: schema, and YAML files with dotted overrides. No torch. Checks across keys are in `preflight`.
+"""Config: the schema, and loading of YAML files with dotted overrides. No torch. Checks across keys are in `preflight`.
 
 config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigError names every mistake at once
 """

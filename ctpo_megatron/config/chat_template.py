@@ -1,4 +1,4 @@
-"""`model.chat_template`: one of our training templates by name, or a file."""
+"""`model.chat_template`: a built-in training template by name, or a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SUFFIX = ".jinja"
 
 
 def chat_template_names() -> list[str]:
-    """The templates that we ship."""
+    """Names of the built-in templates."""
     return sorted(file.name.removesuffix(_SUFFIX) for file in _OURS.glob(f"*{_SUFFIX}"))
 
 
@@ -23,12 +23,12 @@ def is_template_file(value: str) -> bool:
 
 
 def chat_template_text(value: str) -> str:
-    """The Jinja text of `model.chat_template`. Raises OSError or UnicodeDecodeError for one that cannot be read."""
+    """The Jinja text of `model.chat_template`. Raises OSError or UnicodeDecodeError if the file cannot be read."""
     file = Path(value) if is_template_file(value) else _OURS / f"{value}{_SUFFIX}"
     return file.read_text(encoding="utf-8")
 
 
 def run_chat_template(model: ModelConfig) -> str | None:
-    """The Jinja text that a run puts in the place of the tokenizer's own; None if it does not. Raises as above."""
+    """The Jinja text that replaces the tokenizer's own in a run; None for the tokenizer's. Raises as above."""
     value = model.chat_template
     return None if value is None else chat_template_text(value)

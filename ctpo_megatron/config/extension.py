@@ -1,4 +1,4 @@
-"""How a configuration names a part: one of ours by a word, a user's as `package.module:Name`, with arguments beside."""
+"""How a configuration names a part: a built-in by one word, a user's as `package.module:Name`, with arguments."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ctpo_megatron.config.reads import Reads, exists
 class Extension(BaseModel):
     """A part by name. In YAML either the name alone or `{name: ..., arguments: {...}}`.
 
-    name: a word (one of our own parts), or `package.module:Name`, found through `extensions.path`.
-    arguments: keyword arguments that the part is made or called with.
+    name: one word (a built-in part), or `package.module:Name`, found through `extensions.path`.
+    arguments: keyword arguments for creating or calling the part.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -35,12 +35,12 @@ class Extension(BaseModel):
 
     @property
     def is_path(self) -> bool:
-        """Whether the name is an import path, not one of our own words."""
+        """Whether the name is an import path, not a built-in word."""
         return ":" in self.name
 
     @property
     def short_name(self) -> str:
-        """The word, or the name behind the module: what metrics are called by."""
+        """The word, or the name after the module; used in metric names."""
         return self.name.rpartition(":")[2]
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Extension(BaseModel):
 
 
 def named_extensions(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Extension]]:
-    """Dotted key and Extension of every part that a configuration names; items of lists are counted from 0."""
+    """Dotted key and Extension of every part in a configuration; list items are numbered from 0."""
     for name in type(section).model_fields:
         yield from _within(getattr(section, name), f"{prefix}{name}")
 

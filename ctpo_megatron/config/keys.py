@@ -1,4 +1,4 @@
-"""Walks the schema: the list of known keys, what each holds, and the nearest ones to a misspelt key."""
+"""Walks the schema: all known keys, the type of each, and the closest matches of a misspelt key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Key:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section class a field holds (also when it may be null), or None for a leaf, as a list of sections is."""
+    """The section class of a field (even if it may be null); None for a leaf, such as a list of sections."""
     if get_origin(field.annotation) is tuple:
         return None
     for candidate in (field.annotation, *get_args(field.annotation)):
@@ -41,10 +41,10 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def defaults(section: type[Section], given: Mapping[str, Any], base: Section | None = None) -> dict[str, Any]:
-    """Defaults of a section as a plain tree, so that interpolations see them and a partly given section keeps the rest.
+    """Defaults of a section as a plain tree, for interpolations and for sections that are given in part.
 
-    base: the default instance at this place of the schema, where it differs from the class's own defaults.
-    Optional sections that are not given, and keys given something else than a mapping, are left out.
+    base: the default instance at this point of the schema, if it differs from the class's own defaults. Optional
+    sections that are not given, and keys whose value is not a mapping, are omitted.
     """
     tree: dict[str, Any] = {}
     for name, field in section.model_fields.items():
@@ -75,7 +75,7 @@ def known_paths() -> tuple[str, ...]:
 
 
 def nearest(path: str, limit: int = 3) -> list[str]:
-    """Known paths that an unknown one was probably meant to be, best first; may be empty."""
+    """Close matches of an unknown path among the known ones, best first; may be empty."""
     leaf = path.rpartition(".")[2]
     same_leaf = [known for known in known_paths() if known.rpartition(".")[2] == leaf]
     by_path = difflib.get_close_matches(path, known_paths(), n=limit, cutoff=0.75)
@@ -90,7 +90,7 @@ def nearest(path: str, limit: int = 3) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A default as YAML would hold it."""
+    """A default as a YAML value."""
     if isinstance(value, Extension):
         return value.model_dump() if value.arguments else value.name
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Turns a YAML file and dotted overrides into a validated, frozen Config, or into one error naming every mistake."""
+"""Loads a YAML file and dotted overrides into a validated, frozen Config, or raises one error with every mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 
 _NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (\S+): node `\S+` is not a container")
-"""How OmegaConf names the key that an interpolation is of, when there is no such key or nothing that could hold it."""
+"""OmegaConf's messages for an interpolation of a missing key or of a key below a scalar."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -31,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[Config, Sources]:
-    """As `load_config`, and the record of where each value was written, for later messages. path: None: no file."""
+    """As `load_config`, with the location of each value for later messages. path: None: no file."""
     files = [] if path is None else read_files(path)
     extra, problems = read_overrides(overrides)
     layers = [*files, *extra]
@@ -43,7 +43,7 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
     problems += _secrets(tree, sources)
     broken = {problem.key for problem in problems}
     try:
-        # Strict, and from JSON: "3", 3.0 and true are no integers, yet a list still makes a tuple.
+        # Strict, and from JSON: "3", 3.0 and true are not integers, but a list is accepted for a tuple.
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         details = [_of_key(detail) for detail in error.errors()]
@@ -60,7 +60,7 @@ def dump(config: Config) -> str:
 
 
 def _secrets(tree: Any, sources: Sources) -> Iterator[Problem]:
-    """Arguments of parts that hold a secret: the configuration is written to the run directory and shown in reports."""
+    """Arguments that contain a secret: the configuration is written to the run directory and shown in reports."""
     for key in secrets_in(tree):
         if ".arguments." in key:
             message = "looks like a secret, and the configuration is written to the run directory"
@@ -70,7 +70,7 @@ def _secrets(tree: Any, sources: Sources) -> Iterator[Problem]:
 
 
 def _of_key(detail: ErrorDetails) -> ErrorDetails:
-    """Without the names that pydantic puts behind the key, one for each type that it may have: the last one speaks."""
+    """Strip the type names that pydantic appends to the key of a union."""
     keys = tuple(part for part in detail["loc"] if part != "bool" and not str(part).startswith("literal["))
     if keys == detail["loc"]:
         return detail
@@ -78,7 +78,7 @@ def _of_key(detail: ErrorDetails) -> ErrorDetails:
 
 
 def _explained(key: str, broken: set[str]) -> bool:
-    """Whether the key, or an item in it, is reported already: its missing value would only be a second message."""
+    """Whether the key, or an item in it, has been reported: a message about its missing value would be redundant."""
     return any(known == key or known.startswith(f"{key}.") for known in broken)
 
 
@@ -97,7 +97,7 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
 
 
 def _over(below: DictConfig, above: DictConfig) -> DictConfig:
-    """Both merged. A list and a mapping may take each other's place, as other values may; OmegaConf refuses that."""
+    """Both merged. A list and a mapping may replace each other, which OmegaConf refuses."""
     for *sections, key in _replaced(plain(below), plain(above)):
         node: Any = below
         for section in sections:
@@ -107,7 +107,7 @@ def _over(below: DictConfig, above: DictConfig) -> DictConfig:
 
 
 def _replaced(below: Any, above: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """Keys of mappings that are lists above, and of lists that are mappings."""
+    """Keys of mappings that `above` replaces by lists, and of lists that it replaces by mappings."""
     if isinstance(below, dict) and isinstance(above, dict):
         for key in below.keys() & above.keys():
             yield from _replaced(below[key], above[key], (*keys, key))
@@ -116,7 +116,7 @@ def _replaced(below: Any, above: Any, keys: Keys = ()) -> Iterator[Keys]:
 
 
 def _is_given(values: DictConfig, key: str) -> bool:
-    """Whether it has a value; a broken interpolation is one, and is reported where all values are resolved."""
+    """Whether the key has a value; a broken interpolation counts, and is reported when all values are resolved."""
     try:
         return OmegaConf.select(values, key) is not None
     except OmegaConfBaseException:
@@ -124,20 +124,20 @@ def _is_given(values: DictConfig, key: str) -> bool:
 
 
 def _is_stale(values: DictConfig) -> bool:
-    """Whether tokens are trained that earlier weights sampled: only their own log-probs give them an exact weight."""
+    """Whether tokens sampled by earlier weights are trained on: only their own log-probs give them an exact weight."""
     stale = OmegaConf.select(values, "rollout.max_staleness", throw_on_resolution_failure=False) not in (0, None)
     return stale and OmegaConf.is_dict(values.get("objective"))
 
 
 def _resolve(node: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:
-    """Plain containers with interpolations replaced; each broken one becomes a problem, not only the first."""
+    """Plain containers with resolved interpolations; every broken one becomes a problem, not only the first."""
     if isinstance(node, ListConfig):
         return [_resolve_item(node, i, (*keys, str(i)), sources, problems) for i in range(len(node))]
     if isinstance(node, DictConfig):
         return {
             str(key): _resolve_item(node, key, (*keys, str(key)), sources, problems)
             for key in node
-            if not OmegaConf.is_missing(node, key)  # "???" means: to be given; pydantic then asks for it
+            if not OmegaConf.is_missing(node, key)  # "???" means required; pydantic then reports it
         }
     return node
 
@@ -161,7 +161,7 @@ def _resolve_item(node: Any, key: Any, keys: Keys, sources: Sources, problems: l
 
 
 def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
-    """A pydantic error in our words."""
+    """A pydantic error as a Problem."""
     key, keys = _dotted(detail["loc"]), tuple(str(part) for part in detail["loc"])
     where = sources.where(keys)
     kind, value = detail["type"], detail["input"]
@@ -220,7 +220,7 @@ def _did_you_mean(names: Sequence[str]) -> str:
 
 
 def _siblings(key: str) -> str:
-    """What the deepest known section around an unknown key does hold."""
+    """The keys of the deepest known section around an unknown key."""
     parent = key.rpartition(".")[0]
     while parent and parent not in known_paths():
         parent = parent.rpartition(".")[0]
@@ -231,7 +231,7 @@ def _siblings(key: str) -> str:
 
 
 def _wanted(key: str) -> str:
-    """What the list around a missing or surplus item should hold."""
+    """The expected content of a list with a missing or surplus item."""
     return next((f"give {k.type}" for k in known_keys() if key == k.path or key.startswith(f"{k.path}.")), "")
 
 

@@ -23,11 +23,11 @@ def config_folders() -> list[Path]:
 
 
 def locate(path: str | Path) -> Path:
-    """The file that a user's path means. Raises ConfigError that says where was looked and what is near."""
-    wanted = Path(os.path.expanduser(path))  # unlike Path, it leaves the home of an unknown user as it is
+    """The file that a user's path refers to. Raises ConfigError listing the searched locations and close matches."""
+    wanted = Path(os.path.expanduser(path))  # unlike Path, it does not fail for an unknown user
     candidates = list(_candidates(wanted))
     for candidate in candidates:
-        if os.path.isfile(candidate):  # False for a name that is too long, too
+        if os.path.isfile(candidate):  # also False for a name that is too long
             return candidate
     looked = ", ".join(str(c) for c in candidates if c.suffix or not c.name)
     near = _near(wanted)

@@ -1,9 +1,9 @@
-"""How much memory a trainer rank needs: bytes of weights, gradients, optimizer state and activations. No torch.
+"""Memory of a trainer rank: bytes of weights, gradients, optimizer state and activations. No torch.
 
-Sizes are those of Megatron-Core 0.16 on CUDA with Transformer Engine. Weights, gradients and optimizer state are exact
-up to the padding of gradient buffers. Activations follow Korthikanti et al., arXiv 2205.05198, with flash attention,
-grouped-query attention, RMSNorm, a gated MLP and no dropout in the place of that paper's layer; an upper estimate of
-what the backward pass allocates besides is included. Not included: the CUDA context, NCCL and allocator fragmentation.
+Sizes are for Megatron-Core 0.16 on CUDA with Transformer Engine. Weights, gradients and optimizer state are exact up to
+the padding of gradient buffers. Activations follow Korthikanti et al., arXiv 2205.05198, for a layer with flash
+attention, grouped-query attention, RMSNorm and a gated MLP, without dropout. An upper bound of temporary memory of the
+backward pass is included. Not included: the CUDA context, NCCL and allocator fragmentation.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ctpo_megatron.models import ModelSpec, padded_vocabulary
 
 GIB = 1 << 30
 GPU_GIB = 80
-"""The GPU that the tables judge by."""
+"""The GPU of the tables."""
 
 USABLE = 0.9
-"""Share of a GPU that the arithmetic may fill; the rest is for the CUDA context, NCCL and fragmentation."""
+"""Usable share of a GPU; the rest is for the CUDA context, NCCL and fragmentation."""
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _MAIN_GRADIENT = 4
@@ -27,12 +27,12 @@ _MAIN_GRADIENT = 4
 
 @dataclass(frozen=True)
 class Split:
-    """How the model and a micro-batch are cut over ranks, and what is kept between forward and backward.
+    """How the model and a micro-batch are split over ranks, and what is kept between forward and backward.
 
     micro_batch_tokens: of one context-parallel rank. head_chunk_tokens: rows of logits at a time; None: the head's own
-    choice, which the sums count as 1.2 GiB: more is taken only where much is free. chunks: groups of layers on each
-    pipeline rank (virtual pipeline). recompute: parts of a layer that backward computes again (`full` alone: all of
-    it). offload: what waits in host memory while trajectories are sampled (`policy.offload`).
+    choice, counted as 1.2 GiB, since it takes more only if much is free. chunks: groups of layers on each pipeline rank
+    (virtual pipeline). recompute: parts of a layer that backward computes again (`full` alone: all of it). offload:
+    what moves to host memory while trajectories are sampled (`policy.offload`).
     """
 
     tensor: int = 1
@@ -52,7 +52,7 @@ class Split:
 
     @classmethod
     def of(cls, policy: PolicyConfig, world_size: int) -> Split:
-        """The split of a configuration on so many ranks; rounded down where `check` would report an error."""
+        """The split of a configuration on `world_size` ranks; rounded down where `check` would report an error."""
         model_parallel = (
             policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size * policy.context_parallel_size
         )
@@ -90,7 +90,7 @@ class Split:
 
     @property
     def expert_optimizer_shards(self) -> int:
-        """Ranks over which that of an expert's weight is split: those that hold the same experts."""
+        """Ranks over which the optimizer state of an expert's weight is split: the ranks with the same experts."""
         return max(1, self.data * self.context // self.expert) if self.distributed_optimizer else 1
 
 
@@ -115,14 +115,14 @@ class Memory:
         return self.total <= USABLE * GPU_GIB * GIB
 
     def while_sampling(self, offload: str) -> int:
-        """What stays on the GPU while trajectories are sampled."""
+        """Bytes that stay on the GPU while trajectories are sampled."""
         if offload == "none":
             return self.weights + self.gradients + self.optimizer
         return self.weights if offload == "optimizer" else 0
 
 
 def parameters(spec: ModelSpec) -> tuple[int, int]:
-    """(all parameters, those that one token uses), as a model card counts them."""
+    """(all parameters, parameters active for a token), as a model card counts them."""
     dense, experts = spec.family.layer_parameters(spec)
     active = experts * spec.num_experts_per_token // spec.num_experts if spec.num_experts else 0
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
@@ -138,7 +138,7 @@ def stage_parameters(spec: ModelSpec, split: Split, stage: int) -> tuple[int, in
     first, last = stage == 0, stage == split.pipeline - 1
     extra = embedding if first else 0
     if last:
-        # Tied embeddings are one tensor where first and last stage are one rank, and a copy elsewhere.
+        # Tied embeddings are one tensor if the first and last stage are the same rank, else two copies.
         extra += spec.hidden_size + (0 if first and spec.tie_word_embeddings else embedding)
     return layers * dense + extra, layers * experts
 
@@ -149,10 +149,10 @@ def layer_activations(spec: ModelSpec, split: Split) -> dict[str, int]:
 
 
 def in_flight(split: Split, stage: int) -> float:
-    """Micro-batches, each counted with all layers of the rank, whose activations stage `stage` holds at its peak.
+    """Peak number of micro-batches whose activations stage `stage` holds, each counted with all layers of the rank.
 
-    1F1B: pp - stage. Interleaved with v chunks a rank: (2 (pp - stage - 1) + (v - 1) pp + 1) chunks of 1 / v each,
-    which on the first stage is 1F1B's pp times 1 + (pp - 1) / (pp v) (arXiv 2205.05198, section 4.2.3).
+    1F1B: pp - stage. Interleaved with v chunks per rank: (2 (pp - stage - 1) + (v - 1) pp + 1) chunks of 1 / v each. On
+    the first stage this is 1F1B's pp times 1 + (pp - 1) / (pp v) (arXiv 2205.05198, section 4.2.3).
     """
     p, v = split.pipeline, split.chunks
     if v == 1:
@@ -161,7 +161,7 @@ def in_flight(split: Split, stage: int) -> float:
 
 
 def stage_memory(spec: ModelSpec, split: Split, stage: int) -> Memory:
-    """Bytes of one rank of a pipeline stage, when there are at least as many micro-batches as stages."""
+    """Bytes of one rank of a pipeline stage, with at least as many micro-batches as stages."""
     dense, experts = stage_parameters(spec, split, stage)
     state = 8 + (4 if split.dtype == "bfloat16" else 0)  # two moments, and the float32 copy of bfloat16 weights
     optimizer = state * (dense // split.optimizer_shards + experts // split.expert_optimizer_shards)
@@ -170,10 +170,10 @@ def stage_memory(spec: ModelSpec, split: Split, stage: int) -> Memory:
     if "full" in split.recompute:
         kept = layer["input"]
     else:
-        # Flash attention recomputes its scores anyway: `core_attn` has nothing to give back.
+        # Flash attention recomputes its scores anyway: recomputing `core_attn` saves nothing.
         dropped = set(split.recompute) | ({"moe_act"} if "moe" in split.recompute else set())
         kept = sum(size for name, size in layer.items() if name not in dropped)
-    # Backward of one layer: gradients the size of its activations, and the activations that are computed again.
+    # Backward of one layer: gradients of the size of its activations, and the recomputed activations.
     working = layer_bytes + (layer_bytes - kept)
     layers = spec.num_layers // split.pipeline
     activations = split.micro_batch_tokens * (kept * layers * in_flight(split, stage) + working)
@@ -195,24 +195,24 @@ def _head(spec: ModelSpec, split: Split) -> int:
     sharded = split.tensor if split.sequence_parallel else 1
     columns = _vocabulary_columns(spec, split)
     if not split.streaming_head:
-        # Logits, the rows that predict a model token, and their float32 softmax; the gradient replaces the rows.
+        # Logits, the rows that predict a response token, and their float32 softmax; the gradient replaces the rows.
         return 2 * hidden // sharded + n * columns * (2 * p + 4)
     rows = split.head_chunk_tokens or rows_within(CHUNK_BYTES["cuda"], columns)
-    # Norm in and out; then, of all tokens: hidden states where they were sharded, the rows used, their gradient, and
-    # that scattered back.
+    # Input and output of the norm; then, of all tokens: gathered hidden states if sharded, the rows used, their
+    # gradient, and the scattered gradient.
     return 2 * hidden // sharded + (4 if sharded > 1 else 3) * hidden + 4 * min(rows, n) * columns
 
 
 def _vocabulary_columns(spec: ModelSpec, split: Split) -> int:
-    """Of one rank's shard."""
+    """Columns of one rank's shard."""
     return padded_vocabulary(spec.vocab_size, split.tensor) // split.tensor
 
 
 def head_chunk_rows(spec: ModelSpec, split: Split, gpu_bytes: float) -> int:
-    """Rows whose logits the streaming head holds at a time on GPUs of that size, where nobody has said how many.
+    """Default number of rows whose logits the streaming head holds at a time, on GPUs of that size.
 
-    By the memory that this plan leaves free, not by what is free at some moment: every rank, the anchor pass, training
-    and a run that goes on after a restart get the same answer, and so the same bits.
+    Based on the memory that this plan leaves free, not on momentarily free memory. So every rank, the anchor pass,
+    training and a resumed run use the same number, and get the same bits.
     """
     if split.head_chunk_tokens is not None:
         return split.head_chunk_tokens
@@ -221,15 +221,15 @@ def head_chunk_rows(spec: ModelSpec, split: Split, gpu_bytes: float) -> int:
 
 
 def memory(spec: ModelSpec, split: Split) -> list[Memory]:
-    """One entry a pipeline stage, in order."""
+    """One entry per pipeline stage, in order."""
     return [stage_memory(spec, split, stage) for stage in range(split.pipeline)]
 
 
 def peak(spec: ModelSpec, split: Split) -> Memory:
-    """The stage that needs most."""
+    """The stage that needs the most memory."""
     return max(memory(spec, split), key=lambda found: found.total)
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB to a tenth (MiB below that)."""
+    """Bytes as GiB with one decimal (MiB below that)."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 or not size else f"{size / (1 << 20):.1f} MiB"

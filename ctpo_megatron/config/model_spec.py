@@ -1,4 +1,4 @@
-"""The model of a configuration: its family, and what the checks need to know of its config.json. No model library."""
+"""The model of a configuration: its family, and its shape from config.json. No model library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctpo_megatron.config.task_schema import PrepareConfig, TinyModelConfig
 from ctpo_megatron.models import FAMILIES, ModelFamily, ModelSpec
 
 PREPARED = ("model", "train.parquet", "heldout.parquet", "sft.parquet")
-"""What `prepare` puts into its directory."""
+"""Files that `prepare` writes to its directory."""
 
 
 def spec_for(config: Config) -> ModelSpec:
@@ -47,7 +47,7 @@ def family_for(model: ModelConfig, search_path: Sequence[str] | None) -> ModelFa
 
 
 def load_family(extension: Extension, search_path: Sequence[str]) -> ModelFamily:
-    """A family of the user's by its import path. Raises ConfigError."""
+    """A user's family by its import path. Raises ConfigError."""
     activate(search_path)
     try:
         family = load(extension.name)(**extension.arguments)
@@ -62,7 +62,7 @@ def load_family(extension: Extension, search_path: Sequence[str]) -> ModelFamily
 def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
     """Spec of the model in a directory, or of a config.json alone. Raises ConfigError with everything unsupported.
 
-    family: None: one of ours, by the architecture that config.json names.
+    family: None: a built-in one, by the architecture in config.json.
     """
     file = Path(path) if Path(path).suffix == ".json" else Path(path) / "config.json"
     try:
@@ -79,7 +79,7 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
     named = raw.get("architectures")
     architecture = str(named[0] if isinstance(named, list) and named else None)
     if family is not None and architecture != family.architecture:
-        message = f"architecture {architecture} is not that of model.family, {family.architecture}"
+        message = f"architecture {architecture} is not the one of model.family, {family.architecture}"
         raise ConfigError([Problem("model.path", message, where=str(file))])
     if family is None and architecture not in FAMILIES:
         fix = f"supported: {', '.join(FAMILIES)}, or your own in model.family (docs/extend.md)"
@@ -94,12 +94,12 @@ def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
 
 
 def read_shapes(path: str | Path) -> ModelSpec:
-    """Spec of a config.json without its model, also looked for in configs/ of the checkout. Raises ConfigError."""
+    """Spec of a config.json without its model, also searched in configs/ of the checkout. Raises ConfigError."""
     return read_spec(locate(path))
 
 
 def _tiny_spec(model: TinyModelConfig) -> ModelSpec:
-    """Spec of the model that `prepare` is going to build."""
+    """Spec of the model that `prepare` will build."""
     return ModelSpec(
         family=FAMILIES["Qwen3ForCausalLM"],
         num_layers=model.num_layers,

@@ -1,4 +1,4 @@
-"""An objective is ratio x clip x aggregation; a preset is a named combination with its published numbers."""
+"""An objective combines ratio, clip and aggregation; a preset is a named combination with its published numbers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MODES = {"ratio_mode": RATIO_MODES, "clip_mode": get_args(ClipMode), "loss_agg_
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """What the policy loss computes. The defaults are CTPO's. Raises ConfigError with all values that make no loss.
+    """Parameters of the policy loss. The defaults are CTPO's. Raises ConfigError listing all invalid values.
 
-    ratio_mode: what log r_t sums (`objective/ratios.py`).
-    clip_mode: "log_power" bounds log r_t by -low t^power, +high t^power; "ratio" bounds r_t by 1 - low, 1 + high;
-        "detached_ratio" so too, and the bounded ratio is a constant factor of the log-prob (CISPO).
+    ratio_mode: the sum that log r_t is (`objective/ratios.py`).
+    clip_mode: "log_power" bounds log r_t by -low t^power, +high t^power. "ratio" bounds r_t by 1 - low, 1 + high.
+        "detached_ratio" does, too, and the bounded ratio is a constant factor of the log-prob (CISPO).
     clip_c: upper bound (dual clip) for negative advantages: of log r_t, times t^power, or of r_t itself for "ratio".
-        None, or any negative number, switches it off; "detached_ratio" has none.
+        None or a negative number: off; "detached_ratio" has none.
     clip_power: exponent of the position t; 0 gives fixed bounds; used by "log_power" only.
-    loss_agg_mode: how token losses become one number (`objective/aggregation.py`).
+    loss_agg_mode: how token losses are aggregated (`objective/aggregation.py`).
     count_masked_sequences: whether a sequence without any loss token counts in the mean over sequences.
-    loss_scale_factor: constant L that "seq-mean-token-sum" divides by besides the number of sequences (tokens).
+    loss_scale_factor: constant L that "seq-mean-token-sum" divides by, in addition to the number of sequences (tokens).
     """
 
     ratio_mode: RatioMode = "cumprod"
@@ -76,12 +76,12 @@ class PolicyObjective:
 
     @property
     def on_kernels(self) -> bool:
-        """Whether `ctpo_kernels` computes it; else plain torch does, of given log-probs."""
+        """Whether `ctpo_kernels` can compute it; else plain torch does, from given log-probs."""
         return self.clip_mode in CLIP_MODES
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether the share of a token in the loss depends on other tokens of its sequence."""
+        """Whether a token's share of the loss depends on other tokens of its sequence."""
         return self.ratio_mode != "token" or self.loss_agg_mode == "seq-mean-token-mean"
 
     def _problem(self, name: str, message: str, fix: str = "") -> Problem:
@@ -91,7 +91,7 @@ class PolicyObjective:
     def preset(cls, name: str, **overrides: Any) -> PolicyObjective:
         """The objective called `name`, with single fields overridden.
 
-        Raises ConfigError for unknown presets and fields (naming the nearest known one) and for invalid values.
+        Raises ConfigError for unknown presets and fields (with the closest match) and for invalid values.
         """
         if name not in PRESETS:
             raise ConfigError([Problem("objective.preset", *_unknown(name, PRESETS), name)])
@@ -103,9 +103,9 @@ class PolicyObjective:
 
 
 def objective_from_config(config: ObjectiveConfig) -> PolicyObjective:
-    """The objective a configuration asks for: its preset, with every field that is not null taking over.
+    """The configured objective: the preset, overridden by every field that is not null.
 
-    `anchor` and `advantage` of the configuration choose inputs of the loss and are not part of it. Raises ConfigError.
+    `anchor` and `advantage` of the configuration select inputs of the loss and are not part of it. Raises ConfigError.
     """
     known = {field.name for field in fields(PolicyObjective)}
     overrides = {k: v for k, v in config.model_dump().items() if k in known and v is not None}
@@ -113,14 +113,14 @@ def objective_from_config(config: ObjectiveConfig) -> PolicyObjective:
 
 
 def advantage_from_config(config: ObjectiveConfig) -> AdvantageConfig:
-    """The advantages a configuration asks for: where `normalize_std` is null, the preset's."""
+    """The configured advantages; if `normalize_std` is null, the preset's."""
     if config.advantage.normalize_std is not None:
         return config.advantage
     return config.advantage.model_copy(update={"normalize_std": config.preset not in WITHOUT_STD})
 
 
 def _unknown(name: str, known: Iterable[str]) -> tuple[str, str]:
-    """Message and remedy for an unknown name: the nearest known one first, then all."""
+    """Message and fix for an unknown name: the closest match, then all known names."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f"unknown {name!r}", f"did you mean {near[0]!r}? Known: {', '.join(known)}"

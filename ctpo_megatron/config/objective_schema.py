@@ -1,4 +1,4 @@
-"""The sections of `objective`: the loss, its advantages, and the correction of what the sampler did differently."""
+"""The sections of `objective`: the loss, its advantages, and the correction of the sampler-trainer mismatch."""
 
 from __future__ import annotations
 
@@ -27,33 +27,35 @@ class AdvantageConfig(Section):
 
 
 class RejectConfig(Section):
-    """Tokens, or whole sequences, that leave the loss where sampler and trainer differ too much.
+    """Rejection of tokens, or whole sequences, where sampler and trainer differ too much.
 
-    With d = log-prob of the trainer (at the start of the batch) minus that of the sampler, in nats a token.
+    With d = log-prob of the trainer (at the start of the batch) minus log-prob of the sampler, in nats per token.
     """
 
     stat: Literal["k1", "k2", "k3"] = Field(description="k1: -d; k2: d^2 / 2; k3: exp(d) - 1 - d")
     over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = Field(
-        description="what is compared and leaves: the token, or the sequence by the sum, mean or largest of its tokens"
+        description="what is compared and rejected: a token, or a sequence by the sum, mean or largest of its tokens"
     )
-    low: float | None = Field(default=None, description="least value that stays (k1 only: the others are not negative)")
-    high: float | None = Field(default=None, description="largest value that stays")
+    low: float | None = Field(
+        default=None, description="smallest accepted value (k1 only: the others are not negative)"
+    )
+    high: float | None = Field(default=None, description="largest accepted value")
 
 
 class CorrectionConfig(Section):
-    """What is done about the difference between sampler and trainer at the start of a batch."""
+    """Correction of the difference between sampler and trainer at the start of a batch."""
 
     level: Literal["none", "token", "sequence", "prefix"] = Field(
         default="none",
         description="weight of a token's loss, trainer over sampler: its own ratio, the product over its sequence, or "
         "the product up to it; needs `anchor: decoupled`",
     )
-    cap: PositiveFloat = Field(default=5.0, description="largest weight; a larger one is cut to it")
+    cap: PositiveFloat = Field(default=5.0, description="largest weight; larger ones are truncated")
     normalize: bool = Field(
         default=False, description="divide the weights by their mean over the batch (sequence: over its sequences)"
     )
     reject: tuple[RejectConfig, ...] = Field(
-        default=(), description="what leaves the loss; any one is enough; the ratios of other tokens stay as they are"
+        default=(), description="rejection rules, of which any one suffices; the ratios of other tokens do not change"
     )
     veto: float | None = Field(
         default=None, gt=0, lt=1, description="a token whose ratio trainer / sampler is below it removes its sequence"
@@ -61,7 +63,7 @@ class CorrectionConfig(Section):
 
     @property
     def rejects(self) -> bool:
-        """Whether anything can leave the loss."""
+        """Whether anything can be rejected."""
         return bool(self.reject) or self.veto is not None
 
 
@@ -72,18 +74,18 @@ class ObjectiveConfig(Section):
     anchor: Literal["proximal", "behaviour", "decoupled"] = Field(
         default="proximal",
         description="ratio against log-probs recomputed by the trainer, or as the sampler reported them; decoupled: "
-        "the former, times the weight of `correction`; left out with rollout.max_staleness > 0 it is behaviour, "
+        "the former, times the weight of `correction`; the default with rollout.max_staleness > 0 is behaviour, "
         "which is exact for tokens that earlier weights sampled",
     )
     advantage: AdvantageConfig = AdvantageConfig()
     correction: CorrectionConfig = CorrectionConfig()
     function: Extension | None = Field(
-        default=None, description="a user's objective, package.module:Name, in place of the preset's ratio and clip"
+        default=None, description="a user's objective, package.module:Name, instead of the preset's ratio and clip"
     )
     ratio_mode: RatioMode | None = Field(default=None, description="importance ratio of a token")
     clip_mode: ClipMode | None = Field(
         default=None,
-        description="clip window: position-dependent in log space, fixed on the ratio, or that on a ratio without "
+        description="clip window: position-dependent in log space, fixed on the ratio, or fixed on a ratio without "
         "gradient that multiplies the log-prob (CISPO)",
     )
     clip_low: NonNegativeFloat | None = Field(default=None, description="lower clip width")

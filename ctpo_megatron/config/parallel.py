@@ -13,8 +13,8 @@ NEED_TE = frozenset({"layernorm", "moe_act"})
 """Recompute modules that Megatron-Core offers with Transformer Engine's layers only."""
 
 _OF_EXPERTS = frozenset({"moe", "moe_act", "layernorm"})
-"""Recompute modules of layers with experts. Transformer Engine's dense layers fuse their norms with the projections:
-there `layernorm` would do nothing."""
+"""Recompute modules of layers with experts. TE's dense layers fuse norms with projections: `layernorm` has no
+effect."""
 
 
 def check_parallel(policy: PolicyConfig, world_size: int, spec: ModelSpec | None, *, cuda: bool) -> Iterator[Problem]:
@@ -50,8 +50,8 @@ def check_parallel(policy: PolicyConfig, world_size: int, spec: ModelSpec | None
 
 
 def sequence_multiple(policy: PolicyConfig) -> int:
-    """What the length of every packed sequence is filled up to a multiple of: two equal pieces on each
-    context-parallel rank, and `pad_to_multiple`."""
+    """Multiple that packed sequences are padded to: two equal pieces per context-parallel rank, and
+    `pad_to_multiple`."""
     pieces = 2 * policy.context_parallel_size if policy.context_parallel_size > 1 else 1
     return math.lcm(pieces, policy.pad_to_multiple)
 
@@ -79,7 +79,7 @@ def _ranks(policy: PolicyConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _stages(policy: PolicyConfig, spec: ModelSpec | None) -> Iterator[Problem]:
-    """Pipeline stages, and the chunks of layers on each."""
+    """Pipeline stages, and chunks of layers per rank."""
     pp, chunks = policy.pipeline_model_parallel_size, policy.virtual_pipeline_model_parallel_size
     if chunks is not None and (pp == 1 or chunks == 1):
         message = "needs pipeline stages" if pp == 1 else "is one chunk a rank, which is the plain pipeline"
@@ -111,7 +111,7 @@ def _memory(policy: PolicyConfig, spec: ModelSpec | None, *, cuda: bool) -> Iter
 
 
 def _recomputed(policy: PolicyConfig, spec: ModelSpec | None, *, cuda: bool) -> Iterator[Problem]:
-    """Modules that the layers have, and that give memory back when they are recomputed."""
+    """Modules that exist in the layers and save memory when recomputed."""
     asked, key = set(policy.recompute_modules), "recompute_modules"
     fused = " and ".join(sorted(NEED_TE & asked))
     if fused and (not cuda or policy.layer_spec == "local" or policy.dtype != "bfloat16"):

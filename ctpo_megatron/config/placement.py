@@ -1,4 +1,4 @@
-"""Which GPUs of a node the trainer has and which the engines: `placement` and `rollout.engines`."""
+"""Which GPUs of a node the trainer and the engines use: `placement` and `rollout.engines`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def engine_count(config: Config) -> int:
 
 
 def shares_gpus(placement: PlacementConfig, rollout: RolloutConfig) -> bool:
-    """Whether engines and trainer use the same GPUs by turns."""
+    """Whether engines and trainer take turns on the same GPUs."""
     return placement.mode == "colocated" and rollout.replay is None
 
 
 @dataclass(frozen=True)
 class Job:
-    """The trainer's ranks, in all and on one node (None: not known, all on one), and how many GPUs a node shows."""
+    """The trainer's ranks, in total and per node (None: unknown, all on one), and the visible GPUs of a node."""
 
     world_size: int
     node_ranks: int | None = None
@@ -32,7 +32,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Placement:
-    """Positions of GPUs among those that CUDA shows on the node; engines without any read a recording."""
+    """Indices among the visible GPUs of the node; engines without any replay a recording."""
 
     trainer: range
     engines: range
@@ -50,11 +50,11 @@ class Placement:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs the node needs."""
+        """Number of GPUs that the node needs."""
         return max(self.trainer.stop, self.engines.stop)
 
     def engine_devices(self, visible: str | None) -> str:
-        """`CUDA_VISIBLE_DEVICES` for the engines, where the whole job has `visible` (None: all GPUs of the node).
+        """`CUDA_VISIBLE_DEVICES` for the engines; visible: the job's value (None: all GPUs of the node).
 
         Raises ValueError when the job does not have that many.
         """

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 _PPO: dict[str, Any] = {"ratio_mode": "token", "clip_mode": "ratio", "clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # As the authors' code runs; the objective that the paper prints has no dual bound.
+    # As in the authors' code; the objective in the paper has no dual bound.
     "ctpo": {},
     "ctpo-paper": {"clip_c": None},
     "ctpo-uniform": {"clip_power": 0.0},
-    # The ablation: the ratio window [0.5, 5] of the paper's first figure. That it had no dual bound is inferred.
+    # The ablation with the ratio window [0.5, 5] of the paper's first figure. That it had no dual bound is inferred.
     "ctpo-fixed": {"clip_mode": "ratio", "clip_low": 0.5, "clip_high": 4.0, "clip_c": None},
     "ctpo-geomean": {"ratio_mode": "geomean", "clip_power": -0.5},
     "grpo": _PPO,
@@ -24,7 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 4e-4,
         "clip_c": None,
     },
-    # No lower bound, as published; the upper one is not, and a ratio of 5 is what others found to work.
+    # No lower bound, as published. The upper bound was not published; others found a ratio of 5 to work.
     "cispo": {
         "ratio_mode": "token",
         "clip_mode": "detached_ratio",
@@ -42,9 +42,9 @@ WITHOUT_STD = frozenset({"dr-grpo"})
 """Presets whose advantages are not divided by the standard deviation of the group, unless the configuration says so."""
 
 ClipMode = Literal["log_power", "ratio", "detached_ratio"]
-"""Those of the kernels, and one that needs given log-probs."""
+"""The clip modes of the kernels, and one that needs given log-probs."""
 
 if TYPE_CHECKING:
     PresetName = str
 else:
-    PresetName = Literal[tuple(PRESETS)]  # a type checker cannot read this; pydantic and the key table do
+    PresetName = Literal[tuple(PRESETS)]  # opaque to a type checker, but not to pydantic and the key table

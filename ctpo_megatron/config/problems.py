@@ -1,4 +1,4 @@
-"""One form of result for every check: of a configuration, a machine, a node. All problems are shown at once."""
+"""The result of every check, of a configuration, a machine or a node. All problems are shown at once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Literal
 from ctpo_megatron.base.redact import redacted
 
 Severity = Literal["ok", "warning", "missing", "error"]
-"""`missing`: an error that an installation mends."""
+"""`missing`: an error that an installation fixes."""
 
 
-class _NoValue(Enum):  # unlike an object(), the same one in the process that a problem is sent to
+class _NoValue(Enum):  # unlike an object(), it stays the same when a problem is pickled
     NO_VALUE = 0
 
 
@@ -24,10 +24,10 @@ NO_VALUE: Any = _NoValue.NO_VALUE
 
 @dataclass(frozen=True)
 class Problem:
-    """What a check reports: where, on which key or subject, what, and what would work.
+    """Result of a check: location, key or subject, message, and fix.
 
-    key: of the configuration, or the subject of the check, such as a package. value: the offending one. where: file
-    and line, or node. extra: of setup.py, that brings what is missing.
+    key: of the configuration, or the subject of the check, such as a package. value: the offending value. where: file
+    and line, or node. extra: the extra of setup.py that installs what is missing.
     """
 
     key: str
@@ -40,7 +40,7 @@ class Problem:
 
     @property
     def failed(self) -> bool:
-        """Whether training cannot start with it."""
+        """Whether it keeps training from starting."""
         return self.severity in ("missing", "error")
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """Every problem found, one per line; `problems` keeps them apart."""
+    """All problems, one per line; also as a list in `problems`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -61,11 +61,11 @@ class ConfigError(Exception):
 
 
 def passed(key: str, message: str) -> Problem:
-    """No problem: what a check that passed has seen."""
+    """The result of a check that passed, and what it saw."""
     return Problem(key, message, severity="ok")
 
 
 def show(value: Any, limit: int = 80) -> str:
-    """A value as one would type it in YAML, shortened."""
+    """A value in YAML syntax, shortened."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

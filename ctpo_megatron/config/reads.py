@@ -1,4 +1,4 @@
-"""Which keys name files that a run reads: marks in the schema, and one walk that finds the values."""
+"""Which keys name files that a run reads: markers in the schema, and a walk that collects the values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _every(_value: str) -> bool:
 
 
 def exists(value: str) -> bool:
-    """Whether a text that may be anything is the path of something that is there."""
+    """Whether a text is the path of an existing file or folder."""
     return bool(value) and "\0" not in value and os.path.exists(value)
 
 
@@ -25,14 +25,14 @@ def exists(value: str) -> bool:
 class Reads:
     """Marks a key of the schema (`Annotated[str, Reads()]`) whose texts are paths or glob patterns that a run reads.
 
-    when: which texts are paths, for a key that may hold other texts, too.
+    when: which texts are paths, for a key that may hold other texts.
     """
 
     when: Callable[[str], bool] = _every
 
 
 def input_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Path]]:
-    """Dotted key and path of everything that a configuration says is read; a pattern comes with all that it matches."""
+    """Dotted key and path of every input of a configuration; a pattern yields itself and all its matches."""
     for name, field in type(section).model_fields.items():
         key, value = f"{prefix}{name}", getattr(section, name)
         marks = [mark for mark in field.metadata if isinstance(mark, Reads)]
@@ -62,7 +62,7 @@ def _paths(text: str) -> Iterator[Path]:
 
 
 def _sections(value: Any, key: str) -> Iterator[tuple[str, BaseModel]]:
-    """The sections in a value, and where each is."""
+    """The sections in a value, with their dotted keys."""
     if isinstance(value, BaseModel):
         yield key, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The configuration schema of what samples: engines, their weights and places, and the sandbox."""
+"""The configuration schema of sampling: engines, weight updates, placement, and the sandbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ctpo_megatron.config.reads import Reads, exists
 from ctpo_megatron.config.task_schema import Seconds, Section
 
 COLDEST, HOTTEST = 0.01, 2.0
-"""Sampling temperatures of vLLM 0.32: it takes 0.01 for what is lower, says so in its log alone, and refuses more."""
+"""Sampling temperatures of vLLM 0.32: it raises lower ones to 0.01 with only a log line, and refuses higher ones."""
 
 
 class EngineConfig(Section):
@@ -44,18 +44,18 @@ class WeightsConfig(Section):
     transport: Literal["auto", "file", "tcp", "nccl", "ipc"] = Field(
         default="auto",
         description="file: shared memory of one node; tcp: any nodes; nccl and (on shared GPUs) ipc: vLLM's own, for "
-        "CUDA; auto: by where the engines are",
+        "CUDA; auto: by placement and device",
     )
     timeout_s: Seconds = Field(
-        default=300.0, description="deadline of one update for every engine; one that is late is replaced"
+        default=300.0, description="deadline of one update for every engine; a late engine is replaced"
     )
     bucket_mib: PositiveInt = Field(
-        default=16, description="what travels at once over a network, in MiB; a larger tensor travels alone"
+        default=16, description="bucket size for sending over a network, in MiB; a larger tensor is sent alone"
     )
 
 
 class RolloutConfig(Section):
-    """Sampling of trajectories: batch, sampling distribution, token and turn budgets, fleet, deadlines."""
+    """Sampling of trajectories: batch, sampling distribution, token and turn budgets, engines, deadlines."""
 
     prompts_per_step: PositiveInt = Field(default=32, description="prompts of one batch")
     samples_per_prompt: PositiveInt = Field(default=8, description="trajectories per prompt (one group)")
@@ -66,23 +66,23 @@ class RolloutConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="nucleus filter; below 1 the trainer's log-probs are of another distribution",
+        description="nucleus sampling; below 1 the trainer's log-probs are of another distribution",
     )
     top_k: int = Field(default=0, ge=0, description="0: no limit")
-    max_turns: PositiveInt = Field(default=5, description="model turns; the last one may not call the tool any more")
+    max_turns: PositiveInt = Field(default=5, description="model turns; the last one can no longer call a tool")
     max_turn_tokens: PositiveInt | None = Field(
         default=None, description="model tokens per turn; null: only the budget below"
     )
     max_response_tokens: PositiveInt = Field(default=8000, description="tokens after the prompt, tool output included")
     max_tool_calls: PositiveInt | None = Field(
         default=None,
-        description="calls that a trajectory may run; the next one ends it (`tool_budget`), as that of the last turn "
-        "does; null: only `max_turns`",
+        description="tool calls per trajectory; a further one ends it (`tool_budget`), like a call in the last turn; "
+        "null: only `max_turns`",
     )
     max_tool_s: Seconds | None = Field(
         default=None,
-        description="seconds that the calls of a trajectory may run, queueing excluded where the tool tells; then as "
-        "above. Whoever is slower ends earlier, so a run is not repeatable. null: no limit",
+        description="execution seconds of a trajectory's tool calls, without queueing if the tool reports it; then as "
+        "above. Slower tools end episodes earlier, so a run is not reproducible. null: no limit",
     )
     max_observation_chars: PositiveInt = Field(
         default=4096, description="longest tool output shown to the model; head and tail are kept"
@@ -98,34 +98,33 @@ class RolloutConfig(Section):
     )
     environment: Extension = Field(
         default=Extension(name="tools"),
-        description="plays an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
+        description="runs an episode: `tools` (the model calls tools until it answers), or `package.module:Name`",
     )
     uniform_groups: Literal["keep", "drop", "refill"] = Field(
         default="keep",
-        description="groups whose rewards are all equal: train on them, drop them, or sample others in their place",
+        description="groups whose rewards are all equal: train on them, drop them, or sample other groups instead",
     )
     max_refills: PositiveInt = Field(
-        default=10, description="rounds of sampling in the place of uniform groups, in one step (refill only)"
+        default=10, description="rounds of sampling to replace uniform groups, per step (refill only)"
     )
     oversample: NonNegativeInt = Field(
         default=0,
-        description="further prompts that a batch draws: it is complete without its slowest groups, which are given "
-        "up. It favours short answers, and which prompts are trained on depends on time",
+        description="extra prompts per batch; the slowest groups are discarded. Biased towards short responses and "
+        "not reproducible",
     )
     filters: tuple[Extension, ...] = Field(
         default=(),
-        description="what leaves the loss, though ratio and position count it: `void_turn`, `void_trajectory`, "
+        description="what is masked in the loss, but counted in ratio and position: `void_turn`, `void_trajectory`, "
         "`truncated`, `failed_tool`, or `package.module:Name`",
     )
     max_staleness: NonNegativeInt = Field(
         default=0,
-        description="versions of the weights that sampling may be behind the trainer; 0: a batch is sampled with the "
-        "weights that it trains, so the two take turns; k: they overlap, at most k updates apart",
+        description="maximum policy lag in updates; 0 = synchronous: sampling and training take turns",
     )
     partial: Literal["continue", "finish"] = Field(
         default="continue",
-        description="what new weights find in flight (max_staleness > 0) goes on with them, each token with its own "
-        "version; or it ends on the old ones first, and the update waits for it",
+        description="trajectories in flight during an update (max_staleness > 0). continue: they switch to the new "
+        "weights, recorded per token; finish: they complete on the old weights first, and the update waits",
     )
     engines: PositiveInt | Literal["auto"] = Field(
         default=1, description="vLLM engines of all nodes; auto: what `placement.engine_gpus` hold (CPU: one a node)"
@@ -136,10 +135,10 @@ class RolloutConfig(Section):
     group_timeout_s: Seconds = Field(default=1800.0, description="deadline of one group of trajectories")
     max_group_retries: NonNegativeInt = Field(
         default=3,
-        description="retries of a failed group; then its prompt is quarantined and another takes its place",
+        description="retries of a failed group; then its prompt is quarantined and replaced by another",
     )
     max_quarantined: NonNegativeInt = Field(
-        default=16, description="prompts that may be given up after these retries; the run stops when one more fails"
+        default=16, description="prompts that may be quarantined after these retries; the run stops when one more fails"
     )
     replay: Annotated[str | None, Reads()] = Field(
         default=None,
@@ -182,7 +181,7 @@ class SandboxConfig(Section):
     """The code_interpreter tool: our own server is started unless `url` names one."""
 
     url: str | None = Field(
-        default=None, description="address of a running server, or several separated by commas; null: start our own"
+        default=None, description="URL of a running server, or several separated by commas; null: start our own"
     )
     require: Literal["namespaces", "landlock", "seccomp", "none"] = Field(
         default="landlock", description="least isolation of our own server; it refuses to start with less"
@@ -216,5 +215,6 @@ class SandboxConfig(Section):
     max_concurrency: PositiveInt = Field(default=64, description="tool requests in flight, over the whole run")
     start_timeout_s: Seconds = Field(default=60.0, description="deadline for the server to answer")
     warm: str = Field(
-        default="", description="modules that our own server imports ahead beside numpy and sympy, separated by commas"
+        default="",
+        description="modules that our own server preloads in addition to numpy and sympy, separated by commas",
     )

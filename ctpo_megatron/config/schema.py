@@ -1,4 +1,4 @@
-"""The configuration schema: every key a run understands, with its type, default, unit and meaning."""
+"""The configuration schema: every key, with its type, default, unit and meaning."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class RunConfig(Section):
     seed: NonNegativeInt = Field(
         default=0, le=LARGEST_SEED, description="seeds prompt order, sampling and initialization"
     )
-    steps: NonNegativeInt = Field(description="CTPO batches (rollout + update) to run in all, resumed ones included")
-    overwrite: bool = Field(default=False, description="delete an existing run directory of this name and start anew")
+    steps: NonNegativeInt = Field(
+        description="CTPO batches (rollout + update) in total, including those before a resume"
+    )
+    overwrite: bool = Field(default=False, description="delete an existing run directory of this name and start again")
     resume: bool | Literal["auto"] = Field(
         default=False,
         description="continue from the last complete checkpoint; auto: or start, where there is no run yet",
@@ -48,7 +50,7 @@ class RunConfig(Section):
     )
     stall_timeout_s: Seconds | None = Field(
         default=900.0,
-        description="seconds without progress of any rank, after which all dump their stacks; null: never",
+        description="seconds without progress of any rank, after which all ranks dump their stacks; null: never",
     )
     end_on_stall: bool = Field(default=False, description="end the run after such a dump, with exit status 75")
     accept_changed_code: bool = Field(
@@ -70,7 +72,7 @@ class ModelConfig(Section):
     )
     chat_template: Annotated[str | None, Reads(is_template_file)] = Field(
         default=None,
-        description="template for prompts and conversations, and of the export: `qwen3`, `qwen2.5` or a .jinja file "
+        description="template for prompts, conversations and the export: `qwen3`, `qwen2.5` or a .jinja file "
         "(docs/rollout.md); null: the tokenizer's own",
     )
     chat_template_kwargs: dict[str, Any] = Field(
@@ -101,7 +103,7 @@ class DataConfig(Section):
     )
     system_prompt: Annotated[str | None, Reads(is_prompt_file)] = Field(
         default=None,
-        description="text before every conversation, or a .txt or .md file that holds it; null: that of "
+        description="text before every conversation, or a .txt or .md file that holds it; null: from "
         'rollout.tool_parser (`fenced` has one); "": none',
     )
 
@@ -126,13 +128,13 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = Field(default=0.01, description="decoupled weight decay")
     weight_decay_of: Literal["matrices", "all"] = Field(
         default="matrices",
-        description="what decays: matrices and embeddings (Megatron's rule), or norms and biases too",
+        description="parameters with weight decay: matrices and embeddings (Megatron's rule), or norms and biases too",
     )
     clip_grad: NonNegativeFloat = Field(default=1.0, description="global gradient-norm limit; 0 switches clipping off")
 
 
 class SftConfig(Section):
-    """Stage (b): supervised stage on conversations (column `messages`), through the same policy step."""
+    """Stage (b): supervised training on conversations (column `messages`), with the same optimizer step."""
 
     data: Annotated[tuple[str, ...], Reads()] = Field(
         min_length=1, description="files with a column `messages` (docs/data.md)"
@@ -195,7 +197,7 @@ class PolicyConfig(Section):
         description="what leaves the GPU while trajectories are sampled; all: the parameters too (CUDA only)",
     )
     pad_to_multiple: PositiveInt = Field(
-        default=1, description="fill every sequence up to a multiple of so many tokens (FP8 layers want 16)"
+        default=1, description="pad every sequence to a multiple of this many tokens (FP8 layers need 16)"
     )
     mini_batch_prompts: PositiveInt = Field(
         default=4, description="prompts (groups) per optimizer step, over all ranks"
@@ -227,7 +229,7 @@ class OverlongPenaltyConfig(Section):
     buffer: PositiveInt = Field(
         description="tokens before `rollout.max_response_tokens` over which the penalty grows from 0"
     )
-    penalty: PositiveFloat = Field(default=1.0, description="what a response of the whole budget loses")
+    penalty: PositiveFloat = Field(default=1.0, description="penalty of a response that uses the whole budget")
 
 
 class RewardConfig(Section):
@@ -247,7 +249,7 @@ class RewardConfig(Section):
         default=5.0, description="hard limit per trajectory; a reward function that exceeds it is killed"
     )
     overlong_penalty: OverlongPenaltyConfig | None = Field(
-        default=None, description="taken off the rewards of long responses in training; null: nothing"
+        default=None, description="subtracted from the rewards of long responses in training; null: nothing"
     )
 
 
@@ -283,10 +285,10 @@ class CheckpointConfig(Section):
         description="metric of that step, larger is better, e.g. val/<data_source>/acc/mean@1",
     )
     asynchronous: bool = Field(
-        default=False, description="write in a forked process while training goes on; complete at a later step"
+        default=False, description="write in a forked process while training continues; complete at a later step"
     )
     sft_every: NonNegativeInt = Field(
-        default=0, description="SFT steps between checkpoints; 0: one only when the run is asked to end"
+        default=0, description="SFT steps between checkpoints; 0: only when the run is stopped"
     )
     load: Annotated[str | None, Reads()] = Field(
         default=None,
@@ -312,24 +314,24 @@ class ExportConfig(Section):
 
 
 class TrackingConfig(Section):
-    """What is written beside `metrics.jsonl`, which every run has."""
+    """Outputs in addition to `metrics.jsonl`, which every run has."""
 
     live: Literal["auto", "plain", "off"] = Field(
         default="auto", description="auto: live display on a terminal, else plain"
     )
     trackers: tuple[Extension, ...] = Field(
         default=(Extension(name="tensorboard"),),
-        description="besides metrics.jsonl: tensorboard, wandb, mlflow, prometheus, or `package.module:Name`",
+        description="in addition to metrics.jsonl: tensorboard, wandb, mlflow, prometheus, or `package.module:Name`",
     )
     python: Annotated[str | None, Reads(exists)] = Field(
         default=None,
         description="interpreter that runs the trackers whose packages this environment cannot hold; null: this one",
     )
     timeout_s: Seconds = Field(
-        default=60.0, description="deadline of one call to a tracker; one that exceeds it is switched off"
+        default=60.0, description="deadline of one call to a tracker; a tracker that exceeds it is switched off"
     )
     trajectories: Literal["all", "sample", "none"] = Field(
-        default="all", description="which trajectories of a step are written; sample: those of 8 prompts"
+        default="all", description="which trajectories of a step are written; sample: of 8 prompts"
     )
     trajectory_format: Literal["jsonl", "parquet"] = Field(
         default="jsonl",
@@ -365,7 +367,7 @@ class Config(Section):
     _files: tuple[Path, ...] = PrivateAttr(default=())
 
     def read_from(self, files: Iterable[Path]) -> Self:
-        """The same configuration, which remembers its YAML files. They are no part of its value."""
+        """The same configuration with a record of its YAML files, which is not part of its value."""
         self._files = tuple(files)
         return self
 
@@ -375,15 +377,15 @@ class Config(Section):
     __hash__ = None  # type: ignore[assignment]
 
     def inputs(self) -> Iterator[tuple[str, Path]]:
-        """Key and path of everything that this run reads (`Reads` in the schema), and of its own YAML files."""
+        """Key and path of every input of this run (`Reads` in the schema), and of its own YAML files."""
         yield from input_paths(self)
         yield from (("configuration", file) for file in self._files)
 
     @property
     def leaves_out_zero_advantage(self) -> bool:
-        """Whether trajectories of advantage 0 stay out of the passes: `policy.skip_zero_advantage`, if exact.
+        """Whether trajectories of advantage 0 are skipped in the passes: `policy.skip_zero_advantage`, if exact.
 
-        A user's objective may learn from them, and a correction counts what is left of them, or their weights.
+        A user's objective may learn from them, and a correction counts their remaining tokens or weights.
         """
         correction = self.objective.correction
         needs_all = self.objective.function is not None or correction.rejects or correction.normalize

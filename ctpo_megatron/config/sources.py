@@ -1,4 +1,4 @@
-"""Reads YAML files and command-line overrides into layers that remember where each value was written."""
+"""Reads YAML files and command-line overrides into layers with the location of each value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """One file or one override: its values, and where each key of it stands."""
+    """One file or one override: its values, and the location of each key."""
 
     values: DictConfig
     places: dict[Keys, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Sources:
     layers: tuple[Layer, ...]
 
     def where(self, keys: Keys) -> str:
-        """Where the value of a key comes from: the last layer with this key, else the last with its parent."""
+        """Location of a key's value: in the last layer with this key, else in the last with its parent."""
         for end in range(len(keys), -1, -1):
             for layer in reversed(self.layers):
                 if keys[:end] in layer.places:
@@ -48,7 +48,7 @@ class Sources:
         return (layer.file for layer in self.layers if layer.file is not None)
 
     def has(self, keys: Keys) -> bool:
-        """Whether the key itself was written somewhere (false: its value is a default)."""
+        """Whether the key itself was given (false: its value is a default)."""
         return any(keys in layer.places for layer in self.layers)
 
 
@@ -76,7 +76,7 @@ def _read_chain(file: Path, seen: tuple[Path, ...]) -> list[Layer]:
     parent = file.parent / base
     if not parent.is_file():
         here = sorted(p.name for p in file.parent.glob("*.yaml"))
-        raise ConfigError([Problem("defaults", "no such file", f"beside it are {', '.join(here)}", base, where)])
+        raise ConfigError([Problem("defaults", "no such file", f"next to it are {', '.join(here)}", base, where)])
     return [*_read_chain(parent, (*seen, real)), layer]
 
 
@@ -99,7 +99,7 @@ def _read_file(file: Path, name: str) -> Layer:
             [Problem("", "the file must be a mapping of sections, e.g. `run: {name: first}`", where=name)]
         )
     try:
-        return Layer(cast(DictConfig, OmegaConf.load(file)), places, file)  # the root is a mapping
+        return Layer(cast(DictConfig, OmegaConf.load(file)), places, file)  # checked above: the root is a mapping
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(error, name)]) from error
     except OmegaConfBaseException as error:
@@ -131,7 +131,7 @@ def _syntax_problem(error: yaml.YAMLError, name: str) -> Problem:
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[list[Layer], list[Problem]]:
-    """One layer per `a.b=c`, and those of each further file; what cannot be read is returned as problems."""
+    """One layer per `a.b=c`, and the layers of each further file; unreadable ones are returned as problems."""
     layers: list[Layer] = []
     problems: list[Problem] = []
     for text in overrides:
@@ -158,10 +158,10 @@ def read_overrides(overrides: Sequence[str]) -> tuple[list[Layer], list[Problem]
 
 
 def _refuse(text: str) -> Problem | None:
-    """Spellings from other tools that would do something else than meant."""
+    """Spellings from other tools that would not do what was meant."""
     key, equals, value = text.partition("=")
     bare = key.strip().lstrip("+~-")
-    if any("\udc80" <= character <= "\udcff" for character in text):  # how Python keeps a byte that it cannot decode
+    if any("\udc80" <= character <= "\udcff" for character in text):  # Python's encoding of an undecodable byte
         message, fix = "is not UTF-8", "rename the file or folder; where the name is UTF-8, type export LC_ALL=C.UTF-8"
     elif key.startswith("+"):
         message, fix = "no `+` here", f"every known key can be set: {bare}={value}"
@@ -187,11 +187,11 @@ def first_line(error: Exception) -> str:
 
 
 def _display(file: Path) -> str:
-    """A path as short as it can be from here."""
+    """A path relative to the current directory if that is shorter."""
     relative = os.path.relpath(file)
     return str(file) if relative.startswith("..") else relative
 
 
 def plain(values: DictConfig) -> dict[str, Any]:
-    """A layer's values as plain containers, interpolations left as they are."""
+    """A layer's values as plain containers, without resolving interpolations."""
     return OmegaConf.to_container(values, resolve=False)  # type: ignore[return-value]

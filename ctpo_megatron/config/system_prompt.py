@@ -1,4 +1,4 @@
-"""`data.system_prompt`: a text or the file that holds it, and how it joins a conversation that has one of its own."""
+"""`data.system_prompt`: a text or a file, and how it is combined with a conversation's own system message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_prompt_file(value: str) -> bool:
 
 
 def system_prompt_text(value: str) -> str:
-    """The text, without line ends around it. Raises OSError or UnicodeDecodeError for a file that cannot be read."""
+    """The text without surrounding newlines. Raises OSError or UnicodeDecodeError for a file that cannot be read."""
     return (Path(value).read_text(encoding="utf-8") if is_prompt_file(value) else value).strip("\n")
 
 
@@ -24,16 +24,16 @@ def system_prompt_text(value: str) -> str:
 class SystemPrompt:
     """Text at the start of every conversation; none if empty.
 
-    chosen: given as `data.system_prompt`; otherwise it comes with the tool parser.
+    chosen: given as `data.system_prompt`; otherwise from the tool parser.
     """
 
     text: str = ""
     chosen: bool = False
 
     def before(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-        """`messages` with this prompt as their first, or as the beginning of their own system message.
+        """`messages` with this prompt as the first message, or at the beginning of their own system message.
 
-        A system message that holds the text stays as it is. Raises ValueError when a chosen prompt meets another one.
+        A system message that contains the text is unchanged. Raises ValueError when a chosen prompt meets another one.
         """
         own = messages[0]["content"] if messages[0]["role"] == "system" else None
         if not self.text or (own is not None and self.text in own):
@@ -43,7 +43,7 @@ class SystemPrompt:
         if self.chosen:
             raise ValueError(
                 "has a system message of its own, and data.system_prompt is set: which of them counts? Take it out of "
-                'the data, or set data.system_prompt: "" to keep those of the data'
+                'the data, or set data.system_prompt: "" to keep the messages of the data'
             )
         joined = f"{self.text}\n\n{own}"
         return ({**messages[0], "content": joined}, *(dict(message) for message in messages[1:]))

@@ -1,4 +1,4 @@
-"""The sections of `prepare`, which builds a task, a tokenizer and a tiny model, and what every section is."""
+"""The sections of `prepare`, which builds a task, a tokenizer and a tiny model, and the base of all sections."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from ctpo_megatron.config.reads import Reads
 
 LARGEST_SEED = 2**32 - 1
-"""NumPy's, with which vLLM begins."""
+"""NumPy's limit, since vLLM seeds NumPy."""
 LONGEST_S = 1e9
-"""30 years; what is ten times longer does not fit into the time-outs of Python and the system."""
+"""30 years; ten times as much exceeds the timeouts of Python and the system."""
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 
 
@@ -38,7 +38,7 @@ class TinyModelConfig(Section):
 
 
 class CorruptionConfig(Section):
-    """How often an SFT conversation is spoiled; each spoiling is drawn independently."""
+    """How often an SFT conversation is corrupted; each kind is drawn independently."""
 
     guess: float = Field(default=0.15, ge=0, le=1, description="answers at once with a random number, no tool call")
     wrong_common: float = Field(

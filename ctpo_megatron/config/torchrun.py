@@ -1,4 +1,4 @@
-"""What torchrun and the system tell a process of the job that it is in."""
+"""A process's job, from the environment of torchrun and the system."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_problem(*, planned: bool) -> Problem | None:
-    """What is wrong where the environment has some of what torchrun gives a rank, but not all.
+    """The problem with an environment that has some of torchrun's variables, but not all.
 
-    planned: nothing is to be started, and WORLD_SIZE alone is the size of the job to plan for.
+    planned: nothing is started, and WORLD_SIZE alone is the size of the job to plan for.
     """
     missing = [name for name in _OF_A_RANK if name not in os.environ]
     name = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
@@ -23,17 +23,17 @@ def rank_problem(*, planned: bool) -> Problem | None:
 
 
 def world_size() -> int:
-    """Ranks of this job: WORLD_SIZE as torchrun sets it, else 1. Raises ConfigError for what is no number."""
+    """Ranks of this job: WORLD_SIZE as torchrun sets it, else 1. Raises ConfigError if it is not a number."""
     return _count("WORLD_SIZE") or 1
 
 
 def available_cores() -> int:
-    """Those that this process may run on."""
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def node_ranks() -> int | None:
-    """As `world_size`, of this node: LOCAL_WORLD_SIZE; None without torchrun."""
+    """Ranks of this node: LOCAL_WORLD_SIZE; None without torchrun. Raises as `world_size`."""
     return _count("LOCAL_WORLD_SIZE")
 
 

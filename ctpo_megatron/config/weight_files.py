@@ -1,7 +1,7 @@
-"""The files of a Hugging Face model directory: what they should hold, what they hold, and how the two differ.
+"""Checks the files of a Hugging Face model directory against the tensors that they should contain.
 
-A safetensors file is read by its header alone: 8 bytes of length, then JSON. The library would name neither the tensor
-nor the bytes that are wrong, and the base install lacks it.
+Only the header of a safetensors file is read: 8 bytes of length, then JSON. The library would not name the wrong tensor
+or bytes, and the base install lacks it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ctpo_megatron.models import ModelSpec, Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files that hold a vocabulary; without any of them transformers 5 makes an empty tokenizer."""
+"""Files with a vocabulary; without any of them transformers 5 creates an empty tokenizer."""
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Of an element of the types that are weights by themselves; integers and 8-bit floats need a scale."""
+"""Bytes per element of weight dtypes; integers and 8-bit floats would need a scale."""
 _COMPUTED = "rotary_emb.inv_freq"
-"""Ends the names of tensors that old files have and transformers ignores: they follow from config.json."""
+"""Suffix of tensors in old files that transformers ignores: they follow from config.json."""
 _HEADER_LIMIT = 100_000_000
-"""Bytes; safetensors' own."""
+"""Largest header in bytes, as in safetensors."""
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is, and its shape and type (as safetensors names it) there."""
+    """The file, shape and dtype (safetensors' name) of a stored tensor."""
 
     file: Path
     shape: Shape
@@ -39,15 +39,15 @@ class Stored:
 
 
 class _Unreadable(Exception):
-    """A file is not what it should be; the message names it."""
+    """A file is invalid; the message names it."""
 
 
 def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, Stored], list[Problem]]:
-    """Every tensor of a model directory by name, and everything that is wrong with the files.
+    """Every tensor of a model directory by name, and all problems with the files.
 
-    Files that are missing, cut short or no safetensors; with `spec`, also tensors that are missing, surplus, of
-    another shape or no floating-point numbers. A tied model may have an output layer (of the embedding's shape), and
-    rotary frequencies are left out.
+    Problems are missing, truncated or invalid files; with `spec`, also tensors that are missing, surplus, of another
+    shape or not floating-point. A tied model may have an output layer (of the embedding's shape), and rotary
+    frequencies are ignored.
     """
     try:
         listed = _index(directory)
@@ -61,7 +61,7 @@ def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, S
         except _Unreadable as reason:
             problems.append(_problem(directory, str(reason), "download or copy it again"))
     if problems:
-        return found, problems  # what is in those files would be called missing
+        return found, problems  # tensors of unreadable files would be reported as missing
     if listed is not None:
         lacking = [name for name, file in listed.items() if name not in found or found[name].file != file]
         problems += _list(directory, "named in the index, but not in its file: ", lacking)
@@ -87,7 +87,7 @@ def is_replaceable(target: Path) -> bool:
 
 
 def _index(directory: Path) -> dict[str, Path] | None:
-    """The file of each tensor as the index says; None: there is a single file. Raises _Unreadable."""
+    """The file of each tensor according to the index; None: there is a single file. Raises _Unreadable."""
     index = directory / INDEX
     if not index.is_file():
         if not (directory / SINGLE).is_file():
@@ -112,7 +112,7 @@ def _fix(directory: Path) -> str:
 
 
 def _header(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, which have to fill it one after another. Raises _Unreadable."""
+    """The tensors of a safetensors file, which must fill it without gaps. Raises _Unreadable."""
     size = 0
     try:
         size = file.stat().st_size
@@ -138,7 +138,7 @@ def _header(file: Path) -> dict[str, Stored]:
 
 
 def _check_places(file: Path, stored: Mapping[str, Stored], places: Mapping[str, tuple[int, int]]) -> None:
-    """Tensors follow one another, each as long as its shape and type make it. Raises _Unreadable."""
+    """Check that tensors are contiguous, each with the size of its shape and dtype. Raises _Unreadable."""
     due = 0
     for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
         each = _BYTES.get(stored[name].dtype)
@@ -165,7 +165,7 @@ def _wrong_tensors(directory: Path, found: Mapping[str, Stored], spec: ModelSpec
 
 
 def _list(directory: Path, kind: str, texts: Iterable[str]) -> Iterator[Problem]:
-    """One problem each, the first so many."""
+    """One problem per text, up to a limit."""
     texts = sorted(texts)
     yield from (_problem(directory, f"{kind}{text}") for text in texts[:_SHOWN])
     if len(texts) > _SHOWN:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.packing import PackedBatch, PackingRules, micro_batch_count, pack, split_evenly
     from ctpo_megatron.data.problems import DataError
     from ctpo_megatron.data.prompt_set import Cell, PromptRules, PromptSet
-    from ctpo_megatron.data.prompts import load_prompts, read_prompts
+    from ctpo_megatron.data.prompts import read_prompts
     from ctpo_megatron.data.sampler import PromptSampler
     from ctpo_megatron.data.sequences import TokenArrays, TokenSequence, token_sequences
     from ctpo_megatron.data.tables import count_all_rows
@@ -37,7 +37,6 @@ _MODULES = {
     "batches": "conversations",
     "count_all_rows": "tables",
     "load_conversations": "conversations",
-    "load_prompts": "prompts",
     "micro_batch_count": "packing",
     "pack": "packing",
     "prepare": "toolmath",
@@ -65,7 +64,6 @@ __all__ = [
     "batches",
     "count_all_rows",
     "load_conversations",
-    "load_prompts",
     "micro_batch_count",
     "pack",
     "prepare",

@@ -7,13 +7,12 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.messages import (
-    Message,
+    ChatMessage,
     check_messages,
     check_tools,
     dropped_calls,
@@ -21,6 +20,7 @@ from ctpo_megatron.data.messages import (
     plain_tools,
 )
 from ctpo_megatron.data.problems import DataError, Problems
+from ctpo_megatron.data.prompt_set import Location
 from ctpo_megatron.data.tables import find_files, read_rows
 from ctpo_megatron.data.trajectory import Trajectory
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _BUCKET_BATCHES = 16
 
-Place = tuple[Path, int]
 Segment = tuple[str, bool]
 """A piece of the rendered text, and whether it is the assistant's."""
 
@@ -38,8 +37,8 @@ Segment = tuple[str, bool]
 class _Conversation:
     """One row: its file and row number, its messages, and the tools passed to the template."""
 
-    place: Place
-    messages: tuple[Message, ...]
+    place: Location
+    messages: tuple[ChatMessage, ...]
     tools: list[dict[str, Any]] | None
 
 
@@ -69,7 +68,7 @@ def load_conversations(
             reason = check_messages(messages)
             if reason is None and messages[-1]["role"] != "assistant":
                 reason = "must end with an assistant message"
-            said: tuple[Message, ...] = ()
+            said: tuple[ChatMessage, ...] = ()
             if reason is None:
                 try:
                     said = system_prompt.before(plain_messages(messages))
@@ -214,7 +213,7 @@ def _name_refused(
     problems.raise_if_any()
 
 
-def _not_a_prefix(place: Place, message: int) -> DataError:
+def _not_a_prefix(place: Location, message: int) -> DataError:
     return DataError(
         f"{_named(place)}: the chat template renders the conversation up to message {message} differently from the "
         "start of the whole, so supervised tokens would not be those the model sees when it speaks. Templates that "
@@ -223,12 +222,12 @@ def _not_a_prefix(place: Place, message: int) -> DataError:
     )
 
 
-def _named(place: Place) -> str:
+def _named(place: Location) -> str:
     return f"{place[0]} row {place[1]} column 'messages'"
 
 
 def _encode(
-    cut: Sequence[Sequence[Segment]], places: Sequence[Place], tokenizer: PreTrainedTokenizerBase
+    cut: Sequence[Sequence[Segment]], places: Sequence[Location], tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectory]:
     # Cached: questions, tool outputs and the template's own texts repeat often.
     pieces = list(dict.fromkeys(text for segments in cut for text, _ in segments))

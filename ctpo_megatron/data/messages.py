@@ -12,7 +12,7 @@ from typing import Any
 ROLES = ("system", "user", "assistant", "tool")
 _FIELDS = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id", "name"}}
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 
 def check_messages(value: object) -> str | None:
@@ -75,7 +75,7 @@ def check_tools(value: object) -> str | None:
     return None
 
 
-def plain_messages(value: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+def plain_messages(value: Sequence[Mapping[str, Any]]) -> tuple[ChatMessage, ...]:
     """Checked messages as templates expect them: no null fields, arguments as objects, a text in every message."""
     return tuple(_plain(message) for message in value)
 
@@ -86,14 +86,14 @@ def plain_tools(value: object) -> list[dict[str, Any]]:
     return tools
 
 
-def dropped_calls(messages: Sequence[Message], text: str) -> list[str]:
+def dropped_calls(messages: Sequence[ChatMessage], text: str) -> list[str]:
     """Names of called tools that a rendered conversation does not show: its template ignores `tool_calls`."""
     calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
     return [name for name in dict.fromkeys(calls) if name not in text]
 
 
-def _plain(message: Mapping[str, Any]) -> Message:
-    plain: Message = {"role": message["role"], "content": message.get("content") or ""}
+def _plain(message: Mapping[str, Any]) -> ChatMessage:
+    plain: ChatMessage = {"role": message["role"], "content": message.get("content") or ""}
     plain |= {key: cell for key, cell in message.items() if key not in ("role", "content", "tool_calls") and cell}
     if message.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]

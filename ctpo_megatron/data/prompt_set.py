@@ -1,4 +1,4 @@
-"""The prompts of some files, with the place of each, and what became of the rows that are not among them."""
+"""The prompts of some files with their locations, and the rows that were left out."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from ctpo_megatron.data.prompt import Prompt
 _EXAMPLES = 5
 
 Rule = Literal["refuse", "drop"]
-Place = tuple[Path, int]
+Location = tuple[Path, int]
+"""File, and row in it."""
 Cell = tuple[str, object, str]
-"""Column, value, and what is wrong with it."""
+"""Column, value, and the problem."""
 
 
 @dataclass(frozen=True)
 class PromptRules:
     """How prompt files become prompts.
 
-    max_prompt_tokens: of a rendered prompt; overlong: whether a longer one is an error or left out.
-    tool_schemas: what the chat template is offered where a row has no `tools` of its own; without any, nothing.
-    held_out: an id need be unique within its file only (where files share one, the name of its file goes before every
-        id), and leaving rows out is not offered. limit: read only so many rows of each file. system_prompt: joins
-        every prompt, and is then part of its messages.
+    max_prompt_tokens: of a rendered prompt; overlong: whether longer ones are errors or left out.
+    tool_schemas: passed to the chat template for rows without their own `tools`.
+    held_out: an id must be unique within its file only (if files share ids, every id is prefixed by the file's name),
+    and no rows are left out. limit: rows to read from each file. system_prompt: becomes part of the messages of every
+    prompt.
     """
 
     max_prompt_tokens: int
@@ -41,7 +42,7 @@ class PromptRules:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A row that is not used, by which key of the configuration, and why."""
+    """A row that was left out, the configuration key responsible, and the reason."""
 
     file: Path
     row: int
@@ -52,13 +53,13 @@ class LeftOut:
 
 @dataclass
 class PromptSet:
-    """The prompts of some files with the place of each, what is wrong with the others, and what was left out.
+    """The prompts of some files with their locations, problems, and rows that were left out.
 
-    rows: of each file, whether they were read or not. texts: as rendered.
+    rows: number of rows of each file, read or not. texts: the rendered prompts.
     """
 
     prompts: list[Prompt] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[Location] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     rows: dict[Path, int] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.messages import (
-    Message,
+    ChatMessage,
     check_messages,
     check_tools,
     dropped_calls,
@@ -19,7 +19,7 @@ from ctpo_megatron.data.messages import (
 )
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.prompt_set import Cell, Place, PromptRules, PromptSet
+from ctpo_megatron.data.prompt_set import Cell, Location, PromptRules, PromptSet
 from ctpo_megatron.data.tables import count_rows, find_files, read_rows
 
 if TYPE_CHECKING:
@@ -30,20 +30,11 @@ _OPTIONAL = ("id", "ability", "extra_info", "tools")
 _TRUTH = "reward_model"
 
 
-def load_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> list[Prompt]:
+def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> PromptSet:
     """Read prompt files and render every prompt up to where the model speaks.
 
-    Raises DataError listing all bad rows at once: file, row, column, value and reason.
-    """
-    found = read_prompts(files, tokenizer, rules)
-    found.problems.raise_if_any()
-    return found.prompts
-
-
-def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> PromptSet:
-    """As `load_prompts`, with what is wrong and what was left out in place of an error.
-
-    files: paths, folders or glob patterns (docs/data.md).
+    files: paths, folders or glob patterns (docs/data.md). What is wrong, and what was left out, is in the result:
+    `problems.raise_if_any` raises DataError that lists all bad rows.
     """
     found, tools = PromptSet(), []
     for file in find_files(files, found.problems):
@@ -76,7 +67,7 @@ def _parse(
         reason = "ends with an assistant message, so there is nothing left to answer"
     if reason is None and not any((message.get("content") or "").strip() for message in cells["prompt"]):
         reason = "has only empty messages"
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     if reason is None:
         try:
             messages = system_prompt.before(plain_messages(cells["prompt"]))
@@ -144,7 +135,7 @@ def _name_by_file(found: PromptSet) -> None:
 
 
 def _refuse_twins(found: PromptSet) -> None:
-    first: dict[str, Place] = {}
+    first: dict[str, Location] = {}
     for prompt, place in zip(found.prompts, found.places, strict=True):
         file, row = first.setdefault(prompt.id, place)
         if (file, row) != place:

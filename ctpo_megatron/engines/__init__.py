@@ -50,7 +50,7 @@ def give_way_to_engines() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what most callers do not need only when it is asked for."""
+    """Import lazily what most callers do not need."""
     if name not in _NEED_RAY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_NEED_RAY[name]}"), name)

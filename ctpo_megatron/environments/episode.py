@@ -88,11 +88,7 @@ class EpisodeOver(Exception):
 
 
 class EpisodeFailed(Exception):
-    """The episode could not be completed through no fault of the policy; `trajectory` holds what was recorded."""
-
-    def __init__(self, trajectory: Trajectory, cause: str) -> None:
-        super().__init__(f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: {cause}")
-        self.trajectory = trajectory
+    """The episode could not be completed through no fault of the policy."""
 
 
 class Episode:
@@ -238,5 +234,6 @@ async def play(environment: Environment, episode: Episode) -> Trajectory:
     except EpisodeOver as over:
         episode.finish("", over.reason)
     except ToolUnavailable as error:
-        raise EpisodeFailed(episode._trajectory, str(error)) from error
+        trajectory = episode._trajectory
+        raise EpisodeFailed(f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: {error}") from error
     return episode.result()

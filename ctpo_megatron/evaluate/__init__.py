@@ -14,7 +14,7 @@ __all__ = ["Outcome", "Target", "evaluate", "find_target", "read_config"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what starts engines only when it is asked for."""
+    """Import lazily, since these modules start engines."""
     if name not in ("Outcome", "evaluate"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.command"), name)

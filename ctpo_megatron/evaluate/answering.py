@@ -1,4 +1,4 @@
-"""Answers prompts with engines of its own, without a trainer, and keeps every sample as soon as it is scored."""
+"""Samples answers to prompts with its own engines, without a trainer, and stores every sample once it is scored."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _STEP = 0
-"""Part of every seed: an evaluation has the seeds of one before the first step of a run."""
+"""Step in every seed: an evaluation has the seeds of the evaluation before the first step of a run."""
 _AT_ONCE = 256
-"""Samples that are scored between two looks at the display."""
+"""Samples scored between two updates of the display."""
 
 
 class ScoredAnswers:
-    """Takes trajectories from engines, has them scored while others are sampled, and puts the samples into a store.
+    """Takes trajectories from engines, scores them while others are sampled, and adds them to a store.
 
-    decode: token ids to text without special tokens. finished: is given the samples that were added.
+    decode: token ids to text without special tokens. finished: called with the samples that were added.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class ScoredAnswers:
         self._scoring: deque[tuple[Sequence[Group], PendingScores]] = deque()
 
     def take(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Samples of a prompt, for the next `keep`."""
+        """Take samples of a prompt, for the next `keep`."""
         self._taken.append(Group(prompt, list(trajectories)))
 
     def keep(self, *, wait: bool = False) -> None:
-        """Begin to score what was taken, and put what is scored into the store; with `wait` all of it.
+        """Start scoring the taken samples, and add scored ones to the store; with `wait` all of them.
 
-        What was taken since the last call is scored together, as an async reward awaits as many as it is given. Raises
-        what `RewardPool.score` raises.
+        Samples since the last call are scored together, because an async reward awaits them concurrently. Raises what
+        `RewardPool.score` raises.
         """
         if self._taken:
             self._scoring.append((self._taken, self._pool.begin(self._taken)))
@@ -79,7 +79,7 @@ def answer(
     logs: Path,
     display: Display,
 ) -> None:
-    """Play the samples that the store lacks. Raises what `ticks` and `RewardPool.score` raise."""
+    """Generate the samples missing in the store. Raises what `ticks` and `RewardPool.score` raise."""
     samples = config.eval.samples
     lacking = [prompt for prompt in prompts if not store.complete(prompt.id, samples)]
     total = sum(samples - sum(index < samples for index in store.played.get(prompt.id, ())) for prompt in lacking)
@@ -108,7 +108,7 @@ def answer(
 def play(
     settings: EvalConfig, prompts: Sequence[Prompt], store: SampleStore, generator: Generator, answers: ScoredAnswers
 ) -> None:
-    """Sample with engines that are up, as section `eval` specifies, and score and keep what they answer."""
+    """Sample with running engines as section `eval` specifies, and score and store the answers."""
     sampling = Sampling(settings.temperature, settings.top_p, 0)
     request = Request(_STEP, settings.samples, sampling, early=True, done=store.played)
     for answered in ticks(generator, prompts, request, threading.Event()):
@@ -146,5 +146,5 @@ def reference_scores(
 
 
 def _response(prompt: Prompt, sample: Sample) -> Group:
-    """A sample as the reference's scorer gets it: the whole response takes the place of the final turn."""
+    """A sample for the reference's scorer: the whole response instead of the final turn."""
     return Group(replace(prompt, token_ids=()), [Trajectory(prompt.id, sample.index, 0, final_text=sample.text)])

@@ -1,4 +1,4 @@
-"""`ctpo eval`: samples what is missing, scores it, writes results and a page."""
+"""`ctpo eval`: samples missing answers, scores them, writes results and a page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRICT = Extension(name="math_verify")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `ctpo eval` has found. left_out: ids of prompts without all of their samples."""
+    """Results of `ctpo eval`. left_out: ids of prompts with missing samples."""
 
     results: dict[str, Any]
     left_out: list[str]
@@ -42,9 +42,9 @@ def evaluate(
     reference: bool,
     display: Display,
 ) -> Outcome:
-    """Evaluate `config.model.path` on the prompts of `config.data.eval`, going on from the samples in `output`.
+    """Evaluate `config.model.path` on the prompts of `config.data.eval`, continuing from the samples in `output`.
 
-    reference: score with the reference's scorer, too. Raises ConfigError, and what sampling raises.
+    reference: also score with the reference's scorer. Raises ConfigError, and what sampling raises.
     """
     prompts = prompts[: config.eval.prompts]
     with SampleStore(output, settings_of(config, prompts)) as store:
@@ -64,7 +64,7 @@ def evaluate(
 
 
 def _first_scorer(reward: RewardConfig) -> str:
-    """`strict` for our own; a user's reward function is called by its name."""
+    """`strict` for math_verify, else the name of the user's reward function."""
     return "strict" if reward.function == STRICT and not reward.by_source else "reward"
 
 

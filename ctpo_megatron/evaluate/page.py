@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _COLOURS = ("blue", "orange", "green", "purple", "cyan", "red", "grey")
 _PROBLEMS, _TEXT = 200, 4000
-"""How many problems are listed, and of how many characters their texts are."""
+"""Limits of the listed problems and of the characters of their texts."""
 _CONDUCT = {
     "response_length_mean": ("response tokens", ",.0f"),
     "model_tokens_mean": ("model tokens", ",.0f"),
@@ -35,7 +35,7 @@ _CONDUCT = {
 
 @dataclass(frozen=True)
 class Row:
-    """A problem as the page lists it. answers: how often each was given, most frequent first."""
+    """A listed problem. answers: how often each was given, most frequent first."""
 
     id: str
     source: str
@@ -54,7 +54,7 @@ def write_evaluation_page(
     problems: Mapping[str, list[Sample]],
     by: ScoreColumn,
 ) -> Path:
-    """Write `report.html`. found: content of results.json. problems: samples by prompt id. by: orders the problems."""
+    """Write `report.html`. found: content of results.json. problems: samples by prompt id. by: scorer to order by."""
     k, overall, groups = found["samples_per_prompt"], found["overall"], _groups(found)
     rows = sorted((_row(p, problems[p.id], by) for p in prompts if problems[p.id]), key=lambda row: row.average)
     return write_page(
@@ -76,7 +76,7 @@ def write_evaluation_page(
 
 
 def _groups(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures by source, and of all together where there are several."""
+    """Figures by source, and overall if there are several."""
     sources = dict(found["sources"])
     return sources | ({"overall": found["overall"]} if len(sources) > 1 else {})
 

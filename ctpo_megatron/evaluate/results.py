@@ -32,10 +32,10 @@ class ScoreColumn:
         return accuracies(scores, answers)
 
     def answer(self, sample: Sample, score: float) -> str | None:
-        """What the sample votes for; None if it has no answer.
+        """The answer that the sample votes for; None without an answer.
 
-        All right answers are one answer, since the scorer has found each equal to the ground truth. Others are the same
-        answer if their canonical forms are.
+        All correct answers count as one, since the scorer found each equal to the ground truth. Others are the same
+        answer if their canonical forms are equal.
         """
         if score == 1.0:
             return _RIGHT
@@ -44,7 +44,7 @@ class ScoreColumn:
 
 
 def said(sample: Sample, scorer: str) -> str | None:
-    """The answer as the sample writes it: its last box, or else, where no box is needed, what is read instead."""
+    """The answer as written in the sample: its last box, or, where no box is needed, the answer read from the text."""
     if scorer == REFERENCE_SCORER:
         return reference_answer(sample.text)
     box = last_boxed(sample.final_text)

@@ -1,4 +1,4 @@
-"""The samples of one evaluation on disk: appended as they are scored, and read again when it is begun again."""
+"""The samples of one evaluation on disk: appended as they are scored, and read again on resume."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ctpo_megatron.config import ConfigError, Problem
 from ctpo_megatron.rollouts import Sample
 
 SETTINGS_FILE, SAMPLES_FILE = "evaluation.json", "samples.jsonl"
-_ADVICE = "give another --output, or delete this one, to begin anew"
+_ADVICE = "give another --output, or delete this one, to start again"
 
 
 class SampleStore:
-    """`samples.jsonl` of a directory, one sample a line; this process alone writes it until `close`.
+    """`samples.jsonl` of a directory, one sample per line; locked by this process until `close`.
 
-    settings: what decides the samples. They are kept in `evaluation.json`, as plain JSON. Raises ConfigError when the
-    directory holds samples of other settings, naming each of them, or is written by another process.
+    settings: everything that the samples depend on, stored in `evaluation.json` as plain JSON. Raises ConfigError when
+    the directory holds samples of other settings, naming the differences, or is locked by another process.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class SampleStore:
             raise ConfigError([Problem("--output", message, _ADVICE, str(directory))])
 
     def _read(self) -> Iterable[Sample]:
-        """All whole lines. A last line that a kill has cut is removed, since the next one would be glued to it."""
+        """All complete lines. A truncated last line is removed, so that the next one is not appended to it."""
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file, start=1):
@@ -72,7 +72,7 @@ class SampleStore:
                 raise DamagedFileError(f"{self._file.name}, line {number}, is damaged ({error}); {_ADVICE}") from error
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Keep samples; they are in the hands of the operating system when this returns."""
+        """Store samples; they are flushed to the operating system when this returns."""
         for sample in samples:
             self._file.write(json.dumps(asdict(sample)).encode() + b"\n")
             self._samples[sample.prompt_id, sample.index] = sample
@@ -80,20 +80,20 @@ class SampleStore:
 
     @property
     def played(self) -> dict[str, set[int]]:
-        """Indices of the samples that are there, by prompt id."""
+        """Indices of the stored samples, by prompt id."""
         found: dict[str, set[int]] = defaultdict(set)
         for prompt_id, index in self._samples:
             found[prompt_id].add(index)
         return found
 
     def complete(self, prompt_id: str, samples: int) -> list[Sample]:
-        """The first `samples` of a prompt, in order; none unless all of them are there."""
+        """The first `samples` samples of a prompt, in order; empty unless all of them are stored."""
         found = [self._samples.get((prompt_id, index)) for index in range(samples)]
         there = [sample for sample in found if sample is not None]
         return there if len(there) == samples else []
 
     def close(self) -> None:
-        """Close the file, and give it free."""
+        """Close the file and release the lock."""
         self._file.close()
 
     def __enter__(self) -> SampleStore:

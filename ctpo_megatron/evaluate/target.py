@@ -1,4 +1,4 @@
-"""What is evaluated and how: the model that a path stands for, the configuration that goes with it, its fingerprint."""
+"""The target of an evaluation: the model that a path refers to, its configuration, its fingerprint."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from ctpo_megatron.config.schema import ExtensionsConfig
 from ctpo_megatron.data.prompt import Prompt
 
 _BLOCK, _BLOCKS = 1 << 16, 64
-"""A weight file is known by its size and so many blocks of so many bytes, evenly spaced."""
+"""Number and size of evenly spaced blocks of a weight file that are hashed, in addition to its size."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model in Hugging Face format, and the configuration file that says how it is asked; None: there is none."""
+    """A model in Hugging Face format, and the configuration file of its run, if any."""
 
     model: Path
     config: Path | None
 
 
 def find_target(path: Path, config: Path | None) -> Target:
-    """What `path` means: a Hugging Face directory, alone or in a run directory, or a run's newest export.
+    """Resolve `path`: a Hugging Face directory, alone or in a run directory, or a run's newest export.
 
-    config: used in place of the run's. Raises ConfigError.
+    config: used instead of the run's. Raises ConfigError.
     """
     if (path / "config.json").is_file():
         of_run = RunPaths(path.resolve().parent).config
@@ -63,10 +63,10 @@ def find_target(path: Path, config: Path | None) -> Target:
 
 
 def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Config, Sources]:
-    """The configuration of an evaluation: of the run, less what only training needs, and with the overrides.
+    """The configuration of an evaluation: the run's, without settings of training alone, and with the overrides.
 
-    gpus: of this node; unless overridden, there are as many engines as those of all nodes hold, and without any GPU one
-    a node. A cluster is one node where RAY_ADDRESS names none.
+    gpus: of this node. Unless overridden, there are as many engines as fit on the GPUs of all nodes, or one per node
+    without GPUs. Without RAY_ADDRESS the cluster is one node.
     """
     base: dict[str, Any] = {"model.path": str(target.model), "eval.prompts": None, "rollout.engines": "auto"}
     if target.config is None:
@@ -94,7 +94,7 @@ def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Co
 
 
 def _search_path(target: Target, extensions: ExtensionsConfig, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Where users' parts are found: where the user says, or the run's own copies, or the folders that are here."""
+    """Search path of users' parts: as given, else the run's own copies, else the existing configured folders."""
     if any(text.startswith("extensions.path=") for text in overrides):
         return extensions.path or ()
     if target.config is not None and (copies := RunPaths(target.config.parent).extensions).is_dir():
@@ -103,11 +103,14 @@ def _search_path(target: Target, extensions: ExtensionsConfig, overrides: Sequen
 
 
 def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
-    """All that the samples and their scores depend on, by name; how many there are apart."""
+    """Everything that the samples and their scores depend on, by name, except their number."""
     rollout, sandbox = config.rollout, config.sandbox
     of_rollout = ("max_turns", "max_turn_tokens", "max_response_tokens", "max_observation_chars")
     settings: dict[str, Any] = {f"rollout.{name}": getattr(rollout, name) for name in of_rollout}
-    for name in ("max_tool_calls", "max_tool_s"):  # left out where there is none: results of earlier versions go on
+    for name in (
+        "max_tool_calls",
+        "max_tool_s",
+    ):  # omitted if unset, so that results of earlier versions can be continued
         if (limit := getattr(rollout, name)) is not None:
             settings[f"rollout.{name}"] = limit
     for name in ("tools", "tool_parser", "environment"):
@@ -128,7 +131,7 @@ def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
 
 
 def fingerprint(model: Path) -> str:
-    """Of a model directory wherever it lies: its JSON files whole, and a part of every weight file."""
+    """Digest of a model directory, independent of its path: complete JSON files, and blocks of every weight file."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted([*model.glob("*.json"), *model.glob("*.jinja"), *model.glob("*.safetensors")]):
         size = file.stat().st_size

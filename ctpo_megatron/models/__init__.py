@@ -1,9 +1,9 @@
-"""Models: one file a family says what its config.json means, and how its weights, memory and FLOPs follow. No torch.
+"""Models: one file per family reads its config.json and derives weights, memory and FLOPs. No torch.
 
 family = FAMILIES["Qwen3ForCausalLM"]
-reasons = list(family.refusals(raw))           # of a config.json; empty: it can be trained
+reasons = list(family.refusals(raw))           # of a config.json; empty: supported
 spec = family.read(raw)
-shapes = family.tensors(spec)                  # what its safetensors files hold
+shapes = family.tensors(spec)                  # of its safetensors files
 """
 
 from ctpo_megatron.models.family import LayerSplit, ModelFamily

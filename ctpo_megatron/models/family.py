@@ -1,4 +1,4 @@
-"""What a model family says of itself. The base class is a decoder of Llama's kind; a family is what differs from it."""
+"""A model family. The base class is a Llama-like decoder; a family overrides what differs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COUNTS = (
 
 
 class LayerSplit(Protocol):
-    """How the tensors of a layer are cut over ranks; element: bytes of an activation."""
+    """How the tensors of a layer are split over ranks; element: bytes of an activation."""
 
     @property
     def tensor(self) -> int: ...
@@ -35,13 +35,13 @@ class LayerSplit(Protocol):
 class ModelFamily:
     """A decoder with RMSNorm, rotary positions, grouped queries and a gated SiLU MLP, no biases: Llama's.
 
-    A family overrides the attributes and methods in which it differs. All methods but `read` and `refusals` take what
-    `read` returned. No torch is imported before a tensor is there.
+    A family overrides the attributes and methods that differ. All methods except `read` and `refusals` take the result
+    of `read`. torch is imported only when tensors are processed.
 
-    architecture: as config.json names it in `architectures`. qkv_bias, qk_norm: of all its models.
-    default_key_value_heads, default_head_dim: transformers' where config.json has none; None: as many key-value heads
-    as heads, and the hidden size split over them. not_supported: keys of config.json that must be false or absent.
-    embedding, final_norm, head, layer_prefix: Hugging Face names outside the layers, and what a layer's begin with.
+    architecture: as in `architectures` of config.json. qkv_bias, qk_norm: of all its models. default_key_value_heads,
+    default_head_dim: transformers' defaults; None: as many key-value heads as heads, and the hidden size divided by the
+    heads. not_supported: keys of config.json that must be false or absent. embedding, final_norm, head, layer_prefix:
+    Hugging Face names outside the layers, and the prefix of a layer's names.
     """
 
     architecture: str = ""
@@ -56,7 +56,7 @@ class ModelFamily:
     layer_prefix: str = "model.layers.{layer}."
 
     def refusals(self, raw: Mapping[str, Any]) -> Iterator[Refusal]:
-        """Everything in a config.json that would be refused later or, worse, trained differently from the engine."""
+        """Everything in a config.json that is not supported, or that trainer and engine would compute differently."""
         yield from (Refusal(f"has no positive integer {name!r}") for name in _COUNTS if not is_count(raw.get(name)))
         yield from self._head_refusals(raw)
         yield from rotary_refusals(raw)
@@ -71,7 +71,7 @@ class ModelFamily:
             yield Refusal("quantized weights cannot be trained", "use the unquantized model")
 
     def slides(self, raw: Mapping[str, Any]) -> bool:
-        """Whether a layer attends to a window of the sequence only."""
+        """Whether a layer uses sliding-window attention."""
         layers = raw.get("layer_types")
         return bool(raw.get("use_sliding_window")) or (isinstance(layers, list) and "sliding_attention" in layers)
 
@@ -87,7 +87,7 @@ class ModelFamily:
             yield Refusal(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
 
     def read(self, raw: Mapping[str, Any]) -> ModelSpec:
-        """The spec of a model by its config.json, which nothing was refused of."""
+        """The spec of a model from a config.json without refusals."""
         heads, rope = raw["num_attention_heads"], read_rotary(raw)
         return ModelSpec(
             family=self,
@@ -109,7 +109,7 @@ class ModelFamily:
         )
 
     def ends(self, spec: ModelSpec) -> Iterator[ParamMapping]:
-        """Parameters outside the layers; those of tied embeddings once."""
+        """Parameters outside the layers; tied embeddings once."""
         vocabulary = (spec.vocab_size, spec.hidden_size)
         yield mapping.vocabulary("embedding.word_embeddings.weight", self.embedding, vocabulary)
         yield mapping.replicated(("decoder.final_layernorm.weight",), self.final_norm, (spec.hidden_size,))
@@ -120,7 +120,10 @@ class ModelFamily:
         """Parameters of attention and the norm before it; names begin after `decoder.layers.N.` and `layer_prefix`."""
         h, d, name = spec.hidden_size, spec.head_dim, "self_attention.linear_qkv"
         queries, keys = spec.num_attention_heads * d, spec.num_key_value_heads * d
-        norms = ("input_layernorm.weight", f"{name}.layer_norm_weight")  # Transformer Engine fuses the norm
+        norms = (
+            "input_layernorm.weight",
+            f"{name}.layer_norm_weight",
+        )  # Transformer Engine fuses the norm with the projection
         yield mapping.replicated(norms, "input_layernorm.weight", (h,))
         projections = [f"self_attn.{x}_proj" for x in "qkv"]
         shapes = ((queries, h), (keys, h), (keys, h))
@@ -148,7 +151,7 @@ class ModelFamily:
         yield from self.mlp(spec)
 
     def tensors(self, spec: ModelSpec) -> dict[str, Shape]:
-        """Name and shape of every tensor that a model is saved as; tied, without that of the output layer."""
+        """Name and shape of every tensor of a saved model; if tied, without the output layer."""
         found = {name: shape for row in self.ends(spec) for name, shape in zip(row.hf, row.shapes, strict=True)}
         in_layer: dict[str, Shape] = {}
         for row in self.layer(spec):
@@ -182,7 +185,7 @@ class ModelFamily:
     def layer_activations(self, spec: ModelSpec, split: LayerSplit) -> dict[str, int]:
         """Bytes that one layer keeps for backward, per token of a micro-batch of one rank, by `recompute` module.
 
-        input: the residual stream that enters the layer.
+        input: the residual stream at the layer's input.
         """
         p, t = split.element, split.tensor
         whole = spec.hidden_size * p // (t if split.sequence_parallel else 1)  # a tensor of the residual's shape
@@ -191,8 +194,8 @@ class ModelFamily:
         normed_q_k = (heads + groups) * d * p // t if spec.qk_norm else 0
         return {
             "input": whole,
-            # What the norms give. Only that of the experts' norm can be recomputed: the other is fused with a
-            # projection.
+            # Outputs of the norms. Only the output of the experts' norm can be recomputed: the other norm is fused with
+            # a projection.
             "layernorm": whole,
             "fused norm": whole,
             "residual": whole,  # the input of the second norm

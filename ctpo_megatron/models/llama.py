@@ -1,4 +1,4 @@
-"""Llama 2 and 3: the decoder that the other families differ from."""
+"""Llama 2 and 3: the base of the other families."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from ctpo_megatron.models.family import ModelFamily
 
 
 class Llama(ModelFamily):
-    """Nothing differs."""
+    """The base class, unchanged."""
 
     architecture = "LlamaForCausalLM"

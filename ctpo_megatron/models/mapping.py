@@ -1,4 +1,4 @@
-"""How one Megatron parameter and the Hugging Face tensors that it holds become each other."""
+"""Conversion between a Megatron parameter and the Hugging Face tensors that it contains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.models.spec import ModelSpec
 
-if TYPE_CHECKING:  # torch is needed only where tensors are, and by then it is imported
+if TYPE_CHECKING:  # torch is needed only with tensors, and is imported then
     import torch
 
     Tensors = list[torch.Tensor]
@@ -19,13 +19,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """One Megatron parameter, and the Hugging Face tensors it holds.
+    """A Megatron parameter, and the Hugging Face tensors it contains.
 
-    megatron: its names, in the local layers and in Transformer Engine's. hf: names of the tensors, of `shapes` each.
-        In both, `{expert}` stands for the number of an expert where `per_expert`: on this rank, in the whole model.
+    megatron: its names, in the local layers and in Transformer Engine's. hf: names of the tensors, with `shapes`. If
+    `per_expert`, `{expert}` is the index of an expert: on this rank, and in the whole model.
     shard: full HF tensors -> one shard per tensor-parallel rank; unshard: one shard -> its part of each HF tensor.
-    dim: along which the parts of all ranks, in their order, make the HF tensors; None: every rank has the whole.
-    padded: the joined tensor has rows behind those of the vocabulary.
+    dim: the dimension along which the parts of all ranks are concatenated; None: replicated. padded: the joined tensor
+    has padding rows after the vocabulary.
     """
 
     megatron: tuple[str, ...]
@@ -39,7 +39,7 @@ class ParamMapping:
 
     @property
     def elements(self) -> int:
-        """Numbers in all its tensors."""
+        """Number of elements of all its tensors."""
         return sum(map(prod, self.shapes))
 
     @property
@@ -49,17 +49,17 @@ class ParamMapping:
 
 
 def replicated(megatron: Sequence[str], hf: str, shape: Shape) -> ParamMapping:
-    """A tensor that every rank holds whole, e.g. the weight of a norm."""
+    """A replicated tensor, e.g. the weight of a norm."""
     return ParamMapping(tuple(megatron), (hf,), (shape,), _copies, _whole, None)
 
 
 def row_parallel(megatron: Sequence[str], hf: str, shape: Shape, *, per_expert: bool = False) -> ParamMapping:
-    """A matrix `[out, in]` cut along `in`."""
+    """A matrix `[out, in]` split along `in`."""
     return ParamMapping(tuple(megatron), (hf,), (shape,), _by_input, _whole, 1, per_expert)
 
 
 def vocabulary(megatron: str, hf: str, shape: Shape) -> ParamMapping:
-    """A matrix `[vocabulary, hidden]` cut along its padded rows."""
+    """A matrix `[vocabulary, hidden]` split along its padded rows."""
     return ParamMapping((megatron,), (hf,), (shape,), shard_vocabulary, _whole, 0, padded=True)
 
 
@@ -82,7 +82,7 @@ def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
 
 
 def shard_vocabulary(tensors: Tensors, spec: ModelSpec, tp: int) -> Tensors:
-    """Rows `[V, H]` -> shards `[V_padded / tp, H]`, filled up with zeros."""
+    """Rows `[V, H]` -> shards `[V_padded / tp, H]`, padded with zeros."""
     import torch.nn.functional as F
 
     (weight,) = tensors

@@ -1,4 +1,4 @@
-"""Mistral, as far as its attention sees the whole sequence: Llama's layers, with another default of a key."""
+"""Mistral with full attention: Llama's layers, and another default of a key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ctpo_megatron.models.family import ModelFamily
 
 
 class Mistral(ModelFamily):
-    """transformers slides a window of 4096 tokens unless config.json has `"sliding_window": null`."""
+    """transformers uses a sliding window of 4096 tokens unless config.json has `"sliding_window": null`."""
 
     architecture = "MistralForCausalLM"
     default_key_value_heads = 8

@@ -6,7 +6,7 @@ from ctpo_megatron.models.family import ModelFamily
 
 
 class Qwen2(ModelFamily):
-    """The bias is in transformers' code; no key of config.json says so."""
+    """The bias is hard-coded in transformers; config.json has no key for it."""
 
     architecture = "Qwen2ForCausalLM"
     default_key_value_heads = 32

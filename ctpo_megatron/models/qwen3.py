@@ -6,7 +6,7 @@ from ctpo_megatron.models.family import ModelFamily
 
 
 class Qwen3(ModelFamily):
-    """A head is 128 wide by default, whatever the hidden size is."""
+    """The default head size is 128, independent of the hidden size."""
 
     architecture = "Qwen3ForCausalLM"
     default_key_value_heads = 32

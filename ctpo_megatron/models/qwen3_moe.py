@@ -33,7 +33,7 @@ class Qwen3Moe(ModelFamily):
         if not missing and active > counts["num_experts"]:
             yield Refusal(f"num_experts_per_tok {active} is more than its {counts['num_experts']} experts", "lower it")
         if active == 1 and experts["norm_topk_prob"]:
-            # The one weight, renormalized, is 1 whatever the router says: it would never learn.
+            # A single renormalized weight is always 1, so the router would never learn.
             message = "norm_topk_prob with one expert per token gives the router no gradient"
             yield Refusal(message, "supported: norm_topk_prob false, or num_experts_per_tok 2 or more")
         if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
@@ -52,7 +52,8 @@ class Qwen3Moe(ModelFamily):
     def mlp_activations(self, spec: ModelSpec, split: LayerSplit) -> dict[str, int]:
         """Experts are assumed to be used evenly."""
         h, p, t = spec.hidden_size, split.element, split.tensor
-        # With sequence parallelism a rank routes its share of the tokens; those of all tensor ranks meet in an expert.
+        # With sequence parallelism a rank routes its share of the tokens; an expert receives tokens of all tensor
+        # ranks.
         rows, width = spec.num_experts_per_token, spec.moe_intermediate_size // t
         routing = 3 * 4 * spec.num_experts // (t if split.sequence_parallel else 1)  # float32 logits, probs, map
         return {
@@ -65,7 +66,7 @@ class Qwen3Moe(ModelFamily):
             "num_moe_experts": spec.num_experts,
             "moe_router_topk": spec.num_experts_per_token,
             "moe_ffn_hidden_size": spec.moe_intermediate_size,
-            # Softmax over the chosen experts only is softmax over all of them, renormalized.
+            # Softmax over the selected experts equals softmax over all experts, renormalized.
             "moe_router_pre_softmax": not spec.norm_topk_prob,
         }
 

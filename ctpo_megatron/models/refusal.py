@@ -1,4 +1,4 @@
-"""Why a model cannot be trained, as its family says it, and the tests of numbers that refusals begin with."""
+"""Why a model is not supported, and tests of numbers for such checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Refusal(NamedTuple):
-    """What of a config.json is not supported, and what is."""
+    """What is not supported in a config.json, and what is."""
 
     message: str
     fix: str = ""

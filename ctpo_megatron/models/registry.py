@@ -1,4 +1,4 @@
-"""The families that this package knows, by the architecture that a config.json names."""
+"""The built-in families, by the architecture in config.json."""
 
 from __future__ import annotations
 

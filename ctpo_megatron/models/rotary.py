@@ -1,4 +1,4 @@
-"""Rotary position embedding: what config.json says of it, what is refused, and Megatron's options for it."""
+"""Rotary position embedding: reads config.json, refuses what is not supported, and gives Megatron's options."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ctpo_megatron.models.spec import ModelSpec
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Megatron-Core fixes these numbers of the llama3 scaling; only `factor` is free."""
 _KEYS = {"default": (), "linear": ("factor",), "llama3": ("factor", *_LLAMA3)}
-"""What a rotary embedding of each type may say of itself, besides `rope_type`, `rope_theta` and a factor of 1."""
+"""Keys allowed for each type of rotary embedding, in addition to `rope_type`, `rope_theta` and a factor of 1."""
 
 
 def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rope base, type and numbers as transformers 5 takes them, whose `rope_scaling` replaces `rope_parameters`."""
+    """Rope base, type and parameters as in transformers 5, where `rope_scaling` overrides `rope_parameters`."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     rope = {"rope_theta": raw.get("rope_theta", 1e4), **given}
     old_name = rope.pop("type", "default")
@@ -36,7 +36,7 @@ def rotary_options(spec: ModelSpec) -> dict[str, Any]:
 
 
 def rotary_refusals(raw: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Why a rotary embedding is not supported, each with what is."""
+    """Unsupported properties of a rotary embedding, each with what is supported."""
     for name in ("rope_scaling", "rope_parameters"):
         if raw.get(name) is not None and not isinstance(raw[name], dict):
             yield Refusal(f"{name} {raw[name]!r} is no JSON object", "leave it out for plain rotary embedding")
@@ -58,7 +58,7 @@ def rotary_refusals(raw: Mapping[str, Any]) -> Iterator[Refusal]:
     if kind != "default" and not is_positive(rope.get("factor")):
         yield Refusal(f"rope type {kind!r} has no factor", "config.json must give a positive number")
     if kind == "llama3":
-        # transformers lets this one stand beside the others, and there it wins
+        # transformers accepts this key next to the others, and gives it precedence
         beside = {name: raw[name] for name in ("original_max_position_embeddings",) if name in raw}
         other = {name: (rope | beside).get(name) for name in _LLAMA3}
         if other := {name: value for name, value in other.items() if value != _LLAMA3[name]}:

@@ -1,4 +1,4 @@
-"""The shape of one model, as its family read it from config.json."""
+"""The shape of a model, as its family read it from config.json."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 class ModelSpec:
     """Shape of a decoder model.
 
-    vocab_size: rows of the embedding; 0 while `prepare` has not built the tokenizer that decides it.
-    rope_scaling: None, or `rope_type` ("linear" or "llama3") with its numbers, e.g. `factor`.
-    num_experts: 0 for a dense model; else every layer has so many, `num_experts_per_token` of them active, each of
-        width `moe_intermediate_size`. norm_topk_prob: the weights of the active ones add up to 1.
+    vocab_size: rows of the embedding; 0 until `prepare` has built the tokenizer.
+    rope_scaling: None, or `rope_type` ("linear" or "llama3") with its parameters, e.g. `factor`.
+    num_experts: per layer, 0 for a dense model; `num_experts_per_token` are active, each of width
+    `moe_intermediate_size`. norm_topk_prob: the weights of the active experts are normalized to sum to 1.
     """
 
     family: ModelFamily
@@ -43,7 +43,7 @@ class ModelSpec:
 
     @property
     def unseen(self) -> dict[str, Any]:
-        """What the same weights compute something else with, and no shape of theirs shows: by name in config.json."""
+        """Properties that change the computation but not the shapes of the weights, by their names in config.json."""
         return {
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,

@@ -2,13 +2,13 @@
 
     rewards --batch_advantages--> A --+
     log_probs, old_log_probs, masks ---------+--policy_loss(objective, denominators)--> loss, per_token, stats
-    correction_weights ---------------+
+    weights --------------------------+
 
 - `PolicyObjective.preset("ctpo")`, `objective_from_config(config)`: which ratio, clip and aggregation.
 - `policy_loss`: the loss of a padded or packed batch; `linear_policy_loss`: of hidden states and the output layer.
 - `supervised_loss`: negative log-likelihood of SFT.
 - `Denominators`: counts of the whole optimizer step, so that the split into micro-batches changes nothing.
-- `batch_advantages`, `correction_weights`, `correct` (with rejection): inputs of the loss.
+- `batch_advantages`, `correct` (weights and rejection): inputs of the loss.
 - `MismatchRows`, `correction_metrics`, `noise_metrics`: measures of the sampler-trainer mismatch.
 - `Objective`, `ObjectiveInputs`, `ObjectiveOutput`: a user's objective (`objective.function`).
 - `merge`, `summarize`: statistics of several micro-batches and ranks -> metrics.
@@ -18,7 +18,7 @@
 from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.advantages import batch_advantages, group_advantages
 from ctpo_megatron.objective.aggregation import Denominators
-from ctpo_megatron.objective.correction import Corrected, correct, correction_weights
+from ctpo_megatron.objective.correction import Corrected, correct
 from ctpo_megatron.objective.diagnostics import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.function import (
     Objective,
@@ -51,7 +51,6 @@ __all__ = [
     "check_objective",
     "correct",
     "correction_metrics",
-    "correction_weights",
     "function_loss",
     "group_advantages",
     "linear_policy_loss",

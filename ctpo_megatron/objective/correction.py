@@ -17,36 +17,6 @@ from ctpo_megatron.objective.sequences import SequenceBounds
 CorrectionKind = Literal["token", "sequence", "prefix"]
 
 
-@torch.no_grad()
-def correction_weights(
-    kind: CorrectionKind,
-    proximal_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    *,
-    cap: float = 5.0,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Truncated importance weights w_t, detached, in the shape of the inputs (`[B, T]`, or `[N]` with cu_seqlens).
-
-    With d_t = proximal_t - behaviour_t over model tokens, |d_t| <= 20:
-
-        token      min(cap, exp d_t)
-        sequence   min(cap, exp sum_t d_t)      one weight for the whole sequence
-        prefix     min(cap, exp sum_{k<=t} d_k) tokens up to t only: the causal form that fits CTPO
-
-    1 where response_mask is 0. Feed the result to `policy_loss(weights=...)`.
-    Raises ValueError for an unknown kind, a cap that is not a positive number, or shapes that do not fit.
-    """
-    if not (math.isfinite(cap) and cap > 0):
-        raise ValueError(f"cap must be a positive number; got {cap}")
-    layout = SequenceBounds.of(proximal_log_probs, cu_seqlens)
-    model = layout.mask(response_mask, "response_mask")
-    d = _difference(proximal_log_probs, rollout_log_probs, model, layout)
-    weight = _truncated(_log_weight(kind, d, layout), cap).to(d.dtype)
-    return torch.where(model, weight, 1.0).reshape(layout.shape)
-
-
 @dataclass(frozen=True)
 class Corrected:
     """A packed micro-batch after its correction. Everything is detached.
@@ -71,6 +41,12 @@ def correct(
     cu_seqlens: Tensor,
 ) -> Corrected:
     """Weights, rejection and statistics of packed sequences; all tensors `[N]`, cu_seqlens `[B + 1]`.
+
+    With d_t = proximal_t - rollout_t over model tokens, |d_t| <= 20, the weights by `config.level` are:
+
+        token      min(cap, exp d_t)
+        sequence   min(cap, exp sum_t d_t)      one weight for the whole sequence
+        prefix     min(cap, exp sum_{k<=t} d_k) tokens up to t only: the causal form that fits CTPO
 
     Rejection and veto change the loss mask alone, not the positions and prefix sums of other tokens. A NaN rejects
     nothing, so that it shows in the loss. Nothing is read back from the device.
@@ -117,7 +93,6 @@ def _log_weight(kind: CorrectionKind, d: Tensor, layout: SequenceBounds) -> Tens
             return sequence_sum(d, layout)
         case "prefix":
             return prefix_sum(d, layout)
-    raise ValueError(f"unknown correction {kind!r}; known: token, sequence, prefix")
 
 
 def _truncated(log_weight: Tensor, cap: float) -> Tensor:

@@ -41,8 +41,8 @@ class SequenceBounds:
         else:
             if tokens.dim() != 1 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
                 raise ValueError(
-                    f"cu_seqlens must be an integer [B + 1] tensor beside tokens [N]; got {cu_seqlens.dtype} "
-                    f"{tuple(cu_seqlens.shape)} beside {tuple(tokens.shape)}"
+                    f"cu_seqlens must be an integer [B + 1] tensor for tokens [N]; got {cu_seqlens.dtype} "
+                    f"{tuple(cu_seqlens.shape)} for {tuple(tokens.shape)}"
                 )
             if cu_seqlens.device.type == "cpu":
                 decreasing = bool((cu_seqlens.diff() < 0).any())

@@ -235,7 +235,7 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     if loaded["random"]["layout"] == _sizes(layout):
         random_state.restore(loaded["random"]["ranks"][layout.rank])
     else:
-        log.info("the layout differs from that of %s: random streams start again from run.seed", checkpoint)
+        log.info("%s was written in another layout: random streams start again from run.seed", checkpoint)
     log.info("restored %s", checkpoint)
     return marker.run
 

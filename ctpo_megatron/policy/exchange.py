@@ -12,7 +12,6 @@ from torch import Tensor
 from ctpo_megatron.data import TokenArrays, TokenSequence
 from ctpo_megatron.policy.parallel import Layout
 
-Share = list[TokenSequence]
 _LOSS, _RESPONSE, _CURRENT = 1, 2, 4
 """Bits of the byte that carries the masks of a token."""
 
@@ -44,7 +43,9 @@ def share_sizes(
     return outline, values.tolist()
 
 
-def share_tokens(sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], layout: Layout) -> Share:
+def share_tokens(
+    sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], layout: Layout
+) -> list[TokenSequence]:
     """This rank's share with its tokens; collective.
 
     sequences: from `share_sizes`. shares: the indices that each data-parallel rank trains on. A token is sent as int32
@@ -84,7 +85,7 @@ def _send(
         yield work
 
 
-def _receive(own: Sequence[TokenSequence]) -> Share:
+def _receive(own: Sequence[TokenSequence]) -> list[TokenSequence]:
     if not own:
         return []
     total = sum(len(sequence) for sequence in own)

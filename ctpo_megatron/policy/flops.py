@@ -10,9 +10,6 @@ from ctpo_megatron.data import TokenSequence
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.policy import device
 
-BACKWARD = 2
-"""Ratio of backward to forward FLOPs: each product of the forward pass has two gradients of its size."""
-
 # Dense peaks in TFLOP/s (bfloat16 and TF32 on tensor cores without sparsity, float32 outside of them), from NVIDIA's
 # data sheets. The first row whose name is part of the device's name counts, so longer names come before shorter ones.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -34,8 +31,7 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def forward_flops(spec: ModelSpec, tokens: int, predicted: int) -> float:
-    """FLOPs of the matrix products of one forward pass over a sequence; the backward pass takes `BACKWARD` times as
-    many.
+    """FLOPs of the matrix products of one forward pass over a sequence; the backward pass needs twice that.
 
     tokens: length of the sequence. predicted: rows of the output layer, one per response token. Model FLOPs in the
     sense of MFU (Chowdhery et al., arXiv 2204.02311, appendix B). They exclude recomputation, padding, and everything

@@ -25,8 +25,8 @@ _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One parameter of this rank, its mapping, and its position in the model.
+class ModelParameter:
+    """One parameter of this rank, how it is mapped, and its place in the model.
 
     prefix: of its Hugging Face names. expert: index among this rank's experts.
     """
@@ -49,7 +49,7 @@ class Entry:
         return group
 
 
-def _entries(model: BuiltModel) -> Iterator[Entry]:
+def _entries(model: BuiltModel) -> Iterator[ModelParameter]:
     """All parameters of this rank. Raises KeyError naming a parameter without a Hugging Face counterpart."""
     spec, family = model.spec, model.spec.family
     ends, in_layer = _by_name(family.ends(spec), spec), _by_name(family.layer(spec), spec)
@@ -63,7 +63,7 @@ def _entries(model: BuiltModel) -> Iterator[Entry]:
                 raise KeyError(f"no Hugging Face counterpart is known for the Megatron parameter {name!r}")
             layer = chunk.decoder.layers[int(match[1])].layer_number - 1 if match else None
             prefix = "" if layer is None else family.layer_prefix.format(layer=layer)
-            yield Entry(parameter, found[0], prefix, found[1])
+            yield ModelParameter(parameter, found[0], prefix, found[1])
 
 
 def _by_name(mappings: Iterable[ParamMapping], spec: ModelSpec) -> dict[str, tuple[ParamMapping, int]]:
@@ -206,7 +206,7 @@ def declare(model: BuiltModel, layout: Layout) -> Declared:
     return [tensor for stage in stages for tensor in stage]
 
 
-def _sends(entry: Entry) -> bool:
+def _sends(entry: ModelParameter) -> bool:
     """Whether this rank sends the tensors of a parameter."""
     return entry.group.rank() == 0 and _is_first_replica(entry.mapping)
 
@@ -217,7 +217,7 @@ def _is_first_replica(mapping: ParamMapping) -> bool:
     return int(mpu.get_data_parallel_rank(with_context_parallel=True)) == 0
 
 
-def _joined(part: torch.Tensor, entry: Entry, spec: ModelSpec) -> torch.Tensor:
+def _joined(part: torch.Tensor, entry: ModelParameter, spec: ModelSpec) -> torch.Tensor:
     """An HF tensor, joined from the parts on the ranks of its tensor-parallel group."""
     tensor = _join(part, entry.mapping.dim, entry.group)
     return tensor[: spec.vocab_size] if entry.mapping.padded else tensor
@@ -230,7 +230,9 @@ def _stage_tensors(
         yield from _full(entry, value(entry.parameter), model.spec, layout)
 
 
-def _full(entry: Entry, value: torch.Tensor, spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+def _full(
+    entry: ModelParameter, value: torch.Tensor, spec: ModelSpec, layout: Layout
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The HF tensors made of a parameter of this pipeline stage and its counterparts on other ranks."""
     mapping, experts_each = entry.mapping, spec.num_experts // layout.ep_size
     names = [entry.names(experts_each, ep_rank) for ep_rank in range(layout.ep_size)]

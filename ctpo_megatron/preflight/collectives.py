@@ -59,7 +59,7 @@ def _exchange(backend: str, ranks: int) -> Problem:
 
 
 def free_port() -> int:
-    """A port that nobody listened at just now."""
+    """A port that is currently free."""
     with socket.create_server(("", 0)) as free:
         return int(free.getsockname()[1])
 

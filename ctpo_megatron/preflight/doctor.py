@@ -158,7 +158,7 @@ def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     try:
         tokenizer = read_tokenizer(directory)
     except TokenizerError as error:
-        yield Problem("tokenizer", str(error), "copy the model anew")
+        yield Problem("tokenizer", str(error), "copy the model again")
         return
     if len(tokenizer) > spec.vocab_size:
         text = f"{len(tokenizer)} tokens, but the model's vocabulary has {spec.vocab_size}"

@@ -23,7 +23,7 @@ _OPEN_FILES = (1024, 65536)
 
 
 _LONGEST = 107 - len("/c0ffee00-0000-4000-8000-c0ffee000000")
-"""Of the path of a Unix socket, what the names that vLLM gives its own leave; those of multiprocessing are shorter."""
+"""Longest folder of Unix sockets, given the length of vLLM's socket names; multiprocessing's are shorter."""
 
 
 def check_machine(context: MachineContext) -> Iterator[Problem]:

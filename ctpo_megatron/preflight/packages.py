@@ -71,7 +71,7 @@ def check_imports(_context: MachineContext) -> list[Problem]:
     """A problem for each package that is installed and does not import; vLLM is left out: it takes ten seconds."""
     modules = {module: name for name, (module, _) in PACKAGES.items() if version_of(name) is not None}
     broken = [
-        Problem(modules[module], f"{version_of(modules[module])} does not import: {trouble}", "install it anew")
+        Problem(modules[module], f"{version_of(modules[module])} does not import: {trouble}", "install it again")
         for module, trouble in import_troubles(list(modules)).items()
         if trouble
     ]
@@ -98,7 +98,7 @@ def import_troubles(modules: Sequence[str]) -> dict[str, str]:
 
 
 def check_package(name: str, extra: str, pins: Mapping[str, str]) -> Problem:
-    """Whether a distribution is there, in a version that setup.py allows, and in that of the lock (name -> version)."""
+    """Whether a distribution is installed, in a version that setup.py allows and the lock pins (name -> version)."""
     version, pin = version_of(name), pins.get(name)
     if version is None and not extra:
         return Problem(name, "not installed (optional, CUDA only)", severity="warning")

@@ -59,7 +59,7 @@ def _engines(context: RunContext, placed: Placement, node_gpus: int | None) -> I
         if rollout.engines == "auto":
             yield context.error("rollout.engines", "needs to know how many GPUs there are", "set placement.engine_gpus")
     elif given % each:
-        message = f"cannot be shared out among engines of {each} GPUs"
+        message = f"cannot be distributed among engines of {each} GPUs"
         fix = "make it a multiple of rollout.engine.tensor_parallel_size"
         yield context.error("placement.engine_gpus", message, fix)
     elif rollout.engines != "auto" and rollout.engines * each > given * nodes:

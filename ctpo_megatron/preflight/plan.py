@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ctpo_megatron.config import GPU_GIB, Config, Split, gib, in_flight, peak_memory
 from ctpo_megatron.models import ModelSpec
 
-Row = tuple[str, str, str]
+TableRow = tuple[str, str, str]
 """Quantity, value, how it follows from the configuration."""
 
 
@@ -33,7 +33,7 @@ class RunPlan:
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> RunPlan:
-        """The plan on so many ranks. Numbers are rounded down where `check` would report an error."""
+        """The plan on `world_size` ranks. Numbers are rounded down where `check` would report an error."""
         policy, rollout = config.policy, config.rollout
         tp, pp, cp = (
             policy.tensor_model_parallel_size,
@@ -84,7 +84,7 @@ class RunPlan:
     def max_batch_tokens(self) -> int:
         return self.sequences_per_batch * self.max_sequence_tokens
 
-    def tables(self) -> dict[str, list[Row]]:
+    def tables(self) -> dict[str, list[TableRow]]:
         """Title -> rows, ready to print."""
         n = self.samples_per_prompt
         parallel = [

@@ -28,10 +28,10 @@ def check_checkpoints(context: RunContext) -> Iterator[Problem]:
             yield context.error("checkpoint.load", f"is no complete checkpoint (no {MARKER} in it)", fix)
         of_this_run = path.resolve().is_relative_to(config.run.directory.resolve())
         if of_this_run and not config.run.resume:
-            message = "is a checkpoint of this very run, which would begin anew"
+            message = "is a checkpoint of this very run, which would start again"
             yield context.error("checkpoint.load", message, "add run.resume=true, or choose another run.name")
         elif of_this_run and is_discarded(path):
-            message = "was given up by this run, whose files have gone on from elsewhere"
+            message = "was discarded by this run, which continued from another checkpoint"
             yield context.error("checkpoint.load", message, "choose another run.name, without run.resume=true")
         elif config.run.resume is True or (of_this_run and config.run.resume):
             yield from _given_up(context, path)
@@ -49,8 +49,8 @@ def _given_up(context: RunContext, load: Path) -> Iterator[Problem]:
     found = [path.parent for path in RunPaths(config.run.directory).checkpoints.glob(f"*/{MARKER}")]
     newest = max(found, key=_step, default=load)
     if _step(newest) > _step(load) >= 0:
-        message = f"gives up what this run did after it, up to {newest.name}, now and at every restart that has it"
-        yield context.warning("checkpoint.load", message, "leave it out to go on from the newest")
+        message = f"discards what this run did after it, up to {newest.name}, now and at every restart that has it"
+        yield context.warning("checkpoint.load", message, "leave it out to continue from the newest")
 
 
 def _step(checkpoint: Path) -> int:

@@ -149,7 +149,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _difference(sample: SampleEpisode, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Where the two begin to differ, and how each goes on."""
+    """Where the two begin to differ, and the continuation of each."""
     pairs = zip(sample.built, sample.whole, strict=False)
     at = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(sample.built), len(sample.whole)))
     built, whole = (repr(tokenizer.decode(ids[at : at + _SHOWN])) for ids in (sample.built, sample.whole))

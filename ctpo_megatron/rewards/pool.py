@@ -24,7 +24,7 @@ from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import RESERVED, Reward
 from ctpo_megatron.rewards.timeouts import GRACE_S, START_TIMEOUT_S, WORKERS_POLL_S, WORKERS_RETRIES
-from ctpo_megatron.rewards.worker import Failure, Outcome, Pair, Routes
+from ctpo_megatron.rewards.worker import Failure, Pair, Routes, Scored
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
@@ -80,13 +80,13 @@ class _Task:
 
     chunk: _Chunk
     pool: ProcessPool
-    future: ProcessFuture[list[Outcome]]
+    future: ProcessFuture[list[Scored]]
 
     @property
     def settled(self) -> bool:
         return self.future.done() or not self.pool.active
 
-    def result(self) -> list[Outcome]:
+    def result(self) -> list[Scored]:
         """The outcomes. Raises the worker's exception, or BrokenProcessPool when no worker is left."""
         # A worker has a deadline; a broken pool forgets its tasks.
         while not wait([self.future], WORKERS_POLL_S).done:
@@ -216,7 +216,7 @@ class RewardPool:
         _stop(self._pool)
         self._pool = self._make()
 
-    def _outcomes(self, task: _Task, again: bool = True, renewals: int = WORKERS_RETRIES) -> list[Outcome]:
+    def _outcomes(self, task: _Task, again: bool = True, renewals: int = WORKERS_RETRIES) -> list[Scored]:
         chunk = task.chunk
         try:
             return task.result()

@@ -34,7 +34,7 @@ class Failure:
     timed_out: bool = False
 
 
-Outcome = Reward | Failure
+Scored = Reward | Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def traits() -> dict[str | None, Traits]:
     return {source: _traits(function) for source, function in _setup.functions.items()}
 
 
-def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Outcome]:
+def score(route: str | None, pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
     """One outcome per pair. Several are awaited together, each for at most `timeout_s`; one has no limit here."""
     function = _setup.functions[route]
     if len(pairs) == 1:
@@ -109,7 +109,7 @@ def _traits(function: Callable[..., Any]) -> Traits:
     return Traits(is_async, bool(getattr(inner, "text_only", False)))
 
 
-def _called(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt) -> Outcome:
+def _called(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt) -> Scored:
     try:
         result = function(trajectory, prompt)
         if inspect.isawaitable(result):
@@ -123,7 +123,7 @@ async def _value_of(awaitable: Any) -> Any:
     return await awaitable
 
 
-async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair], timeout_s: float) -> list[Outcome]:
+async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
     tasks = [asyncio.ensure_future(_awaited(function, *pair)) for pair in pairs]
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
     outcomes = [Failure("", timed_out=True) if task in late else task.result() for task in tasks]
@@ -133,7 +133,7 @@ async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair],
     return outcomes
 
 
-async def _awaited(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt) -> Outcome:
+async def _awaited(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt) -> Scored:
     try:
         return _reward(await function(trajectory, prompt))
     except (Exception, SystemExit, asyncio.CancelledError) as error:

@@ -55,7 +55,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs Ray only when it is asked for."""
+    """Import lazily what needs Ray."""
     if name != "Scheduler":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.scheduler").Scheduler

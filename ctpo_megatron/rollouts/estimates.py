@@ -17,8 +17,8 @@ _CHUNK = 500
 def expected_best(scores: Sequence[float], draws: int) -> float:
     """Mean of the largest score over all subsets of `draws` of the scores.
 
-    Where scores are 0 or 1 and c of k are 1, it is 1 - C(k - c, draws) / C(k, draws): the unbiased estimate of
-    pass@draws (Chen et al. 2021, arXiv 2107.03374). Raises ValueError unless 1 <= draws <= len(scores).
+    For c ones among k scores of 0 or 1 it is 1 - C(k - c, draws) / C(k, draws), the unbiased estimate of pass@draws
+    (Chen et al. 2021, arXiv 2107.03374). Raises ValueError unless 1 <= draws <= len(scores).
     """
     if not 1 <= draws <= len(scores):
         raise ValueError(f"{draws} draws of {len(scores)} scores")
@@ -45,7 +45,7 @@ def majority(scores: Sequence[float], answers: Sequence[str | None]) -> float:
 
 
 def bootstrap(values: NDArray[Any], seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ends of the 95 % percentile interval of each column's mean when rows (problems) are drawn anew.
+    """Ends of the 95 % percentile interval of each column's mean when rows (problems) are resampled.
 
     values: float [rows, columns]; returns two arrays float [columns]. The same seed gives the same ends.
     """

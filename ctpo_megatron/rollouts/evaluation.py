@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def answer(
     generator: Generator, scorer: Scorer, prompts: Sequence[Prompt], request: Request, stop: Stop, phases: Phases
 ) -> list[Group]:
-    """Scored groups of the prompts, in their order; without those of quarantined prompts. Raises as `ticks`."""
+    """Scored groups of the prompts, in their order, without quarantined prompts. Raises as `ticks`."""
     groups: dict[int, Group] = {}
     scoring: list[PendingScoring] = []
     for answers in ticks(generator, prompts, request, stop):

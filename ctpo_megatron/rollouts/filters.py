@@ -1,4 +1,4 @@
-"""`rollout.filters`: takes tokens out of the loss and out of nothing else; ratio and position go on counting them."""
+"""`rollout.filters`: masks tokens in the loss alone; ratio and position still count them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 
 Filter = Callable[[Trajectory, Prompt], Collection[int]]
-"""Numbers of the turns (from 1) of a scored trajectory whose tokens leave the loss."""
+"""Numbers of the turns (from 1) of a scored trajectory whose tokens are masked."""
 
 
 def void_turn(trajectory: Trajectory, _prompt: Prompt, *, answer: str | None = None) -> Collection[int]:
     """Every turn, if one has neither a complete tool call nor, as the last, a final answer (SimpleTIR).
 
-    A call that could not be read (`parse_error`) is not complete; one that failed is, and so is the call of the last
-    turn of `max_turns` or `tool_budget`, which is not run. answer: regular expression of a final answer; None: a
-    complete `\\boxed{}`.
+    A call that could not be parsed (`parse_error`) is not complete; a failed call is. So is the last call of
+    `max_turns` or `tool_budget`, which is not run. answer: regular expression of a final answer; None: a complete
+    `\\boxed{}`.
     """
     turns = range(1, max(trajectory.turn) + 1)
     complete = {call.turn for call in trajectory.tool_calls if call.status != "parse_error"}
@@ -86,9 +86,9 @@ class Filters:
     def apply(self, groups: Sequence[Group]) -> dict[str, float]:
         """Write the `loss_mask` of every trajectory: its model tokens, without the turns that a filter names.
 
-        Returns `rollout/masked_tokens` (share of the model tokens that left the loss), `rollout/masked_trajectories`
-        (share that has no token in the loss) and `filter/<name>` (trajectories that the filter took tokens of);
-        nothing without filters. Raises ValueError when a filter fails or names a turn that there is not.
+        Returns `rollout/masked_tokens` (share of masked model tokens), `rollout/masked_trajectories` (share without a
+        token in the loss) and `filter/<name>` (trajectories with tokens masked by the filter). Empty without filters.
+        Raises ValueError when a filter fails or returns a turn that does not exist.
         """
         pairs = [(trajectory, group.prompt) for group in groups for trajectory in group.trajectories]
         taken: Counter[str] = Counter(dict.fromkeys(self._filters, 0))

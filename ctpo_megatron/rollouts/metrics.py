@@ -14,13 +14,13 @@ from ctpo_megatron.data.trajectory import TOOL_STATUSES
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Flat `rollout/*`, `tokens/*` and `sandbox/*` figures of `groups`; empty when there are no trajectories.
 
-    rollout/tool_use, truncated, max_turns and tool_budget are shares of trajectories; tool_calls, turns_mean,
+    `rollout/tool_use`, truncated, max_turns and tool_budget are shares of trajectories. tool_calls, turns_mean,
     response_length_mean (tokens after the prompt, observations included) and model_tokens_mean are means per
-    trajectory; tool_error_rate is the share of calls that did not succeed. tokens/* and the sandbox/* statuses are
-    counts; sandbox/calls counts every call of every tool, malformed ones included; sandbox/wall_mean_s is the mean
-    seconds of the calls that were executed, sandbox/queue_s and sandbox/exec_s its parts, of the calls whose tool
-    says how long they ran. Means and rates are left out when there was no call to take them over. tool/<name>/calls
-    and tool/<name>/success count the calls of one tool that were executed.
+    trajectory. tool_error_rate is the share of calls that did not succeed. `tokens/*` and the statuses of `sandbox/*`
+    are counts, and `sandbox/calls` counts every call of every tool, malformed ones included. `sandbox/wall_mean_s` is
+    the mean time of executed calls; `sandbox/queue_s` and `sandbox/exec_s` are its parts, if the tool reports them.
+    Means and rates without any call are omitted. `tool/<name>/calls` and `tool/<name>/success` count the executed calls
+    of one tool.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -65,8 +65,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """How far the model tokens of `groups` are behind the weights `version` that they train.
 
-    rollout/staleness_mean and staleness_max in versions; tokens/stale counts those of an earlier version;
-    rollout/continued_tokens is the share of those that were sampled after an update met their trajectory.
+    rollout/staleness_mean and staleness_max in versions; tokens/stale counts tokens of an earlier version;
+    rollout/continued_tokens is the share of tokens sampled after an update of the weights within their trajectory.
     """
     sampled = [np.array(t.weight_version) for group in groups for t in group.trajectories]
     sampled = [versions[versions >= 0] for versions in sampled]

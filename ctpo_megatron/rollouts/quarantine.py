@@ -39,7 +39,7 @@ class Replacements(Protocol):
 class Quarantine:
     """The quarantined prompts of one run, oldest first.
 
-    limit: `rollout.max_quarantined`. records may be filled with those of a run that is resumed.
+    limit: `rollout.max_quarantined`. records: a resumed run fills in the earlier ones.
     """
 
     def __init__(self, limit: int) -> None:

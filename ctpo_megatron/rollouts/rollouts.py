@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """rollout: the section. steps: the last batch is that of this step. mini_batch_prompts: groups of an optimizer
-    step; a batch holds a whole number of mini-batches."""
+    """rollout: the section. steps: of the run. mini_batch_prompts: groups of an optimizer step; a batch holds a whole
+    number of mini-batches."""
 
     rollout: RolloutConfig
     steps: int

@@ -17,8 +17,8 @@ class Sample:
     """What an evaluation keeps of a trajectory: no tokens.
 
     index: which of the prompt's samples. score: of the reward function. response_tokens: after the prompt, tool output
-    included; model_tokens: those that the model wrote. calls: what became of each tool call. final_text: of the final
-    turn. text: of the whole response, tool output included, without special tokens; "" where nobody asked for it.
+    included; model_tokens: tokens written by the model. calls: status of each tool call. final_text: of the final turn.
+    text: of the whole response, tool output included, without special tokens; "" unless requested.
     """
 
     prompt_id: str

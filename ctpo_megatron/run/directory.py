@@ -89,9 +89,9 @@ def _open(config: Config) -> Path:
 
 
 def take_over(config: Config) -> None:
-    """Let a reopened directory say what runs in it from now on, and keep the former configuration if it differs.
+    """Write this run's configuration into the reopened directory, and keep the former one if it differs.
 
-    To be called when nothing is left that could refuse the resume, and before anything is discarded.
+    Call it once nothing can refuse the resume any more, and before anything is discarded.
     """
     directory = config.run.directory
     if _changes(directory, config):
@@ -111,7 +111,7 @@ def is_finished(run: RunConfig) -> bool:
 
 
 def record_finish(directory: Path, steps: int) -> None:
-    """Note that the run has ended with so many steps done; whoever takes the directory over takes it back."""
+    """Record the finished step count. Resuming the run clears it."""
     facts = {"version": __version__} | _facts(directory) | {"finished_steps": steps}
     write_json(RunPaths(directory).environment, facts, durable=True)
 

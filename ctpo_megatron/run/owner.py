@@ -27,7 +27,7 @@ def claim(directory: Path) -> int:
     except (BlockingIOError, PermissionError) as error:
         owner = os.read(descriptor, 1000).decode(errors="replace").strip()
         os.close(descriptor)
-        raise BlockingIOError(owner or "a process that has not said its name yet") from error
+        raise BlockingIOError(owner or "an unidentified process") from error
     except OSError as error:
         log.warning("%s cannot be locked (%s): a second job in it would go unnoticed", directory, error)
     os.ftruncate(descriptor, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
 from ctpo_megatron.policy import peak_flops
 from ctpo_megatron.tracking import (
+    Decode,
     Display,
     DumpWriter,
     MetricsWriter,
@@ -38,7 +39,6 @@ from ctpo_megatron.tracking import (
 
 log = logging.getLogger(__name__)
 
-Decode = Callable[[Sequence[int]], str]
 _SAMPLE = 8
 """Prompts of a step whose trajectories `tracking.trajectories: sample` writes."""
 _SFT_SHOWN = ("sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens_per_s")

@@ -1,4 +1,4 @@
-"""What is said of a run that stands still: which rank keeps the others waiting, and where each of them is."""
+"""The diagnosis of a stalled run: which rank keeps the others waiting, and where each of them is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ctpo_megatron.run.stacks import Place
 
 
 def describe(places: Mapping[int, Place], names: Sequence[str]) -> str:
-    """First the ranks that wait for nobody, then the others; ranks of the same place share a line.
+    """First the ranks that are not waiting, then the others; ranks at the same place share a line.
 
     places: of the ranks that answered. names: of all ranks, e.g. `rank 1 (process 77 on host)`.
     """

@@ -1,4 +1,4 @@
-"""A thread on every rank: rank zero writes the heartbeat and says who holds the others up when nothing moves."""
+"""A thread on every rank: rank zero writes the heartbeat and names the rank that blocks the others in a stall."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ctpo_megatron.tracking import Heartbeat, Progress
 log = logging.getLogger(__name__)
 
 END_STATUS = 75
-"""Exit status of a run that is ended because it stands still (EX_TEMPFAIL: another try may do)."""
+"""Exit status of a run that is ended because it stalled (EX_TEMPFAIL: a retry may succeed)."""
 _STALL, _END = "stall", "end"
 
 
 class Watchdog:
-    """`with Watchdog(...)` on every rank of a job; what is done within is watched.
+    """`with Watchdog(...)` on every rank of a job watches the block.
 
-    Without progress of any rank for `timeout_s` seconds (None: never looked at) every rank dumps its Python stacks into
-    `stalls/` of the run directory, once until there is progress again, and rank zero says where each rank stands. Then
-    the run goes on, or with `end` all ranks end at once with END_STATUS.
+    After `timeout_s` seconds without progress of any rank (None: never) every rank dumps its Python stacks into
+    `stalls/` of the run directory, and rank zero logs where each rank is. This is done once until there is progress
+    again. Then the run continues, or with `end` all ranks exit at once with END_STATUS.
     """
 
     def __init__(

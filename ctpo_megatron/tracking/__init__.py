@@ -28,6 +28,7 @@ from ctpo_megatron.tracking.timing import PhaseTimer
 from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, Tracker, Trackers, open_trackers, tracker_problem
 from ctpo_megatron.tracking.train_log import TrainLog
 from ctpo_megatron.tracking.trajectories import (
+    Decode,
     discard_dumps,
     read_trajectories,
     recorded_trajectories,
@@ -39,6 +40,7 @@ from ctpo_megatron.tracking.trajectories import (
 __all__ = [
     "LIGHT",
     "PROMETHEUS_ADDRESS",
+    "Decode",
     "Display",
     "DumpError",
     "DumpWriter",

@@ -104,7 +104,7 @@ class Display:
 
     @_harmless
     def evaluation(self, step: int, metrics: Mapping[str, float], first: Mapping[str, float]) -> None:
-        """Show the accuracies among the metrics of a step, if any; first: those of the run's first evaluation."""
+        """Show the accuracies among the metrics of a step, if any; first: metrics of the run's first evaluation."""
         if lines := accuracy_lines(metrics, first):
             self._state.evaluation = (step, lines)
         for line in lines:

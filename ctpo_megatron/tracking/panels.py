@@ -270,7 +270,7 @@ _PANELS = (
         "length",
         "Response length",
         "tokens per trajectory",
-        "Tokens after the prompt, and those of them that the model wrote.",
+        "Tokens after the prompt, and the part written by the model.",
         (
             Line("rollout/response_length_mean", "response", "grey"),
             Line("rollout/model_tokens_mean", "written by the model"),

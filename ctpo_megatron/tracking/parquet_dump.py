@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import DamagedFileError
 
-Record = dict[str, Any]
+if TYPE_CHECKING:
+    from ctpo_megatron.tracking.trajectories import Record
 
 _TOKENS = {
     "token_ids": pa.int32(),
@@ -69,7 +70,8 @@ def read_table(path: Path) -> list[Record]:
 
 
 def _parts(records: Iterable[Record]) -> Iterator[list[Record]]:
-    part, tokens = list[Record](), 0
+    part: list[Record] = []
+    tokens = 0
     for record in records:
         part.append(record)
         tokens += len(record["token_ids"])

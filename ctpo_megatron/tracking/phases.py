@@ -12,8 +12,8 @@ from ctpo_megatron.tracking.timing import PhaseTimer
 class Phases:
     """Times the phases of a rank and records its progress."""
 
-    def __init__(self, timer: PhaseTimer | None = None, progress: Progress | None = None) -> None:
-        self.timer, self.progress = timer or PhaseTimer(), progress or Progress()
+    def __init__(self, timer: PhaseTimer | None = None) -> None:
+        self.timer, self.progress = timer or PhaseTimer(), Progress()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -136,7 +136,7 @@ def checks(run: RunData) -> Iterator[Indicator]:
             yield Indicator(label, f"{sum(series.values):,.0f}", sum(series.values) == 0, note)
     if failures := run.series("tracking/failures"):
         yield Indicator(
-            "Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run went on"
+            "Tracker failures", f"{sum(failures.values):,.0f}", False, "calls of a tracker; the run continued"
         )
     yield from _packing(run)
     nonfinite = run.series("tracking/nonfinite")

@@ -13,7 +13,7 @@ from ctpo_megatron.base.files import read_mapping, read_note
 from ctpo_megatron.base.run_paths import SFT_METRICS, RunPaths
 from ctpo_megatron.tracking.metrics import read_metrics
 from ctpo_megatron.tracking.occupancy import engine_occupancy
-from ctpo_megatron.tracking.timing import Seconds, read_stages
+from ctpo_megatron.tracking.timing import TimeSpent, read_stages
 
 ENGINE = "engine/"
 ACCURACY = re.compile(r"val/(?P<source>.+)/acc/mean@\d+")
@@ -36,7 +36,7 @@ class RunData:
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
     sft: list[dict[str, Any]]
-    stages: dict[str, Seconds]
+    stages: dict[str, TimeSpent]
 
     @classmethod
     def load(cls, run_dir: Path) -> RunData:

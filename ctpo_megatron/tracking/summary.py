@@ -12,7 +12,7 @@ from rich.table import Table
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.display_view import PHASES, duration
 from ctpo_megatron.tracking.run_data import ACCURACY, RunData, Series
-from ctpo_megatron.tracking.timing import Seconds
+from ctpo_megatron.tracking.timing import TimeSpent
 
 LAST = 5
 """Steps at the end of a run that are averaged, because one step's reward is too noisy."""
@@ -44,8 +44,8 @@ class Summary:
     tokens: float | None
     tokens_per_second: float | None
     peak_mib: float | None
-    phases: dict[str, Seconds]
-    stages: dict[str, Seconds]
+    phases: dict[str, TimeSpent]
+    stages: dict[str, TimeSpent]
     report: Path | None
 
     @property
@@ -127,12 +127,12 @@ def _accuracies(run: RunData) -> dict[str, Change]:
     return changes
 
 
-def _phases(run: RunData) -> dict[str, Seconds]:
+def _phases(run: RunData) -> dict[str, TimeSpent]:
     phases = {}
     for name in (*PHASES, "step"):
         wall, cpu = run.series(f"time/{name}"), run.series(f"time/{name}_cpu")
         if wall:
-            phases[name] = Seconds(sum(wall.values), sum(cpu.values) if cpu else 0.0)
+            phases[name] = TimeSpent(sum(wall.values), sum(cpu.values) if cpu else 0.0)
     return phases
 
 
@@ -159,7 +159,7 @@ def _add_times(table: Table, summary: Summary) -> None:
             table.add_row(phase, duration(seconds.wall), "", _dim_cpu(seconds))
 
 
-def _dim_cpu(seconds: Seconds) -> str:
+def _dim_cpu(seconds: TimeSpent) -> str:
     return f"[dim]{duration(seconds.cpu)}[/]" if seconds.cpu else "[dim]–[/]"
 
 

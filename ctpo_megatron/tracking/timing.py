@@ -16,8 +16,8 @@ from ctpo_megatron.base.run_paths import RunPaths
 
 
 @dataclass(slots=True)
-class Seconds:
-    """Accumulated time; `cpu`: of this process, all threads; `cpu_all` adds engines, sandbox and scorers.
+class TimeSpent:
+    """Accumulated time; `cpu` is that of this process, all threads; `cpu_all` adds engines, sandbox and scorers.
 
     `cpu_all` is measured for stages only: walking the process tree is too slow for the phases of a step.
     """
@@ -33,16 +33,16 @@ class PhaseTimer:
     def __init__(self, run_dir: Path | None = None) -> None:
         """With a run directory, stage totals are stored in its `stages.json` and continue in a resumed run."""
         self._path = RunPaths(Path(run_dir)).stages if run_dir else None
-        self._step: dict[str, Seconds] = {}
-        self.phases: dict[str, Seconds] = {}
-        self.stages: dict[str, Seconds] = read_stages(run_dir) if run_dir else {}
+        self._step: dict[str, TimeSpent] = {}
+        self.phases: dict[str, TimeSpent] = {}
+        self.stages: dict[str, TimeSpent] = read_stages(run_dir) if run_dir else {}
         self._lock = threading.Lock()
         self._lap = (time.perf_counter(), time.process_time())
 
-    def lap(self) -> Seconds:
+    def lap(self) -> TimeSpent:
         """Time since the last call, or since the creation of the timer."""
         now = (time.perf_counter(), time.process_time())
-        spent = Seconds(now[0] - self._lap[0], now[1] - self._lap[1])
+        spent = TimeSpent(now[0] - self._lap[0], now[1] - self._lap[1])
         self._lap = now
         return spent
 
@@ -68,10 +68,10 @@ class PhaseTimer:
         walls = {f"time/{name}": spent.wall for name, spent in step.items()}
         return walls | {f"time/{name}_cpu": spent.cpu for name, spent in step.items()}
 
-    def _add(self, name: str, spent: Seconds, *totals: dict[str, Seconds]) -> None:
+    def _add(self, name: str, spent: TimeSpent, *totals: dict[str, TimeSpent]) -> None:
         with self._lock:
             for total in totals:
-                seconds = total.setdefault(name, Seconds())
+                seconds = total.setdefault(name, TimeSpent())
                 seconds.wall += spent.wall
                 seconds.cpu += spent.cpu
                 seconds.cpu_all += spent.cpu_all
@@ -82,23 +82,23 @@ class PhaseTimer:
         write_json(self._path, {name: asdict(total) for name, total in self.stages.items()})
 
 
-def read_stages(run_dir: Path) -> dict[str, Seconds]:
+def read_stages(run_dir: Path) -> dict[str, TimeSpent]:
     """Stage totals of a run directory in the order the stages ended; empty without a readable file."""
 
-    def totals(stages: dict[str, dict[str, float]]) -> dict[str, Seconds]:
-        return {name: Seconds(**total) for name, total in stages.items()}
+    def totals(stages: dict[str, dict[str, float]]) -> dict[str, TimeSpent]:
+        return {name: TimeSpent(**total) for name, total in stages.items()}
 
     return read_note(RunPaths(Path(run_dir)).stages, totals, {}, "the times of earlier stages are lost")
 
 
 @contextmanager
-def _measured(report: Callable[[Seconds], None], whole_tree: bool = False) -> Iterator[None]:
+def _measured(report: Callable[[TimeSpent], None], whole_tree: bool = False) -> Iterator[None]:
     tree = _tree_cpu() if whole_tree else 0.0
     wall, cpu = time.perf_counter(), time.process_time()
     try:
         yield
     finally:
-        spent = Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+        spent = TimeSpent(time.perf_counter() - wall, time.process_time() - cpu)
         spent.cpu_all = max(_tree_cpu() - tree, spent.cpu) if whole_tree else 0.0
         report(spent)
 

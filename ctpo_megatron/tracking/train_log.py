@@ -15,9 +15,9 @@ class TrainLog:
     """Appends to `logs/train.log` of a run directory while open, and records how the run ended."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = RunPaths(directory).logs.train
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._handler = logging.FileHandler(self._path, encoding="utf-8")
+        path = RunPaths(directory).logs.train
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._handler = logging.FileHandler(path, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S%z"))
         # Not in the hierarchy of loggers: the display has already shown these lines on the terminal.
         self._shown = logging.Logger("shown", logging.INFO)

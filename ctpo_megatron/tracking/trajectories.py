@@ -41,7 +41,7 @@ def write_trajectories(
     """Write `<folder>/step_%06d.<form>`, one trajectory per line or row, and return its path.
 
     A record is `Trajectory.to_json()` plus `answer`, `data_source` and `segments`, a list of {turn, kind:
-    prompt|model|observation, text}; A model segment also has `token_chars`, the characters that each token contributes
+    prompt|model|observation, text}. A model segment also has `token_chars`, the characters that each token contributes
     to the text. It is absent if they cannot be determined, and in a parquet dump after the first `TOLD_APART` tokens.
     `extra` adds fields by the trajectory's index: `dropped` if it was not trained on. The report draws `advantage` and
     the per-token `log_ratio`, `clip_low` and `clip_high`, lists or arrays of the length of `token_ids`.

@@ -1,7 +1,7 @@
-"""Verify: one optimizer step under a matrix of layouts, against a float64 oracle that knows nothing of Megatron.
+"""Verify: one optimizer step under a matrix of layouts, against a float64 oracle that is independent of Megatron.
 
-The batch, its anchor and the weights are the same everywhere; compared are the loss, every per-token log-prob, and the
-full gradient by Hugging Face name. Layouts run as real jobs of their own, grouped by the number of ranks.
+The batch, its anchor and the weights are the same everywhere. Loss, per-token log-probs and the full gradient by
+Hugging Face name are compared. Layouts run as separate real jobs, grouped by the number of ranks.
 """
 
 from ctpo_megatron.verify.exported import Finding, check_exported

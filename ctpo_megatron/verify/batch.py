@@ -1,4 +1,4 @@
-"""The batch that every layout gets, and a model to run it on when none is given."""
+"""The batch for all layouts, and a model to run it on when none is given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ctpo_megatron.data import Trajectory
 SEQUENCES = 16
 LONGEST = 96
 SHIFT = 0.08
-"""Largest difference between oracle and anchor (nats a token): enough to meet every bound of every preset."""
+"""Largest difference between oracle and anchor (nats per token): enough to reach every bound of every preset."""
 
 
 def trajectories(vocab_size: int, seed: int = 0) -> list[Trajectory]:
@@ -35,17 +35,17 @@ def trajectories(vocab_size: int, seed: int = 0) -> list[Trajectory]:
 
 
 def advantages() -> list[float]:
-    """One a trajectory: both signs, and zero."""
+    """One per trajectory: both signs, and zero."""
     return [(-1.0, 0.5, 0.0, 1.3)[index % 4] for index in range(SEQUENCES)]
 
 
 def shift(index: int, position: int) -> float:
-    """How far the anchor of a token is from the oracle's log-prob."""
+    """Difference of a token's anchor from the oracle's log-prob."""
     return SHIFT * math.sin(7.0 * index + 1.7 * position)
 
 
 def build_model(directory: Path, *, experts: bool) -> None:
-    """Write a random Qwen3 or Qwen3-MoE of 4 layers with a vocabulary that no tile divides; the dense one is tied."""
+    """Write a random Qwen3 or Qwen3-MoE of 4 layers, whose vocabulary no tile divides; the dense one is tied."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -58,7 +58,7 @@ def build_model(directory: Path, *, experts: bool) -> None:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **mixture))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True))
-    with torch.no_grad():  # away from the initial values, where norms are 1 and errors would hide
+    with torch.no_grad():  # away from the initial values, where norms are 1 and errors would not show
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory)

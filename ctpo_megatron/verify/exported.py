@@ -17,7 +17,7 @@ from ctpo_megatron.config import tokenizer_problems
 from ctpo_megatron.policy import Layout, Trainer
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Largest difference of a logit that rounding explains, relative to the largest logit (policy.dtype)."""
+"""Largest rounding difference of a logit, relative to the largest logit (by policy.dtype)."""
 
 _LENGTHS = (2, 17, 40)
 _MESSAGES = [{"role": "user", "content": "What is 6 times 7?"}]
@@ -25,7 +25,7 @@ _MESSAGES = [{"role": "user", "content": "What is 6 times 7?"}]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing checked. detail: figures, or what is wrong and what to do."""
+    """Result of one check. detail: figures, or the problem and its fix."""
 
     what: str
     good: bool
@@ -35,9 +35,9 @@ class Finding:
 def check_exported(directory: Path, policy: Trainer, layout: Layout, tolerance: float | None = None) -> list[Finding]:
     """Tokenizer, chat template, generation settings, every tensor, and logits of fixed random sequences; collective.
 
-    The directory is loaded by transformers in float32 on rank 0, where the findings are; other ranks get an empty list.
-    tolerance: of a logit, relative to the largest one; None: `TOLERANCE` of the policy's precision. policy: as
-    `Trainer.logits` needs it.
+    transformers loads the directory in float32 on rank 0, which returns the findings; other ranks return an empty list.
+    tolerance: of a logit, relative to the largest one; None: `TOLERANCE` of the policy's dtype. policy: see
+    `Trainer.logits`.
     """
     vocabulary = policy.spec.vocab_size
     draw = random.Random(0)
@@ -53,7 +53,7 @@ def check_exported(directory: Path, policy: Trainer, layout: Layout, tolerance: 
 
 
 def _files(directory: Path) -> Iterator[Finding]:
-    """What generation needs besides the weights."""
+    """Files that generation needs in addition to the weights."""
     fix = f"copy it into {directory} from the model that was trained"
     tokenizer, wrong = _tokenizer(directory)
     if wrong:
@@ -62,7 +62,7 @@ def _files(directory: Path) -> Iterator[Finding]:
         yield Finding("tokenizer", True, f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")
         try:
             text = tokenizer.apply_chat_template(_MESSAGES, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program: it may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             yield Finding("chat template", False, f"does not render ({_first_line(error)}); {fix}")
         else:
             good = _MESSAGES[0]["content"] in text
@@ -78,7 +78,7 @@ def _files(directory: Path) -> Iterator[Finding]:
 
 
 def _tokenizer(directory: Path) -> tuple[Any, str]:
-    """The tokenizer, and what is wrong with it."""
+    """The tokenizer, and its problem."""
     for problem in tokenizer_problems(directory):
         return None, problem.message
     try:
@@ -92,7 +92,7 @@ def _tokenizer(directory: Path) -> tuple[Any, str]:
 
 
 def _tensors(directory: Path, policy: Trainer, layout: Layout) -> Finding:
-    """Every tensor bit for bit, one at a time."""
+    """Compare every tensor bit for bit, one at a time."""
     where: dict[str, Path] = {}
     for path in sorted(directory.glob("*.safetensors")) if layout.rank == 0 else ():
         with safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""One rank of a job that runs layouts after each other: `python -m ctpo_megatron.verify.job FOLDER NAME...`."""
+"""One rank of a job that runs layouts in sequence: `python -m ctpo_megatron.verify.job FOLDER NAME...`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(folder: Path, names: list[str]) -> None:
         config = PolicyConfig(timeout_minutes=5.0, **fields)
         layout = init_distributed(config, seed=0)
         found = run(layout, config, work)
-        gather_objects(None)  # the file says that every rank is through
+        gather_objects(None)  # so that the file implies that every rank is done
         if layout.rank == 0:
             with aside(folder / f"{name}.pt") as written:
                 torch.save(found, written)

@@ -1,4 +1,4 @@
-"""The matrix of layouts: what each sets in the policy's configuration, and how many ranks it takes."""
+"""The matrix of layouts: the policy settings of each, and its number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """policy: fields of `PolicyConfig`. replicas: data-parallel size. experts: for a mixture of experts, not for a
+    """policy: fields of `PolicyConfig`. replicas: data-parallel size. experts: for a mixture of experts instead of a
     dense model."""
 
     name: str
@@ -33,7 +33,7 @@ class LayoutCase:
 
     @property
     def ranks(self) -> int:
-        """Processes it runs on."""
+        """Number of processes."""
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         return self.replicas * math.prod(int(self.policy.get(size, 1)) for size in sizes)
 
@@ -83,5 +83,5 @@ LAYOUTS: dict[str, LayoutCase] = {
         LayoutCase("moe-vpp2-ep2", VPP2 | EP2, replicas=2, experts=True),
     )
 }
-"""All offered layouts by name. "micro": many small micro-batches instead of few large ones. "padded": every sequence
-as long as the longest."""
+"""All layouts by name. "micro": many small micro-batches instead of few large ones. "padded": every sequence padded to
+the longest."""

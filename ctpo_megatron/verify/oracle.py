@@ -15,7 +15,7 @@ from ctpo_megatron.data import Trajectory
 from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.objective import PolicyObjective, policy_loss
 
-Key = tuple[str, int]
+SampleKey = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Oracle:
     gradient: float64 by objective and Hugging Face name.
     """
 
-    log_probs: dict[Key, Tensor]
+    log_probs: dict[SampleKey, Tensor]
     loss: dict[str, float]
     gradient: dict[str, dict[str, Tensor]]
 
@@ -34,10 +34,11 @@ class Reference:
     """The model in float64."""
 
     def __init__(self, directory: Path, temperature: float, family: ModelFamily | None = None) -> None:
-        # Eager experts are the only ones that multiply in float64 everywhere.
+        # Only the eager implementation of experts multiplies in float64 everywhere.
         options = {"experts_implementation": "eager"} if read_spec(directory, family).num_experts else {}
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **options)
-        # transformers drops the gradient of the padding token's embedding; as a token of a sequence it has one.
+        # transformers drops the gradient of the padding token's embedding, which is needed when the token is in a
+        # sequence.
         self._model.get_input_embeddings().padding_idx = None
         self._temperature = temperature
 
@@ -64,7 +65,7 @@ class Reference:
         for name, objective in objectives.items():
             out = policy_loss(
                 flat,
-                column("rollout_log_probs").float().double(),  # as batches hold it
+                column("rollout_log_probs").float().double(),  # as stored in batches
                 torch.tensor(advantages).repeat_interleave(lengths).double(),
                 column("response_mask"),
                 objective,
@@ -82,7 +83,7 @@ class Reference:
 
 
 def _saved(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor under the names that it has in a file: transformers keeps the experts of a layer in one tensor."""
+    """A tensor under its names in a file: transformers stores the experts of a layer in one tensor."""
     prefix, found, matrix = name.rpartition("mlp.experts.")
     if not found:
         yield name, tensor

@@ -1,4 +1,4 @@
-"""Runs the layouts as jobs and compares what they write with the oracle."""
+"""Runs the layouts as jobs and compares their results with the oracle."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _LOG_CHARACTERS = 3000
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """One layout under one objective, against the oracle; `problem` says why there are no figures.
+    """One layout under one objective, against the oracle; `problem` is the reason for missing figures.
 
-    loss: relative. log_probs: largest absolute difference, nats. gradient: |difference| / |gradient| over all tensors
-    together; worst: the largest such ratio of a single tensor, and its name.
+    loss: relative. log_probs: largest absolute difference, nats. gradient: |difference| / |gradient| over all tensors;
+    worst: the largest such ratio of a single tensor, and its name.
     """
 
     layout: str
@@ -50,7 +50,7 @@ class LayoutResult:
     problem: str = ""
 
     def row(self) -> str:
-        """One line of the table; the figures are left out where there are none."""
+        """One line of the table; missing figures are omitted."""
         names = f"{self.layout:<25}{self.objective:<14}{self.ranks:>5}"
         figures = f"{self.loss:>10.1e}{self.log_probs:>10.1e}{self.gradient:>10.1e}  {self.worst:.1e} {self.worst_name}"
         return names if self.problem else names + figures
@@ -61,10 +61,10 @@ class LayoutResult:
 
 
 def unsupported_layouts(model: Path | None, family: ModelFamily | None = None) -> dict[str, str]:
-    """Why layouts (by name) cannot run a model; those that can are not in it. Raises ConfigError for what is no model.
+    """Layouts (by name) that cannot run a model, with the reason. Raises ConfigError for what is not a model.
 
-    model: a Hugging Face directory, of the user's `family` if there is one; None, the two models made here, which every
-        layout can run.
+    model: a Hugging Face directory, of the user's `family` if given; None: the two models made here, which all layouts
+    can run.
     """
     if model is None:
         return {}
@@ -88,8 +88,8 @@ def verify(
     """Check layouts (names of `LAYOUTS` that fit) and objectives (preset names), one after another.
 
     model: a Hugging Face directory small enough for float64; None makes a tiny dense one and a tiny mixture of experts.
-    family: the user's, which the processes of the jobs can import; None: one of ours. Raises ConfigError for a model
-        without weights, or with others than its config.json says.
+    family: the user's, importable in the jobs; None: a built-in one. Raises ConfigError for a model without weights, or
+    with weights that do not match its config.json.
     """
     if model is not None and (problems := stored_tensors(model, read_spec(model, family))[1]):
         raise ConfigError(problems)
@@ -118,12 +118,12 @@ def _verify_model(
 
 
 def _run_all(folder: Path, ranks: int, layouts: list[str]) -> Iterator[tuple[str, str]]:
-    """(layout, problem) of each. When a job dies, the layout that it was in has the problem; the rest get a new job."""
+    """(layout, problem) of each. When a job dies, the current layout has the problem, and the rest run in a new job."""
     while layouts:
         problem = _run_job(folder, ranks, layouts)
         finished = len(list(takewhile(lambda name: (folder / f"{name}.pt").exists(), layouts)))
         if problem or finished < len(layouts):
-            finished = min(finished, len(layouts) - 1)  # one that dies after its last layout was in that one
+            finished = min(finished, len(layouts) - 1)  # a job that dies after its last layout counts as in that one
             yield from ((name, "") for name in layouts[:finished])
             yield layouts[finished], problem or "the job wrote nothing"
             layouts = layouts[finished + 1 :]
@@ -172,7 +172,7 @@ def _run_job(folder: Path, ranks: int, layouts: list[str]) -> str:
 
 
 def _reason(log: str) -> str:
-    """The last lines of a failed job's output: of the rank that spoke first, as the others may have waited for it."""
+    """The last output lines of the rank that failed first, since other ranks may have waited for it."""
     of_ranks = [line.partition("]:") for line in log.splitlines() if line.startswith("[rank")]
     text = "\n".join(rest for rank, _, rest in of_ranks if rank == of_ranks[0][0]) or log.rstrip()
     if len(text) <= _LOG_CHARACTERS:

@@ -2,7 +2,7 @@
 
 The number of rows changes the rounding: the weight gradient is a sum over chunks, and matrices of other shapes may be
 multiplied by another algorithm. So nothing here reads free memory from a device. A caller that wants chunks sized by
-free memory calls `chunk_rows` once and uses the result for the anchor pass and for training, on all tensor-parallel
+free memory calls `chunk_rows` once. It uses the result for the anchor pass and for training, on all tensor-parallel
 ranks and after a restart.
 """
 

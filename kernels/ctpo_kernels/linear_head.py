@@ -38,7 +38,7 @@ class LinearHead:
         entropy_gradient: bool = False,
     ) -> None:
         hidden, weight = hidden.to(product_dtype), weight.to(product_dtype)
-        self.hidden, self.weight, self.labels, self.group = hidden, weight, labels, group
+        self.hidden, self.labels, self.group = hidden, labels, group
         self.temperature, self.softcap = temperature, softcap
         self.shard = arguments.shard_of(weight.shape[0], vocab_size, group)
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32

@@ -34,7 +34,7 @@ COUNTS = ["segments", "slots", "tile_bits", "window_start", "window_end", "token
 
 @triton.jit
 def _inverse(inverse, span_totals, slots, IS_POINTER: tl.constexpr, COUNT_ALL: tl.constexpr, LOOK: tl.constexpr):
-    """The given inverse denominator; with COUNT_ALL that of the loss tokens of all spans, at least 1."""
+    """The given inverse denominator; with COUNT_ALL 1 over the loss tokens of all spans."""
     if COUNT_ALL:
         trained = tl.zeros((LOOK,), tl.int32)
         for start in range(0, slots, LOOK):

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 IGNORED_LABEL = tl.constexpr(-100)
 COUNTS = ["rows"]
 """Varies between batches: Triton would recompile for a 1 and for multiples of 16."""

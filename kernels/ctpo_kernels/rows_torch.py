@@ -1,8 +1,9 @@
 """Row work on logits in plain torch: softmax statistics, their merge over vocabulary shards, gradients in place.
 
 The statistics of C rows on one shard are float `[C, 4]`. With x the largest logit of a row and a = (logit - x) / T they
-are x, sum e^a, the label's a (NaN where another shard owns it) and sum e^a a (0 unless entropy is requested). The
-subtraction comes before the division, so that the rounding of a large logit / T is not in the log-prob.
+are x, sum e^a, the label's a and sum e^a a. The label's a is NaN where another shard owns it; the last sum is 0 unless
+entropy is requested. The subtraction comes before the division, so that the rounding of a large logit / T is not in the
+log-prob.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ IGNORED_LABEL = -100
 def _initialise_math_library() -> None:
     """Call exp and log once in one thread.
 
-    MKL initialises such a function at its first call. Two threads that enter it together can leave one of them with the
-    low-accuracy variant for that call: relative errors of 1e-4 in half of the rows, in about one process of a hundred
-    (torch 2.13). Log-probs of the anchor pass and of training would then differ.
+    MKL initialises such a function at its first call. If two threads enter it together, one of them may get the
+    low-accuracy variant for that call. This gives relative errors of 1e-4 in half of the rows, in about one process of
+    a hundred (torch 2.13). Log-probs of the anchor pass and of training would then differ.
     """
     for dtype in (torch.float32, torch.float64):
         torch.ones(1, dtype=dtype).exp_().log_()

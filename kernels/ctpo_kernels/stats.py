@@ -45,8 +45,8 @@ class PerToken:
     """Per-token results in the shape of the log-probs, detached; 0 where they do not apply.
 
     loss: float, l_t w_t before aggregation. log_ratio: float, log r_t before the cap (response tokens), nats.
-    prefix: int64, S_t in units of 2^-40 nats. clip: int8, of loss tokens. 0 inside the window, 1 above it (A > 0), 2
-    below it (A < 0), 3 beyond the dual bound (A < 0), 4 inside but with log r above the cap of 10.
+    prefix: int64, S_t in units of 2^-40 nats. clip: int8, of loss tokens. 0: inside the window; 1: above it (A > 0); 2:
+    below it (A < 0); 3: beyond the dual bound (A < 0). 4: inside, but with log r above the cap of 10.
     """
 
     loss: torch.Tensor

@@ -1,4 +1,4 @@
-"""A child of the node program, torchrun or `ray start`, which ends with it, and so does all that it started."""
+"""A child of the node program, torchrun or `ray start`, which is killed with it, including its own children."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ctpo_megatron.base.signals import heeded
 
 
 def torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun; returns the status of the first rank that failed, which torchrun itself would make a 1.
+    """Run torchrun; returns the exit status of the first failed rank, where torchrun itself would return 1.
 
-    A signal goes to the ranks, once, and torchrun waits for what they do. Its own handlers would start a deadline.
+    A signal is forwarded to the ranks, once, and torchrun waits for them. Its own handlers would set a deadline.
     """
     for number in heeded():
         signal.signal(number, _pass_on)
@@ -43,7 +43,7 @@ def ray(arguments: Sequence[str]) -> int:
 
 
 def asked_status(number: int) -> int:
-    """Exit status of a process that ends because it was asked to, as `ctpo train` has it."""
+    """Exit status of a process that stopped on request, as in `ctpo train`."""
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
@@ -57,7 +57,7 @@ def _pass_on(number: int, _frame: FrameType | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """The node program holds the other end of standard input, which the kernel closes however that program ends."""
+    """The node program holds the other end of standard input, which the kernel closes when that program ends."""
     os.read(0, 1)
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Processes that a node program starts, and their ends: nothing of them stays behind."""
+"""Child processes of a node program, and their cleanup: no process stays behind."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TAIL_LINES = 15
 
 
 class Child:
-    """A process in a session of its own, with all that it starts. Its output is appended to `log`.
+    """A process in its own session, with all its descendants. Its output is appended to `log`.
 
-    spared: it never acts on the signals that ask a job to end, which Slurm may send to every process of a job.
+    spared: it ignores stop signals, which Slurm may send to every process of a job.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Child:
                 stack.enter_context(children_spared())
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ctpo_launchers.child", kind, *arguments],
-                stdin=subprocess.PIPE,  # held until this process ends: `ctpo_launchers.child` watches it
+                stdin=subprocess.PIPE,  # open until this process ends: `ctpo_launchers.child` watches it
                 stdout=file,
                 stderr=file,
                 env={**os.environ, **environment},
@@ -67,12 +67,12 @@ class Child:
             return status
 
     def signal(self, number: int) -> None:
-        """Pass a signal on, if the process still runs."""
+        """Forward a signal, if the process still runs."""
         if self.status is None:
             self._process.send_signal(number)
 
     def output(self) -> bytes:
-        """What it has written since it was started."""
+        """Its output since it was started."""
         with self.log.open("rb") as file:
             file.seek(self._start_of_log)
             return file.read()
@@ -94,7 +94,7 @@ class Child:
                 _copy(file.read())
 
     async def kill(self) -> None:
-        """End it and all that it started. Raises RuntimeError when a process survives that."""
+        """Kill it and all its descendants. Raises RuntimeError when a process survives."""
         family = _of_session(self.pid)
         with contextlib.suppress(psutil.NoSuchProcess):
             family += psutil.Process(self.pid).children(recursive=True)
@@ -110,7 +110,7 @@ class Child:
 
 
 def _of_session(session: int) -> list[psutil.Process]:
-    """Processes of a session, orphans included: Ray's agents outlive a node that is killed."""
+    """Processes of a session, including orphans: Ray's agents survive a killed node."""
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What a cluster is like, from a file of configs/clusters: where jobs run, on what, and how they get there."""
+"""A cluster file of configs/clusters: where jobs run, their resources, and how they are submitted."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class ClusterFileError(Exception):
-    """A cluster file cannot be used; the message lists everything that is wrong with it."""
+    """An invalid cluster file; the message lists all problems."""
 
 
 class Cluster(BaseModel):
-    """One cluster file. Keys of Slurm's own have its meaning; null leaves them to the cluster."""
+    """One cluster file. Keys with Slurm's names have Slurm's meaning; null uses the cluster's default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,7 +58,9 @@ class Cluster(BaseModel):
     interface: str | None = Field(
         default=None, description="network of gloo, NCCL and Ray; null: the route to the head"
     )
-    signal_s: PositiveInt = Field(default=180, description="SIGTERM to all tasks so many seconds before the time limit")
+    signal_s: PositiveInt = Field(
+        default=180, description="seconds of notice: SIGTERM to all tasks before the time limit"
+    )
     retries: NonNegativeInt = Field(
         default=3, description="restarts after failures; after preemption there is no limit"
     )

@@ -1,6 +1,6 @@
-"""The launcher's own environment: NeMo Run and what it pins cannot be installed beside vLLM.
+"""The launcher's own environment: NeMo Run and its pinned packages cannot be installed together with vLLM.
 
-Standard library only: it is made by whatever Python runs `ctpo launch`.
+Standard library only, since it runs with any Python that runs `ctpo launch`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FOLDER = ROOT / ".venv-launch"
 
 
 class NoEnvironment(Exception):
-    """The launcher's environment cannot be made; the message says why."""
+    """The launcher's environment cannot be created; the message is the reason."""
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Go on as `ctpo_launchers.launch` in the launcher's environment, which is made when it is not there."""
+    """Run `ctpo_launchers.launch` in the launcher's environment, which is created if missing."""
     python = _python()
     paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "sandbox", "launchers"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CTPO_PYTHON": sys.executable}
@@ -37,7 +37,7 @@ def launch(arguments: Sequence[str]) -> int:
 
 
 def _python() -> Path:
-    """The interpreter of the environment for requirements/launch.txt as it is now."""
+    """The interpreter of the environment for the current requirements/launch.txt."""
     if not REQUIREMENTS.is_file():
         raise NoEnvironment(f"ctpo launch works from a checkout: there is no {REQUIREMENTS}")
     wanted, stamp = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), FOLDER / "requirements.sha256"
@@ -47,7 +47,7 @@ def _python() -> Path:
 
     if not made():
         with _alone():
-            if not made():  # by the one that was waited for
+            if not made():  # another process may have created it meanwhile
                 _make()
                 stamp.write_text(wanted)
     return FOLDER / "bin" / "python"
@@ -55,7 +55,7 @@ def _python() -> Path:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Of the calls that would make the environment."""
+    """A lock among processes that would create the environment."""
     try:
         FOLDER.mkdir(exist_ok=True)
         lock = (FOLDER / "making.lock").open("a")

@@ -21,13 +21,13 @@ from ctpo_megatron.config import Config, dump
 
 TEMPLATES = Path(__file__).parent / "templates"
 _CODE = "/nemo_run/code"
-"""NeMo Run's name of the folder with the code, which it replaces where there is no container."""
+"""NeMo Run's placeholder for the folder with the code, which it replaces outside of containers."""
 _LOOPBACK = "127.0.0.{}"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What is submitted: `nodes` node programs for one configuration, started in `workdir`."""
+    """A submission: `nodes` node programs for one configuration, started in `workdir`."""
 
     config: Config
     cluster: Cluster
@@ -40,12 +40,12 @@ class Launch:
 
     @property
     def config_file(self) -> Path:
-        """A copy of the resolved configuration: a job that is requeued days later reads what was submitted."""
+        """A copy of the resolved configuration, so that a job requeued days later reads what was submitted."""
         digest = hashlib.sha256(dump(self.config).encode()).hexdigest()[:8]
         return Path(self.cluster.job_dir) / "configs" / f"{self.name}-{digest}.yaml"
 
     def arguments(self, *of_node: str) -> list[str]:
-        """Of the node program."""
+        """Arguments of the node program."""
         cluster = self.cluster
         options = ["--workdir", str(self.workdir), "--start-timeout", f"{cluster.start_timeout_s:g}", *of_node]
         options += [] if cluster.interface is None else ["--interface", cluster.interface]
@@ -58,7 +58,7 @@ class Launch:
 
 
 def script(launch: Launch) -> str:
-    """The batch script; nothing is written outside of a temporary folder."""
+    """The batch script; writes only to a temporary folder."""
     with (
         tempfile.TemporaryDirectory(prefix="ctpo-launch-") as folder,
         _experiment(launch, folder, dry=True) as experiment,
@@ -70,7 +70,10 @@ def script(launch: Launch) -> str:
 
 
 def submit(launch: Launch) -> tuple[str, int]:
-    """Submit to Slurm, or run here to the end; the experiment's id, and the worst exit status of nodes that ended."""
+    """Submit to Slurm, or run here to the end; returns the experiment's id, and the worst exit status of the nodes.
+
+    Raises ClusterFileError for uncommitted code.
+    """
     launch.write_config()
     local = launch.cluster.executor == "local"
     folder = launch.workdir / RunPaths(launch.config.run.directory).nodes
@@ -79,7 +82,7 @@ def submit(launch: Launch) -> tuple[str, int]:
         file.unlink(missing_ok=True)
     with _experiment(launch, launch.cluster.job_dir, dry=False) as experiment:
         experiment.run(detach=not local, tail_logs=local)
-    # NeMo Run waits at the end of the context, and does not tell statuses; a node without one was killed.
+    # NeMo Run waits at the end of the context, but does not return statuses; a node without a status was killed.
     statuses = [int(file.read_text()) if file.is_file() else 1 for file in files]
     return str(experiment._id), max(statuses, default=0)
 
@@ -90,7 +93,7 @@ def _experiment(launch: Launch, folder: str, *, dry: bool) -> Iterator[Any]:
     import nemo_run as run
     from nemo_run.core.execution import slurm
 
-    os.chdir(ROOT)  # NeMo Run packages the repository that it is started in
+    os.chdir(ROOT)  # NeMo Run packages the repository of the current directory
     slurm.fill_template = _with_our_template
     identity = f"{launch.name}_{'dry-run' if dry else time.strftime('%Y%m%d-%H%M%S')}"
     with run.Experiment(
@@ -113,7 +116,7 @@ def _experiment(launch: Launch, folder: str, *, dry: bool) -> Iterator[Any]:
 
 
 def _task(run: Any, launch: Launch, *of_node: str) -> Any:
-    """NeMo Run joins arguments without quoting them where its launcher is not torchrun."""
+    """Quotes the arguments: NeMo Run joins them without quoting if its launcher is not torchrun."""
     slurm = launch.cluster.executor == "slurm"
     arguments = launch.arguments(*of_node)
     return run.Script(
@@ -126,12 +129,12 @@ def _task(run: Any, launch: Launch, *of_node: str) -> Any:
 
 
 def _interpreter(cluster: Cluster) -> str:
-    """On this machine, of the environment that `ctpo launch` was called from."""
+    """The interpreter; on this machine, of the environment that called `ctpo launch`."""
     return os.environ.get("CTPO_PYTHON", cluster.python) if cluster.executor == "local" else cluster.python
 
 
 def _of_local_node(nodes: int, rank: int) -> list[str]:
-    """Several nodes on one machine are bound to loopback addresses."""
+    """Arguments of a node on this machine; several nodes use loopback addresses."""
     if nodes == 1:
         return []
     return ["--nodes", str(nodes), "--node-rank", str(rank), "--head", _LOOPBACK.format(2), "--address",
@@ -139,7 +142,7 @@ def _of_local_node(nodes: int, rank: int) -> list[str]:
 
 
 def _paths(code: str) -> dict[str, str]:
-    """Where the code is, and not in the working directory, which may be another checkout."""
+    """PYTHONPATH of the job's code, since the working directory may be another checkout."""
     folders = [code, *(f"{code}/{folder}" for folder in ("kernels", "sandbox", "launchers"))]
     return {"PYTHONPATH": ":".join(folders), "PYTHONSAFEPATH": "1"}
 
@@ -177,7 +180,7 @@ _FOR_CONTAINERS = ("CTPO_HOSTS", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFER
 
 
 def _with_our_template(_name: str, variables: dict[str, Any], _folder: str | None = None) -> str:
-    """NeMo Run has no setting for its template, which requeues a job also when its configuration is wrong."""
+    """NeMo Run has no setting for its template, which would requeue a job even if its configuration is invalid."""
     from nemo_run.core.execution.utils import fill_template
 
     quoted = [

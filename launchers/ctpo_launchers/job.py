@@ -1,4 +1,4 @@
-"""Which node of which job this is: from flags, else from Slurm."""
+"""The job and this node's rank in it: from flags, else from Slurm."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _PORTS_OF_A_JOB = 16
 
 @dataclass(frozen=True)
 class NodeJob:
-    """A node of a job. `hosts`: names of all nodes, by rank; `head`: address of node 0, as this node reaches it."""
+    """A node of a job. `hosts`: names of all nodes, by rank; `head`: address of node 0, reachable from this node."""
 
     rank: int
     hosts: tuple[str, ...]
     head: str
     address: str
-    """Of this node, as the others reach it."""
+    """Address of this node, reachable from the others."""
     interface: str | None
     port: int
-    """Where node 0 answers the others; it takes further ports above."""
+    """Port of node 0, which uses further ports above it."""
 
     @property
     def nodes(self) -> int:
         return len(self.hosts)
 
     def name(self, rank: int) -> str:
-        """How messages name a node."""
+        """The name of a node in messages."""
         return f"node {rank} ({self.hosts[rank]})"
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> NodeJob:
-        """From flags, else from Slurm. Raises ValueError that says which flag is missing or wrong."""
+        """From flags, else from Slurm. Raises ValueError naming the missing or invalid flag."""
         hosts = _hosts(args)
         rank = args.node_rank if args.node_rank is not None else int(os.environ.get("SLURM_NODEID", "0"))
         if not 0 <= rank < len(hosts):
@@ -60,7 +60,7 @@ class NodeJob:
 
 
 def _hosts(args: argparse.Namespace) -> tuple[str, ...]:
-    """Names of all nodes; those that are not known are called by their rank."""
+    """Names of all nodes; unknown ones are named by their rank."""
     if args.nodes is None and slurm.in_a_job():
         return tuple(slurm.host_names())
     nodes = args.nodes or 1
@@ -71,7 +71,7 @@ def _hosts(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _reachable(host: str) -> str:
-    """The address of a host; of a name that only Slurm knows, Slurm's. Raises OSError."""
+    """The address of a host, from Slurm if only Slurm knows the name. Raises OSError."""
     try:
         return network.resolve(host)
     except OSError:
@@ -81,9 +81,10 @@ def _reachable(host: str) -> str:
 
 
 def _own_address(interface: str | None, rank: int, hosts: tuple[str, ...], head: str) -> str:
-    """That of the interface, or of Slurm's configuration, or the one on the route to the head (of the head: to node 1).
+    """Address of the interface, else from Slurm's configuration, else on the route to the head (on the head: to node
+    1).
 
-    The name of this host is not asked for: Debian gives it 127.0.1.1.
+    The host name is not resolved, because Debian maps it to 127.0.1.1.
     """
     if interface is not None:
         return network.address_of_interface(interface)
@@ -96,5 +97,5 @@ def _own_address(interface: str | None, rank: int, hosts: tuple[str, ...], head:
 
 
 def _default_port() -> int:
-    """Jobs that share a node have different ones."""
+    """Different for jobs that share a node."""
     return FIRST_PORT + _PORTS_OF_A_JOB * (int(os.environ.get("SLURM_JOB_ID", "0")) % _JOBS_BEFORE_PORTS_REPEAT)

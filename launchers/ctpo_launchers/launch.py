@@ -1,4 +1,4 @@
-"""`ctpo launch` within the launcher's environment: submits a job, and tells what became of jobs."""
+"""`ctpo launch` within the launcher's environment: submits a job, and reports on jobs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `ctpo launch`."""
-    parser.description = "Submit a job to a cluster, and ask what became of it."
+    parser.description = "Submit a job to a cluster, and query it."
     parser.add_argument("config", metavar="CONFIG", help=f"configuration file; or {', '.join(ASKING)}")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="override a key; after logs and cancel: the job")
     parser.add_argument("--executor", choices=list(DEFAULTS), default="slurm", help="who starts it (%(default)s)")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def as_words(args: argparse.Namespace) -> list[str]:
-    """The command line that has these arguments."""
+    """The command line for these arguments."""
     words = [args.config, *args.overrides, *args.unknown, "--executor", args.executor, "--nodes", str(args.nodes)]
     words += ["--dry-run"] if args.dry_run else []
     return words if args.cluster is None else [*words, "--cluster", args.cluster]
@@ -94,7 +94,7 @@ def _of_the_launch(nodes: int) -> list[str]:
 
 
 def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
-    """Status of all jobs, or logs or the end of one; straight from Slurm, whose accounting may be off."""
+    """Show the status of all jobs, or show logs of or cancel one; straight from Slurm, since accounting may be off."""
     jobs = _jobs(Path(cluster.job_dir))
     if what == "status":
         for job, folder in jobs.items():
@@ -111,7 +111,7 @@ def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
 
 
 def _jobs(folder: Path) -> dict[str, Path]:
-    """Folder by number of all jobs that were submitted from here, as NeMo Run notes them."""
+    """Job number -> folder of all jobs submitted from here, as recorded by NeMo Run."""
     notes = folder / ".slurm_jobs"
     if not notes.is_file():
         return {}

@@ -10,11 +10,11 @@ import psutil
 from ctpo_megatron.base.addresses import is_free
 
 _EPHEMERAL = 32768
-"""The kernel gives ports from here on to outgoing connections."""
+"""The kernel uses ports from here on for outgoing connections."""
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an IP address, and not a name."""
+    """Whether a text is an IP address, not a name."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -28,7 +28,7 @@ def resolve(host: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this address, or with its network (as `lo` has all of 127.0.0.0/8); None: none."""
+    """The network interface with this address, or with its network (`lo` has all of 127.0.0.0/8); None without one."""
     wanted = ipaddress.ip_address(address)
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
@@ -41,7 +41,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of_interface(name: str) -> str:
-    """The first IPv4 address of an interface, else its first IPv6 one. Raises ValueError that names those there are."""
+    """The first IPv4 address of an interface, else its first IPv6 address. Raises ValueError listing the interfaces."""
     entries = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in entries.get(name, []):
@@ -51,7 +51,7 @@ def address_of_interface(name: str) -> str:
 
 
 def free_ports(address: str, first: int, count: int) -> list[int]:
-    """Ports from `first` on that nobody listens on, below the ephemeral ones. Raises OSError without enough of them."""
+    """Free ports from `first` on, below the ephemeral ones. Raises OSError if there are too few."""
     found: list[int] = []
     for port in range(first, min(max(_EPHEMERAL, first + 100), 65536)):
         if len(found) == count:

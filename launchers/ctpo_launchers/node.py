@@ -1,4 +1,4 @@
-"""What every node of a job runs: sandbox, Ray and torchrun, all of which end when it ends (docs/cluster.md).
+"""The program that every node of a job runs: sandbox, Ray and torchrun, all of which end with it (docs/cluster.md).
 
 python -m ctpo_launchers.node -- my.yaml run.resume=auto                                          # in a Slurm step
 python -m ctpo_launchers.node --nodes 2 --node-rank 0 --head host0 -- my.yaml run.resume=auto     # by hand, on each
@@ -22,7 +22,7 @@ from ctpo_megatron.config import ConfigError, load_config
 from ctpo_sandbox.arguments import positive
 
 WRONG = 2
-"""Exit status of a wrong request; the others: `NodeProgram`."""
+"""Exit status of an invalid request; for others see `NodeProgram`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_the_job(job: NodeJob, arguments: Sequence[str]) -> list[str]:
-    """Keys of the configuration that the job knows best."""
+    """Overrides of the configuration that follow from the job."""
     added = []
     if job.nodes > 1:
         added.append(f"cluster.nodes={job.nodes}")
@@ -73,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=positive(int), metavar="N", help="nodes of the job (default: Slurm's, else 1)")
     add("--node-rank", type=int, metavar="R", help="this node's number; 0 is the head (default: Slurm's)")
     add("--head", metavar="HOST", help="host of node 0 (default: the first of Slurm's)")
-    add("--address", metavar="IP", help="address of this node for the others (default: that of --interface)")
-    add("--interface", metavar="NAME", help="network of gloo, NCCL and Ray (default: that of the route to the head)")
+    add("--address", metavar="IP", help="address of this node for the others (default: from --interface)")
+    add("--interface", metavar="NAME", help="network of gloo, NCCL and Ray (default: on the route to the head)")
     add(
         "--port",
         type=positive(int),

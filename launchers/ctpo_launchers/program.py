@@ -1,4 +1,4 @@
-"""One node of a job, from the start of its sandbox to the end of everything."""
+"""One node of a job, from the start of its sandbox to the final cleanup."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ctpo_megatron.preflight import NodeContext, NodeNeeds
 log = logging.getLogger(__name__)
 
 NOT_READY, LOST = 3, 4
-"""Exit statuses besides the trainer's: a node that did not come up; a node, or Ray's head, lost while training."""
+"""Exit statuses in addition to the trainer's: a node that did not start; a node, or Ray's head, lost while training."""
 
 
 class NodeProgram:
@@ -42,7 +42,7 @@ class NodeProgram:
         self._token_file = (args.token_file or base / "token").absolute()
         self._logs = base.absolute() / f"node{job.rank}"
         self.status_file = self._logs / "status"
-        """Holds the exit status when the program has ended."""
+        """The exit status, written when the program ends."""
         self._trainer: Child | None = None
         self._until, self._reason = float("inf"), ""
         self._status = 0
@@ -52,12 +52,12 @@ class NodeProgram:
         self._over = asyncio.Event()
 
     def prepare(self) -> None:
-        """Make the folder of this node's logs, without the status of an earlier attempt. Raises OSError."""
+        """Create the folder of this node's logs, without the status of an earlier attempt. Raises OSError."""
         self._logs.mkdir(parents=True, exist_ok=True)
         self.status_file.unlink(missing_ok=True)
 
     async def run(self) -> int:
-        """Start everything, wait for its end; returns the exit status."""
+        """Start everything and wait for its end; returns the exit status."""
         self._main = asyncio.current_task()
         for number in heeded():
             asyncio.get_running_loop().add_signal_handler(number, self._asked, number)
@@ -106,9 +106,9 @@ class NodeProgram:
             await others.tell(state="end", reason=self._reason)
 
     async def _farewell(self, others: RollCall) -> None:
-        """Wait until the other trainers have ended, too; those that have not are told to, with the reason."""
+        """Wait until the other trainers have ended; those that have not are stopped, with the reason."""
         limit = self._args.after_loss
-        if self._asked_by is not None:  # they have the same time to save in
+        if self._asked_by is not None:  # they have the same time to save
             limit = max(limit, self._until - time.monotonic())
         try:
             await others.all_in("ended", limit)
@@ -131,7 +131,7 @@ class NodeProgram:
         try:
             first = await head.receive(timeout_s)
         except asyncio.CancelledError:
-            await head.send(state="failed", reason=self._reason or "it was asked to end")
+            await head.send(state="failed", reason=self._reason or "it was stopped")
             raise
         except TimeoutError:
             raise NotReady(f"the other nodes were not ready after {timeout_s:g} s: see the head's output") from None
@@ -153,7 +153,7 @@ class NodeProgram:
         if not self._needs.ray:
             return environment
         environment |= ray_with_token(self._token_file)
-        os.environ.pop(ADDRESS, None)  # of another cluster, which `ray start` would ask
+        os.environ.pop(ADDRESS, None)  # may name another cluster, which `ray start` would contact
         of_engines = dict(environment)
         if self._needs.sandbox:
             found = sandbox(self._config, LogPaths(self._logs).sandbox, self._token_file)
@@ -169,7 +169,7 @@ class NodeProgram:
         return ["--nnodes", str(self._job.nodes), "--node-rank", str(self._job.rank), *rendezvous]
 
     async def _train(self, options: list[str], environment: dict[str, str]) -> int:
-        """Run torchrun to its end; the exit status of this node."""
+        """Run torchrun to its end; returns the exit status of this node."""
         grace_s = self._config.checkpoint.grace_s + AFTER_GRACE_S
         each = ["--nproc-per-node", str(self._args.nproc_per_node), "--module", self._args.module]
         trainer = self._trainer = Child(
@@ -185,7 +185,7 @@ class NodeProgram:
             while trainer.status is None and time.monotonic() < self._until:
                 if self._reason and not told:
                     told = True
-                    log.error("the trainer is asked to end within %g s: %s", self._args.after_loss, self._reason)
+                    log.error("stopping the trainer within %g s: %s", self._args.after_loss, self._reason)
                     trainer.signal(signal.SIGTERM)
                     self._until = min(self._until, time.monotonic() + self._args.after_loss)
                 await asyncio.sleep(CHILD_POLL_S)
@@ -198,7 +198,7 @@ class NodeProgram:
         return LOST if self._reason else status
 
     def _peer_over(self, name: str, status: int | None) -> None:
-        """The trainer of another node has ended, or the node is gone: ours cannot go on for long."""
+        """The trainer of another node has ended, or the node is lost: ours will stop soon."""
         if status is None:
             self._lose(f"{name} is lost: see its logs")
         elif status:
@@ -207,7 +207,7 @@ class NodeProgram:
             self._until = min(self._until, time.monotonic() + self._args.after_loss)
 
     async def _listen(self, head: Connection) -> None:
-        """What node 0 says while this node trains, and that it is gone."""
+        """Handle messages of node 0 while this node trains, and its loss."""
         message = await head.receive()
         self._over.set()
         if message is None:
@@ -216,7 +216,7 @@ class NodeProgram:
             self._lose(message["reason"])
 
     def _lose(self, reason: str) -> None:
-        """The job cannot go on: the trainer is asked to end and its status counts no more, or it is not begun."""
+        """The job cannot continue: stop the trainer and ignore its status, or do not start it."""
         if self._trainer is not None and self._trainer.status is not None:
             return
         self._reason = self._reason or reason
@@ -226,13 +226,13 @@ class NodeProgram:
             self._leave()
 
     def _leave(self) -> None:
-        """Undo what was started, once: a second time would interrupt that."""
+        """Start the cleanup, once: a second call would interrupt it."""
         if self._main is not None:
             self._main.cancel()
             self._main = None
 
     def _asked(self, number: int) -> None:
-        """Ask the ranks to save and end; before there are any, leave at once."""
+        """Signal the ranks to save and stop; without ranks, exit at once."""
         self._asked_by = self._asked_by or number
         if self._trainer is None:
             return self._leave()

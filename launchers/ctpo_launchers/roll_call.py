@@ -1,7 +1,7 @@
-"""Node 0 and the others: who is ready, who failed and why, when all may start and when all is over.
+"""Coordination of the nodes by node 0: which are ready, which failed and why, common start and end.
 
-One line of JSON is one message. Every node keeps its connection for as long as it lives, so a node that is lost is
-noticed when its connection breaks; one that is cut off, after `SILENCE_S`.
+A message is one line of JSON. Every node keeps its connection open, so a dead node is noticed when its connection
+breaks, and an unreachable one after `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Connection:
         _watch(writer.get_extra_info("socket"))
 
     async def send(self, **message: Any) -> None:
-        """Send a message; a broken connection is noticed by whoever reads."""
+        """Send a message; only the reader notices a broken connection."""
         with contextlib.suppress(OSError):
             self._writer.write(json.dumps(message).encode() + b"\n")
             await self._writer.drain()
 
     async def receive(self, timeout_s: float | None = None) -> NodeMessage | None:
-        """The next message; None when the other end is gone, or sends something else. Raises TimeoutError."""
+        """The next message; None when the other end is gone or sends an invalid message. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             try:
                 line = await self._reader.readline()
@@ -58,8 +58,8 @@ class Connection:
 
 
 class RollCall:
-    """Node 0's list of the others. `facts`: told to each when it reports; `over`: called with the name of a node whose
-    trainer has ended and its status, None when the node itself is gone."""
+    """Node 0's view of the other nodes. `facts`: sent to each when it reports; `over`: called with the name of a node
+    whose trainer has ended and its status, None when the node itself is lost."""
 
     def __init__(
         self, names: dict[int, str], token: str, facts: NodeMessage, over: Callable[[str, int | None], None]
@@ -73,7 +73,7 @@ class RollCall:
 
     @contextlib.asynccontextmanager
     async def open(self, address: str, port: int) -> AsyncIterator[None]:
-        """Listen at one address. Raises OSError when it cannot."""
+        """Listen at one address. Raises OSError."""
         self._where = f"{address} port {port}"
         server = await asyncio.start_server(self._serve, address, port)
         try:
@@ -86,7 +86,7 @@ class RollCall:
                 await asyncio.wait(self._served, timeout=HELLO_TIMEOUT_S)
 
     async def all_in(self, state: str, timeout_s: float) -> None:
-        """Wait until every node has reported `state`. Raises NotReady that names those that did not, and why."""
+        """Wait until every node has reported `state`. Raises NotReady naming those that did not, and why."""
         deadline = time.monotonic() + timeout_s
         while missing := [rank for rank in self._names if self._reported.get(rank, {}).get("state") != state]:
             failures = [m for m in self._reported.values() if m["state"] in ("failed", "lost")]
@@ -100,7 +100,7 @@ class RollCall:
                 raise NotReady(self._late(state, missing, timeout_s)) from None
 
     async def tell(self, **message: Any) -> None:
-        """Send a message to all nodes that are there."""
+        """Send a message to all connected nodes."""
         for connection in self._connections.values():
             await connection.send(**message)
 
@@ -148,13 +148,13 @@ class RollCall:
 
 
 def _same(token: object, secret: str) -> bool:
-    """Whether a token is the secret, in a time that does not tell how much of it is right."""
-    # JSON can spell halves of characters, which UTF-8 cannot.
+    """Constant-time comparison of a token with the secret."""
+    # JSON can contain lone surrogates, which UTF-8 cannot encode.
     return isinstance(token, str) and hmac.compare_digest(token.encode(errors="surrogatepass"), secret.encode())
 
 
 def _is_report(message: NodeMessage) -> bool:
-    """Whether a node may say this: it is ready, failed for a reason, or its trainer has ended with a status."""
+    """Whether a message is valid: a node is ready, failed for a reason, or its trainer has ended with a status."""
     state, reason, status = (message.get(name) for name in ("state", "reason", "status"))
     return (
         state == "ready"
@@ -164,7 +164,7 @@ def _is_report(message: NodeMessage) -> bool:
 
 
 async def report(head: str, port: int, rank: int, token: str, timeout_s: float) -> tuple[Connection, NodeMessage]:
-    """Connect a node to node 0, however long that one takes; its welcome. Raises NotReady."""
+    """Connect a node to node 0, waiting for it if needed; returns its welcome. Raises NotReady."""
     deadline, reason = time.monotonic() + timeout_s, ""
     while time.monotonic() < deadline:
         try:
@@ -189,7 +189,7 @@ async def report(head: str, port: int, rank: int, token: str, timeout_s: float) 
 
 
 def _watch(connection: socket.socket) -> None:
-    """Let the kernel notice within `SILENCE_S` that the other host is gone, and bear shorter interruptions."""
+    """Let the kernel notice within `SILENCE_S` that the other host is gone, and tolerate shorter outages."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)

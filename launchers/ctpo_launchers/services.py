@@ -1,4 +1,4 @@
-"""What runs on a node for the engines: a sandbox, and Ray."""
+"""Services of a node for its engines: a sandbox, and Ray."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ _OBJECT_STORE_BYTES = 256 << 20
 
 
 async def shared_token(node: NodeContext, rank: int, timeout_s: float) -> str:
-    """The job's secret, in a file of mode 0600 that node 0 makes where there is none, once the node is checked.
-
-    Raises NotReady.
-    """
+    """The job's secret, in a file of mode 0600 that node 0 creates if missing. Raises NotReady."""
     path = node.token_file
     try:
         if rank == 0 and not path.exists():
@@ -61,9 +58,9 @@ async def _appears(path: Path, timeout_s: float) -> None:
 
 @contextlib.asynccontextmanager
 async def sandbox(config: Config, log_path: Path, token_file: Path) -> AsyncIterator[dict[str, str]]:
-    """The sandbox of this node, as variables for its engines: a service that the environment names, else one of ours.
+    """The sandbox of this node, as variables for its engines: the service in the environment, else our own.
 
-    Ours is on a loopback port, asks for the job's secret, and is started again when it dies. Raises NotReady.
+    Our own is on a loopback port, requires the job's secret, and is restarted when it dies. Raises NotReady.
     """
     try:
         url = node_url()
@@ -71,7 +68,7 @@ async def sandbox(config: Config, log_path: Path, token_file: Path) -> AsyncIter
         raise NotReady(str(error)) from error
     if url is not None:
         log.info("programs run in this node's sandbox at %s", url)
-        yield {}  # the engines inherit what names it, its token too
+        yield {}  # the engines inherit its address and token
         return
     os.environ["SANDBOX_TOKEN_FILE"] = str(token_file)
     try:
@@ -85,9 +82,9 @@ async def sandbox(config: Config, log_path: Path, token_file: Path) -> AsyncIter
 
 
 class RayNode:
-    """Ray on this node: the head on node 0, elsewhere a worker, which is started again when it ends.
+    """Ray on this node: the head on node 0, elsewhere a worker, which is restarted when it ends.
 
-    environment: what its engines see. head: address and port of the head. lost: called when it cannot be kept up.
+    environment: of its engines. head: address and port of the head. lost: called when it cannot be kept running.
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class RayNode:
 
     @contextlib.asynccontextmanager
     async def running(self, timeout_s: float) -> AsyncIterator[None]:
-        """Start it, and keep it up until the context ends. Raises NotReady with the last lines of its log."""
+        """Start it, and keep it running until the context ends. Raises NotReady with the last lines of its log."""
         try:
             await self._start(timeout_s)
             keeper = asyncio.create_task(self._keep(timeout_s))
@@ -155,5 +152,5 @@ class RayNode:
 
 
 def new_ray_directory() -> Path:
-    """A folder for the head's files; the paths of Unix sockets are limited to about 100 characters."""
+    """A folder for the head's files, with a short path: Unix socket paths are limited to about 100 characters."""
     return Path(tempfile.mkdtemp(prefix="ctpo-ray-", dir="/tmp"))

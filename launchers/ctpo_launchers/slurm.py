@@ -1,4 +1,4 @@
-"""What Slurm says of this job: its nodes, their addresses, its end. Every question to it has a deadline."""
+"""Queries Slurm about this job: its nodes, their addresses, its end. Every query has a deadline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_a_job() -> bool:
 
 
 def host_names() -> list[str]:
-    """The nodes of this job step, the head first. Raises ValueError when Slurm cannot be asked."""
+    """The nodes of this job step, the head first. Raises ValueError when Slurm cannot be queried."""
     if given := os.environ.get(HOSTS_VARIABLE):
         return given.split(",")
     compact = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
@@ -32,7 +32,7 @@ def host_names() -> list[str]:
 
 
 def node_address(name: str) -> str | None:
-    """The address at which Slurm reaches a node (NodeAddr of slurm.conf); None if it does not say."""
+    """The address at which Slurm reaches a node (NodeAddr of slurm.conf); None if unknown."""
     found = re.search(r"\bNodeAddr=(\S+)", _ask("scontrol", "--oneliner", "show", "node", name))
     return found[1] if found else None
 
@@ -47,7 +47,7 @@ def job_end() -> float | None:
     text = _ask("squeue", "--noheader", "--jobs", os.environ["SLURM_JOB_ID"], "--format", "%e").strip()
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:  # "NONE", or no answer
+    except ValueError:  # "NONE", or an empty answer
         return None
 
 

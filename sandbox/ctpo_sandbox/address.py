@@ -1,10 +1,10 @@
-"""Where the sandbox of this node is, as whoever runs it says: in the environment, or in a file."""
+"""The address of this node's sandbox, from the environment or from a file."""
 
 from ctpo_sandbox.variables import from_environment
 
 
 def node_url() -> str | None:
-    """That of CTPO_SANDBOX_URL or CTPO_SANDBOX_URL_FILE; None without either.
+    """The URL in CTPO_SANDBOX_URL or in the file of CTPO_SANDBOX_URL_FILE; None without either.
 
     Raises ValueError as `from_environment` does.
     """

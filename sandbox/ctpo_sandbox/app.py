@@ -1,4 +1,4 @@
-"""The HTTP contract: requests checked, pool outcomes turned into verdicts, infrastructure faults into 503."""
+"""The HTTP API: checks requests, and turns pool outcomes into verdicts and infrastructure faults into 503."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ _CLIENT_GONE = "the client closed the connection"
 class ExecutionRequest(BaseModel):
     """One request. Timeouts are seconds; Python has no compile step, so `compile_timeout` is only checked.
 
-    Text is taken as it comes: lone surrogates are legal JSON and pydantic's own `str` may refuse them.
+    Text is accepted unchanged: lone surrogates are legal JSON, but pydantic's `str` may refuse them.
     """
 
     code: InstanceOf[str]
@@ -47,7 +47,7 @@ class ExecutionRequest(BaseModel):
 
 @dataclass
 class ServerState:
-    """What `/health` reports besides the pool. ends: whether the server takes no more requests."""
+    """What `/health` reports in addition to the pool. ends: whether the server is shutting down."""
 
     enforced: dict[str, bool]
     token: str | None = None
@@ -97,7 +97,7 @@ def answer(run: RunResult) -> dict[str, Any]:
 
 
 def fusion_answer(run: RunResult) -> dict[str, Any]:
-    """The same in the words of SandboxFusion's `/run_code`, which verl's sandbox tool speaks."""
+    """The same in the format of SandboxFusion's `/run_code`, which verl's sandbox tool uses."""
     status = verdict(run)
     return {
         "status": "Success" if status == "success" else "Failed",
@@ -124,7 +124,7 @@ async def _end_with_client(request: Request, work: asyncio.Timeout) -> None:
 async def _run_while_connected(
     request: Request, pool: Pool, execution: ExecutionRequest, timeout_s: float
 ) -> RunResult | None:
-    """None when the client hung up first; its snippet is dead then."""
+    """None when the client disconnected first; its snippet is then killed."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(None) as work:
             watch = asyncio.ensure_future(_end_with_client(request, work))
@@ -136,14 +136,14 @@ async def _run_while_connected(
 
 
 async def _asked(request: Request) -> ExecutionRequest:
-    """The execution that `request` asks for. Raises HTTPException."""
+    """The execution requested. Raises HTTPException."""
     try:
         body = await request.body()
     except ClientDisconnect:
         raise HTTPException(_CLIENT_CLOSED_REQUEST, _CLIENT_GONE) from None
     try:
         return ExecutionRequest.model_validate(json.loads(body))
-    except ValidationError as error:  # without the input, which need not be encodable (NaN, lone surrogates)
+    except ValidationError as error:  # without the input, which may not be encodable (NaN, lone surrogates)
         found = [{"loc": ["body", *map(str, item["loc"])], "msg": item["msg"]} for item in error.errors()]
         raise _Invalid(found) from error
     except (ValueError, RecursionError) as error:
@@ -151,7 +151,7 @@ async def _asked(request: Request) -> ExecutionRequest:
 
 
 class _Invalid(HTTPException):
-    """A request that is none; problems: where, and what."""
+    """An invalid request; problems: location and message of each."""
 
     def __init__(self, problems: list[dict[str, Any]]) -> None:
         super().__init__(422)
@@ -193,7 +193,7 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
     runs = [Route(EXECUTE_PATH, execute, methods=["POST"]), Route(FUSION_PATH, run_code, methods=["POST"])]
     gate = Middleware(Gate, token=state.token, max_bytes=pool.limits.request_mb << 20, rejected=metrics.rejected)
     routes: list[BaseRoute] = [*runs, *_reports(pool, state, metrics)]
-    # Starlette's routes, which FastAPI takes as they are: with its own each run costs 0.15 ms of CPU time more.
+    # Starlette's routes: with FastAPI's own, each run costs 0.15 ms more CPU time.
     handlers: dict[int | type[Exception], Any] = {HTTPException: refused}
     return FastAPI(openapi_url=None, routes=routes, middleware=[gate], exception_handlers=handlers)
 

@@ -9,7 +9,7 @@ Number = TypeVar("Number", int, float)
 
 
 def positive(kind: type[Number]) -> Callable[[str], Number]:
-    """Type of an argument that is finite and above 0."""
+    """Type of an argument that must be finite and above 0."""
 
     def parse(text: str) -> Number:
         wanted = "integer" if kind is int else "number"

@@ -1,4 +1,4 @@
-"""Executions per second and latency of servers that speak the contract, and how they share the work."""
+"""Measures executions per second and latency of servers, and how they share the work."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from ctpo_sandbox.client import SandboxClient, SandboxUnavailable, authorization
-from ctpo_sandbox.servers import roots
+from ctpo_sandbox.servers import base_urls
 from ctpo_sandbox.timeouts import BENCH_FIRST_RUN_S, BENCH_REQUEST_TIMEOUT_S
 
 SNIPPETS = {
@@ -22,7 +22,7 @@ SNIPPETS = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """One snippet at one concurrency. Latencies are the client's, queueing included, in milliseconds.
+    """One snippet at one concurrency. Latencies as seen by the client, including queueing, in milliseconds.
 
     lost: requests without a verdict. retries: attempts that failed. shares: of the runs, by server.
     """
@@ -78,9 +78,9 @@ async def _first(url: str) -> None:
 
 
 def executions(urls: Sequence[str]) -> dict[str, int]:
-    """Finished runs of each server, as its `GET /health` says."""
+    """Finished runs of each server, from its `GET /health`."""
     with httpx.Client(trust_env=False, headers=authorization()) as http:
-        return {url: http.get(f"{url}/health").raise_for_status().json()["executions"] for url in roots(urls)}
+        return {url: http.get(f"{url}/health").raise_for_status().json()["executions"] for url in base_urls(urls)}
 
 
 def measure_all(urls: Sequence[str], snippet: str, concurrency: int, seconds: float) -> Measurement:
@@ -92,9 +92,9 @@ def measure_all(urls: Sequence[str], snippet: str, concurrency: int, seconds: fl
 
 
 def run(urls: Sequence[str], seconds: float, concurrencies: Sequence[int]) -> int:
-    """Print a table; 1 when a request was lost, else 0. Of several servers, shares are in the order of `urls`.
+    """Print a table; returns 1 when a request was lost, else 0. Shares of several servers are in the order of `urls`.
 
-    Raises SandboxUnavailable for one that does not answer.
+    Raises SandboxUnavailable for a server that does not answer.
     """
     for url in urls:
         asyncio.run(_first(url))

@@ -1,4 +1,4 @@
-"""What passes between the server and its processes: messages with deadlines, and memory files for code and output."""
+"""Communication between the server and its processes: messages with deadlines, and memory files for code and output."""
 
 import asyncio
 import fcntl
@@ -11,7 +11,7 @@ from ctpo_sandbox.records import MAX_MESSAGE_BYTES
 
 
 class WorkerLost(Exception):
-    """A template or worker died, hung, or could not confine its child: no statement about the snippet."""
+    """A template or worker died, hung, or could not confine its child; says nothing about the snippet."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def _memory_files(*contents: bytes) -> Iterator[list[int]]:
 
 @contextmanager
 def run_files(code: bytes, stdin: bytes) -> Iterator[list[int]]:
-    """Descriptors of the four files of a run: code, stdin, and two outputs that only grow."""
+    """Descriptors of the four files of a run: code, stdin, and two append-only outputs."""
     with _memory_files(code, stdin, b"", b"") as files:
         for output in files[2:]:
             fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
@@ -48,7 +48,7 @@ def read_output(descriptor: int, limit: int) -> tuple[str, bool]:
 
 
 class Channel:
-    """Our end of a socket to a process, read with deadlines."""
+    """The server's end of a socket to a process, read with deadlines."""
 
     def __init__(self, name: str, control: socket.socket) -> None:
         self.name = name
@@ -65,7 +65,7 @@ class Channel:
             raise WorkerLost(f"{self.name} did not take a request: {error}") from error
 
     async def receive(self, timeout_s: float, purpose: str) -> bytes:
-        """The next message. Raises WorkerLost when none comes in time, or ever."""
+        """The next message. Raises WorkerLost when none comes in time, or the process is gone."""
         return (await self.receive_descriptor(timeout_s, purpose))[0]
 
     async def receive_descriptor(self, timeout_s: float, purpose: str) -> tuple[bytes, list[int]]:
@@ -89,7 +89,7 @@ class Channel:
         return message, descriptors
 
     def _read(self) -> None:
-        if self._message is None or self._message.done():  # left for who asks next
+        if self._message is None or self._message.done():  # left for the next receive
             self._stop_reading()
             return
         try:

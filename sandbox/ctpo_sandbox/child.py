@@ -1,7 +1,7 @@
-"""The forked child: gives up its rights, then behaves like `python main.py` until it exits.
+"""The forked child: drops its privileges, then behaves like `python main.py` until it exits.
 
-A page of memory that it writes to is copied for each run, and looking at a Python object writes to it. So its worker
-makes ready all that can be made ready.
+Every memory page that it writes to is copied, and even reading a Python object writes to it (reference counts). So its
+worker prepares everything that can be prepared.
 """
 
 import os
@@ -17,7 +17,7 @@ from ctpo_sandbox.program import finish, run_main
 
 SETUP_DONE = b"\0"
 _STANDARD_FILES = 3
-_WORKER_FILES = 256  # more than a worker ever has open
+_WORKER_FILES = 256  # more than a worker ever opens
 _SETUP_FAILED = 70
 _REPORT_FAILED = 1
 
@@ -32,10 +32,10 @@ class RunFiles(NamedTuple):
 
 
 class PreparedChild(NamedTuple):
-    """What a child of a worker does.
+    """What a child does, prepared by its worker.
 
-    code: descriptor of the snippet. steps: before its first line. report: descriptor to which they write `SETUP_DONE`,
-    or why that could not be. names: those of the snippet's module.
+    code: descriptor of the snippet. steps: run before its first line. report: descriptor to which they write
+    `SETUP_DONE`, or the reason of a failure. names: globals of the snippet's module.
     """
 
     code: int
@@ -47,7 +47,7 @@ class PreparedChild(NamedTuple):
 def prepare_child(
     files: RunFiles, ruleset: int | None, cpu_limit_s: int, *, confinement: Confinement, directory: str, report: int
 ) -> PreparedChild:
-    """For children of the calling process, made where they are forked; again when a descriptor or limit changes."""
+    """Prepare children of the calling process; called again when a descriptor or limit changes."""
     program.hide_frames(program.frames())
     last = max(_WORKER_FILES, confinement.limits.open_files)
     steps: list[Step] = [partial(os.setpgid, 0, 0), partial(os.chdir, os.fsencode(directory))]
@@ -71,12 +71,12 @@ def become_snippet(child: PreparedChild) -> NoReturn:
     status = _REPORT_FAILED
     try:
         status = finish(run_main(source, names))
-    finally:  # whatever happens: what called this function is the worker's code
+    finally:  # never return: the caller is the worker's code
         os._exit(status)
 
 
 def rehearse(confinement: Confinement) -> None:
-    """Do in the template what only children do and may be done there, until it is quick."""
+    """Run in the template what only children run, as far as possible, until bytecode and caches are warm."""
     with open(os.memfd_create("rehearsal"), "wb") as empty:
         for _ in range(program.REHEARSALS):
             read_all(empty.fileno())
@@ -84,5 +84,5 @@ def rehearse(confinement: Confinement) -> None:
 
 
 def read_all(file: int) -> bytes:
-    """What is in it."""
+    """Its content."""
     return os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)

@@ -1,4 +1,4 @@
-"""The client of a rollout: many runs in flight, bounded retries, and never a fault dressed up as a result."""
+"""The client of a rollout: many runs in flight, bounded retries; a fault is never reported as a result."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import aiohttp
 
 from ctpo_sandbox.records import WALL_FACTOR
-from ctpo_sandbox.servers import Connections, Server, Servers, execution_url, roots
+from ctpo_sandbox.servers import Connections, Server, Servers, base_urls, execution_url
 from ctpo_sandbox.timeouts import CONNECT_TIMEOUT_S, QUEUE_ALLOWANCE_S
 from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
 
@@ -23,12 +23,12 @@ _REFUSED_CODES = (400, 413, 422)
 
 
 class SandboxUnavailable(Exception):
-    """No verdict could be had: the sandbox is down, overloaded or broken. Says nothing about the snippet."""
+    """No verdict was reached: the sandbox is down, overloaded or broken. Says nothing about the snippet."""
 
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """A verdict about a snippet. `wall_s`: seconds it ran, as the server measured them, queueing excluded."""
+    """A verdict about a snippet. `wall_s`: seconds of execution without queueing, as measured by the server."""
 
     status: Literal["success", "timeout", "runtime_error"]
     stdout: str
@@ -38,7 +38,7 @@ class ExecutionResult:
 
 @dataclass
 class ClientStats:
-    """Counts since the client was made; `results` by status. Only growing, never reset."""
+    """Counts since the client was created; `results` by status. Never reset."""
 
     requests: int = 0
     retries: int = 0
@@ -47,7 +47,7 @@ class ClientStats:
 
 
 class _Retry(Exception):
-    """An attempt failed in a way that another may not. pause_s: how long the server wants to be left alone."""
+    """A failed attempt that may be retried. pause_s: the pause that the server requested."""
 
     def __init__(self, reason: str, pause_s: float | None = None) -> None:
         super().__init__(reason)
@@ -55,20 +55,20 @@ class _Retry(Exception):
 
 
 def authorization(token: str | None = None) -> dict[str, str]:
-    """Headers with the token, or with that of the environment; none without either. Raises ValueError."""
+    """Headers with the given token, or with the token of the environment; none without either. Raises ValueError."""
     token = token or shared_token()
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 class SandboxClient:
-    """Runs snippets on one server or several (their roots, or their whole execution addresses).
+    """Runs snippets on one server or several (given by base URLs or execution URLs).
 
-    At most `max_concurrency` requests are in flight over all servers; each goes to the one with the fewest, and after a
-    failure to another where there is one. A server that stops answering gets none until it answers again, and those
-    that wait for it go to others. `request_timeout_s` bounds one `run` as its caller sees it: waiting, retries and
-    backoff included. token: sent as a bearer token (default: what the environment variable SANDBOX_TOKEN holds, or
-    the file that SANDBOX_TOKEN_FILE names). Connections belong to the running event loop and are opened by the first
-    `run` in it, so the object can be made anywhere.
+    At most `max_concurrency` requests are in flight over all servers. Each goes to the server with the fewest requests,
+    and after a failure to another one if possible. A server that stops answering gets no requests until it answers
+    again, and requests waiting for it go to others. `request_timeout_s` bounds one `run` as its caller sees it:
+    waiting, retries and backoff included. token: sent as a bearer token (default: the environment variable
+    SANDBOX_TOKEN, or the file of SANDBOX_TOKEN_FILE). Connections belong to the running event loop and are opened by
+    the first `run` in it, so the object can be created anywhere.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SandboxClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         if max_concurrency < 1 or not (request_timeout_s > 0 and math.isfinite(request_timeout_s)):
             raise ValueError("max_concurrency and request_timeout_s must be positive and finite")
-        self._roots = roots([url] if isinstance(url, str) else url)
+        self._base_urls = base_urls([url] if isinstance(url, str) else url)
         self.stats = ClientStats()
         self._headers = {"content-type": "application/json", **authorization(token)}
         self._max_concurrency = max_concurrency
@@ -88,8 +88,8 @@ class SandboxClient:
 
     @property
     def url(self) -> str:
-        """Execution addresses, separated by commas."""
-        return ",".join(execution_url(root) for root in self._roots)
+        """Execution URLs, separated by commas."""
+        return ",".join(execution_url(root) for root in self._base_urls)
 
     async def run(self, code: str, *, stdin: str = "", run_timeout_s: float) -> ExecutionResult:
         """Run `code` for at most `run_timeout_s` seconds; infrastructure faults are retried until the deadline.
@@ -102,7 +102,7 @@ class SandboxClient:
         # json.dumps escapes lone surrogates, which httpx's own encoder cannot encode.
         payload = {"code": code, "stdin": stdin, "language": "python", "run_timeout": run_timeout_s}
         body = json.dumps(payload).encode("ascii")
-        state = {"doing": f"waiting for one of {self._max_concurrency} places (max_concurrency)"}
+        state = {"doing": f"waiting for one of {self._max_concurrency} slots (max_concurrency)"}
         try:
             async with asyncio.timeout(self._request_timeout_s), self._free:
                 attempt_timeout_s = WALL_FACTOR * run_timeout_s + QUEUE_ALLOWANCE_S
@@ -124,7 +124,7 @@ class SandboxClient:
         if self._loop is loop:
             return
         self._loop = loop
-        self._servers = Servers(self._roots)
+        self._servers = Servers(self._base_urls)
         self._free = asyncio.Semaphore(self._max_concurrency)
         self._http = aiohttp.ClientSession(
             connector=Connections(limit=self._max_concurrency),
@@ -190,7 +190,7 @@ class SandboxClient:
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
-    """The header's seconds; a date, or nothing, is None."""
+    """Seconds of the Retry-After header; None for a date or without a header."""
     text = response.headers.get("retry-after", "")
     return float(text) if text.isdigit() else None
 

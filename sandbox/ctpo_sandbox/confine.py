@@ -1,4 +1,4 @@
-"""Everything a run gives up before its first line, by level of isolation and in the order in which it must go."""
+"""Everything that a run gives up before its first line, by level of isolation and in the required order."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ from ctpo_sandbox.work import RunDirectory, WorkDirectories
 _MB = 1024 * 1024
 _NEEDED_BY_NOBODY = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE)
 FIRST_UID = 60500
-"""User id of slot 0 where a root server gives each slot one of its own."""
+"""User id of slot 0 when a root server gives each slot its own user."""
 
 
 class LevelUnavailable(Exception):
@@ -21,11 +21,11 @@ class LevelUnavailable(Exception):
 
 
 class Confinement:
-    """What a worker takes away from itself and from its children, at one level of isolation.
+    """Restrictions that a worker applies to itself and its children, at one level of isolation.
 
-    Built in the template before it enters its box, because libseccomp is not found from inside; `open_files` follows
-    inside. So everything a child needs is compiled and open before the first fork. `missing` maps each protection that
-    cannot be had at this level to the reason. Raises LevelUnavailable.
+    Created in the template before it enters its box, because libseccomp is not visible inside; `open_files` is called
+    inside. So everything a child needs is compiled and open before the first fork. `missing` maps each unavailable
+    protection of this level to the reason. Raises LevelUnavailable.
     """
 
     def __init__(self, level: str, limits: Limits) -> None:
@@ -43,12 +43,12 @@ class Confinement:
 
     @property
     def own_user(self) -> bool:
-        """Whether the calling worker's runs have a user of their own, so that the kernel can count their threads."""
+        """Whether the calling worker's runs have their own user, so that the kernel can count their threads."""
         return self._uid is not None
 
     @property
     def may_kill_itself(self) -> bool:
-        """Whether a child can send itself SIGKILL; if not, who gets it was killed from outside."""
+        """Whether a child can send itself SIGKILL; if not, a SIGKILL came from outside."""
         return self._filter is None
 
     def _filters(self) -> tuple[filters.ChildFilter, filters.WorkerFilter]:
@@ -81,14 +81,14 @@ class Confinement:
         return hidden is None
 
     def enter_worker(self, slot: int, directory: str) -> WorkDirectories:
-        """Confine the calling worker of `slot`, for good; `directory` is where its runs' directories may be made."""
+        """Confine the calling worker of `slot`, irreversibly; its runs' directories are created in `directory`."""
         self._uid = FIRST_UID + slot if self._own_users else None
         work: WorkDirectories
         if self.boxed:
             namespaces.own_mounts()
             limits = self.limits
             work = namespaces.RunMount(megabytes=limits.disk_mb, files=limits.disk_files, owner=self._uid)
-            if self._files is not None:  # opened anew: this worker's /proc is another file system
+            if self._files is not None:  # reopened: this worker's /proc is another file system
                 self._ruleset = landlock.FileRules().ruleset(namespaces.WORK)
         else:
             work = RunDirectory(directory, self._uid, self.limits)
@@ -101,7 +101,7 @@ class Confinement:
         return work
 
     def ruleset(self, directory: str) -> int | None:
-        """Descriptor of the rules for the files of the calling worker's next run, in the new `directory`; if any."""
+        """Descriptor of the file rules for the calling worker's next run in the new `directory`, if any."""
         if not self.boxed and self._files is not None:
             if self._ruleset is not None:
                 os.close(self._ruleset)
@@ -109,22 +109,22 @@ class Confinement:
         return self._ruleset
 
     def harmless_steps(self) -> list[libc.Step]:
-        """Those of Python code that leave the calling process as it is."""
+        """The steps in Python code that do not change the calling process."""
         checking = partial(libc.check_parent, os.getppid())
         return [checking] if self._filter is None else [checking, partial(self._filter.allow_self)]
 
     def steps(self, cpu_limit_s: int, worker: int) -> list[libc.Step]:
-        """What confines a child that the process `worker`, the calling one, forks, once its rules are closed.
+        """Steps that confine a child forked by the calling process `worker`, after its rules are closed.
 
-        A child that is refused any of it is less confined than its worker promised, and must not run the snippet.
+        If any step fails, the child is less confined than promised and must not run the snippet.
         """
         steps: list[libc.Step] = [partial(resource.setrlimit, *limit) for limit in self._limits_of_a_run(cpu_limit_s)]
         if self._uid is not None:
             steps += [partial(change, self._uid, self._uid, self._uid) for change in (os.setresgid, os.setresuid)]
         steps.append(libc.dropping_capabilities())
-        # A worker at C looks at the open files of its child; there Landlock keeps others out.
+        # A worker at level C reads the open files of its child; there Landlock keeps others out.
         steps.append(libc.setting_dumpable(self.level == "landlock"))
-        if not self.boxed:  # there a worker is the first of its process ids: the kernel ends all others with it
+        if not self.boxed:  # there a worker is process 1 of its namespace, and the kernel kills the others with it
             steps.append(libc.dying_with_parent(signal.SIGKILL))  # after the change of user, which would clear it
             steps.append(partial(libc.check_parent, worker))
         return steps if self._filter is None else [*steps, partial(self._filter.allow_self), self._filter.loading()]
@@ -136,7 +136,7 @@ class Confinement:
             resource.RLIMIT_FSIZE: limits.file_mb * _MB,
             resource.RLIMIT_NOFILE: limits.open_files,
         }
-        if self._uid is not None:  # it counts all processes of a user
+        if self._uid is not None:  # the limit counts all processes of a user
             hard[resource.RLIMIT_NPROC] = limits.threads
         # The soft limit raises SIGXCPU, which a snippet may ignore; the hard limit kills one second later.
         cpu = (resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s + 1))

@@ -1,6 +1,6 @@
-"""Memory control groups, one for each worker and its runs: the kernel counts the pages that they touch, not those that
-they map. Both versions; a group of ours is inside the server's own (version 1), or beside it (version 2, whose groups
-pass memory on or hold processes; only the root group may do both, so there it is inside).
+"""Memory control groups, one for each worker and its runs: the kernel counts pages that they touch, not pages that they
+map. Supports both versions. In version 1 our groups are inside the server's own group. In version 2 a group either
+delegates memory or holds processes, so they are next to it; only the root group may do both, and there they are inside.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _log = logging.getLogger("ctpo_sandbox.control_groups")
 
 
 class NoControlGroup(Exception):
-    """The server may not make memory control groups; `missing` says why."""
+    """The server may not create memory control groups; `missing` is the reason."""
 
     def __init__(self, missing: str) -> None:
         super().__init__(
@@ -28,11 +28,11 @@ class NoControlGroup(Exception):
 
 
 class _ControlFiles(NamedTuple):
-    """Of a group: the limits of its memory and of its swap, and the counts of what happened."""
+    """Control files of a group: the limits of memory and swap, and the event counters."""
 
     limit: str
     swap: str
-    no_swap: str  # "": the same as the limit, which then counts both
+    no_swap: str  # "": no separate limit, memory and swap are counted together
     events: str
 
 
@@ -41,7 +41,7 @@ _V2 = _ControlFiles("memory.max", "memory.swap.max", "0", "memory.events")
 
 
 class MemoryGroups:
-    """`parent`: where the calling process may make groups."""
+    """`parent`: the group in which the calling process may create groups."""
 
     def __init__(self, parent: Path, files: _ControlFiles) -> None:
         self.parent, self._files = parent, files
@@ -61,7 +61,7 @@ class MemoryGroups:
         return cls(parent, own.files)
 
     def group(self, name: str, megabytes: int) -> "MemoryGroup":
-        """One that nothing is in yet."""
+        """A new, empty group."""
         return MemoryGroup(self.parent / f"{_PREFIX}{os.getpid()}-{name}", self._files, megabytes << 20)
 
 
@@ -82,13 +82,13 @@ class MemoryGroup:
         self.was_exceeded()
 
     def was_exceeded(self) -> bool:
-        """Whether the kernel has killed a process for it since the last call."""
+        """Whether the kernel has killed a process for exceeding the limit since the last call."""
         counts = dict(line.split() for line in (self._path / self._files.events).read_text().splitlines())
         before, self._kills = self._kills, int(counts["oom_kill"])
         return self._kills > before
 
     def remove(self) -> None:
-        """When its processes are dead or dying. A failure is logged."""
+        """Remove it, once its processes are dead or dying. A failure is logged."""
         deadline = time.monotonic() + GROUP_REMOVE_TIMEOUT_S
         while self._path.exists():
             try:
@@ -101,7 +101,7 @@ class MemoryGroup:
 
 
 class OwnGroup(NamedTuple):
-    """A process's own memory group, and where its hierarchy is mounted: nothing above that is to be seen."""
+    """A process's own memory group, and the mount point of its hierarchy: nothing above that is visible."""
 
     path: Path
     mount: Path
@@ -109,7 +109,7 @@ class OwnGroup(NamedTuple):
 
 
 def own_group(groups: str, mounts: str) -> OwnGroup | None:
-    """That of the process whose /proc files `cgroup` and `mountinfo` say this; None where it is not to be seen."""
+    """The memory group of a process, from its /proc files `cgroup` and `mountinfo`; None if it is not visible."""
     own = {names: path for _, names, path in (line.split(":", 2) for line in groups.splitlines())}
     mounted = [line.split() for line in mounts.splitlines()]
     for names, path in own.items():
@@ -127,10 +127,10 @@ def _mounted(mounts: list[list[str]], kind: str, path: str, *, option: str, file
 
 
 def _parent(own: OwnGroup) -> Path:
-    """Of the groups of version 2. Raises NoControlGroup where they would have to be below one with processes."""
+    """The parent of our groups in version 2. Raises NoControlGroup where it would contain processes."""
     if own.path != own.mount:
         return own.path.parent
-    if (own.path / "cgroup.type").exists():  # every group has one but the root
+    if (own.path / "cgroup.type").exists():  # every group except the root has this file
         raise NoControlGroup(
             f"{own.path} is the topmost group of this container and holds the server, so it passes none on; move its "
             "processes into a group below it (docs/sandbox.md)"
@@ -139,7 +139,7 @@ def _parent(own: OwnGroup) -> Path:
 
 
 def _pass_memory_on(parent: Path, *, may_change: bool) -> None:
-    """may_change: have it do so if it does not; further down systemd would undo that, and with it the limits."""
+    """Check that `parent` delegates memory. may_change: else enable it; in lower groups systemd would revert that."""
     passed_on = parent / "cgroup.subtree_control"
     if not passed_on.exists() or "memory" not in (parent / "cgroup.controllers").read_text().split():
         raise NoControlGroup(f"{parent} has no memory to pass on: its cgroup.controllers does not name it")
@@ -158,9 +158,9 @@ def _is_below(path: str, root: str) -> bool:
 
 
 def _remove_those_of_the_dead(parent: Path) -> None:
-    """A server that was killed cannot remove its own."""
+    """Remove groups of dead servers: a killed server cannot remove its own."""
     for left in parent.glob(f"{_PREFIX}*"):
         owner = re.match(rf"{_PREFIX}(\d+)-", left.name)
         if owner and not Path("/proc", owner[1]).exists():
-            with contextlib.suppress(OSError):  # its processes still end
+            with contextlib.suppress(OSError):  # its processes are still exiting
                 left.rmdir()

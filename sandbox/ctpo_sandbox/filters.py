@@ -1,5 +1,5 @@
-"""Seccomp filters as the kernel takes them. They are compiled in a process of its own, which ends: libseccomp and what
-its binding imports would be a quarter of what every fork of a template has to copy the tables of.
+"""Compiled seccomp filters. They are compiled in a separate, short-lived process: libseccomp and the imports of its
+binding would be a quarter of the page tables that every fork of a template copies.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from functools import partial
 from ctpo_sandbox.libc import Step, perform
 
 ANY_PID = 0x7ABCDE5F
-"""Stands for the child's process id in a compiled filter."""
+"""Placeholder for the child's process id in a compiled filter."""
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 38, 22
 _SECCOMP_MODE_FILTER = 2
@@ -33,7 +33,7 @@ class _Filter:
         self._program = ctypes.byref(_Program(len(code) // _INSTRUCTION, ctypes.addressof(self.code)))
 
     def loading(self) -> Step:
-        """Confining the calling process for good, to be performed; fails without no_new_privs."""
+        """The step that loads the filter into the calling process, irreversibly; fails without no_new_privs."""
         return partial(_libc.prctl, PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0)
 
 
@@ -41,12 +41,12 @@ class WorkerFilter(_Filter):
     """The allow-list of a worker and its children."""
 
     def load(self) -> None:
-        """Into the calling worker, for good, and no_new_privs with it, which its children inherit."""
+        """Load the filter into the calling worker, irreversibly, with no_new_privs; its children inherit both."""
         perform([partial(_libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), self.loading()])
 
 
 class ChildFilter(_Filter):
-    """What a child gives up beyond its worker; to be loaded after `allow_self`."""
+    """Further restrictions of a child; to be loaded after `allow_self`."""
 
     def __init__(self, code: bytes) -> None:
         super().__init__(code)
@@ -56,7 +56,7 @@ class ChildFilter(_Filter):
             raise RuntimeError("the compiled seccomp filter does not compare process ids")
 
     def allow_self(self) -> None:
-        """Of all processes, let the calling one get signals."""
+        """Allow signals to the calling process only."""
         for at in self._pids:
             _OPERAND.pack_into(self.code, at, os.getpid())
 
@@ -79,7 +79,7 @@ def compiled(*, file_attributes: bool) -> tuple[ChildFilter, WorkerFilter]:
 
 
 def _compile(files: list[int], *, file_attributes: bool) -> None:
-    """In the forked process: both filters into `files`, or why not into the first."""
+    """In the forked process: write both filters to `files`, or the error to the first."""
     status = _FAILED
     try:
         from ctpo_sandbox.syscalls import child_rules, worker_rules
@@ -88,7 +88,7 @@ def _compile(files: list[int], *, file_attributes: bool) -> None:
             with open(file, "wb", closefd=False) as stream:
                 rules.export_bpf(stream)
         status = 0
-    except BaseException as error:  # whatever happens: what called this function is the template's code
+    except BaseException as error:  # never return: the caller is the template's code
         os.ftruncate(files[0], 0)
         os.pwrite(files[0], traceback.format_exception_only(error)[-1].strip().encode(), 0)
     finally:

@@ -1,4 +1,4 @@
-"""Between a connection and the application: who may ask, how much, and how long asking may take."""
+"""Admission of requests before the application: authorization, size limits and time limits."""
 
 import asyncio
 import hmac
@@ -15,14 +15,14 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from ctpo_sandbox.timeouts import BODY_TIMEOUT_S, HALF_CLOSE_PROBE_AGAIN_S, HALF_CLOSE_PROBE_S, HEAD_TIMEOUT_S
 
 OPEN_PATHS = ("/live", "/ready")
-"""For whoever watches over the service: they tell no more than yes or no, so they need no token."""
+"""Paths for health checks: they answer only yes or no, so they need no token."""
 
 _SLOW = "the request body did not come within {:g} s"
 _STILL_THERE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
 class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's, with a deadline for the head of a request, and an answer for clients that close only their side."""
+    """uvicorn's protocol, with a deadline for the head of a request, and support for clients that half-close."""
 
     _head_deadline: asyncio.TimerHandle | None = None
 
@@ -46,7 +46,7 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:
-        """Whether to keep the connection: a client that is gone and one that waits look the same until one writes."""
+        """Whether to keep the connection: clients that are gone and clients that wait differ only on a write."""
         if self._idle or self.cycle.scope["http_version"] != "1.1":
             return False
         self.cycle.keep_alive = False
@@ -54,7 +54,7 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         return True
 
     def _ask_whether_it_waits(self, next_s: float) -> None:
-        """An interim answer, which clients skip; writing to one that is gone breaks the connection."""
+        """Send an interim response, which clients ignore; if the client is gone, writing breaks the connection."""
         if not (self.transport.is_closing() or self.cycle.response_started):
             self.transport.write(_STILL_THERE)
             self.loop.call_later(next_s, self._ask_whether_it_waits, HALF_CLOSE_PROBE_AGAIN_S)
@@ -73,8 +73,8 @@ class Gate:
     """Refuses requests before they are all in memory: without the token (401), to another host (421), too large (413),
     or too slow (408).
 
-    Without a token the server is on loopback, and a web page on this machine could send requests under a name of its
-    own that it had resolved to loopback; so the name must be one of loopback's.
+    Without a token the server is on loopback, and a web page could reach it by DNS rebinding. So the Host header must
+    be a loopback name.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, max_bytes: int, rejected: Callable[[int], None]) -> None:
@@ -105,7 +105,7 @@ class Gate:
 
         async def bounded() -> Message:
             nonlocal size, complete
-            if complete:  # what comes now is the end of the connection
+            if complete:  # the next message is the end of the connection
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -123,7 +123,7 @@ class Gate:
 
 @lru_cache
 def _is_loopback(host: str) -> bool:
-    """Of a Host header, with or without its port."""
+    """Whether a Host header, with or without port, names loopback."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:
         return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback

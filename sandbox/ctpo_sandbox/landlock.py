@@ -36,7 +36,7 @@ def abi_version() -> int:
 
 
 class FileRules:
-    """Reading: the interpreter, the system libraries and a few device files; everything else is invisible.
+    """Read access: the interpreter, the system libraries and a few device files; everything else is inaccessible.
 
     Holds open descriptors of the readable paths. Raises OSError where Landlock is missing.
     """
@@ -53,7 +53,7 @@ class FileRules:
         return os.open(path, os.O_PATH | os.O_CLOEXEC)
 
     def ruleset(self, directory: str) -> int:
-        """Descriptor of rules under which `directory` may be written too, with whatever is mounted there later."""
+        """Descriptor of rules that also allow writing to `directory`, including later mounts below it."""
         attributes = struct.pack("=QQQ", self._handled, _NET_ALL, _SCOPE_ALL)
         size = 24 if self.abi >= 6 else 16 if self.abi >= 4 else 8
         ruleset = _call("landlock_create_ruleset", _CREATE_RULESET, attributes, ctypes.c_size_t(size), 0)
@@ -67,5 +67,5 @@ class FileRules:
 
 
 def enforcing(ruleset: int) -> Step:
-    """Confining the process to a `FileRules.ruleset` for good, to be performed; fails without no_new_privs."""
+    """The step that confines the process to a `FileRules.ruleset`, irreversibly; fails without no_new_privs."""
     return partial(_libc.syscall, _RESTRICT_SELF, ruleset, 0)

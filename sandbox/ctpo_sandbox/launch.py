@@ -1,4 +1,4 @@
-"""Starts and stops a server next to a trainer, so that a run needs no service of its own."""
+"""Starts and stops a server next to a trainer, so that a run needs no separate service."""
 
 import contextlib
 import os
@@ -47,11 +47,11 @@ class SandboxServer:
 
     @property
     def restarts(self) -> int:
-        """How often the server was started again."""
+        """How often the server was restarted."""
         return self._restarter.restarts
 
     def stop(self) -> None:
-        """End the server and every process of it, by force after ten seconds. Safe to call twice.
+        """Stop the server and all its processes, with SIGKILL after ten seconds. Safe to call twice.
 
         Raises subprocess.TimeoutExpired when even SIGKILL did not end it.
         """
@@ -94,7 +94,7 @@ class SandboxServer:
                 raise
 
     def _restart(self) -> subprocess.Popen[bytes]:
-        _stop(self.process)  # it is gone, but its templates and workers may not be
+        _stop(self.process)  # its templates and workers may have survived it
         self.process, _, _ = self._start(self._port)
         if self._stopping.is_set():  # `stop` saw the old process
             _stop(self.process)
@@ -103,11 +103,11 @@ class SandboxServer:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)  # nobody waits for its answers any more
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the group kill below is the answer to it
+        process.send_signal(signal.SIGINT)  # hurry: no caller waits for its answers any more
+        with contextlib.suppress(subprocess.TimeoutExpired):  # handled by the group kill below
             process.wait(STOP_TIMEOUT_S)
-    # Templates and workers share the server's group; a snippet has its own but dies with its worker. They end by
-    # themselves and take their files along.
+    # Templates and workers share the server's process group; a snippet has its own but dies with its worker. They exit
+    # by themselves and remove their files.
     deadline = time.monotonic() + GROUP_GRACE_S
     while _is_alive(process.pid) and time.monotonic() < deadline:
         time.sleep(START_POLL_S)
@@ -117,7 +117,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _is_alive(group: int) -> bool:
-    """Whether a process of it is; the dead stay in it until they are reaped, in some containers for ever."""
+    """Whether a process of the group is alive; zombies stay in it until reaped, in some containers forever."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
             state, _, of = status.read_text().rpartition(")")[2].split()[:3]
@@ -140,8 +140,8 @@ def start_server(
     """Start a server on a free loopback port and wait until it answers; it ends with the calling process.
 
     `limits` bound each execution, `slots` how many run at once. `require`, `level`: least isolation, and a forced one;
-    `tiers`: libraries imported ahead, default all; `warm`: further modules (docs/sandbox.md). Its log is appended to
-    `log_path`. Raises SandboxStartError when it ends or is not healthy within `start_timeout_s` seconds.
+    `tiers`: preloaded libraries, default all; `warm`: further modules (docs/sandbox.md). Its log is appended to
+    `log_path`. Raises SandboxStartError when it exits or is not healthy within `start_timeout_s` seconds.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "ctpo_sandbox.server", "--slots", str(slots)]
@@ -153,7 +153,7 @@ def start_server(
 
 
 class ServerSettings(Protocol):
-    """What a configuration says of its sandbox: these, and every limit by its name. warm: modules, with commas."""
+    """Sandbox settings of a configuration: these, and every limit by its name. warm: modules, separated by commas."""
 
     @property
     def slots(self) -> int: ...
@@ -166,7 +166,7 @@ class ServerSettings(Protocol):
 
 
 def start_configured_server(settings: ServerSettings, log_path: Path) -> SandboxServer:
-    """`start_server` with all that `settings` say."""
+    """`start_server` with the given settings."""
     return start_server(
         slots=settings.slots,
         limits=Limits.of(settings),
@@ -178,7 +178,7 @@ def start_configured_server(settings: ServerSettings, log_path: Path) -> Sandbox
 
 
 def environment() -> dict[str, str]:
-    """Ours, in which this package can be imported."""
+    """Our environment, in which this package can be imported."""
     path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 

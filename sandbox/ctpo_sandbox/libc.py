@@ -1,4 +1,4 @@
-"""The system calls that Python has no name for, each raising OSError: mounts, namespaces, capabilities, prctl."""
+"""System calls missing in Python, each raising OSError: mounts, namespaces, capabilities, prctl."""
 
 import ctypes
 import errno
@@ -27,7 +27,7 @@ PR_SET_DUMPABLE = 4
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_SETATTR = 442  # the same number on every architecture
 _ATTRIBUTES = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MS_NOEXEC
-"""These have the same bits as MS_* and in statvfs(3)."""
+"""These have the same bits in MS_* and in statvfs(3)."""
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -45,20 +45,20 @@ def check(result: int, what: str) -> int:
 
 
 def fork() -> int:
-    """os.fork without the functions that modules have called around it, for a process with a single thread.
+    """os.fork without the hooks that modules registered, for a process with a single thread.
 
-    They make locks anew that other threads might hold, and write to hundreds of pages, each of which is copied then.
-    Generators of random numbers are the caller's to seed.
+    The hooks recreate locks that other threads might hold and write to hundreds of pages, each of which is then copied.
+    The caller must seed random number generators.
     """
     return check(_BARE_FORK(), "fork")
 
 
 Step = partial[Any]
-"""A call that is ready to be made: whoever makes it touches little memory."""
+"""A prepared call, which touches little memory when it is made."""
 
 
 def perform(steps: Iterable[Step]) -> None:
-    """Make the calls, in this order. Raises OSError for the first that fails: as in Python, or with -1 and errno."""
+    """Make the calls in order. Raises OSError for the first that fails: as in Python, or with -1 and errno."""
     for step in steps:
         if step() == -1:
             number = ctypes.get_errno()
@@ -71,12 +71,12 @@ def unshare(flags: int) -> None:
 
 
 def enter_namespace(descriptor: int, kind: int) -> None:
-    """Join the namespace of `kind` (CLONE_NEW*) that `descriptor`, a file of /proc/<pid>/ns, stands for."""
+    """Join the namespace of `kind` (CLONE_NEW*) of `descriptor`, a file of /proc/<pid>/ns."""
     check(_libc.setns(descriptor, kind), "setns")
 
 
 def mounting(source: str, target: str, kind: str | None, flags: int, options: str = "") -> Step:
-    """mount(2), to be performed."""
+    """The step mount(2)."""
     encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
     return partial(_libc.mount, *encoded[:3], ctypes.c_ulong(flags), encoded[3])
 
@@ -87,7 +87,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def unmounting(target: str) -> Step:
-    """Taking `target` out of this mount namespace, to be performed; it goes away with its last user."""
+    """The step that detaches `target` from this mount namespace; it disappears with its last user."""
     return partial(_libc.umount2, target.encode(), MNT_DETACH)
 
 
@@ -105,12 +105,12 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool) -> None:
 
 
 def _restrict_one_mount(point: str, attributes: int) -> None:
-    present = os.statvfs(point).f_flag & _ATTRIBUTES  # a remount takes away what it does not name
+    present = os.statvfs(point).f_flag & _ATTRIBUTES  # a remount clears attributes that it does not name
     mount("none", point, None, MS_REMOUNT | MS_BIND | present | attributes)
 
 
 def _mounts_below(target: str) -> list[str]:
-    """The mount at `target` and those below it. Raises OSError where `target` is none."""
+    """The mount at `target` and those below it. Raises OSError if `target` is not a mount point."""
     top = os.path.realpath(target)
     mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
     points = [line.split()[4] for line in mounts.splitlines()]
@@ -126,34 +126,34 @@ def enter_root(directory: str) -> None:
     if number is None:
         raise OSError(f"pivot_root: number unknown on {os.uname().machine}")
     os.chdir(directory)
-    # The new root stacks on the old one at the same place, so that only the old one is left to take away.
+    # The new root is stacked on the old one at the same mount point, so that only the old one must be unmounted.
     check(_libc.syscall(number, b".", b"."), "pivot_root")
     perform([unmounting(".")])
     os.chdir("/")
 
 
 def dropping_capabilities() -> Step:
-    """Giving up every capability, to be performed."""
+    """The step that drops all capabilities."""
     return partial(_libc.capset, struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 
 def setting_dumpable(dumpable: bool) -> Step:
-    """Whether processes of the same user may read the caller's memory and files through /proc; forks inherit it."""
+    """The step that sets whether processes of the same user may read the caller through /proc; forks inherit it."""
     return partial(_libc.prctl, PR_SET_DUMPABLE, int(dumpable), 0, 0, 0)
 
 
 def dying_with_parent(signal_number: int) -> Step:
-    """Getting `signal_number` when the thread that made the process ends, to be performed; then see whether it did."""
+    """The step that requests `signal_number` at the end of the creating thread; check the parent afterwards."""
     return partial(_libc.prctl, PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
 
 
 def check_parent(parent: int) -> None:
-    """Raises OSError when `parent` is gone already."""
+    """Raises OSError if `parent` is already gone."""
     if os.getppid() != parent:
         raise OSError(f"the parent (pid {parent}) died while its child started")
 
 
 def die_with_parent(parent: int, signal_number: int) -> None:
-    """Get `signal_number` when the thread that made this process ends. Raises OSError when `parent` is gone already."""
+    """Request `signal_number` at the end of the creating thread. Raises OSError when `parent` is already gone."""
     perform([dying_with_parent(signal_number)])
     check_parent(parent)

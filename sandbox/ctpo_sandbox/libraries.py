@@ -1,4 +1,4 @@
-"""Library tiers: what a fork server has imported before its first run, and which one a snippet gets."""
+"""Library tiers: the modules that a fork server preloads, and the choice of a tier for a snippet."""
 
 import _random
 import contextlib
@@ -18,9 +18,9 @@ from ctpo_sandbox.libc import Step
 
 @dataclass(frozen=True)
 class Library:
-    """One tier. modules: imported in order; warm_up: code that fills the caches which first calls would fill.
+    """One tier. modules: imported in order; warm_up: code that fills the caches of first calls.
 
-    A snippet that mentions any of `words` gets the last tier that lists it; every tier can import everything.
+    A snippet that contains any of `words` gets the last tier that lists it; every tier can import everything.
     """
 
     name: str
@@ -33,8 +33,8 @@ _STANDARD = (
     "_multiprocessing bisect cmath collections copy datetime decimal fractions functools heapq inspect io itertools "
     "json math numbers operator random re statistics string textwrap time typing"
 )
-# Two calls of each kind that answers often use: sympy imports and builds much of itself at the first of a kind. What
-# Python and sympy change at the second, every run would change in a copy of its own.
+# Two calls of each common kind: sympy imports and builds much of itself at the first call. What Python and sympy change
+# at the second call would otherwise be copied in every run.
 _SYMPY = """
 from sympy import *
 x, y = symbols("x y")
@@ -58,10 +58,10 @@ BUILT_IN = (
 
 
 def tiers(extra: Iterable[str] = (), wanted: Iterable[str] = ()) -> tuple[Library, ...]:
-    """The tiers whose packages are installed; `extra` modules make a last one, on top of the one before it.
+    """The tiers whose packages are installed; `extra` modules form a last tier, on top of the one before it.
 
-    wanted: names of the tiers to have, the standard library always; default: all. Raises ValueError naming extra
-    modules that cannot be found, and tiers that there are not.
+    wanted: names of the tiers, always with the standard library; default: all. Raises ValueError naming extra modules
+    that cannot be found, and unknown tiers.
     """
     found = [tier for tier in BUILT_IN if all(_installed(name) for name in tier.modules)]
     asked, offered = tuple(wanted), [tier.name for tier in found]
@@ -86,13 +86,13 @@ def absent() -> list[str]:
 
 
 def _installed(name: str) -> bool:
-    with contextlib.suppress(ModuleNotFoundError):  # a missing parent package
+    with contextlib.suppress(ModuleNotFoundError):  # a parent package is missing
         return importlib.util.find_spec(name) is not None
     return False
 
 
 def choose(code: str, available: Iterable[Library]) -> str:
-    """Name of the tier for `code`, by the words in it; a wrong guess costs time and nothing else."""
+    """Name of the tier for `code`, by the words in it; a wrong guess only costs time."""
     chosen = ""
     for tier in available:
         if not tier.words or any(re.search(rf"\b{re.escape(word)}\b", code) for word in tier.words):
@@ -108,7 +108,7 @@ def load(tier: Library) -> None:
 
 
 def seeders() -> list[Step]:
-    """What a forked child has to call for randomness of its own, where modules hold a generator that forking copied."""
+    """Steps that reseed random generators of modules in a forked child, which would otherwise repeat its parent's."""
     places = (("random", "_inst"), ("sympy.core.random", "rng"), ("sympy.core.random", "_assumptions_rng"))
     generators = [getattr(sys.modules[module], name) for module, name in places if module in sys.modules]
     found: list[Step] = [partial(_random.Random.seed, generator) for generator in generators]
@@ -118,10 +118,10 @@ def seeders() -> list[Step]:
 
 
 def _numpy_seeder(random: Any) -> Step:
-    """The key of its global generator is written over in its place: numpy's own seeding touches a hundred pages."""
+    """Overwrites the key of numpy's global generator in place: numpy's own seeding touches a hundred pages."""
     generator = random.get_bit_generator()
     address, key = generator.ctypes.state_address, generator.state["state"]["key"].tobytes()
-    if ctypes.string_at(address, len(key)) != key:  # a numpy that keeps it elsewhere
+    if ctypes.string_at(address, len(key)) != key:  # this numpy stores it elsewhere
         return partial(random.seed)
     return partial(_fill, address, len(key))
 

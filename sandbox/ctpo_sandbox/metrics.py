@@ -26,7 +26,7 @@ class Metrics:
         )
         self._cpu = self._new(Counter, "cpu_seconds", "CPU time of runs.").labels(node)
         for name, text, value in (
-            ("slots", "Runs that can go on at once.", lambda: pool.slots),
+            ("slots", "Runs that can run at once.", lambda: pool.slots),
             ("idle_slots", "Slots without a run.", lambda: pool.idle),
             ("waiting", "Requests waiting for a slot.", lambda: pool.waiting),
             ("lost", "Attempts that ended with the loss of a template or worker.", lambda: pool.lost),
@@ -39,7 +39,7 @@ class Metrics:
                 limits.labels(node, name).set(limit)
 
     def _new(self, kind: type[M], name: str, text: str, *labels: str, **options: Any) -> M:
-        """A metric with the node as its first label: servers on loopback look alike from outside."""
+        """A metric with the node as its first label, because all servers on loopback have the same address."""
         return kind(f"ctpo_sandbox_{name}", text, ["node", *labels], registry=self._registry, **options)
 
     @property
@@ -58,9 +58,9 @@ class Metrics:
         self._cpu.inc(run.outcome.cpu_s)
 
     def rejected(self, code: int) -> None:
-        """Count a request that got no verdict."""
+        """Count a request without a verdict."""
         self._rejected.labels(self._node, str(code)).inc()
 
     def text(self) -> bytes:
-        """The exposition."""
+        """The metrics as text."""
         return generate_latest(self._registry)

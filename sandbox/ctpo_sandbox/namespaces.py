@@ -1,4 +1,4 @@
-"""The box around the workers of a server: own process ids, network, mounts, and a root with little in it."""
+"""The box around the workers of a server: separate process ids, network and mounts, and a minimal root."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ FILES = (
     "/etc/localtime",
 )
 WORK = "/work"
-"""Above the place where each run's directory is mounted: Landlock looks at what lies above a mount point, not at it."""
+"""Parent of the mount point of each run's directory: Landlock checks parents of a mount point, not the mount itself."""
 
 RUN = f"{WORK}/run"
 _INSIDE = libc.CLONE_NEWNS | libc.CLONE_NEWIPC | libc.CLONE_NEWNET | libc.CLONE_NEWUTS
@@ -26,7 +26,7 @@ _QUIET = libc.MS_NOSUID | libc.MS_NODEV
 
 
 def readable_trees() -> list[str]:
-    """Directories that a snippet may read: the system's and the interpreter's; none inside another."""
+    """Directories that a snippet may read: the system's and the interpreter's; not nested."""
     found: list[str] = []
     for path in sorted({*TREES, sys.prefix, sys.base_prefix}):
         if Path(path).is_dir() and not any(Path(path).is_relative_to(tree) for tree in found):
@@ -37,8 +37,8 @@ def readable_trees() -> list[str]:
 def enter(root: str, *, user: bool, leave: Callable[[], None]) -> None:
     """Move the calling process into a box built on the empty directory `root`; returns in a child, as its process 1.
 
-    user: make a user namespace first, as an unprivileged server must. The calling process waits for the child, calls
-    `leave` and ends as the child ended. Raises OSError where the kernel or a container refuses a step.
+    user: create a user namespace first, as an unprivileged server must. The calling process waits for the child, calls
+    `leave` and exits with the child's status. Raises OSError where the kernel or a container refuses a step.
     """
     identity = (os.geteuid(), os.getegid())
     libc.unshare(libc.CLONE_NEWPID | (libc.CLONE_NEWUSER if user else 0))
@@ -52,21 +52,21 @@ def enter(root: str, *, user: bool, leave: Callable[[], None]) -> None:
 
 
 def fork() -> int:
-    """os.fork, the child being process 1 of process ids of its own: it sees no other worker, and none sees its runs."""
+    """os.fork into a new pid namespace, with the child as process 1: workers cannot see each other's runs."""
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     child = -1
     libc.unshare(libc.CLONE_NEWPID)
     try:
         child = os.fork()
     finally:
-        if child != 0:  # unshare refuses to do it again from anywhere but the process's own namespace
+        if child != 0:  # unshare works again only from the process's own namespace
             libc.enter_namespace(own, libc.CLONE_NEWPID)
         os.close(own)
     return child
 
 
 def own_mounts() -> None:
-    """Give the calling worker mounts of its own: its runs' directories, and a /proc of its own process ids."""
+    """Give the calling worker its own mounts: its runs' directories, and a /proc of its own process ids."""
     libc.unshare(libc.CLONE_NEWNS)
     libc.mount("none", "/", None, libc.MS_REC | libc.MS_PRIVATE)
     _mount_proc("/proc")
@@ -110,7 +110,7 @@ def _build(root: str) -> None:
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(f"/proc/self/{target}", f"{root}/dev/{name}")
     os.makedirs(root + RUN)
-    if not os.path.exists(root + "/tmp"):  # it does where the interpreter lives below it
+    if not os.path.exists(root + "/tmp"):  # it exists if the interpreter is below it
         os.symlink(RUN, root + "/tmp")
     os.makedirs(root + "/proc")
     _mount_proc(root + "/proc")
@@ -127,7 +127,7 @@ def _bind(source: str, target: str) -> None:
 
 
 class RunMount:
-    """A run's own file system, empty, bounded in bytes and files, and gone with the run."""
+    """A run's own file system: empty, limited in bytes and files, and removed with the run."""
 
     path = RUN
 
@@ -142,16 +142,16 @@ class RunMount:
         libc.perform(self._mount)
 
     def excess(self, child: int) -> str:
-        """The kernel sees to it."""
+        """The kernel enforces the limits."""
         return ""
 
     def discard_quickly(self) -> bool:
-        """Always done: memory is freed, not files one by one."""
+        """Always quick: memory is freed, not files one by one."""
         libc.perform(self._unmount)
         return True
 
     def discard(self) -> None:
-        """Nothing is left to do."""
+        """Nothing remains to be done."""
 
     def close(self) -> None:
-        """Nothing is left outside the box."""
+        """Nothing remains outside the box."""

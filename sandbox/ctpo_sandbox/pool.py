@@ -1,4 +1,4 @@
-"""The slots of a server, the queue in front of them, and the replacement of what is lost."""
+"""The slots of a server, their queue, and the replacement of lost processes."""
 
 import asyncio
 import logging
@@ -22,11 +22,11 @@ _log = logging.getLogger("ctpo_sandbox.pool")
 
 
 class PoolFull(Exception):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class PoolUnavailable(Exception):
-    """A run could not be carried out on a fresh worker either."""
+    """A run failed on a fresh worker, too."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RunResult:
 
 @dataclass(eq=False)
 class _QueuedRun:
-    """A snippet on its way through a slot, and the future of who waits for it, cancelled when nobody does."""
+    """A queued or running snippet, and its caller's future, which is cancelled when the caller no longer waits."""
 
     code: bytes
     stdin: bytes
@@ -64,9 +64,10 @@ class _QueuedRun:
 
 
 class Pool:
-    """`slots` places behind one first-come queue; each has a worker of every library tier, forked at its first use.
+    """`slots` slots behind a first-come-first-served queue; each has a worker of every library tier, forked on first
+    use.
 
-    Raises NoControlGroup where the limits need one.
+    Raises NoControlGroup if the limits need one that cannot be created.
     """
 
     def __init__(
@@ -125,18 +126,18 @@ class Pool:
 
     @property
     def full(self) -> bool:
-        """Whether the queue takes no more requests."""
+        """Whether the queue is full."""
         if self.idle:
             return False
         return self.waiting >= self.max_waiting or self._waiting_chars > _MAX_WAITING_CHARS
 
     @property
     def missing(self) -> dict[str, str]:
-        """Protections that this machine does not offer at this level, with the reason."""
+        """Protections that are not available at this level on this machine, with the reason."""
         return next(iter(self.templates.values())).missing
 
     async def start(self) -> None:
-        """Start every template and a worker of each. Raises LevelRefused, or WorkerLost when one does not come up."""
+        """Start every template and a worker of each. Raises LevelRefused, or WorkerLost when one does not start."""
         started = (worker.ensure_started() for worker in self._slots[0].values())
         problems = [found for found in await asyncio.gather(*started, return_exceptions=True) if found is not None]
         if problems:
@@ -147,8 +148,8 @@ class Pool:
     async def run(self, code: str, stdin: str, run_timeout_s: float) -> RunResult:
         """Execute one snippet; the queue has no deadline of its own, the caller's request has.
 
-        Raises PoolFull at once when the queue is full, and PoolUnavailable when it could not be carried out twice.
-        Cancelling kills the snippet, and costs no other one anything.
+        Raises PoolFull at once when the queue is full, and PoolUnavailable when it failed twice. Cancelling kills the
+        snippet, and does not affect others.
         """
         if self.full:
             raise PoolFull(
@@ -165,7 +166,7 @@ class Pool:
         worker = slot[tier]
         source, given = (text.encode("utf-8", errors="surrogatepass") for text in (code, stdin))
         job = _QueuedRun(source, given, run_timeout_s, time.monotonic() - queued)
-        self._in_background(self._occupy(slot, worker, job))  # so that hanging up interrupts none of its steps
+        self._in_background(self._occupy(slot, worker, job))  # so that a disconnect interrupts none of its steps
         try:
             return await job.verdict
         except asyncio.CancelledError:
@@ -188,14 +189,14 @@ class Pool:
             self._idle.put_nowait(slot)
 
     async def _finish(self, worker: Worker) -> None:
-        """Until the files of its last run are gone, or it is for taking too long."""
+        """Wait until the files of its last run are removed, or replace it for taking too long."""
         try:
             await worker.finish()
         except WorkerLost as error:
             self._replace(worker, error)
 
     async def _run_with_retry(self, worker: Worker, job: "_QueuedRun") -> None:
-        """Set the verdict, or none where nobody waits for it any more. Raises PoolUnavailable."""
+        """Set the verdict, unless the caller no longer waits for it. Raises PoolUnavailable."""
         reasons: list[str] = []
         while not job.abandoned:
             try:
@@ -233,12 +234,12 @@ class Pool:
         self._in_background(asyncio.to_thread(remove_tree, left))
 
     def spare_worker(self) -> Worker:
-        """A worker outside the slots, of the first tier; the caller's to start and to kill."""
+        """A worker outside the slots, of the first tier; the caller starts and kills it."""
         return self._worker(self.slots, next(iter(self.templates.values())))
 
     def _worker(self, slot: int, template: Template) -> Worker:
         group = None
-        if self._places is not None:  # files of runs may be in memory, too
+        if self._places is not None:  # files of runs may be in memory
             size_mb = self.limits.memory_mb + self.limits.disk_mb
             group = self._places.group(f"{slot}-{template.library.name}", size_mb)
             self._groups.append(group)

@@ -19,7 +19,7 @@ from ctpo_sandbox.template import BIND_NOW, Boot
 from ctpo_sandbox.timeouts import BACKSTOP_S, CLEANING_TIMEOUT_S, WORKER_START_TIMEOUT_S
 
 _PACKAGE = Path(__file__).resolve().parent
-# A package without its __init__, which imports the client: every fork would copy its megabytes.
+# The package without its __init__, which imports the client: every fork would copy megabytes.
 _BOOT = (
     "import sys, types; package = types.ModuleType('ctpo_sandbox'); package.__path__ = [{package!r}]; "
     "sys.modules['ctpo_sandbox'] = package; from ctpo_sandbox.template import main; main({configuration!r})"
@@ -27,7 +27,7 @@ _BOOT = (
 
 
 class RunFault(Exception):
-    """A run failed by no fault of its snippet, and its worker is well. passes: for want of a process, so wait."""
+    """A run failed through no fault of its snippet, and its worker is fine. passes: a process limit, retry later."""
 
     def __init__(self, reason: str, *, passes: bool) -> None:
         super().__init__(reason)
@@ -35,11 +35,11 @@ class RunFault(Exception):
 
 
 class LevelRefused(Exception):
-    """A template could not be confined at the level asked for."""
+    """A template could not be confined at the requested level."""
 
 
 def _environment() -> dict[str, str]:
-    """The environment every snippet sees: nothing of the trainer's, one thread per numerical library."""
+    """The environment of every snippet: no variables of the trainer, one thread per numerical library."""
     one_thread = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return {
         "PATH": os.environ.get("PATH", os.defpath),
@@ -71,7 +71,7 @@ class Template:
     async def spawn(self, slot: int, directory: str) -> tuple[Channel, int]:
         """A new worker: its channel and a pidfd. Raises as `Worker.ensure_started`.
 
-        Not to be cancelled: the template would have to be killed, and all its workers with it.
+        Must not be cancelled: the template would have to be killed, with all its workers.
         """
         async with self._one_at_a_time:
             await self._ensure_started()
@@ -100,7 +100,7 @@ class Template:
         try:
             await self._start()
         except BaseException:
-            self.kill()  # its hello may still come, and must not be taken for the answer to a request
+            self.kill()  # its hello may still come, and must not be read as the answer to a request
             raise
 
     async def _start(self) -> None:
@@ -119,7 +119,7 @@ class Template:
                     stdout=subprocess.DEVNULL,
                     env=_environment() | {BIND_NOW: "1"},
                 )
-        except BlockingIOError as error:  # the machine, or the container, has no process left
+        except BlockingIOError as error:  # the process limit of the machine or container is reached
             raise RunFault(f"could not start the template of {self.library.name}: {error}", passes=True) from error
         self._channel = Channel(f"the template of {self.library.name} (pid {self._process.pid})", ours)
         hello = await self._channel.receive(self._start_timeout_s, "to start")
@@ -128,7 +128,7 @@ class Template:
         self.missing = json.loads(hello.removeprefix(READY))
 
     def kill(self) -> None:
-        """End the process, and with it its workers and their runs. Safe to call at any time."""
+        """Kill the process, and with it its workers and their runs. Safe to call at any time."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -158,7 +158,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, None while there is no process."""
+        """Its process id, None without a process."""
         if self._handle is None:
             return None
         lines = Path(f"/proc/self/fdinfo/{self._handle}").read_text().splitlines()
@@ -166,10 +166,10 @@ class Worker:
         return pid if pid > 0 else None
 
     async def ensure_started(self) -> None:
-        """Fork the process unless it is there.
+        """Fork the process unless it exists.
 
-        Raises WorkerLost when it is not ready within its deadline, RunFault when the machine has no process left, and
-        LevelRefused when it cannot be confined.
+        Raises WorkerLost when it is not ready within its deadline, RunFault at a process limit, and LevelRefused when
+        it cannot be confined.
         """
         if self._channel is not None:
             return
@@ -178,7 +178,7 @@ class Worker:
         hello = await self._channel.receive(WORKER_START_TIMEOUT_S, "to start")
         if hello != READY:
             raise LevelRefused(f"{self.name} could not confine itself: {hello.removeprefix(FAILED)[:500]!r}")
-        if self._group is not None and self.pid is not None:  # runs come to be in it
+        if self._group is not None and self.pid is not None:  # its runs inherit the group
             try:
                 self._group.enter(self.pid)
             except OSError as error:
@@ -187,8 +187,8 @@ class Worker:
     async def run(self, files: Sequence[int], run_timeout_s: float) -> ChildOutcome:
         """One execution over `run_files`.
 
-        Raises WorkerLost when the worker fails, LevelRefused when it cannot confine a child, and RunFault when it is
-        well and the run failed by no fault of its own.
+        Raises WorkerLost when the worker fails, LevelRefused when it cannot confine a child, and RunFault when the
+        worker is fine but the run failed through no fault of its own.
         """
         assert self._channel is not None
         deadline_s = WALL_FACTOR * run_timeout_s + BACKSTOP_S
@@ -207,32 +207,32 @@ class Worker:
         return outcome
 
     def _excess_of_memory(self, outcome: ChildOutcome) -> ChildOutcome:
-        """`outcome`, or that of a run that the kernel killed because its group has too much memory."""
+        """`outcome`, changed if the kernel killed the run because its group exceeded the memory limit."""
         killed = outcome.fault is not None and outcome.exit_code == -signal.SIGKILL
         if not (killed and self._group is not None and self._group.was_exceeded()):
             return outcome
         return outcome._replace(fault=None, killed_for=f"for more than {self._template.limits.memory_mb} MB of memory")
 
     def stop(self) -> None:
-        """End the run that goes on, if there is one; the worker stays, and reports it as ever."""
+        """End the current run, if any; the worker stays and reports it as usual."""
         if self._running and self._channel is not None:
             with contextlib.suppress(WorkerLost):  # `run` finds out too
                 self._channel.send(STOP, [])
 
     async def finish(self) -> None:
-        """Wait until the files of the last run are gone. Raises WorkerLost when that takes too long."""
+        """Wait until the files of the last run are removed. Raises WorkerLost when that takes too long."""
         if self._cleaning and self._channel is not None:
             await self._channel.receive(CLEANING_TIMEOUT_S, "to remove the files of a run")
             self._cleaning = False
 
     def kill(self) -> str:
-        """End the process, its child with it, at any time; the directory in which files of it may be left."""
+        """Kill the process and its child, at any time; returns the directory in which its files may remain."""
         self._running = self._cleaning = False
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         if self._handle is not None:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            with contextlib.suppress(ProcessLookupError):  # it has exited already
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             os.close(self._handle)
             self._handle = None

@@ -1,6 +1,6 @@
-"""A snippet as the program `python main.py`: its module, its outputs, its limits of recursion, and how it ends."""
+"""Runs a snippet like `python main.py`: module, outputs, recursion limit, and shutdown."""
 
-import _signal  # type: ignore[import-not-found]  # without signal's tour through enumerations
+import _signal  # type: ignore[import-not-found]  # without the enums of signal
 import _thread
 import atexit
 import builtins
@@ -23,11 +23,11 @@ from typing import Any
 from ctpo_sandbox.libc import Step
 
 REHEARSALS = 20
-"""Calls after which Python 3.11 has made a function's code quick: quick code looks at fewer objects."""
+"""Calls after which Python 3.11 has specialized a function's bytecode, which then touches fewer objects."""
 
-_FLUSH_FAILED = 120  # CPython's own code for it
+_FLUSH_FAILED = 120  # CPython's own exit status for it
 _FILENAME = "main.py"
-_FRAMES_OF_RUN_MAIN = 1  # once it is quick: before, Python 3.11 counts its call of `exec`, too
+_FRAMES_OF_RUN_MAIN = 1  # once specialized; before, Python 3.11 also counts its call of `exec`
 _MAX_RECURSION = 2**31 - 1
 _real_set, _real_get = sys.setrecursionlimit, sys.getrecursionlimit
 _hidden = 0
@@ -38,7 +38,7 @@ _handlers: list[object] = []
 
 
 class _Output(io.FileIO):
-    """One that drops what is beyond the size limit of a file: the reply would cut it anyway."""
+    """An output that drops everything beyond the file size limit, which the reply would cut anyway."""
 
     def write(self, data: Any) -> int:
         try:
@@ -50,12 +50,12 @@ class _Output(io.FileIO):
 
 
 def prepare_main(*, explain: bool) -> None:
-    """Do ahead, in the template, what every program needs: what a run does itself costs it a copy of each page touched.
+    """Prepare in the template what every program needs: in a run it would cost a copy of each touched page.
 
-    explain: have multiprocessing say why it fails, in place of a missing file of the C library's.
+    explain: have multiprocessing fail with the reason instead of a missing file of the C library.
     """
     errors, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)  # streams look at what they are made over, which are regular files in a run
+    os.dup2(nothing, 2)  # streams inspect their files, which are regular files in a run
     _rehearse([_output(number, name) for number, name in _STREAMS])
     for number, name in _STREAMS:
         stream = _output(number, name)
@@ -73,11 +73,11 @@ def prepare_main(*, explain: bool) -> None:
     sys.argv = [_FILENAME]
     _forget_exits()
     if "tempfile" in sys.modules:
-        vars(sys.modules["tempfile"])["tempdir"] = None  # not that of the template
+        vars(sys.modules["tempfile"])["tempdir"] = None  # not the template's directory
 
 
 def _output(number: int, name: str) -> io.TextIOWrapper:
-    """Such a stdout or stderr, otherwise as the interpreter made it."""
+    """Such a stdout or stderr, otherwise as the interpreter creates it."""
     made = getattr(sys, name)
     raw = _Output(number, "w", closefd=False)
     raw.name = f"<{name}>"
@@ -96,16 +96,16 @@ def _rehearse(streams: list[io.TextIOWrapper]) -> None:
 
 
 def _forget_exits() -> None:
-    """What modules of the template do at its end; `finish` does what of it has something to do."""
+    """Unregister the exit handlers of the template's modules; `finish` runs those that have something to do."""
     atexit.unregister(logging.shutdown)
     atexit.unregister(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers it again
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next finalizer registers it again
     _exits[:] = _registered()
     _handlers[:] = logging._handlerList  # type: ignore[attr-defined]
 
 
 def _registered() -> list[object]:
-    """What there is for `threading._shutdown` to wait for, and for handlers of exits to see it done."""
+    """What `threading._shutdown` and exit handlers have to wait for."""
     return [_thread._count(), atexit._ncallbacks(), *threading._threading_atexits]  # type: ignore[attr-defined]
 
 
@@ -122,7 +122,7 @@ def _explain_processes() -> None:
 
 
 def _set_recursion_limit(limit: int, /) -> None:
-    """Counted from the snippet's first frame."""
+    """As sys.setrecursionlimit, counted from the snippet's first frame."""
     _real_set(min(limit + _hidden, _MAX_RECURSION) if isinstance(limit, int) and limit > 0 else limit)
 
 
@@ -134,7 +134,7 @@ def _get_recursion_limit() -> int:
 
 
 def frames() -> int:
-    """How many there are below the caller, itself included."""
+    """Number of frames up to and including the caller's."""
     frame, number = sys._getframe(1), 0
     while frame is not None:
         frame, number = frame.f_back, number + 1  # type: ignore[assignment]
@@ -142,7 +142,7 @@ def frames() -> int:
 
 
 def hide_frames(below: int) -> None:
-    """Count the limit of recursion from the first frame of a snippet, with `below` under `run_main`."""
+    """Count the recursion limit from the first frame of a snippet, with `below` frames under `run_main`."""
     global _hidden
     limit = _get_recursion_limit()
     _hidden = below + _FRAMES_OF_RUN_MAIN
@@ -150,18 +150,18 @@ def hide_frames(below: int) -> None:
 
 
 def first_steps(directory: str) -> list[Step]:
-    """What a run in `directory` does before `run_main`."""
-    interrupted = partial(_signal.signal, _signal.SIGINT, signal.default_int_handler)  # as the interpreter at its start
+    """Steps of a run in `directory` before `run_main`."""
+    interrupted = partial(_signal.signal, _signal.SIGINT, signal.default_int_handler)  # as at start
     return [partial(sys.path.insert, 0, os.path.realpath(directory)), interrupted]
 
 
 def main_names() -> dict[str, Any]:
-    """Those of the module `__main__`."""
+    """Globals of the module `__main__`."""
     return sys.modules["__main__"].__dict__
 
 
 def run_main(source: bytes, names: dict[str, Any]) -> int:
-    """Be the program `main.py` over the names of its module; the exit status, with which to `finish`."""
+    """Run as the program `main.py` with the globals of its module; returns the exit status for `finish`."""
     lines = source.decode("utf-8", "replace").splitlines(True)
     linecache.cache[_FILENAME] = (len(source), None, lines, _FILENAME)
     threading.main_thread()._native_id = os.getpid()  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ def _report(error: BaseException) -> int:
     own_frame_removed = error.__traceback__.tb_next if error.__traceback__ is not None else None
     error.__traceback__ = own_frame_removed
     try:
-        if sys.excepthook is sys.__excepthook__:  # the C hook would look for main.py on disk
+        if sys.excepthook is sys.__excepthook__:  # the C hook would search main.py on disk
             traceback.print_exception(error)
         else:
             sys.excepthook(type(error), error, own_frame_removed)
@@ -202,7 +202,7 @@ def _report(error: BaseException) -> int:
 
 
 def finish(status: int) -> int:
-    """The steps of the interpreter's own shutdown that a snippet can observe; the exit status."""
+    """Run the steps of the interpreter's shutdown that a snippet can observe; returns the exit status."""
     try:
         if _registered() != _exits:
             threading._shutdown()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What server, template, worker and child tell each other: limits, levels of isolation, and how a child ended."""
+"""Records shared by server, template, worker and child: limits, levels of isolation, and a child's outcome."""
 
 import math
 import struct
@@ -10,18 +10,18 @@ from ctpo_sandbox.timeouts import CPU_SLACK_S
 READY = b"ready"
 FAILED = b"failed"
 STOP = b"stop"
-"""To a worker: end the run that goes on."""
+"""To a worker: end the current run."""
 CLEANED = b"cleaned"
-"""From a worker: the files of the run that it reported last are gone."""
+"""From a worker: the files of the last reported run are removed."""
 WALL_FACTOR = 2
-"""Wall time that a run may take, in units of its time limit, which is CPU time: a busy machine is not its fault."""
+"""Wall-time limit of a run, as a multiple of its CPU-time limit: a busy machine is not its fault."""
 _NUMBERS = struct.Struct("=4?i3d")
 MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES = 16 * 1024, 64
 
 LEVELS = {
-    "namespaces-root": "A: own process ids, network, mounts and user id per slot, beside what C and D do",
-    "namespaces-user": "B: own process ids, network and mounts in a user namespace, beside what C and D do",
-    "landlock": "C: files by Landlock, beside what D does",
+    "namespaces-root": "A: own process ids, network, mounts and user id per slot, in addition to C and D",
+    "namespaces-user": "B: own process ids, network and mounts in a user namespace, in addition to C and D",
+    "landlock": "C: files by Landlock, in addition to D",
     "seccomp": "D: system calls filtered; world-readable files can be read",
     "none": "E: resource limits only; snippets have the rights of the server's user",
 }
@@ -29,16 +29,16 @@ LEVELS = {
 
 
 def _limit(default: float | None, meaning: str, least: int = 0) -> Any:
-    """least: below it no program runs, and the self-test cannot tell that from missing isolation."""
+    """least: below it no program runs, which the self-test could not distinguish from missing isolation."""
     return field(default=default, metadata={"meaning": meaning, "least": least})
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of every run: the one declaration of their names, types, defaults and meanings.
+    """Limits of every run: the single declaration of their names, types, defaults and meanings.
 
-    The options of the server, what `GET /health` and `GET /metrics` show, and the keys of a training configuration
-    follow from it. Raises ValueError for a limit that is not a positive number, or below what a program needs.
+    Options of the server, `GET /health`, `GET /metrics` and the keys of a training configuration are derived from it.
+    Raises ValueError for a limit that is not a positive number, or below what a program needs.
     """
 
     run_timeout_s: float = _limit(60.0, "CPU seconds of one execution; it ends after twice as many seconds in any case")
@@ -70,7 +70,7 @@ class Limits:
 
     @classmethod
     def of(cls, source: object) -> Self:
-        """The limits that `source` has as attributes of the same names."""
+        """The limits in the attributes of `source` with the same names."""
         return cls(**{limit.name: getattr(source, limit.name) for limit in fields(cls)})
 
     @property
@@ -80,11 +80,11 @@ class Limits:
 
     @property
     def needs_group(self) -> bool:
-        """Whether the limit of the address space does not hold that of the memory."""
+        """Whether the address-space limit does not enforce the memory limit."""
         return self.address_mb > self.memory_mb
 
     def cpu_limit_s(self, run_timeout_s: float) -> int:
-        """CPU seconds after which the kernel ends an execution whose time limit did not."""
+        """CPU seconds after which the kernel ends an execution that outlived its time limit."""
         most = math.ceil(run_timeout_s) + CPU_SLACK_S
         return most if self.cpu_s is None else min(self.cpu_s, most)
 
@@ -92,11 +92,11 @@ class Limits:
 class ChildOutcome(NamedTuple):
     """How one child ended.
 
-    `exit_code` is -N when signal N killed it. `killed_for`: the limit for which its worker killed it, if it did.
-    `fault`: why this says nothing about the snippet, if it does not: the child failed before the first line, or
-    something else on the machine killed it. `exhausted`: the fault is that the machine has no process left, and passes.
-    `refused`: the fault is that the child could not give up its rights. `cleaning`: the worker still removes what the
-    run left, and says when it is done.
+    `exit_code` is -N when signal N killed it. `killed_for`: the limit for which its worker killed it, if any. `fault`:
+    why the outcome says nothing about the snippet, if so: the child failed before the first line, or something else on
+    the machine killed it. `exhausted`: the fault is a process limit and transient. `refused`: the fault is that the
+    child could not drop its privileges. `cleaning`: the worker is still removing the run's files, and will report the
+    end.
     """
 
     timed_out: bool
@@ -111,14 +111,14 @@ class ChildOutcome(NamedTuple):
     cleaning: bool = False
 
     def encode(self) -> bytes:
-        """Made of little, because a worker writes to few pages then."""
+        """Encode with few objects, so that a worker writes to few pages."""
         timed_out, exit_code, wall_s, cpu_s, maxrss_mb, killed_for, fault, exhausted, refused, cleaning = self
         numbers = _NUMBERS.pack(timed_out, exhausted, refused, cleaning, exit_code, wall_s, cpu_s, maxrss_mb)
         return numbers + f"{killed_for}\n{fault or ''}".encode()
 
     @classmethod
     def decode(cls, message: bytes) -> Self:
-        """What `encode` made."""
+        """Inverse of `encode`."""
         timed_out, exhausted, refused, cleaning, exit_code, wall_s, cpu_s, maxrss_mb = _NUMBERS.unpack_from(message)
         killed_for, _, fault = message[_NUMBERS.size :].decode().partition("\n")
         return cls(
@@ -127,5 +127,5 @@ class ChildOutcome(NamedTuple):
 
 
 def option(limit: str) -> str:
-    """The option of the server that sets the limit of this name."""
+    """The server's option for the limit of this name."""
     return "--" + limit.replace("_", "-")

@@ -11,7 +11,7 @@ _log = logging.getLogger("ctpo_sandbox.remove")
 def remove_tree(directory: str) -> None:
     """Remove a directory: any depth, any permissions, symbolic links not followed. A failure is logged.
 
-    By descriptors: no name that a snippet could exchange for a link on the way is ever gone through.
+    Uses descriptors, so a snippet cannot redirect it by replacing a directory with a link.
     """
     try:
         top = _enter(directory)
@@ -30,7 +30,7 @@ def remove_tree(directory: str) -> None:
 
 
 def _enter(name: str, parent: int | None = None) -> int:
-    """A descriptor of a directory, which is readable and writable for its owner afterwards."""
+    """A descriptor of a directory, made readable and writable for its owner."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         if os.fstat(handle).st_mode & 0o700 != 0o700:
@@ -41,7 +41,7 @@ def _enter(name: str, parent: int | None = None) -> int:
 
 
 def _empty(top: int) -> None:
-    """Directories inside others are lifted to the top first, so that no path and no recursion grows with the depth."""
+    """Nested directories are first moved to the top, so that neither paths nor recursion grow with the depth."""
     numbers = itertools.count()
     pending = _remove_files(top)
     while pending:
@@ -56,7 +56,7 @@ def _empty(top: int) -> None:
 
 
 def _remove_files(directory: int) -> list[str]:
-    """Remove all but the directories that are not empty, whose names it returns."""
+    """Remove everything except non-empty directories; returns their names."""
     with os.scandir(directory) as entries:
         listed = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     left = []
@@ -79,7 +79,7 @@ def _remove_empty(name: str, parent: int) -> bool:
 
 
 def _lift(name: str, source: int, top: int, numbers: "itertools.count[int]") -> str:
-    os.close(_enter(name, source))  # a directory that its owner may not write cannot be moved
+    os.close(_enter(name, source))  # a directory that is not writable for its owner cannot be moved
     for number in numbers:
         lifted = f"{number}.lifted"
         try:

@@ -17,9 +17,9 @@ class SandboxStartError(Exception):
 class Restarter:
     """Waits for a server process to exit, and restarts it on `port` until `stopping` is true.
 
-    start: starts the server again on the same port; raises SandboxStartError when it does not become healthy.
-    pauses_s: before a restart, by the number of early exits and failed starts in a row. The last one repeats.
-    steady_s: a server that ran at least this long did not exit early. restarts: how often it was started again.
+    start: restarts the server on the same port, or raises SandboxStartError if it is not healthy. pauses_s: pauses
+    before a restart, by consecutive early exits and failed starts. The last one repeats. steady_s: a server that ran
+    this long did not exit early. restarts: number of restarts.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Restarter:
         self._early_exits = 0
 
     def run(self, process: subprocess.Popen[bytes], is_final: Callable[[int], bool] = lambda _: False) -> int | None:
-        """Keep the server running, beginning with `process`.
+        """Keep the server running, starting with `process`.
 
-        Returns the exit status of the last process when that is final or `stopping` is true, and None when `stopping`
+        Returns the exit status of the last process when it is final or `stopping` is true, and None when `stopping`
         becomes true between two processes.
         """
         while True:

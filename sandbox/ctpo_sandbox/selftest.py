@@ -1,4 +1,4 @@
-"""Runs hostile snippets through the real path at start, so that the server states what it enforces, not hopes."""
+"""Runs hostile snippets through the real code path at start, so that the server reports verified protections."""
 
 import asyncio
 import json
@@ -34,10 +34,10 @@ PROMISES = {
     "seccomp": _SYSTEM_CALLS,
     "none": ("memory",),
 }
-"""What each level must be seen to enforce before it is used."""
+"""What each level must be verified to enforce before it is used."""
 
 REQUIREMENTS = {"namespaces": 2, "landlock": 3, "seccomp": 4, "none": 5}
-"""How many of `LEVELS`, from the strongest on, satisfy `--require`."""
+"""How many of `LEVELS`, starting with the strongest, satisfy `--require`."""
 
 NEVER_ENFORCED = (
     "reading the packages of the server's environment",
@@ -105,11 +105,11 @@ time.sleep(3600)
 
 
 class NotEnforceable(Exception):
-    """This machine offers no level that satisfies `--require`."""
+    """No level on this machine satisfies `--require`."""
 
 
 def candidates(requirement: str, level: str | None) -> list[str]:
-    """Levels to try, the strongest first; `level` forces one. Raises NotEnforceable when it does not satisfy."""
+    """Levels to try, the strongest first; `level` forces one. Raises NotEnforceable when it does not suffice."""
     enough = list(LEVELS)[: REQUIREMENTS[requirement]]
     if level is None:
         return enough
@@ -119,9 +119,10 @@ def candidates(requirement: str, level: str | None) -> list[str]:
 
 
 async def measure(pool: Pool) -> dict[str, bool]:
-    """Which of `PROTECTIONS` hold here.
+    """Which of `PROTECTIONS` are effective.
 
-    Raises LevelRefused when one that the pool's level promises does not, PoolUnavailable when the test cannot be run.
+    Raises LevelRefused when a protection that the pool's level promises is not, PoolUnavailable when the test cannot
+    run.
     """
     given = f"SERVERS, DISK_MB = {pool.directory!r}, {pool.limits.disk_mb}"
     async with _neighbour(pool):
@@ -140,7 +141,7 @@ async def measure(pool: Pool) -> dict[str, bool]:
 
 
 async def _memory_is_held(pool: Pool) -> bool:
-    """Whether using more than the limit ends a run that may map it."""
+    """Whether a run that uses more memory than the limit is ended, even if it may map more."""
     limits = pool.limits
     if not limits.needs_group:
         return True
@@ -159,7 +160,7 @@ async def _run(pool: Pool, code: str) -> RunResult:
 
 @asynccontextmanager
 async def _neighbour(pool: Pool) -> AsyncIterator[None]:
-    """Another run that goes on meanwhile, on a worker of its own, with memory and a file that could be found."""
+    """A concurrent run on a separate worker, with memory and a file that the test tries to find."""
     worker = pool.spare_worker()
     try:
         await worker.ensure_started()
@@ -181,7 +182,7 @@ async def _neighbour(pool: Pool) -> AsyncIterator[None]:
 
 
 def explain(requirement: str, refused: dict[str, str]) -> str:
-    """Why no level could be had, and what to do."""
+    """Why no level is available, and what to do."""
     reasons = "; ".join(f"{level}: {reason}" for level, reason in refused.items())
     return (
         f"no isolation that satisfies --require {requirement} ({reasons}). Install libseccomp2 and pyseccomp; in a "

@@ -1,4 +1,4 @@
-"""The server process: arguments, socket, choice of isolation, and an end together with its parent."""
+"""The server process: arguments, socket, choice of isolation, and shutdown with its parent."""
 
 import argparse
 import asyncio
@@ -45,14 +45,14 @@ _log = logging.getLogger("ctpo_sandbox.server")
 
 
 class StartFailed(Exception):
-    """The server's processes did not come up; the message says what to do."""
+    """The server's processes did not start; the message says what to do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ctpo sandbox serve`."""
     parser.add_argument("--host", default="127.0.0.1", help=f"off loopback {TOKEN} or {TOKEN_FILE} must be set")
     parser.add_argument("--port", type=int, default=8080, help="0: any free port, see --announce")
-    # Linux only, as the server is; its options can be listed anywhere.
+    # Linux only, like the server; but its options can be listed anywhere.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument(
         "--slots", type=positive(int), default=cores + 1, help="executions at once (default: cores + 1)"
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _watch_parent(pid: int, server: uvicorn.Server) -> None:
-    """A pidfd, not PR_SET_PDEATHSIG: that signal comes when the starting thread ends, and trainers have threads."""
+    """With a pidfd: PR_SET_PDEATHSIG would fire when the starting thread ends, and trainers have threads."""
     descriptor = os.pidfd_open(pid)
 
     def stop() -> None:
@@ -115,10 +115,10 @@ def _announce(path: Path, url: str) -> None:
 
 
 async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool], dict[str, str]]:
-    """A started pool at the strongest level there is, what it enforces, and why stronger levels were refused.
+    """A started pool at the strongest available level, what it enforces, and why stronger levels were refused.
 
-    Raises NotEnforceable when no level satisfies `--require`, and StartFailed when something else went wrong: that says
-    nothing about the isolation that the machine offers, so no weaker one is tried.
+    Raises NotEnforceable when no level satisfies `--require`, and StartFailed for any other failure: it says nothing
+    about the available isolation, so no weaker level is tried.
     """
     limits = Limits.of(args)
     _check_machine(limits)
@@ -155,11 +155,11 @@ _OF_MACHINE = {
     "address_space_mb": (resource.RLIMIT_AS, "-Hv", 1 << 20),
     "file_mb": (resource.RLIMIT_FSIZE, "-Hf", 1 << 20),
 }
-"""A limit of a run -> the kernel's, what shows it in a shell, and how many of its units one is."""
+"""A limit of a run -> the kernel's limit, the ulimit option, and the factor between their units."""
 
 
 def _check_machine(limits: Limits) -> None:
-    """Raises ValueError for a limit that this machine lets no process have."""
+    """Raises ValueError for a limit above this machine's hard limit."""
     for name, (kind, shown_by, unit) in _OF_MACHINE.items():
         value, (_, hard) = getattr(limits, name), resource.getrlimit(kind)
         if value is not None and hard != resource.RLIM_INFINITY and value * unit > hard:
@@ -168,7 +168,7 @@ def _check_machine(limits: Limits) -> None:
 
 
 class _UvicornServer(uvicorn.Server):
-    """SIGTERM stops accepting and finishes what was taken on; SIGINT hurries."""
+    """SIGTERM stops accepting and finishes accepted requests; SIGINT hurries."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGINT:
@@ -177,7 +177,7 @@ class _UvicornServer(uvicorn.Server):
 
 
 def _raise_open_files() -> None:
-    """A connection is an open file, and the usual limit of 1024 was made for programs that use select(2)."""
+    """Every connection is an open file, and the default limit of 1024 is meant for programs that use select(2)."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -232,31 +232,31 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
 
 
 def _check_platform() -> None:
-    """Raises NotEnforceable off Linux: memory files, process descriptors and every level of isolation are Linux's."""
+    """Raises NotEnforceable if not on Linux: memory files, pidfds and every level of isolation need it."""
     if sys.platform != "linux":
         raise NotEnforceable(f"the server runs on Linux only, not on {sys.platform}; start it in a Linux machine or VM")
 
 
 def _check_address(host: str) -> None:
-    """Raises NotEnforceable for an address that others reach while there is no token, ValueError for a bad one."""
+    """Raises NotEnforceable for an address that others can reach without a token, ValueError for an invalid one."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
     if shared_token() is None and not loopback:
         raise NotEnforceable(
-            f"--host {host} is not a loopback address: whoever reaches it could run code. Set {TOKEN} to a secret that "
+            f"--host {host} is not a loopback address: anyone could run code. Set {TOKEN} to a secret that "
             f"clients send as a bearer token, or {TOKEN_FILE} to a file with it"
         )
 
 
 def _exit_on(number: int, _: object) -> None:
-    """uvicorn raises a caught signal again when it is done; the default action would skip the pool's clean-up."""
+    """uvicorn re-raises a caught signal at its end; the default action would skip the pool's cleanup."""
     raise SystemExit(128 + number)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal or the end of the parent; the exit status. Failures to start are printed, not raised."""
+    """Serve until a signal or the parent's end; returns the exit status. Start failures are printed, not raised."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_on)
@@ -268,7 +268,7 @@ def run(args: argparse.Namespace) -> int:
         _raise_open_files()
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         with socket.create_server((args.host, args.port), family=family, backlog=_BACKLOG) as listener:
-            # asyncio asks for it only on sockets made with an explicit protocol; without it every reply waits 40 ms.
+            # asyncio sets this only on sockets created with an explicit protocol; without it every reply waits 40 ms.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asyncio.run(_serve(args, listener))
     except (NotEnforceable, NoControlGroup, StartFailed, OSError, ValueError) as error:
@@ -289,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _supervise(args: argparse.Namespace) -> int:
-    """The same server as a child, which is started again. Raises ValueError without a port that stays the same."""
+    """The same server as a child that is restarted. Raises ValueError without a fixed port."""
     if args.port == 0:
         raise ValueError("--supervise with --port 0: a server that is started again must keep its address; name a port")
     defaults = vars(_parser().parse_args([]))

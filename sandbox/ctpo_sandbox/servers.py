@@ -1,4 +1,4 @@
-"""Which of several servers a request goes to: among those that answer, the one with the fewest requests in flight."""
+"""Load balancing: a request goes to the available server with the fewest requests in flight."""
 
 import asyncio
 import contextlib
@@ -16,20 +16,20 @@ from ctpo_sandbox.timeouts import FIRST_BACKOFF_S, MAX_BACKOFF_S, PROBE_MISSES, 
 _PATH = "/faas/sandbox"
 
 
-def roots(addresses: Sequence[str]) -> list[str]:
-    """Those of servers, given as such or as execution addresses. Raises ValueError without any."""
+def base_urls(addresses: Sequence[str]) -> list[str]:
+    """Base URLs of servers, given as base URLs or execution URLs. Raises ValueError for an empty list."""
     if not addresses:
         raise ValueError("url: at least one server is needed")
     return [address.rstrip("/").removesuffix(_PATH) for address in addresses]
 
 
 def execution_url(root: str) -> str:
-    """Where a server takes requests."""
+    """The execution URL of a server."""
     return f"{root}{_PATH}/"
 
 
 class Connections(aiohttp.TCPConnector):
-    """Closed when their loop is: a client that was not closed before is no fault to complain of then."""
+    """A connector that counts as closed once its loop is, without a warning about an unclosed client."""
 
     @property
     def closed(self) -> bool:
@@ -42,10 +42,10 @@ class Connections(aiohttp.TCPConnector):
 
 @dataclass(eq=False)
 class Server:
-    """One address.
+    """One server and its state.
 
-    ready: whether requests go there while others are ready too. resting_until: monotonic seconds. awaited: deadlines
-    of those who wait for an answer of it.
+    ready: whether it receives requests while other servers are ready. resting_until: monotonic seconds. awaited:
+    timeouts of the requests in flight.
     """
 
     root: str
@@ -57,12 +57,12 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its execution address."""
+        """Its execution URL."""
         return execution_url(self.root)
 
     @contextlib.asynccontextmanager
     async def patience(self, timeout_s: float) -> AsyncIterator[None]:
-        """To wait in for its answer. Raises TimeoutError after `timeout_s` seconds, or as soon as it turns dark."""
+        """Wait for its answer inside. Raises TimeoutError after `timeout_s` seconds, or once it is unavailable."""
         async with asyncio.timeout(timeout_s) as deadline:
             self.awaited.add(deadline)
             try:
@@ -70,8 +70,8 @@ class Server:
             finally:
                 self.awaited.discard(deadline)
 
-    def turn_dark(self) -> None:
-        """It does not answer: requests go to others, those included that wait for it."""
+    def mark_unavailable(self) -> None:
+        """It does not answer: requests go to other servers, including requests in flight."""
         self.ready = False
         for deadline in self.awaited:
             if not deadline.expired():
@@ -82,24 +82,24 @@ class Server:
         self.failures = 0
 
     def failed(self, pause_s: float | None) -> None:
-        """It gets nothing for a while: `pause_s`, or the longer the more often it fails."""
+        """Pause requests to it for `pause_s`, or with exponential backoff."""
         self.failures += 1
         backoff_s = min(FIRST_BACKOFF_S * 2 ** (self.failures - 1), MAX_BACKOFF_S)
         self.resting_until = time.monotonic() + (backoff_s if pause_s is None else min(pause_s, MAX_BACKOFF_S))
 
 
 class Servers:
-    """The servers of a client in one event loop; of several, those in use or not ready are asked how they are."""
+    """The servers of a client in one event loop; if there are several, those in use or not ready are probed."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._servers = [Server(root) for root in addresses]
-        # Clients that have one request at a time must not all begin with the same server.
+        # Clients with one request at a time must not all start with the same server.
         random.SystemRandom().shuffle(self._servers)
         self._watchers: dict[Server, asyncio.Task[None]] = {}
         self._http: aiohttp.ClientSession | None = None
 
     def take(self) -> Server:
-        """The server of the next request, which counts as in flight there from now on, until `give_back`."""
+        """The server for the next request, which counts as in flight there until `give_back`."""
         now = time.monotonic()
         server = min(self._servers, key=lambda s: (not s.ready, max(0.0, s.resting_until - now), s.in_flight))
         server.in_flight += 1
@@ -115,7 +115,7 @@ class Servers:
         server.in_flight -= 1
 
     async def aclose(self) -> None:
-        """End the watching and close its connections."""
+        """Stop probing and close its connections."""
         for watcher in self._watchers.values():
             watcher.cancel()
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
@@ -130,7 +130,7 @@ class Servers:
                 status = await _probe(http, server.root)
                 misses = misses + 1 if status is None else 0
                 if misses >= PROBE_MISSES:
-                    server.turn_dark()
+                    server.mark_unavailable()
                 elif status is not None:
                     server.ready = status != HTTPStatus.SERVICE_UNAVAILABLE
         finally:
@@ -138,7 +138,7 @@ class Servers:
 
 
 async def _probe(http: aiohttp.ClientSession, root: str) -> int | None:
-    """The HTTP status of its readiness, None without an answer; servers of other makes answer 404 and the like."""
+    """The HTTP status of its readiness, None without an answer; other implementations may answer 404."""
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with http.get(f"{root}/ready") as response:
             return response.status

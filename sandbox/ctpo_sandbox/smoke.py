@@ -1,4 +1,4 @@
-"""What a user runs before a training job: does this server answer as the contract says?"""
+"""Checks before a training job that a server implements the API."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from ctpo_sandbox.timeouts import SMOKE_TIMEOUT_S
 
 @dataclass(frozen=True)
 class Case:
-    """One request: code, stdin and limit; the verdict it must get, and words that stdout or stderr must contain."""
+    """One request: code, stdin and limit; the expected verdict, and text that stdout or stderr must contain."""
 
     name: str
     code: str
@@ -50,7 +50,7 @@ REFUSALS: dict[str, tuple[dict[str, object], int]] = {
 
 
 def run(url: str) -> int:
-    """Print one line a case; 1 when any failed, else 0."""
+    """Print one line per case; returns 1 when any failed, else 0."""
     return asyncio.run(_run(url))
 
 

@@ -11,13 +11,13 @@ from ctpo_sandbox.restart import Restarter
 from ctpo_sandbox.timeouts import SUPERVISE_PAUSES_S, SUPERVISE_STEADY_S
 
 _NOT_A_CRASH = (0, 1)
-"""Exit status of a server that was stopped, or could not start. Anything else, above all a signal, is a crash."""
+"""Exit status of a server that was stopped, or could not start. Anything else, especially a signal, is a crash."""
 
 
 class Supervisor:
     """Runs `python -m ctpo_sandbox.server` with `arguments`, which set `port`; restarts: how often it crashed.
 
-    SIGTERM and SIGINT are passed on to the server, and nothing is started after them.
+    SIGTERM and SIGINT are forwarded to the server, and nothing is restarted after them.
     """
 
     def __init__(self, arguments: Sequence[str], port: int) -> None:
@@ -51,7 +51,7 @@ class Supervisor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._server = subprocess.Popen(self._command, env=environment(), start_new_session=True)
-        if self._stopping:  # the signal arrived before there was a process to pass it on to
+        if self._stopping:  # the signal arrived before there was a process to forward it to
             self._server.terminate()
         return self._server
 

@@ -1,9 +1,9 @@
 """The rules of the seccomp filters: what a single-process Python program needs, and nothing else.
 
-Two layers, because the kernel takes most of a millisecond to take in a long filter. A worker loads the allow-list
-once: system calls that are not on it do not exist (ENOSYS) for it and its children, those of future kernels included,
-and what programs ask for knowingly is refused with EPERM, which Python reports as PermissionError. Each child adds a
-short filter that refuses what only its worker needed.
+Two layers, because loading a long filter takes the kernel most of a millisecond. A worker loads the allow-list once:
+other system calls, including those of future kernels, do not exist (ENOSYS) for it and its children. Calls that
+programs make deliberately are refused with EPERM, which Python reports as PermissionError. Each child adds a short
+filter that refuses calls that only its worker needs.
 """
 
 import errno
@@ -117,12 +117,12 @@ _ENOSYS = pyseccomp.ERRNO(errno.ENOSYS)
 
 
 def _equals(argument: int, value: int, mask: int = _INT) -> pyseccomp.Arg:
-    """The kernel ignores the upper half of an int argument, so must the comparison."""
+    """The kernel ignores the upper half of an int argument, so the comparison must, too."""
     return pyseccomp.Arg(argument, pyseccomp.MASKED_EQ, mask, value)
 
 
 def _conditional() -> Iterator[tuple[int, str, list[pyseccomp.Arg]]]:
-    """Rules of both layers that look at arguments; what matches none of a call's rules answers ENOSYS."""
+    """Rules of both layers that check arguments; a call that matches none of its rules returns ENOSYS."""
     for option in _PRCTL_ALLOWED:
         yield _ALLOW, "prctl", [_equals(0, option)]
     for kind in (_SOCK_STREAM, _SOCK_SEQPACKET):
@@ -140,7 +140,7 @@ def _conditional() -> Iterator[tuple[int, str, list[pyseccomp.Arg]]]:
 
 
 def _known(names: dict[str, str]) -> Iterator[str]:
-    """Names that this libseccomp knows; the kernel's other calls answer ENOSYS, so missing one is harmless."""
+    """Names that this libseccomp knows; other calls return ENOSYS, so a missing one is harmless."""
     for name in " ".join(names.values()).split():
         if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) != _SYSCALL_UNKNOWN:
             yield name
@@ -152,7 +152,7 @@ def worker_rules() -> pyseccomp.SyscallFilter:
     rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, _BINARY_TREE)
     for name in _known(_ALLOWED | _WORKER_ONLY):
         rules.add_rule(_ALLOW, name)
-    for name in ("clone", "prlimit64", "kill", "tgkill"):  # the children's filter looks at their arguments
+    for name in ("clone", "prlimit64", "kill", "tgkill"):  # the children's filter checks their arguments
         rules.add_rule(_ALLOW, name)
     for action, name, conditions in _conditional():
         rules.add_rule(action, name, *conditions)
@@ -164,10 +164,10 @@ def worker_rules() -> pyseccomp.SyscallFilter:
 
 
 def child_rules(*, file_attributes: bool) -> pyseccomp.SyscallFilter:
-    """What a child gives up beyond its worker.
+    """Calls that a child must not make in addition to its worker's restrictions.
 
-    file_attributes: whether it may change owners, modes and dates, and truncate by path. Landlock does not look at the
-    first three, nor before Linux 6.2 at the last, so a child that shares its user with other files must not.
+    file_attributes: whether it may change owners, modes and dates, and truncate by path. Landlock does not control the
+    first three, nor truncation before Linux 6.2, so a child that shares its user with other files must not.
     """
     rules = pyseccomp.SyscallFilter(_ALLOW)
     for name in _known(_WORKER_ONLY):
@@ -177,13 +177,13 @@ def child_rules(*, file_attributes: bool) -> pyseccomp.SyscallFilter:
             rules.add_rule(_EPERM, name)
         for name, flags in (("open", 1), ("openat", 2)):
             rules.add_rule(_EPERM, name, _equals(flags, os.O_TRUNC, mask=os.O_TRUNC | os.O_ACCMODE))
-        rules.add_rule(_ENOSYS, "openat2")  # its flags are out of a filter's sight
+        rules.add_rule(_ENOSYS, "openat2")  # a filter cannot see its flags
     rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=_CLONE_THREAD))
     rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
     for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, PR_SET_SECCOMP):
         rules.add_rule(_EPERM, "prctl", _equals(0, option))
     for name, number in (("kill", 1), ("tgkill", 2)):
         rules.add_rule(_EPERM, name, pyseccomp.Arg(0, pyseccomp.NE, ANY_PID))
-        # So that a run that was killed is known to have been killed from outside.
+        # So that SIGKILL of a run always comes from outside.
         rules.add_rule(_EPERM, name, _equals(number, signal.SIGKILL))
     return rules

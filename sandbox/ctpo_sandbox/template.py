@@ -1,6 +1,6 @@
-"""The template: a clean interpreter in its box with a tier of libraries imported; its forks are the workers.
+"""The template: a clean interpreter in its box with a tier of preloaded libraries; workers are its forks.
 
-It never sees a snippet, so that a worker can be replaced in a millisecond by one that is as clean as the first.
+It never runs a snippet, so a worker can be replaced within a millisecond by an equally clean one.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from ctpo_sandbox.timeouts import TEMPLATE_EXIT_TIMEOUT_S
 from ctpo_sandbox.worker import ForkServer
 
 BIND_NOW = "LD_BIND_NOW"
-"""Of the environment of a template: look up at its start what every run would look up for itself."""
+"""Environment variable of a template: resolve symbols at start instead of in every run."""
 
 
 @dataclass(frozen=True)
 class Boot:
-    """What the server tells a template at its start. directory: empty, the template's own. control: descriptor."""
+    """Start parameters of a template. directory: empty, the template's own. control: descriptor."""
 
     level: str
     limits: Limits
@@ -51,8 +51,8 @@ class Boot:
 def main(configuration: str) -> None:
     """Entry point of the process; `configuration` is `Boot.encode`. Returns when the server is gone."""
     boot = Boot.decode(configuration)
-    del os.environ[BIND_NOW]  # not the runs'
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    del os.environ[BIND_NOW]  # must not reach the runs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     control = socket.socket(fileno=boot.control)
     control.set_inheritable(False)
     try:
@@ -66,14 +66,14 @@ def main(configuration: str) -> None:
         control.send(FAILED + str(error).encode())
         return
     _serve(control, confinement)
-    if not boot.level.startswith("namespaces"):  # there the process outside the box does it
+    if not boot.level.startswith("namespaces"):  # there the process outside the box removes it
         _leave(boot.directory)
 
 
 def _leave(directory: str) -> None:
-    """A server that was killed cannot remove its directory; the last of its templates can."""
+    """A killed server cannot remove its directory; the last of its templates does."""
     signal.alarm(TEMPLATE_EXIT_TIMEOUT_S)
-    with contextlib.suppress(ChildProcessError):  # with SIGCHLD ignored, wait returns when all workers are gone
+    with contextlib.suppress(ChildProcessError):  # with SIGCHLD ignored, wait returns when all workers have exited
         os.wait()
     with contextlib.suppress(OSError):  # not empty: another template is still there
         os.rmdir(directory)
@@ -87,7 +87,7 @@ def _prepare(boot: Boot) -> Confinement:
     load(boot.library)
     confinement.open_files()
     libc.perform([libc.setting_dumpable(False)])
-    prepare_main(explain=not confinement.may_kill_itself)  # who cannot, cannot have other processes either
+    prepare_main(explain=not confinement.may_kill_itself)  # a child that cannot kill itself cannot have children either
     rehearse(confinement)
     gc.collect()
     gc.freeze()
@@ -95,16 +95,16 @@ def _prepare(boot: Boot) -> Confinement:
 
 
 def _serve(control: socket.socket, confinement: Confinement) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a worker ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit statuses of workers are not used
     control.send(READY + json.dumps(confinement.missing).encode())
     while True:
         try:
             message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
-        except ConnectionResetError:  # the server was killed with something of ours unread
+        except ConnectionResetError:  # the server was killed before it read our message
             return
         if not message:
             return
-        template = 0 if confinement.boxed else os.getpid()  # as a worker with process ids of its own sees it
+        template = 0 if confinement.boxed else os.getpid()  # as seen by a worker in its own pid namespace
         try:
             worker = namespaces.fork() if confinement.boxed else os.fork()
         except BlockingIOError as error:  # the machine, or the container, has no process left
@@ -124,7 +124,7 @@ def _become_worker(descriptor: int, confinement: Confinement, request: dict[str,
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()  # one for all runs: the kernel makes a group of its scheduler's for each
+        os.setsid()  # one session for all runs: the kernel creates a scheduler group for each session
         libc.die_with_parent(template, signal.SIGKILL)
         server = socket.socket(fileno=descriptor)
         try:

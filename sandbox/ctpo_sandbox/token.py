@@ -7,5 +7,5 @@ TOKEN_FILE = "SANDBOX_TOKEN_FILE"
 
 
 def shared_token() -> str | None:
-    """That of SANDBOX_TOKEN or SANDBOX_TOKEN_FILE; None without either. Raises ValueError as `from_environment`."""
+    """The token in SANDBOX_TOKEN or the file of SANDBOX_TOKEN_FILE, if any. Raises ValueError as `from_environment`."""
     return from_environment(TOKEN, fix="write the server's token into it", private=True)

@@ -1,13 +1,13 @@
-"""Values that the environment gives, or a file that it names."""
+"""Values from environment variables, or from files that they name."""
 
 import os
 from pathlib import Path
 
 
 def from_environment(variable: str, *, fix: str, private: bool = False) -> str | None:
-    """The value of `variable`, else the content of the file that `<variable>_FILE` names; None without both.
+    """The value of `variable`, else the content of the file named by `<variable>_FILE`; None without either.
 
-    fix: what to do about a file that is missing or empty. private: nobody but its owner may read or write it. Raises
+    fix: what to do about a file that is missing or empty. private: only its owner may read or write it. Raises
     ValueError for a file that is missing, empty, or open to other users.
     """
     if value := os.environ.get(variable):

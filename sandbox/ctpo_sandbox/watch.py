@@ -1,4 +1,4 @@
-"""What a worker waits for while its child runs: its end, its time, its excesses, or the end of interest in it."""
+"""Watches a worker's child for exit, timeout, limit violation or cancellation."""
 
 import os
 import select
@@ -12,11 +12,11 @@ from ctpo_sandbox.records import MAX_MESSAGE_BYTES, WALL_FACTOR
 from ctpo_sandbox.timeouts import EXCESS_POLL_S, WATCH_SHORTEST_WAIT_S
 
 TIME = "time"
-STOPPED = "nobody waits for it any more"
+STOPPED = "its caller no longer waits"
 _REST = 4
 _NONE = -1
-_THREADS_FIELD = 17  # of /proc/<pid>/stat, counted from the state
-_PROCESS_CPU_CLOCK = 2  # CPUCLOCK_SCHED of a process, the low bits of its clock's number
+_THREADS_FIELD = 17  # field of /proc/<pid>/stat, counted from the state
+_PROCESS_CPU_CLOCK = 2  # CPUCLOCK_SCHED of a process, the low bits of its clock id
 
 
 class ServerGone(Exception):
@@ -24,23 +24,23 @@ class ServerGone(Exception):
 
 
 class Watch:
-    """Over one child after another of a worker.
+    """Watches one child after another of a worker.
 
-    excess: what a child has more of than it may have, where the kernel does not see to that; "" for nothing. Asked time
-    and again, the less often the longer the answer takes.
+    excess: the limit that a child exceeds, for limits that the kernel does not enforce; "" for none. Called repeatedly,
+    the less often the longer a call takes.
     """
 
     def __init__(self, control: socket.socket, excess: Callable[[int], str]) -> None:
         self._control, self._excess = control, excess
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
-        self._registered = _NONE  # the number of the last child's descriptor, which mostly is the next one's
+        self._registered = _NONE  # the last child's descriptor number, which the next child usually gets
 
     def wait(self, child: int, limit_s: float) -> str:
-        """Wait for the end of `child`, which may use `limit_s` seconds of CPU time, and twice as many of wall time.
+        """Wait for the exit of `child`, which may use `limit_s` seconds of CPU time, and twice as many of wall time.
 
-        Returns what it had to be killed for, "" when it ended by itself. Raises ServerGone. The child is dead or dying
-        afterwards.
+        Returns the reason for which it was killed, "" when it exited by itself. Raises ServerGone. The child is dead or
+        dying afterwards.
         """
         pidfd = os.pidfd_open(child)
         self._register(pidfd)
@@ -83,7 +83,7 @@ class Watch:
 
 
 def _cpu_s(child: int) -> float:
-    """Seconds that it has used; 0.0 when it has just ended."""
+    """CPU seconds of the child; 0.0 when it has just exited."""
     try:
         return time.clock_gettime(~child << 3 | _PROCESS_CPU_CLOCK)
     except OSError:
@@ -91,7 +91,7 @@ def _cpu_s(child: int) -> float:
 
 
 def excess_threads(process: int, most: int) -> str:
-    """ "" unless it has more than `most` threads. Where it has a user of its own the kernel counts them."""
+    """ "" unless it has more than `most` threads. If it has its own user, the kernel counts them."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has just ended

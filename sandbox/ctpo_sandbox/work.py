@@ -1,4 +1,4 @@
-"""Where runs keep their files when no file system of their own can be had: a directory each, watched for its size."""
+"""Directories for the files of runs without their own file system, checked for their size."""
 
 import errno
 import itertools
@@ -18,28 +18,28 @@ _BLOCK = 512  # the unit of st_blocks
 
 
 class WorkDirectories(Protocol):
-    """Where runs keep their files: one after another in a new directory at `path`."""
+    """Directories for the files of runs: each run gets a new one at `path`."""
 
     path: str
 
     def make(self) -> None:
-        """Make it, empty."""
+        """Create it, empty."""
 
     def excess(self, child: int) -> str:
-        """What the run `child` has more of there than it may have; "" for nothing, or where the kernel sees to it."""
+        """The limit of disk use that the run `child` exceeds; "" for none, or if the kernel enforces it."""
 
     def discard_quickly(self) -> bool:
-        """Remove it with all that the run left in it, if that takes no time; whether it did."""
+        """Remove it with the run's files if that is quick; returns whether it did."""
 
     def discard(self) -> None:
         """Remove it, however long that takes."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove everything."""
 
 
 class RunDirectory:
-    """A directory of the server's file system for each run; `owner`: the runs' user, if it is not the worker's."""
+    """A directory of the server's file system for each run; `owner`: the runs' user, if not the worker's."""
 
     def __init__(self, parent: str, owner: int | None, limits: Limits) -> None:
         self._parent, self._owner, self._limits = parent, owner, limits
@@ -52,7 +52,7 @@ class RunDirectory:
             os.chown(self.path, self._owner, self._owner)
 
     def excess(self, child: int) -> str:
-        """Files that are open but have no name any more count; those that are only mapped are bounded by the memory."""
+        """Deleted files that are still open count; deleted files that are only mapped are limited by the memory."""
         most_files, most_mb = self._limits.disk_files, self._limits.disk_mb
         files = size = 0
         try:
@@ -61,7 +61,7 @@ class RunDirectory:
                 size += found.st_blocks * _BLOCK
                 if files > most_files or size > most_mb * _MB:
                     return f"for more than {most_mb} MB or {most_files} files"
-        except (FileNotFoundError, ProcessLookupError):  # the run goes on meanwhile, and may end
+        except (FileNotFoundError, ProcessLookupError):  # the run continues meanwhile, and may end
             return ""
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
@@ -70,8 +70,8 @@ class RunDirectory:
         return ""
 
     def _nameless(self, child: int) -> Iterator[os.stat_result]:
-        device = os.stat(self.path).st_dev  # that of the outputs, which are memory files, is another one
-        with self._as_owner(), suppress(PermissionError):  # a run that gives up its rights, or has just ended
+        device = os.stat(self.path).st_dev  # the outputs are memory files on another device
+        with self._as_owner(), suppress(PermissionError):  # a run that is dropping privileges, or has just ended
             for descriptor in os.listdir(f"/proc/{child}/fd"):
                 with suppress(FileNotFoundError):
                     found = os.stat(f"/proc/{child}/fd/{descriptor}")
@@ -80,7 +80,7 @@ class RunDirectory:
 
     @contextmanager
     def _as_owner(self) -> Iterator[None]:
-        """The kernel shows the open files of a process to its user; a container's root need not be allowed."""
+        """The kernel shows the open files of a process to its user; a container's root may not be allowed."""
         if self._owner is None:
             yield
             return
@@ -91,7 +91,7 @@ class RunDirectory:
         finally:
             os.seteuid(0)
             os.setegid(0)
-            libc.die_with_parent(os.getppid(), signal.SIGKILL)  # a change of user clears it
+            libc.die_with_parent(os.getppid(), signal.SIGKILL)  # a change of user clears this setting
 
     def discard_quickly(self) -> bool:
         try:
@@ -108,7 +108,7 @@ class RunDirectory:
 
 
 def _files_below(directory: str) -> Iterator[os.stat_result]:
-    """All of them, directories and links included, links not followed."""
+    """All files, including directories and links; links are not followed."""
     pending = [directory]
     while pending:
         current = pending.pop()

@@ -1,4 +1,4 @@
-"""The worker of a slot: forks one confined child per run, watches it, and says how it ended."""
+"""The worker of a slot: forks one confined child per run, watches it, and reports its outcome."""
 
 import contextlib
 import os
@@ -30,14 +30,14 @@ class ForkServer:
         os.environ.update(HOME=work.path, TMPDIR=work.path, PWD=work.path)  # for the runs
 
     def serve(self) -> None:
-        """Answer requests until the server goes away."""
+        """Serve requests until the server exits."""
         self._control.send(READY)
         with contextlib.suppress(ServerGone, BrokenPipeError, ConnectionResetError):
             while True:
                 self._serve_one()
 
     def _serve_one(self) -> None:
-        self._work.make()  # before it is asked for, so that nobody waits for it
+        self._work.make()  # in advance, so that no request waits for it
         ruleset = self._confinement.ruleset(self._work.path)
         files, run_timeout_s = self._next_request()
         try:
@@ -49,7 +49,7 @@ class ForkServer:
         if self._work.discard_quickly():
             self._control.send(outcome.encode())
             return
-        self._control.send(outcome._replace(cleaning=True).encode())  # the verdict does not wait for it
+        self._control.send(outcome._replace(cleaning=True).encode())  # the verdict does not wait for the removal
         self._work.discard()
         self._control.send(CLEANED)
 
@@ -58,13 +58,13 @@ class ForkServer:
             message, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, len(RunFiles._fields))
             if not message:
                 raise ServerGone
-            if message != STOP:  # of a run that was over already
+            if message != STOP:  # a STOP for a run that was already over
                 return RunFiles(*descriptors), float(message)
 
     def _execute(self, files: RunFiles, ruleset: int | None, run_timeout_s: float) -> ChildOutcome:
         cpu_limit_s = self._confinement.limits.cpu_limit_s(run_timeout_s)
         prepared = self._prepare(files, ruleset, cpu_limit_s)
-        child = libc.fork()  # a worker has one thread: it is itself a fork
+        child = libc.fork()  # safe: a worker, itself a fork, has one thread
         if child == 0:
             become_snippet(prepared)
         started = time.monotonic()
@@ -72,7 +72,7 @@ class ForkServer:
         try:
             killed_for = self._watch.wait(child, run_timeout_s)
         finally:
-            if self._confinement.may_kill_itself:  # it may have children, too
+            if self._confinement.may_kill_itself:  # then it may have children
                 _kill_group(child)
             _, status, usage = os.wait4(child, 0)
             wall_s = time.monotonic() - started
@@ -93,7 +93,7 @@ class ForkServer:
         )
 
     def _said(self) -> bytes:
-        """What the child that has ended said about its setup; nothing when it was killed before."""
+        """The child's report about its setup; empty when it was killed before."""
         try:
             said = os.read(self._setup, len(SETUP_DONE))
             return said if said == SETUP_DONE else said + os.read(self._setup, MAX_MESSAGE_BYTES)
@@ -116,12 +116,12 @@ class ForkServer:
 
 
 def _kill_group(child: int) -> None:
-    """Where no seccomp filter forbids them, a snippet's own children end with it, unless they left its group."""
-    with contextlib.suppress(ProcessLookupError):  # killed before it made its group
+    """Where no seccomp filter forbids children, they are killed with the snippet, unless they left its group."""
+    with contextlib.suppress(ProcessLookupError):  # killed before it created its group
         os.killpg(child, signal.SIGKILL)
 
 
 def _cpu_limit_fired(exit_code: int, cpu_s: float, cpu_limit_s: float) -> bool:
-    """A snippet can send itself the same signals, so the CPU time used has to agree."""
+    """A snippet can send itself the same signals, so the used CPU time must agree."""
     signalled = exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
     return signalled and cpu_s > cpu_limit_s - 0.1

@@ -85,7 +85,7 @@ def test_defaults_refuse_a_circle_and_a_missing_file(tmp_path: Path, monkeypatch
     ]
     Path("b.yaml").write_text("run: {seed: 1}\ndefaults: c.yaml\n")
     assert problems_of("a.yaml") == [
-        'b.yaml:2: defaults = "c.yaml": no such file; beside it are a.yaml, b.yaml',
+        'b.yaml:2: defaults = "c.yaml": no such file; next to it are a.yaml, b.yaml',
     ]
     Path("b.yaml").write_text("defaults: [a, b]\n")
     (problem,) = problems_of("a.yaml")

@@ -83,7 +83,7 @@ def test_a_checkpoint_to_load_must_be_complete_and_of_another_or_a_resumed_run(c
     assert found(config_with(f"checkpoint.load={path}", "run.name=second")) == []
     assert found(config_with(f"checkpoint.load={path}", "run.resume=true", "checkpoint.every=1")) == []
     (text,) = found(config_with(f"checkpoint.load={path}"))
-    assert "is a checkpoint of this very run, which would begin anew; add run.resume=true" in text
+    assert "is a checkpoint of this very run, which would start again; add run.resume=true" in text
 
 
 def test_going_back_to_an_older_checkpoint_of_the_run_is_said(config_with: Make) -> None:
@@ -98,13 +98,13 @@ def test_going_back_to_an_older_checkpoint_of_the_run_is_said(config_with: Make)
         assert text.startswith("warning: checkpoint.load") and "up to step_000006, now and at every restart" in text
     Path("link").symlink_to(checkpoints.absolute(), target_is_directory=True)
     (text,) = found(config_with("checkpoint.load=link/discarded_step_000009", *resumed))
-    assert text.startswith("error: checkpoint.load") and "was given up by this run" in text
+    assert text.startswith("error: checkpoint.load") and "was discarded by this run" in text
     another = Path("runs/another/checkpoints/step_000002")
     another.mkdir(parents=True)
     (another / "COMPLETE.json").touch()
     assert found(config_with(f"checkpoint.load={another}", *resumed, "run.resume=auto")) == []
     (text,) = found(config_with(f"checkpoint.load={checkpoints}/discarded_step_000009", *resumed))
-    assert text.startswith("error: checkpoint.load") and "was given up by this run" in text
+    assert text.startswith("error: checkpoint.load") and "was discarded by this run" in text
     assert found(config_with(f"checkpoint.load={checkpoints}/discarded_step_000009", "run.name=other")) == []
 
 

@@ -113,7 +113,7 @@ def test_gpus_of_engines_are_those_of_every_node() -> None:
         (
             Job(4),
             {"rollout": {"engine": {"tensor_parallel_size": 8}}},
-            "placement.engine_gpus = 4: cannot be shared out",
+            "placement.engine_gpus = 4: cannot be distributed",
         ),
         (
             Job(4),

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ctpo_megatron.data import DataError, PromptRules, PromptSampler, load_prompts
+from ctpo_megatron.data import DataError, PromptRules, PromptSampler
 from ctpo_megatron.data.prompt import Prompt
+from tests.support.prompts import load_prompts
 
 
 def row(question: str = "What is 1+1?", **changes: Any) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def test_no_rows(tmp_path, tokenizer):
 def test_reading_prompts_does_not_import_torch():
     code = (
         "import sys\n"
-        "from ctpo_megatron.data import load_conversations, load_prompts, prepare\n"
+        "from ctpo_megatron.data import load_conversations, read_prompts, prepare\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from ctpo_megatron import cli
-from ctpo_megatron.data import PromptRules, load_prompts
+from ctpo_megatron.data import PromptRules
 from ctpo_megatron.data.refine.words import near_duplicates, overlaps, words_of
+from tests.support.prompts import load_prompts
 
 THINGS = ("apples", "marbles", "tiles", "coins", "lamps", "boats", "cards", "stamps", "pages", "seats", "rods", "keys")
 HELD_OUT = (

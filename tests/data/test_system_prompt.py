@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.config import Config, SystemPrompt
-from ctpo_megatron.data import DataError, PromptRules, load_conversations, load_prompts
+from ctpo_megatron.data import DataError, PromptRules, load_conversations
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.parsers.fenced import SYSTEM_PROMPT
 from tests.data.test_conversations import TALK
 from tests.data.test_conversations import write as write_conversations
 from tests.data.test_prompts import row, write
+from tests.support.prompts import load_prompts
 
 USER, OWN = {"role": "user", "content": "q"}, {"role": "system", "content": "Be kind."}
 
@@ -37,7 +38,7 @@ def test_a_chosen_prompt_and_another_of_the_data_are_ambiguous(tmp_path: Path, t
     prompt = SystemPrompt("Box it.", chosen=True)
     with pytest.raises(DataError, match=r"row 1 column 'prompt': .*data\.system_prompt is set: which") as caught:
         load_prompts(files, tokenizer, PromptRules(99, system_prompt=prompt))
-    assert 'set data.system_prompt: "" to keep those of the data' in str(caught.value)
+    assert 'set data.system_prompt: "" to keep the messages of the data' in str(caught.value)
     files = [write_conversations(tmp_path / "b.parquet", [[OWN, *TALK]])]
     with pytest.raises(DataError, match=r"row 0 column 'messages': .*which of them counts"):
         load_conversations(files, tokenizer, system_prompt=prompt)

@@ -19,13 +19,14 @@ from transformers import AutoTokenizer
 
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config, load_config
-from ctpo_megatron.data import Group, Prompt, PromptRules, PromptSampler, Trajectory, load_prompts, prepare
+from ctpo_megatron.data import Group, Prompt, PromptRules, PromptSampler, Trajectory, prepare
 from ctpo_megatron.rollouts.groups import UniformGroups
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests.end_to_end import killed_train
 from tests.end_to_end.small_run import ROOT, Ctpo, records, repeatable
 from tests.support import children, ranks
+from tests.support.prompts import load_prompts
 
 STEPS = 3
 SETTINGS = (

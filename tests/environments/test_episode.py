@@ -200,11 +200,8 @@ def test_failing_program_is_the_models_business(status: str) -> None:
 
 
 def test_unavailable_tool_fails_the_episode() -> None:
-    with pytest.raises(EpisodeFailed, match="connection refused") as caught:
+    with pytest.raises(EpisodeFailed, match="connection refused"):
         play(Engine([10, STOP]), Codec(), Tool(ToolUnavailable("connection refused")))
-    trajectory = caught.value.trajectory
-    assert [call.status for call in trajectory.tool_calls] == ["infrastructure_error"]
-    assert trajectory.finish_reason is None
 
 
 def test_unknown_status_is_an_infrastructure_error() -> None:

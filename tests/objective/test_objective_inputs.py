@@ -9,11 +9,11 @@ import warnings
 import pytest
 import torch
 
-from ctpo_megatron.config import AdvantageConfig
+from ctpo_megatron.config import AdvantageConfig, CorrectionConfig
 from ctpo_megatron.objective import (
     Denominators,
     batch_advantages,
-    correction_weights,
+    correct,
     group_advantages,
     summarize,
     supervised_loss,
@@ -79,6 +79,14 @@ def test_non_finite_reward_is_named(bad):
         group_advantages([], AdvantageConfig())
 
 
+def weights(proximal, rollout, model, **config):
+    """Of `correct`, in the shape of the inputs, which are packed as one sequence a row."""
+    rows, tokens = proximal.shape
+    packed = [values.reshape(-1) for values in (proximal, rollout, model, model)]
+    cu_seqlens = torch.arange(rows + 1) * tokens
+    return correct(CorrectionConfig(**config), *packed, cu_seqlens).weights.reshape(rows, tokens)
+
+
 def test_correction_weights():
     d = [[0.5, math.nan, 1.0, -3.0], [2.0, -1.0, 0.25, 0.0]]
     model = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]])
@@ -90,25 +98,17 @@ def test_correction_weights():
         "sequence": [[e(-1.5), 1, e(-1.5), e(-1.5)], [e(1.25), e(1.25), e(1.25), 1]],
         "prefix": [[e(0.5), 1, e(1.5), e(-1.5)], [5, e(1), e(1.25), 1]],
     }
-    for kind, want in expected.items():
-        got = correction_weights(kind, proximal, behaviour, model)
+    for level, want in expected.items():
+        got = weights(proximal, behaviour, model, level=level)
         torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-11, atol=0)
-        flat = correction_weights(
-            kind, proximal.reshape(-1), behaviour.reshape(-1), model.reshape(-1), cu_seqlens=torch.tensor([0, 4, 8])
-        )
-        assert torch.equal(flat, got.reshape(-1))
-    assert correction_weights("prefix", proximal, behaviour, model, cap=1.5).max() == pytest.approx(1.5)
+    assert weights(proximal, behaviour, model, level="prefix", cap=1.5).max() == pytest.approx(1.5)
 
 
-def test_correction_weights_never_overflow_and_refuse_nonsense():
+def test_correction_weights_never_overflow():
     x = torch.full((1, 500), 50.0, requires_grad=True)
-    got = correction_weights("sequence", x, torch.zeros(1, 500), torch.ones(1, 500))
+    got = weights(x, torch.zeros(1, 500), torch.ones(1, 500), level="sequence")
     torch.testing.assert_close(got, torch.full((1, 500), 5.0))
     assert not got.requires_grad
-    with pytest.raises(ValueError, match="unknown correction 'causal'"):
-        correction_weights("causal", x, x, torch.ones(1, 500))
-    with pytest.raises(ValueError, match="cap must be"):
-        correction_weights("token", x, x, torch.ones(1, 500), cap=0)
 
 
 def test_supervised_loss_is_the_token_mean_whatever_the_cut():

@@ -73,10 +73,10 @@ def test_weights_leave_shared_memory_when_it_is_full(
     monkeypatch.setattr(weights, "_disk", lambda: disk)
     monkeypatch.setattr(weights, "_has_space", lambda directory, size: size < 40)
     snapshot = weights.WeightSnapshot(TENSORS.items(), 4)
-    with snapshot.published() as path:
-        assert Path(path).parent == disk and list(shared.iterdir()) == []
-        assert f"no space in {shared}" in caplog.text and f"go by {disk}" in caplog.text
-        check(Path(path))
+    path = Path(snapshot.publish())
+    assert path.parent == disk and list(shared.iterdir()) == []
+    assert f"no space in {shared}" in caplog.text and f"go by {disk}" in caplog.text
+    check(path)
     snapshot.close()
     assert list(disk.iterdir()) == []
 

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from ctpo_megatron.config import CorruptionConfig
+from ctpo_megatron.data.messages import ChatMessage
 from ctpo_megatron.data.toolmath.families import Program, Question, run
 
-Message = dict[str, str]
 
-
-def hermes(code: str, output: str) -> list[Message]:
+def hermes(code: str, output: str) -> list[ChatMessage]:
     """A call of the code interpreter and its answer in the format of `rollout.tool_parser: hermes`."""
     call = json.dumps({"name": "code_interpreter", "arguments": {"code": code}})
     return [
@@ -21,26 +20,26 @@ def hermes(code: str, output: str) -> list[Message]:
     ]
 
 
-def fenced(code: str, output: str) -> list[Message]:
+def fenced(code: str, output: str) -> list[ChatMessage]:
     """The same in the format of `rollout.tool_parser: fenced`."""
     shown = f"The program printed:\n{output}" if output else "The program printed nothing."
     return [{"role": "assistant", "content": f"```python\n{code}\n```"}, {"role": "user", "content": shown}]
 
 
-PROTOCOLS: dict[str, Callable[[str, str], list[Message]]] = {"hermes": hermes, "fenced": fenced}
+PROTOCOLS: dict[str, Callable[[str, str], list[ChatMessage]]] = {"hermes": hermes, "fenced": fenced}
 
 
 def conversation(
     problem: Question, corruption: CorruptionConfig, rng: Random, tool_parser: str = "hermes"
-) -> list[Message]:
-    """One conversation about `problem`; each kind of corruption is drawn independently with its own probability.
+) -> list[ChatMessage]:
+    """One conversation about `problem`, each kind of spoiling drawn independently with its own probability.
 
     An observation is the interpreter's output without the final newline: the value of the called program, right or
     wrong, or nothing if print() was forgotten. After an empty observation the answer is a guess.
     """
     spoiled = {name: rng.random() < getattr(corruption, name) for name in ("guess", "no_print", "no_box")}
     program = _choose_program(problem, corruption, rng)
-    messages: list[Message] = [{"role": "user", "content": problem.question}]
+    messages: list[ChatMessage] = [{"role": "user", "content": problem.question}]
     answer = _guess(rng)
     if not spoiled["guess"]:
         results = run(program, problem.numbers)

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ctpo_megatron.config import PrepareConfig
+from ctpo_megatron.data.messages import ChatMessage
 from ctpo_megatron.data.problems import DataError
-from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, Message, conversation
+from ctpo_megatron.data.toolmath.conversations import PROTOCOLS, conversation
 from ctpo_megatron.data.toolmath.families import FAMILIES, Question, draw_problem
 from ctpo_megatron.data.toolmath.model import build_model, write_model
 from ctpo_megatron.data.toolmath.tokenizer import train_tokenizer
@@ -79,7 +80,9 @@ def draw_problems(count: int, rng: Random, seen: set[str], *, distinct: bool = T
     return problems
 
 
-def sft_conversations(config: PrepareConfig, excluded: set[str], tool_parser: str = "hermes") -> list[list[Message]]:
+def sft_conversations(
+    config: PrepareConfig, excluded: set[str], tool_parser: str = "hermes"
+) -> list[list[ChatMessage]]:
     """The corrupted conversations of SFT, about questions that are not `excluded`, in random order."""
     if config.corruption.wrong_common + config.corruption.wrong_rare > 1:
         raise DataError("prepare.corruption: wrong_common + wrong_rare must not exceed 1")
@@ -116,7 +119,7 @@ def _prompt_row(problem: Question, index: int, split: str) -> dict[str, Any]:
     }
 
 
-def _plain_text(messages: list[Message]) -> str:
+def _plain_text(messages: list[ChatMessage]) -> str:
     """The rendered text as BPE sees it: the role and the content on separate lines."""
     return "\n".join(f"{message['role']}\n{message['content']}" for message in messages)
 

@@ -1,12 +1,12 @@
 """Checksums of weights that add up over parts: the trainer sums whole tensors, an engine the shards that it keeps.
 
-Rows and columns of a matrix's bits are summed up. Each of these sums is multiplied by a pseudorandom weight of its row
-or column, and all are added, modulo 2^64. So shards and fused matrices can be compared to whole tensors. One wrong
-number makes another sum: it is multiplied by the weights of its row (odd) and its column (even) together. Numbers that
-are all different cannot change places and leave the sums of all rows and all columns as they were. Where some of these
-differ, the total does but for a chance of 1 in 2^40 or less; 1 in 2^9, if all wrong numbers differ in their exponents
-alone, and are in every second column only (four bytes) or every fourth (two).
-A second sum is over a few columns, those of the version, for layouts that give no more.
+The bits of a matrix are summed over rows and over columns. Each sum is multiplied by a pseudorandom weight of its row
+or column, and all are added, modulo 2^64. So shards and fused matrices can be compared with whole tensors. A single
+wrong number always changes the sum: it is multiplied by the weights of its row (odd) and its column (even) together.
+Different numbers cannot be exchanged without changing the sum of a row or a column. If such a sum differs, the total is
+equal with a probability of at most 1 in 2^40. The exception is 1 in 2^9: all wrong numbers differ in their exponents
+alone, and only in every second column (four bytes) or every fourth (two). A second sum is over a few columns, which
+depend on the version, for layouts that provide no more.
 """
 
 from __future__ import annotations

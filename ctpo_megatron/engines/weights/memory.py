@@ -17,7 +17,7 @@ Entry = tuple[str, str, tuple[int, ...], int, int]
 """Name, dtype (as torch names it), shape, first byte, bytes."""
 
 ALIGNED = 64
-"""Every tensor begins at a multiple of so many bytes."""
+"""Every tensor begins at a multiple of this many bytes."""
 
 
 class WeightMemory:
@@ -75,7 +75,7 @@ class WeightMemory:
             raise ValueError(f"weights: {missing[0]} was announced, but did not come")
 
     def wait_for(self, version: int, end: int, timeout_s: float) -> bool:
-        """Whether the bytes before `end` are those of `version`, which they may become within `timeout_s`."""
+        """Wait up to `timeout_s` for the bytes before `end` of `version`; returns whether they are there."""
         with self._progress:
             self._progress.wait_for(lambda: self.version != version or self._filled >= end, timeout_s)
             return self.version == version and self._filled >= end

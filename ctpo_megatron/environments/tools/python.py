@@ -73,7 +73,7 @@ def shown(execution: Execution) -> ToolResult:
 
     Trailing newlines are dropped, as the chat template writes its own.
     """
-    # A status that is none of ours is refused by whoever called the tool.
+    # The toolbox refuses an unknown status.
     status = cast(Any, execution.status)
     stdout = execution.stdout.rstrip("\n")
     if status == "success":
