@@ -70,10 +70,10 @@ def resolve(source: Path, model: Path | None, output: Path | None, family: Model
         if not (exported / "config.json").is_file():
             fix = "train with checkpoint.every=N, or export.enabled=true"
             raise ConfigError([Problem("export", f"{run} has neither checkpoints nor {exported.name}/", fix)])
-        return resolve(exported, model, output, family_for(config))
+        return resolve(exported, model, output, family_for(config.model, config.extensions.path))
     target = output or paths.checkpoint_export(checkpoint)
     model = model or Path(config.model.path)
-    request = _request(checkpoint, model, target, family_for(config), config.policy.dtype)
+    request = _request(checkpoint, model, target, family_for(config.model, config.extensions.path), config.policy.dtype)
     try:
         return replace(request, chat_template=run_chat_template(config.model))
     except OSError as error:

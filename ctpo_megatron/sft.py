@@ -30,10 +30,11 @@ def fine_tune(
     than one step takes.
     """
     config, every = run.config, run.config.checkpoint.sft_every
+    offered = offered_schemas(config.data, config.rollout)
     conversations = load_conversations(
         sft.data,
-        training_tokenizer(config),
-        tool_schemas=offered_schemas(config.data, config.rollout),
+        training_tokenizer(config.model, offered),
+        tool_schemas=offered,
         chat_template_kwargs=config.model.chat_template_kwargs,
         system_prompt=system_prompt(config.data, config.rollout),
     )

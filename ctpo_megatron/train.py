@@ -43,7 +43,7 @@ def main(config: Config) -> int:
 
 def run_stages(config: Config, trainer: TrainerGroup, stop: StopSignal) -> int:
     """Prepare, start, fine-tune, reinforce, export, report. Rank zero calls this."""
-    if is_finished(config):
+    if is_finished(config.run):
         return 0
     directory = open_run_directory(config)
     with ExitStack() as stack:

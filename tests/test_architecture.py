@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import Module, constants_of_time
+from tests.structure import Module, constants_of_time, takes_config
 from tests.support.vllm_uses import Use, is_private, reached_privately, uses, within
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,8 +95,20 @@ COLLECTIVES |= {"barrier", "broadcast", "all_reduce", "all_gather", "all_gather_
 # The loop, and the supervised stage before it.
 DRIVER = ("train.py", "sft.py")
 MAX_LINES, MAX_DRIVER_LINES = 500, 150
+WHOLE_CONFIG = (
+    "cli",
+    "config",
+    "evaluate",
+    "preflight",
+    "run",
+    "train.py",
+    "engines",  # the actors get it as a whole
+    "environments/prompts.py",  # rows, rendering, parser and rewards decide which prompts there are
+    "rollouts/rollouts.py",  # the settings are read from several sections
+    "tracking/trackers/host.py",  # trackers record it
+)
+"""Where a parameter may be the whole configuration; others take a section or the few values."""
 OTHER_SECONDS = (
-    "ctpo_megatron/run/preemption.py",  # what a signal means, and no deadline of the run's
     "sandbox/ctpo_sandbox/metrics.py",  # the edges of a histogram
 )
 """Modules whose constants of seconds are no time limits of their package."""
@@ -316,6 +328,17 @@ def test_constants_of_time_stand_together(file: Path) -> None:
         for path in modules_of((ROOT / file).parent)
         if path != ROOT / file and str(path.relative_to(ROOT)) not in OTHER_SECONDS
         for name in constants_of_time([Module(path, path.read_text(encoding="utf-8"))])
+    ]
+    assert wrong == []
+
+
+def test_the_whole_configuration_goes_only_where_several_sections_are_needed() -> None:
+    wrong = [
+        show(path, function.lineno, function.name)
+        for path in modules_of(PACKAGE)
+        if not any(path.is_relative_to(PACKAGE / name) for name in WHOLE_CONFIG)
+        for function in Module(path, path.read_text(encoding="utf-8")).functions
+        if takes_config(function)
     ]
     assert wrong == []
 

@@ -18,7 +18,7 @@ from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources
-from ctpo_megatron.preflight import check_extensions, docstring_problem, temporary_problem, validate_sampling
+from ctpo_megatron.preflight import START_CHECKS, check_extensions, run_checks, validate_sampling
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,8 +79,8 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _check(config: Config, sources: Sources) -> None:
     if not config.data.eval:
         raise UsageError("nothing to evaluate on: give --data FILE")
-    if problem := docstring_problem() or temporary_problem():
-        raise UsageError(str(problem))
+    if problems := run_checks(START_CHECKS, None):
+        raise UsageError(str(problems[0]))
     for warning in validate_sampling(config, cuda=torch_has_cuda(), sources=sources):
         print(f"warning: {warning}", file=sys.stderr)
     check_extensions(config, sources)
@@ -88,6 +88,7 @@ def _check(config: Config, sources: Sources) -> None:
 
 def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome:
     from ctpo_megatron.engines import check_tokenizer
+    from ctpo_megatron.environments.factory import offered_schemas
     from ctpo_megatron.environments.prompts import held_out_prompts, usable
     from ctpo_megatron.environments.tokenizer import training_tokenizer
     from ctpo_megatron.evaluate import evaluate
@@ -95,7 +96,7 @@ def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO)
-    tokenizer = training_tokenizer(config)
+    tokenizer = training_tokenizer(config.model, offered_schemas(config.data, config.rollout))
     check_tokenizer(config, len(tokenizer))
     prompts = usable(held_out_prompts(config, tokenizer))
     try:

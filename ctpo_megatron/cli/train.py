@@ -32,17 +32,17 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight import (
+    START_CHECKS,
     DataCheck,
     GpuMemory,
     RunPlan,
     check_data,
     check_extensions,
-    docstring_problem,
     failed,
     has_cuda_device,
     memory_table,
     place,
-    temporary_problem,
+    run_checks,
     validate,
 )
 from ctpo_sandbox.arguments import positive
@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the configuration against this machine, then train or print the plan."""
-    here = None if args.dry_run else docstring_problem() or temporary_problem()
-    if problem := rank_problem(planned=args.dry_run) or here:
+    here = [] if args.dry_run else run_checks(START_CHECKS, None)
+    if problem := rank_problem(planned=args.dry_run) or next(iter(here), None):
         raise UsageError(str(problem))  # not a ConfigError, which only rank 0 shows
     config, sources = load_with_sources(args.config, [*args.overrides, *args.unknown])
     cuda = (args.cuda or has_cuda_device()) if args.dry_run else torch_has_cuda()

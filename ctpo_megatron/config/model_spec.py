@@ -10,7 +10,7 @@ from ctpo_megatron.base.extensions import ExtensionError, activate, load
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.locate import locate
 from ctpo_megatron.config.problems import ConfigError, Problem
-from ctpo_megatron.config.schema import Config
+from ctpo_megatron.config.schema import Config, ModelConfig
 from ctpo_megatron.config.task_schema import PrepareConfig, TinyModelConfig
 from ctpo_megatron.models import FAMILIES, ModelFamily, ModelSpec
 
@@ -30,7 +30,7 @@ def spec_for(config: Config) -> ModelSpec:
         elif config.model.path.count("/") == 1 and not path.is_absolute():
             fix += f"; a Hub model first: hf download {config.model.path} --local-dir DIRECTORY"
         raise ConfigError([Problem("model.path", "no such directory", fix, config.model.path)])
-    return read_spec(path, family_for(config))
+    return read_spec(path, family_for(config.model, config.extensions.path))
 
 
 def will_be_prepared(prepare: PrepareConfig | None, path: Path) -> bool:
@@ -41,11 +41,9 @@ def will_be_prepared(prepare: PrepareConfig | None, path: Path) -> bool:
     return path.absolute() in {(root / n).absolute() for n in PREPARED}
 
 
-def family_for(config: Config) -> ModelFamily | None:
+def family_for(model: ModelConfig, search_path: Sequence[str] | None) -> ModelFamily | None:
     """The user's family that `model.family` names, found through `extensions.path`. Raises ConfigError."""
-    if config.model.family is None:
-        return None
-    return load_family(config.model.family, config.extensions.path or ())
+    return None if model.family is None else load_family(model.family, search_path or ())
 
 
 def load_family(extension: Extension, search_path: Sequence[str]) -> ModelFamily:

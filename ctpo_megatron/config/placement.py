@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ctpo_megatron.config.rollout_schema import PlacementConfig, RolloutConfig
 from ctpo_megatron.config.schema import Config
 
 
@@ -15,9 +16,9 @@ def engine_count(config: Config) -> int:
     return config.cluster.nodes * max(1, of_node)
 
 
-def shares_gpus(config: Config) -> bool:
+def shares_gpus(placement: PlacementConfig, rollout: RolloutConfig) -> bool:
     """Whether engines and trainer take turns on the same GPUs."""
-    return config.placement.mode == "colocated" and config.rollout.replay is None
+    return placement.mode == "colocated" and rollout.replay is None
 
 
 @dataclass(frozen=True)

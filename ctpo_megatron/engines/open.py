@@ -11,7 +11,7 @@ from pathlib import Path
 from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.base.run_paths import LogPaths
 from ctpo_megatron.base.stop import Stop
-from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, spec_for
+from ctpo_megatron.config import ClusterConfig, Config, ConfigError, Placement, Problem, SandboxConfig, spec_for
 from ctpo_megatron.engines.pool import EnginePool
 from ctpo_megatron.environments import node_sandbox
 from ctpo_megatron.environments.factory import needs_sandbox
@@ -38,33 +38,34 @@ def open_engines(
     Raises ConfigError, SandboxStartError.
     """
     with ExitStack() as stack:
-        url = stack.enter_context(_sandbox(config, logs)) if needs_sandbox(config.rollout) else ""
+        url: str | None = ""
+        if needs_sandbox(config.rollout):
+            url = stack.enter_context(_sandbox(config.sandbox, config.cluster.nodes, logs))
         log.info("engines: vLLM's model runner %s", config.rollout.engine.model_runner)
-        cluster = cluster_of(config)
+        cluster = cluster_of(config.cluster)
         local = None if cluster else placement
         pool = EnginePool(config, url, log_dir=logs, placement=local, cluster=cluster, stop=stop)
         stack.enter_context(pool).start()
         yield pool
 
 
-def cluster_of(config: Config) -> ClusterConfig | None:
+def cluster_of(cluster: ClusterConfig) -> ClusterConfig | None:
     """The Ray cluster to join, if there is one. Raises ConfigError when there should be."""
     if os.environ.get(ADDRESS):
-        return config.cluster
-    if config.cluster.nodes > 1:
+        return cluster
+    if cluster.nodes > 1:
         fix = "start the run with `ctpo launch`, or Ray on every node and export RAY_ADDRESS=HOST:PORT of its head"
-        raise ConfigError([Problem("cluster.nodes", "but RAY_ADDRESS names no Ray cluster", fix, config.cluster.nodes)])
+        raise ConfigError([Problem("cluster.nodes", "but RAY_ADDRESS names no Ray cluster", fix, cluster.nodes)])
     return None
 
 
 @contextmanager
-def _sandbox(config: Config, logs: Path) -> Iterator[str | None]:
+def _sandbox(sandbox: SandboxConfig, nodes: int, logs: Path) -> Iterator[str | None]:
     """Address of the sandbox of all engines; None: every node has its own."""
-    sandbox = config.sandbox
     if sandbox.url is not None:
         yield sandbox.url
         return
-    if config.cluster.nodes > 1 or node_sandbox.names_a_server():
+    if nodes > 1 or node_sandbox.names_a_server():
         yield None
         return
     with start_configured_server(sandbox, LogPaths(logs).sandbox) as server:

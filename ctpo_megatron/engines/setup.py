@@ -29,7 +29,7 @@ class EngineSetup:
 
     def arguments(self, config: Config, model_path: str) -> dict[str, Any]:
         """Keyword arguments of vLLM's AsyncEngineArgs. Raises ValueError when the device needs a missing setting."""
-        engine = config.rollout.engine
+        engine, colocated = config.rollout.engine, config.placement.mode == "colocated"
         arguments: dict[str, Any] = {
             "model": model_path,
             "dtype": engine.dtype,
@@ -49,14 +49,14 @@ class EngineSetup:
             arguments["kv_cache_memory_bytes"] = engine.kv_cache_mb << 20
         if engine.block_size is not None:
             arguments["block_size"] = engine.block_size
-        return arguments | self.device_arguments(config) | engine.extra  # what the user sets comes last
+        return arguments | self.device_arguments(engine, colocated) | engine.extra  # what the user sets comes last
 
-    def device_arguments(self, config: Config) -> dict[str, Any]:
-        """Arguments that depend on the device. Raises ValueError as `arguments` does."""
-        return {
-            "gpu_memory_utilization": config.rollout.engine.gpu_memory_utilization,
-            "enable_sleep_mode": config.placement.mode == "colocated",
-        }
+    def device_arguments(self, engine: EngineConfig, colocated: bool) -> dict[str, Any]:
+        """Arguments that depend on the device. Raises ValueError as `arguments` does.
+
+        colocated: on the trainer's GPUs.
+        """
+        return {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": colocated}
 
     def concurrent_turns(self, engine: EngineConfig) -> int:
         """Turns that are sampled at once while an earlier batch is in flight (`TurnScheduler`)."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.config import Config, RewardConfig
+from ctpo_megatron.config import Config, ModelConfig, RewardConfig
 from ctpo_megatron.data import Cell, Prompt, PromptRules, PromptSet, read_prompts
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
+from ctpo_megatron.environments.protocol import Schema
 from ctpo_megatron.environments.tokenizer import check_chat_template, read_tokenizer, use_chat_template
 from ctpo_megatron.rewards import unverifiable
 
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def chat_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+def chat_tokenizer(model: ModelConfig, offered: Sequence[Schema]) -> PreTrainedTokenizerBase:
     """`training_tokenizer`, read without torch. Raises TokenizerError."""
-    tokenizer = read_tokenizer(config.model.path)
-    use_chat_template(tokenizer, config.model)
-    check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
+    tokenizer = read_tokenizer(model.path)
+    use_chat_template(tokenizer, model)
+    check_chat_template(tokenizer, model, offered)
     return tokenizer
 
 

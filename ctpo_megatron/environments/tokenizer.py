@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.config import Config, ModelConfig, chat_template_names, run_chat_template
-from ctpo_megatron.environments.factory import offered_schemas
+from ctpo_megatron.config import ModelConfig, chat_template_names, run_chat_template
 from ctpo_megatron.environments.protocol import Schema
 
 if TYPE_CHECKING:
@@ -51,16 +50,16 @@ def template_problem(tokenizer: PreTrainedTokenizerBase) -> str:
     return ""
 
 
-def training_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+def training_tokenizer(model: ModelConfig, offered: Sequence[Schema]) -> PreTrainedTokenizerBase:
     """The tokenizer of a run, with the chat template that the run trains with.
 
-    Raises TokenizerError when the template renders nothing, or omits the tools that prompts are to show.
+    offered: `factory.offered_schemas`. Raises TokenizerError when the template renders nothing, or omits these tools.
     """
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
-    use_chat_template(tokenizer, config.model)
-    check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model.path)
+    use_chat_template(tokenizer, model)
+    check_chat_template(tokenizer, model, offered)
     return tokenizer
 
 

@@ -12,7 +12,7 @@ from ctpo_megatron.preflight.devices import gpus, has_cuda_device
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.extensions import check_extensions
 from ctpo_megatron.preflight.job import LAUNCH_CHECKS, NODE_CHECKS, LaunchContext, NodeContext
-from ctpo_megatron.preflight.machine import docstring_problem, temporary_problem, weight_bytes
+from ctpo_megatron.preflight.machine import START_CHECKS, weight_bytes
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
 from ctpo_megatron.preflight.placement import GpuMemory
 from ctpo_megatron.preflight.plan import RunPlan, memory_table
@@ -21,6 +21,7 @@ from ctpo_megatron.preflight.template import check_template
 __all__ = [
     "LAUNCH_CHECKS",
     "NODE_CHECKS",
+    "START_CHECKS",
     "Check",
     "DataCheck",
     "Gpu",
@@ -39,7 +40,6 @@ __all__ = [
     "diagnose",
     "diagnose_nodes",
     "diagnose_run",
-    "docstring_problem",
     "failed",
     "gpus",
     "has_cuda_device",
@@ -47,7 +47,6 @@ __all__ = [
     "memory_table",
     "place",
     "run_checks",
-    "temporary_problem",
     "validate",
     "validate_sampling",
     "verdict",

@@ -33,11 +33,12 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
     if report.not_checked:
         report.problems += check_prompts(config, _count(config.data))
         return report
+    from ctpo_megatron.environments.factory import offered_schemas
     from ctpo_megatron.environments.prompts import chat_tokenizer, held_out_prompts, training_prompts
     from ctpo_megatron.environments.tokenizer import TokenizerError
 
     try:
-        tokenizer = chat_tokenizer(config)
+        tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
     except TokenizerError as error:
         report.problems.append(Problem("model.path", str(error)))
         report.not_checked = "the tokenizer cannot render prompts"

@@ -14,7 +14,7 @@ from math import ceil
 from pathlib import Path
 
 from ctpo_megatron.config import NO_VALUE, Problem, available_cores, passed
-from ctpo_megatron.preflight.check import MachineContext, Wanted
+from ctpo_megatron.preflight.check import Check, MachineContext, Wanted
 from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S
 
 GIB = 1 << 30
@@ -34,7 +34,7 @@ def check_machine(context: MachineContext) -> Iterator[Problem]:
     if os.path.isdir(wanted.shared_memory):
         yield _shared_memory(wanted)
     yield from (_disk(folder, one, kept) for folder, one, kept in wanted.disk)
-    if problem := temporary_problem():
+    for problem in check_temporary(context):
         yield Problem("temporary directory", str(replace(problem, fix="")), problem.fix)
     yield _open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from (_port(host, port, whose) for host, port, whose in wanted.ports)
@@ -112,22 +112,26 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def docstring_problem() -> Problem | None:
-    """Why Ray, which adds to docstrings when it is imported, does not start: Python was told to leave them out."""
+def check_docstrings(_context: object) -> Iterator[Problem]:
+    """Whether Python was told to leave out docstrings, to which Ray adds when it is imported."""
     if sys.flags.optimize < 2:
-        return None
+        return
     message = "leaves out docstrings, without which Ray does not start"
-    return Problem("PYTHONOPTIMIZE", message, "type unset PYTHONOPTIMIZE, or leave out -OO", sys.flags.optimize)
+    yield Problem("PYTHONOPTIMIZE", message, "type unset PYTHONOPTIMIZE, or leave out -OO", sys.flags.optimize)
 
 
-def temporary_problem() -> Problem | None:
-    """Why engines and scorers cannot have their files and sockets in the temporary directory."""
+def check_temporary(_context: object) -> Iterator[Problem]:
+    """Whether engines and scorers can have their files and sockets in the temporary directory."""
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
         given = os.environ.get("TMPDIR", NO_VALUE)
-        return Problem("TMPDIR", f"{error.strerror}", "set it to a folder that can be written to", given)
-    if (length := len(os.fsencode(folder))) <= _LONGEST:
-        return None
-    message = f"has {length} characters, and sockets below it fail beyond {_LONGEST}"
-    return Problem("TMPDIR", message, "set it to a shorter path, e.g. /tmp", folder)
+        yield Problem("TMPDIR", f"{error.strerror}", "set it to a folder that can be written to", given)
+        return
+    if (length := len(os.fsencode(folder))) > _LONGEST:
+        message = f"has {length} characters, and sockets below it fail beyond {_LONGEST}"
+        yield Problem("TMPDIR", message, "set it to a shorter path, e.g. /tmp", folder)
+
+
+START_CHECKS: tuple[Check[None], ...] = (check_docstrings, check_temporary)
+"""Of this process, before it starts anything."""

@@ -22,7 +22,7 @@ from ctpo_megatron.run.owner import claim
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import PrepareConfig
-    from ctpo_megatron.config.schema import Config
+    from ctpo_megatron.config.schema import Config, RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +100,13 @@ def take_over(config: Config) -> None:
     _describe(directory, config)
 
 
-def is_finished(config: Config) -> bool:
+def is_finished(run: RunConfig) -> bool:
     """Whether `run.resume: auto` has nothing to do: the run has ended with all of `run.steps` done."""
-    if config.run.resume != "auto":
+    if run.resume != "auto":
         return False
-    if _facts(config.run.directory).get("finished_steps", -1) < config.run.steps:
+    if _facts(run.directory).get("finished_steps", -1) < run.steps:
         return False
-    log.info("%s has done its %d steps (run.steps): nothing is left to do", config.run.directory, config.run.steps)
+    log.info("%s has done its %d steps (run.steps): nothing is left to do", run.directory, run.steps)
     return True
 
 

@@ -72,7 +72,7 @@ class TrainerRank:
             self._layout,
             Path(config.model.path),
             temperature=config.rollout.temperature,
-            family=family_for(config),
+            family=family_for(config.model, config.extensions.path),
         )
 
     def use_optimizer(self, optimizer: OptimizerConfig, steps: int) -> None:

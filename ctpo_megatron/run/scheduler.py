@@ -19,18 +19,18 @@ _EARLIER = "ask for an earlier signal, which is treated alike: #SBATCH --signal=
 
 def stop_signal(config: Config) -> StopSignal:
     """As configured, and as the job's scheduler and launcher allow."""
-    end = job_end(config)
+    end = job_end(config.run.deadline)
     warn_of_short_grace(config.checkpoint.grace_s, end)
     return StopSignal(config.checkpoint.grace_s, end)
 
 
-def job_end(config: Config) -> float | None:
+def job_end(deadline: float | None) -> float | None:
     """When this job ends, in seconds since the epoch: `run.deadline`, else Slurm's SLURM_JOB_END_TIME; None: never.
 
     One of Slurm's that is over is not this job's: a shell or a `scontrol update` may have left it behind.
     """
-    if config.run.deadline is not None:
-        return config.run.deadline
+    if deadline is not None:
+        return deadline
     text = os.environ.get("SLURM_JOB_END_TIME", "")
     if not text:
         return None

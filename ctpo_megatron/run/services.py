@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.base.stop import Stop
-from ctpo_megatron.config import Config, Job, Placement, node_ranks, world_size
+from ctpo_megatron.config import Config, Job, Placement, RewardConfig, RolloutConfig, node_ranks, world_size
 from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
+from ctpo_megatron.environments.factory import offered_schemas
 from ctpo_megatron.environments.prompts import held_out_prompts, training_prompts, usable
 from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.policy import capabilities
@@ -37,7 +38,7 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
     stop: checked while engines start and groups are sampled. Raises DataError for bad prompts, TokenizerError for a
     chat template that cannot be used, ConfigError for a tokenizer of more tokens than the model has.
     """
-    tokenizer = training_tokenizer(config)
+    tokenizer = training_tokenizer(config.model, offered_schemas(config.data, config.rollout))
     check_tokenizer(config, len(tokenizer))
     train = usable(training_prompts(config, tokenizer), directory)
     # A recording has no answers of these weights to the held-out prompts.
@@ -46,19 +47,19 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
     prompts = PromptSampler(train, config.run.seed, config.data.shuffle)
     with ExitStack() as stack:
         pool = None if replayed else _engines(config, directory, stop, stack)
-        training, evaluating = _replay(config) if pool is None else _schedulers(pool)
+        training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
-        scoring = Scoring(scorers, _overlong_penalty(config))
+        scoring = Scoring(scorers, _overlong_penalty(config.reward, config.rollout))
         settings = RolloutSettings.of(config)
         rollouts = Rollouts(settings, training, scoring, prompts, stop, phases)
         evaluation = Evaluation(config.eval, evaluating, Scoring(scorers), held_out, stop, phases)
         yield Services(stack.enter_context(rollouts), stack.enter_context(evaluation), pool)
 
 
-def _overlong_penalty(config: Config) -> OverlongPenalty | None:
-    if (settings := config.reward.overlong_penalty) is None:
+def _overlong_penalty(reward: RewardConfig, rollout: RolloutConfig) -> OverlongPenalty | None:
+    if (settings := reward.overlong_penalty) is None:
         return None
-    return OverlongPenalty(settings.buffer, settings.penalty, config.rollout.max_response_tokens)
+    return OverlongPenalty(settings.buffer, settings.penalty, rollout.max_response_tokens)
 
 
 def _engines(config: Config, directory: Path, stop: Stop, stack: ExitStack) -> EnginePool:
@@ -73,12 +74,12 @@ def _schedulers(pool: EnginePool) -> tuple[Generator, Generator]:
     return training, training.another()
 
 
-def _replay(config: Config) -> tuple[Generator, Generator]:
-    assert config.rollout.replay is not None  # or there would be engines
-    recorded = trajectory_files(Path(config.rollout.replay))
+def _replay(rollout: RolloutConfig) -> tuple[Generator, Generator]:
+    assert rollout.replay is not None  # or there would be engines
+    recorded = trajectory_files(Path(rollout.replay))
     replay = Replay(
         lambda step: recorded_trajectories(recorded[step]),
-        config.rollout.max_quarantined,
-        refills=config.rollout.uniform_groups == "refill",
+        rollout.max_quarantined,
+        refills=rollout.uniform_groups == "refill",
     )
     return replay, replay

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ctpo_megatron.preflight import START_CHECKS, has_cuda_device, run_checks
 from ctpo_megatron.preflight import devices as node_devices
-from ctpo_megatron.preflight import has_cuda_device, temporary_problem
 
 
 def test_it_agrees_with_torch() -> None:
@@ -46,13 +46,18 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not node_devices._driver_shows_device()
 
 
+def problems() -> list[str]:
+    return [str(problem) for problem in run_checks(START_CHECKS, None)]
+
+
 def test_a_temporary_directory_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters give each job a folder with a long name; a container's root may be read-only."""
     for length, fits in ((70, True), (71, False)):
         monkeypatch.setattr(tempfile, "tempdir", f"/{'x' * (length - 1)}")
-        assert (temporary_problem() is None) == fits
-    assert "TMPDIR" in str(temporary_problem()) and "has 71 characters" in str(temporary_problem())
+        assert (problems() == []) == fits
+    (found,) = problems()
+    assert "TMPDIR" in found and "has 71 characters" in found
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
     monkeypatch.setenv("TMPDIR", "/none")
-    assert str(temporary_problem()).startswith('TMPDIR = "/none": No usable temporary directory found in')
+    assert problems()[0].startswith('TMPDIR = "/none": No usable temporary directory found in')

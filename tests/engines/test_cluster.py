@@ -75,12 +75,12 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_several_nodes_without_a_cluster_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = make_config(tmp_path, tmp_path)
-    assert cluster_of(config) is None
+    assert cluster_of(config.cluster) is None
     two = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 2})})
     with pytest.raises(ConfigError, match=r"cluster.nodes = 2: but RAY_ADDRESS names no Ray cluster; start the run"):
-        cluster_of(two)
+        cluster_of(two.cluster)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert cluster_of(two) is two.cluster
+    assert cluster_of(two.cluster) is two.cluster
 
 
 def test_engines_of_a_node_are_counted_by_what_is_scarce() -> None:

@@ -64,7 +64,9 @@ def test_a_family_from_a_file_trains_and_exports(config: Config, tmp_path: Path)
     reference = SeedOssForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     layout = init_distributed(config.policy, seed=0)
     try:
-        policy = Trainer(config.policy, layout, source, temperature=1.0, family=family_for(config))
+        policy = Trainer(
+            config.policy, layout, source, temperature=1.0, family=family_for(config.model, config.extensions.path)
+        )
         policy.use_optimizer(OptimizerConfig(lr=1e-3), total_steps=1)
         (mini_batch,) = policy.distribute(batch.trajectories(VOCAB), batch.advantages(), size=batch.SEQUENCES)
         policy.compute_old_log_probs([mini_batch])

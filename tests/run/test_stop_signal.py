@@ -14,7 +14,6 @@ import pytest
 from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.base.stop_signal import StopSignal
 from ctpo_megatron.run.scheduler import job_end, warn_of_short_grace
-from tests.tracking.synthetic_run import make_config
 
 
 @pytest.fixture(autouse=True)
@@ -176,16 +175,16 @@ def test_a_forked_process_goes_on(tmp_path: Path) -> None:
 
 def test_when_the_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    assert job_end(make_config(tmp_path)) is None
+    assert job_end(None) is None
     soon = int(time.time()) + 100
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(soon))
-    assert job_end(make_config(tmp_path)) == soon
+    assert job_end(None) == soon
     run = {"name": "demo", "root": str(tmp_path), "steps": 5, "deadline": soon + 50}
-    assert job_end(make_config(tmp_path, run=run)) == soon + 50
+    assert job_end(run["deadline"]) == soon + 50
     assert caplog.text == ""
     for former in (str(soon - 200), "unlimited"):
         monkeypatch.setenv("SLURM_JOB_END_TIME", former)
-        assert job_end(make_config(tmp_path)) is None
+        assert job_end(None) is None
         assert f"SLURM_JOB_END_TIME={former} is no time to come and is ignored" in caplog.text
 
 

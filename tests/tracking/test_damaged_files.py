@@ -36,14 +36,14 @@ def test_a_resume_does_without_notes(config_in, caplog, left):
     for note in notes:
         note.write_bytes(left)
     auto = config_in(run={"resume": "auto"})
-    assert not is_finished(auto)
+    assert not is_finished(auto.run)
     assert PhaseTimer(directory).stages == {} and read_heartbeat(directory) is None
     open_run_directory(auto)
     for note in notes:
         assert f"{note} is damaged" in caplog.text
     (directory / "environment.json").write_bytes(left)
     record_finish(directory, auto.run.steps)
-    assert is_finished(auto)
+    assert is_finished(auto.run)
     open_run_directory(auto)  # not taken for a run of a version that did not write its own
 
 

@@ -86,17 +86,17 @@ def test_auto_never_touches_a_foreign_directory_nor_contradicts_itself(config_in
 
 def test_a_run_that_has_ended_is_left_alone_by_auto_until_there_is_more_to_do(config_in):
     auto = config_in(run={"resume": "auto"})
-    assert not is_finished(auto)
+    assert not is_finished(auto.run)
     directory = open_run_directory(auto)
-    assert not is_finished(auto)
+    assert not is_finished(auto.run)
     record_finish(directory, auto.run.steps)
-    assert is_finished(auto)
-    assert not is_finished(config_in()) and not is_finished(config_in(run={"resume": True}))
-    assert not is_finished(config_in(run={"resume": "auto", "steps": auto.run.steps + 1}))
+    assert is_finished(auto.run)
+    assert not is_finished(config_in().run) and not is_finished(config_in(run={"resume": True}).run)
+    assert not is_finished(config_in(run={"resume": "auto", "steps": auto.run.steps + 1}).run)
     open_run_directory(config_in(run={"resume": True}))
-    assert is_finished(auto)  # until it is certain that the run can go on
+    assert is_finished(auto.run)  # until it is certain that the run can go on
     take_over(config_in(run={"resume": True}))
-    assert not is_finished(auto)
+    assert not is_finished(auto.run)
 
 
 def test_overwrite_starts_anew_and_is_not_written_down(config_in):

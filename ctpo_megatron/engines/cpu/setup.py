@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.config import EngineConfig
-from ctpo_megatron.config.schema import Config
 from ctpo_megatron.engines.cpu.patches import apply
 from ctpo_megatron.engines.setup import EngineSetup
 
@@ -32,9 +31,8 @@ class CpuSetup(EngineSetup):
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
         }
 
-    def device_arguments(self, config: Config) -> dict[str, Any]:
+    def device_arguments(self, engine: EngineConfig, colocated: bool) -> dict[str, Any]:
         """Arguments that CPUs need. Raises ValueError without `rollout.engine.kv_cache_mb`."""
-        engine = config.rollout.engine
         if engine.kv_cache_mb is None:
             raise ValueError("rollout.engine.kv_cache_mb is required on CPU (vLLM would claim most of the machine)")
         return {
