@@ -21,8 +21,8 @@ class PolicyObjective:
     """Parameters of the policy loss. The defaults are CTPO's. Raises ConfigError listing all invalid values.
 
     ratio_mode: the sum that log r_t is (`objective/ratios.py`).
-    clip_mode: "log_power" bounds log r_t by -low t^power, +high t^power. "ratio" bounds r_t by 1 - low, 1 + high.
-        "detached_ratio" does, too, and the bounded ratio is a constant factor of the log-prob (CISPO).
+    clip_mode: "log_power" bounds log r_t by -low t^power, +high t^power. With "ratio", r_t is bounded by 1 - low and
+        1 + high. So it is with "detached_ratio"; there the bounded ratio is a constant factor of the log-prob (CISPO).
     clip_c: upper bound (dual clip) for negative advantages: of log r_t, times t^power, or of r_t itself for "ratio".
         None or a negative number: off; "detached_ratio" has none.
     clip_power: exponent of the position t; 0 gives fixed bounds; used by "log_power" only.

@@ -74,7 +74,7 @@ class ObjectiveConfig(Section):
     anchor: Literal["proximal", "behaviour", "decoupled"] = Field(
         default="proximal",
         description="ratio against log-probs recomputed by the trainer, or as the sampler reported them; decoupled: "
-        "the former, times the weight of `correction`; the default with rollout.max_staleness > 0 is behaviour, "
+        "the former, times the weight of `correction`. With rollout.max_staleness > 0 the default is behaviour, "
         "which is exact for tokens that earlier weights sampled",
     )
     advantage: AdvantageConfig = AdvantageConfig()

@@ -9,8 +9,10 @@ if TYPE_CHECKING:
 
 
 class ToolEnvironment:
-    """Ends with "answer" (a turn without a tool call), "length" (a turn or tool output that does not fit), or
-    "max_turns" (a tool call in the last turn, which is not run)."""
+    """Ends with "answer" after a turn without a tool call, with "length" when a turn or tool output does not fit.
+
+    A tool call in the last turn is not run: the episode ends with "max_turns".
+    """
 
     async def run(self, episode: Episode) -> None:
         """See Environment."""

@@ -14,13 +14,13 @@ from ctpo_megatron.data.trajectory import TOOL_STATUSES
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Flat `rollout/*`, `tokens/*` and `sandbox/*` figures of `groups`; empty when there are no trajectories.
 
-    `rollout/tool_use`, truncated, max_turns and tool_budget are shares of trajectories. tool_calls, turns_mean,
-    response_length_mean (tokens after the prompt, observations included) and model_tokens_mean are means per
-    trajectory. tool_error_rate is the share of calls that did not succeed. `tokens/*` and the statuses of `sandbox/*`
-    are counts, and `sandbox/calls` counts every call of every tool, malformed ones included. `sandbox/wall_mean_s` is
-    the mean time of executed calls; `sandbox/queue_s` and `sandbox/exec_s` are its parts, if the tool reports them.
-    Means and rates without any call are omitted. `tool/<name>/calls` and `tool/<name>/success` count the executed calls
-    of one tool.
+    `rollout/tool_use`, `truncated`, `max_turns` and `tool_budget` are shares of trajectories. Means per trajectory
+    are `tool_calls`, `turns_mean`, `response_length_mean` and `model_tokens_mean`. A response has all tokens after
+    the prompt, observations included. `tool_error_rate` is the share of calls that did not succeed. `tokens/*` and
+    the statuses of `sandbox/*` are counts, and `sandbox/calls` counts every call of every tool, malformed ones
+    included. `sandbox/wall_mean_s` is the mean time of executed calls; `sandbox/queue_s` and `sandbox/exec_s` are its
+    parts, if the tool reports them. Means and rates without any call are omitted. `tool/<name>/calls` and
+    `tool/<name>/success` count the executed calls of one tool.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
