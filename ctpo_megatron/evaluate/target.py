@@ -107,10 +107,8 @@ def settings_of(config: Config, prompts: Sequence[Prompt]) -> Mapping[str, Any]:
     rollout, sandbox = config.rollout, config.sandbox
     of_rollout = ("max_turns", "max_turn_tokens", "max_response_tokens", "max_observation_chars")
     settings: dict[str, Any] = {f"rollout.{name}": getattr(rollout, name) for name in of_rollout}
-    for name in (
-        "max_tool_calls",
-        "max_tool_s",
-    ):  # omitted if unset, so that results of earlier versions can be continued
+    # Omitted if unset, so that results of earlier versions can be continued.
+    for name in ("max_tool_calls", "max_tool_s"):
         if (limit := getattr(rollout, name)) is not None:
             settings[f"rollout.{name}"] = limit
     for name in ("tools", "tool_parser", "environment"):
