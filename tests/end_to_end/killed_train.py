@@ -42,7 +42,8 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     """Point -> owner, function, and what to do just before the kill, which comes before the function."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from ctpo_megatron.policy import Trainer, checkpoint_files
+    from ctpo_megatron.policy import checkpoint_files
+    from ctpo_megatron.policy.optimizer_steps import OptimizerSteps
     from ctpo_megatron.rewards import RewardPool
     from ctpo_megatron.rollouts import Replay
     from ctpo_megatron.tracking import MetricsWriter
@@ -50,7 +51,7 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     return {
         "sample": (Replay, "wait_ready", None),
         "score": (RewardPool, "begin", None),
-        "update": (Trainer, "update", None),
+        "update": (OptimizerSteps, "apply", None),
         "write": (FileSystemWriterAsync, "write_preloaded_data", half_a_file),
         "publish": (checkpoint_files, "publish", None),
         "log": (MetricsWriter, "_append", half_a_line),
