@@ -75,9 +75,9 @@ def test_a_parser_that_cannot_read_its_own_example_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     base = "from ctpo_megatron.environments.parsers.hermes import HermesParser\n"
-    (folder / "mine.py").write_text(f"{base}class Mine(HermesParser):\n{wrong}\n")
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    overrides = ("extensions.path=[.]", "rollout.tool_parser=mine:Mine")
+    (folder / "unreadable_parser.py").write_text(f"{base}class Mine(HermesParser):\n{wrong}\n")
+    monkeypatch.delitem(sys.modules, "unreadable_parser", raising=False)
+    overrides = ("extensions.path=[.]", "rollout.tool_parser=unreadable_parser:Mine")
     assert "Mine.parse finds no call in" in result(capsys, *overrides)[1]
 
 
