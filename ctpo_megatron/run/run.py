@@ -65,7 +65,7 @@ class Run:
         """Log, evaluate and save the state before the first step."""
         if not self.resumed or (self.evaluates and self._controller.lacks_evaluation()):
             self._report.log(self.done, {})
-            self._evaluate()
+            self._evaluate()  # also in a run that is to stop: it reports what is missing
         if not self.resumed and self.config.checkpoint.every:
             self._persistence.save(self.done)
 
@@ -78,6 +78,8 @@ class Run:
         self.done = step
         self._controller.end_evaluation()
         self._report.log_step(step, batch, result.metrics, result.diagnostics)
+        if self.stopped:
+            return
         self._evaluate()
         if self.stopped:
             return
@@ -86,7 +88,7 @@ class Run:
         self._trainer.finish_save(wait=False)
 
     def _evaluate(self) -> None:
-        if self.evaluates and not self.stopped:
+        if self.evaluates:
             self._controller.evaluate(self.done, awaited=self.awaits_evaluation)
 
     def end(self) -> bool:

@@ -144,6 +144,15 @@ def test_sigterm_ends_the_loop_in_its_step(tmp_path: Path, stop: StopSignal, fai
     assert recorder.calls[-len(last) - 1 :] == [*last, f"ensure_saved {run.done}"]
 
 
+def test_a_stop_before_the_first_evaluation_is_reported_by_it(tmp_path: Path, stop: StopSignal) -> None:
+    run, recorder = a_run(tmp_path, stop)
+    os.kill(os.getpid(), signal.SIGTERM)
+    everything: Any = recorder
+    reinforce(run, everything, everything)
+    assert not run.end()
+    assert recorder.calls == ["publish 1", "evaluate 0 False", "save 0", "ensure_saved 0"]
+
+
 def test_a_stop_while_the_last_update_is_awaited_saves_too(tmp_path: Path, stop: StopSignal) -> None:
     run, recorder = a_run(tmp_path, stop, fails="settle")
     everything: Any = recorder
