@@ -95,7 +95,7 @@ class GroupOutcome:
 
 
 class EngineError(RuntimeError):
-    """The engines cannot go on; the message names the engine, the cause and where to look."""
+    """The engines cannot continue; the message names the engine, the cause and where to look."""
 
 
 class WeightSyncError(EngineError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from ctpo_megatron.engines.weights import (
 from ctpo_megatron.policy import Layout, Trainer, TrainResult, TrainSettings, summarize_updates, supervised
 from ctpo_megatron.run.watchdog import Watchdog
 from ctpo_megatron.tracking import Phases
+
+log = logging.getLogger(__name__)
 
 _END = "end"  # the command after which a rank serves no longer
 
@@ -191,9 +194,11 @@ class TrainerGroup:
 
         try:
             self.layout.on_rank_zero(end)
-        except Exception:
+        except Exception as raised:
             if error is None:
                 raise
+            if raised is not error:  # such as a lost rank; the caller raises the error that came first
+                log.warning("the other ranks were not told of the failure: %s", raised)
 
     def serve(self) -> int:
         """Run on this rank what rank zero calls, until it leaves; returns the exit status.

@@ -54,7 +54,7 @@ def is_private(name: str) -> bool:
 
 
 class Names:
-    """Which dotted names the local names of a file stand for, in whatever function they are imported or assigned."""
+    """Which dotted names the local names of a file stand for, in any function that imports or assigns them."""
 
     def __init__(self, tree: ast.AST) -> None:
         self._names: dict[str, str] = {}

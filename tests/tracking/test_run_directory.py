@@ -94,7 +94,7 @@ def test_a_run_that_has_ended_is_left_alone_by_auto_until_there_is_more_to_do(co
     assert not is_finished(config_in().run) and not is_finished(config_in(run={"resume": True}).run)
     assert not is_finished(config_in(run={"resume": "auto", "steps": auto.run.steps + 1}).run)
     open_run_directory(config_in(run={"resume": True}))
-    assert is_finished(auto.run)  # until it is certain that the run can go on
+    assert is_finished(auto.run)  # until it is certain that the run can continue
     take_over(config_in(run={"resume": True}))
     assert not is_finished(auto.run)
 
