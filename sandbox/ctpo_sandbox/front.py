@@ -3,10 +3,12 @@
 import asyncio
 import hmac
 import ipaddress
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -70,11 +72,12 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 class Gate:
-    """Refuses requests before they are all in memory: without the token (401), to another host (421), too large (413),
-    or too slow (408).
+    """Refuses requests before they are all in memory: without the token (401), to another host (400, 421), from a web
+    page of another origin (403), not JSON (415), too large (413), or too slow (408).
 
-    Without a token the server is on loopback, and a web page could reach it by DNS rebinding. So the Host header must
-    be a loopback name.
+    Without a token the server is on loopback, where web pages can reach it: by DNS rebinding, so the Host header must
+    be a loopback name; and by the requests that a browser sends across origins without asking (the CORS-safelisted
+    ones of the Fetch standard), so another origin and any other content type are refused.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, max_bytes: int, rejected: Callable[[int], None]) -> None:
@@ -84,20 +87,27 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
-        if problem := self._problem(dict(scope["headers"])):
+        if problem := self._problem(scope["method"], Headers(scope=scope)):
             status, detail = problem
             self._rejected(status)
             return await JSONResponse({"detail": detail}, status_code=status)(scope, receive, send)
         await self._app(scope, self._bounded(receive), send)
 
-    def _problem(self, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        if self._expected is not None:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                return 401, "a bearer token is needed (SANDBOX_TOKEN)"
-            return None
-        host = headers.get(b"host", b"localhost").decode("latin-1")
-        return None if _is_loopback(host) else (421, f"{host[:80]!a} is not this machine's loopback; set SANDBOX_TOKEN")
+    def _problem(self, method: str, headers: Headers) -> tuple[int, str] | None:
+        given = headers.get("authorization", "").encode("latin-1")
+        if self._expected is not None and not hmac.compare_digest(given, self._expected):
+            return 401, "a bearer token is needed (SANDBOX_TOKEN)"
+        hosts = headers.getlist("host") or ["localhost"]
+        if len(hosts) > 1:
+            return 400, "the request has more than one Host header"
+        if self._expected is None and not _is_loopback(hosts[0]):
+            return 421, f"{hosts[0][:80]!a} is not this machine's loopback; set SANDBOX_TOKEN"
+        if _is_cross_origin(headers, hosts[0]):
+            return 403, "requests of web pages from another origin are refused"
+        content_type = headers.get("content-type", "")
+        if method == "POST" and content_type.partition(";")[0].strip().lower() != "application/json":
+            return 415, f"the content type must be application/json, not {content_type[:80]!a}"
+        return None
 
     def _bounded(self, receive: Receive) -> Receive:
         deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
@@ -121,10 +131,20 @@ class Gate:
         return bounded
 
 
+def _is_cross_origin(headers: Headers, host: str) -> bool:
+    """Whether a browser sent the request for a page that does not come from `host` (Fetch standard, Fetch Metadata)."""
+    origins = {origin.lower() for origin in headers.getlist("origin")}
+    sites = set(headers.getlist("sec-fetch-site"))
+    return bool(origins - {f"http://{host.lower()}", f"https://{host.lower()}"} or sites - {"same-origin", "none"})
+
+
 @lru_cache
 def _is_loopback(host: str) -> bool:
     """Whether a Host header, with or without port, names loopback."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    parts = re.fullmatch(r"(?:\[(?P<v6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?", host, re.ASCII)
+    if parts is None:
+        return False
+    name = parts["name"] if parts["v6"] is None else parts["v6"]
     try:
         return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -106,6 +106,13 @@ def test_a_client_that_closed_only_its_side_is_answered(server: _Server) -> None
     assert b"HTTP/1.1 200 " in answer and b"late" in answer
 
 
+def test_two_host_headers_are_refused(server: _Server) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+    with server.connect() as connection:
+        connection.sendall(head)
+        assert _all_of(connection).startswith(b"HTTP/1.1 400 ")
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [("localhost:80", 200), ("127.0.0.2", 200), ("[::1]:8080", 200), ("LOCALHOST", 200)]
@@ -144,3 +151,48 @@ def test_a_full_queue_says_so_and_a_server_that_ends_finishes_it(server: _Server
     assert server.process.wait(scaled(20)) == 128 + signal.SIGTERM
     with pytest.raises(httpx.ConnectError):
         server.ask("print(1)")
+
+
+CODE = {"code": "print(7)"}
+JSON = {"content-type": "application/json"}
+
+
+def _sent(server: SandboxServer, headers: Iterable[tuple[str, str]], path: str = "/faas/sandbox/") -> int:
+    return HTTP.post(f"{server.url}{path}", content=json.dumps(CODE), headers=list(headers)).status_code
+
+
+@pytest.mark.parametrize("path", ["/faas/sandbox/", "/run_code"])
+@pytest.mark.parametrize(
+    "headers",
+    [{"origin": origin} for origin in ("http://evil.example", "null", "http://localhost:1", "https://127.0.0.1:9", "")]
+    + [{"origin": "file://"}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}],
+)
+def test_a_web_page_of_another_origin_is_refused(
+    sandbox_server: SandboxServer, path: str, headers: dict[str, str]
+) -> None:
+    """A browser sends these two headers itself; a page cannot change them."""
+    assert _sent(sandbox_server, (JSON | headers).items(), path) == 403
+
+
+def test_two_origins_are_refused(sandbox_server: SandboxServer) -> None:
+    own = ("origin", sandbox_server.url)
+    assert _sent(sandbox_server, [*JSON.items(), own, ("origin", "http://evil.example")]) == 403
+    assert _sent(sandbox_server, [*JSON.items(), own, ("sec-fetch-site", "same-origin")]) == 200
+
+
+@pytest.mark.parametrize("path", ["/faas/sandbox/", "/run_code"])
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [("application/json", 200), ("Application/JSON; charset=utf-8", 200), (None, 415), ("", 415)]
+    + [(name, 415) for name in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")]
+    + [("text/plain; application/json", 415), ("application/jsonx", 415)],
+)
+def test_only_json_is_read(sandbox_server: SandboxServer, path: str, content_type: str | None, status: int) -> None:
+    """A page may send the other types to any origin without asking it first."""
+    headers = [] if content_type is None else [("content-type", content_type)]
+    assert _sent(sandbox_server, headers, path) == status
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1.evil", "127.0.0.1:80:evil", "[::1]evil", "localhost:x", "[::1", "::1", "a:1"])
+def test_a_host_that_only_begins_like_loopback_is_refused(sandbox_server: SandboxServer, host: str) -> None:
+    assert HTTP.get(f"{sandbox_server.url}/health", headers={"host": host}).status_code in (400, 421)
