@@ -19,7 +19,7 @@ from ctpo_sandbox.filters import ANY_PID, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
 _ALLOWED = {
     "files": (
         "read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat openat2 creat close "
-        "close_range lseek stat fstat lstat newfstatat statx access faccessat faccessat2 dup dup2 dup3 "
+        "lseek stat fstat lstat newfstatat statx access faccessat faccessat2 dup dup2 dup3 "
         "ftruncate truncate fallocate fsync fdatasync sync_file_range fadvise64 readahead sendfile splice tee vmsplice "
         "copy_file_range getdents getdents64 getcwd chdir fchdir rename renameat renameat2 mkdir mkdirat rmdir unlink "
         "unlinkat link linkat symlink symlinkat readlink readlinkat chmod fchmod fchmodat fchmodat2 chown fchown "
@@ -95,7 +95,13 @@ _REFUSED = {
     ),
 }
 
-_CLONE_THREAD = 0x10000
+_CLONE_SHARED = {"file system": 0x200, "descriptors": 0x400, "process": 0x10000}
+"""Flags of `clone` without which a thread would have something of its own that limits are not checked for."""
+
+_CLONE_REFUSED = 0x7E020000 | 0x2000 | 0x4000 | 0x8000
+"""Flags of `clone` that nothing needs: new namespaces, PTRACE, VFORK and PARENT."""
+
+_CLOSE_RANGE_UNSHARE = 2
 _INT = 0xFFFFFFFF
 _SYSCALL_UNKNOWN = -1
 _BINARY_TREE = 2
@@ -123,6 +129,8 @@ def _equals(argument: int, value: int, mask: int = _INT) -> pyseccomp.Arg:
 
 def _conditional() -> Iterator[tuple[int, str, list[pyseccomp.Arg]]]:
     """Rules of both layers that check arguments; a call that matches none of its rules returns ENOSYS."""
+    yield _ALLOW, "close_range", [_equals(2, 0, mask=_CLOSE_RANGE_UNSHARE)]
+    yield _EPERM, "close_range", [_equals(2, _CLOSE_RANGE_UNSHARE, mask=_CLOSE_RANGE_UNSHARE)]
     for option in _PRCTL_ALLOWED:
         yield _ALLOW, "prctl", [_equals(0, option)]
     for kind in (_SOCK_STREAM, _SOCK_SEQPACKET):
@@ -152,8 +160,9 @@ def worker_rules() -> pyseccomp.SyscallFilter:
     rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, _BINARY_TREE)
     for name in _known(_ALLOWED | _WORKER_ONLY):
         rules.add_rule(_ALLOW, name)
-    for name in ("clone", "prlimit64", "kill", "tgkill"):  # the children's filter checks their arguments
+    for name in ("prlimit64", "kill", "tgkill"):  # the children's filter checks their arguments
         rules.add_rule(_ALLOW, name)
+    rules.add_rule(_ALLOW, "clone", _equals(0, 0, mask=_CLONE_REFUSED))  # the children's filter checks more of it
     for action, name, conditions in _conditional():
         rules.add_rule(action, name, *conditions)
     for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP):
@@ -178,7 +187,8 @@ def child_rules(*, file_attributes: bool) -> pyseccomp.SyscallFilter:
         for name, flags in (("open", 1), ("openat", 2)):
             rules.add_rule(_EPERM, name, _equals(flags, os.O_TRUNC, mask=os.O_TRUNC | os.O_ACCMODE))
         rules.add_rule(_ENOSYS, "openat2")  # a filter cannot see its flags
-    rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=_CLONE_THREAD))
+    for flag in _CLONE_SHARED.values():
+        rules.add_rule(_EPERM, "clone", _equals(0, 0, mask=flag))
     rules.add_rule(_EPERM, "prlimit64", pyseccomp.Arg(2, pyseccomp.NE, 0))
     for option in (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, PR_SET_SECCOMP):
         rules.add_rule(_EPERM, "prctl", _equals(0, option))

@@ -70,12 +70,16 @@ class RunDirectory:
         return ""
 
     def _nameless(self, child: int) -> Iterator[os.stat_result]:
+        """In every thread's table of descriptors: without a filter each may have its own, and the first may be gone."""
         device = os.stat(self.path).st_dev  # the outputs are memory files on another device
-        with self._as_owner(), suppress(PermissionError):  # a run that is dropping privileges, or has just ended
-            for descriptor in os.listdir(f"/proc/{child}/fd"):
+        seen: set[int] = set()
+        with self._as_owner():
+            for descriptor in _descriptors(child):
                 with suppress(FileNotFoundError):
-                    found = os.stat(f"/proc/{child}/fd/{descriptor}")
-                    if found.st_nlink == 0 and found.st_dev == device and stat.S_ISREG(found.st_mode):
+                    found = os.stat(descriptor)
+                    new = found.st_ino not in seen
+                    if new and found.st_nlink == 0 and found.st_dev == device and stat.S_ISREG(found.st_mode):
+                        seen.add(found.st_ino)
                         yield found
 
     @contextmanager
@@ -105,6 +109,15 @@ class RunDirectory:
 
     def close(self) -> None:
         remove_tree(self._parent)
+
+
+def _descriptors(process: int) -> Iterator[str]:
+    """Paths of the open files of its threads."""
+    for thread in os.listdir(f"/proc/{process}/task"):
+        table = f"/proc/{process}/task/{thread}/fd"
+        # The thread has just ended, or the run is dropping privileges.
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            yield from (f"{table}/{number}" for number in os.listdir(table))
 
 
 def _files_below(directory: str) -> Iterator[os.stat_result]:

@@ -23,6 +23,9 @@ HOARDS = {
     "files in a closed directory": "import os\nos.mkdir('d', 0o300)\n"
     "for i in range(40): open(f'd/f{i}', 'wb').write(bytes(4 << 20))\n",
     "files far down": f"{DEEP}for i in range(40): open(f'f{{i}}', 'wb').write(bytes(4 << 20))\n",
+    "files without a name, the first thread gone": "import ctypes, os, threading, time\ndef hoard():\n    kept = []\n"
+    "    for i in range(40):\n        kept.append(open('f', 'wb', 0)); os.remove('f'); kept[-1].write(bytes(4 << 20))\n"
+    "    time.sleep(9)\nthreading.Thread(target=hoard).start(); ctypes.CDLL(None).syscall(60, 0)\n",
     "empty files": "for i in range(6000): open(f'f{i}', 'wb').close()\n",
     "directories": "import os\nfor i in range(6000): os.mkdir(f'd{i}')\n",
 }
