@@ -5,6 +5,7 @@ import select
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ctpo_sandbox.timeouts import EXCESS_POLL_S, WATCH_SHORTEST_WAIT_S
 
 TIME = "time"
 STOPPED = "its caller no longer waits"
+UNCHECKED = "because its limits could not be checked"
 _REST = 4
 _NONE = -1
 _THREADS_FIELD = 17  # field of /proc/<pid>/stat, counted from the state
@@ -69,12 +71,20 @@ class Watch:
                 return "" if descriptor == pidfd else self._told()
             now = time.monotonic()
             if now >= next_look:
-                if reason := self._excess(child):
+                if reason := self._checked(child):
                     return reason
                 took_s = time.monotonic() - now
                 next_look = now + took_s + max(EXCESS_POLL_S, _REST * took_s)
             left_s = min(limit_s - _cpu_s(child), end - now)
         return TIME
+
+    def _checked(self, child: int) -> str:
+        """The run changes what is measured, so a failure to measure is the run's: it ends the run, not the worker."""
+        try:
+            return self._excess(child)
+        except Exception:
+            traceback.print_exc()
+            return UNCHECKED
 
     def _told(self) -> str:
         if not self._control.recv(MAX_MESSAGE_BYTES):
@@ -92,8 +102,8 @@ def _cpu_s(child: int) -> float:
 
 def excess_threads(process: int, most: int) -> str:
     """ "" unless it has more than `most` threads. If it has its own user, the kernel counts them."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    try:  # as bytes: the name in it is the program's, and need not be text
+        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:  # it has just ended
         return ""
     return f"for more than {most} threads" if int(fields[_THREADS_FIELD]) > most else ""
