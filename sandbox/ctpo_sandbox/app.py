@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import json
+import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -30,6 +31,7 @@ EXECUTE_PATH = "/faas/sandbox/"
 FUSION_PATH = "/run_code"
 _CLIENT_CLOSED_REQUEST = 499
 _CLIENT_GONE = "the client closed the connection"
+_log = logging.getLogger("ctpo_sandbox.app")
 
 
 class ExecutionRequest(BaseModel):
@@ -72,8 +74,15 @@ def _stderr(run: RunResult) -> str:
     if code >= 0:
         return run.stderr
     separator = "\n" if run.stderr and not run.stderr.endswith("\n") else ""
-    how = reason or f"by signal {-code} ({signal.Signals(-code).name})"
-    return f"{run.stderr}{separator}[killed {how}]\n"
+    return f"{run.stderr}{separator}[killed {reason or f'by signal {_signal_name(-code)}'}]\n"
+
+
+def _signal_name(number: int) -> str:
+    """Its number and name; most real-time signals have no name, and the C library keeps two for itself."""
+    try:
+        return f"{number} ({signal.Signals(number).name})"
+    except ValueError:
+        return str(number)
 
 
 def answer(run: RunResult) -> dict[str, Any]:
@@ -184,13 +193,22 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
         metrics.finished(finished, verdict(finished))
         return finished
 
-    async def execute(request: Request) -> JSONResponse:
-        return JSONResponse(answer(await run(request)))
+    def endpoint(form: Callable[[RunResult], dict[str, Any]]) -> Callable[[Request], Awaitable[JSONResponse]]:
+        async def respond(request: Request) -> JSONResponse:
+            try:
+                return JSONResponse(form(await run(request)))
+            except HTTPException:
+                raise
+            except Exception as error:  # a defect of ours: counted, and the client may try again
+                _log.exception("no answer to a request")
+                raise HTTPException(503, f"the sandbox failed: {error!r}"[:500]) from error
 
-    async def run_code(request: Request) -> JSONResponse:
-        return JSONResponse(fusion_answer(await run(request)))
+        return respond
 
-    runs = [Route(EXECUTE_PATH, execute, methods=["POST"]), Route(FUSION_PATH, run_code, methods=["POST"])]
+    runs = [
+        Route(EXECUTE_PATH, endpoint(answer), methods=["POST"]),
+        Route(FUSION_PATH, endpoint(fusion_answer), methods=["POST"]),
+    ]
     gate = Middleware(Gate, token=state.token, max_bytes=pool.limits.request_mb << 20, rejected=metrics.rejected)
     routes: list[BaseRoute] = [*runs, *_reports(pool, state, metrics)]
     # Starlette's routes: with FastAPI's own, each run costs 0.15 ms more CPU time.

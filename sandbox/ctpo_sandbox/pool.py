@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import tempfile
 import time
 from collections.abc import Coroutine, Sequence
@@ -15,9 +16,10 @@ from ctpo_sandbox.libraries import Library, choose
 from ctpo_sandbox.processes import LevelRefused, RunFault, Template, Worker
 from ctpo_sandbox.records import ChildOutcome, Limits
 from ctpo_sandbox.remove import remove_tree
-from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, RUN_ATTEMPTS
+from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, HEALTH_RUN_TIMEOUT_S, RUN_ATTEMPTS
 
 _MAX_WAITING_CHARS = 256 << 20
+_HARMLESS = b"pass"
 _log = logging.getLogger("ctpo_sandbox.pool")
 
 
@@ -38,6 +40,11 @@ class RunResult:
     stderr: str
     truncated: bool
     queue_s: float
+
+
+def _ended_by_program(times: int, queue_s: float) -> RunResult:
+    reason = f"because it ended its worker {times} times, and the worker runs other programs"
+    return RunResult(ChildOutcome(False, -signal.SIGKILL, 0.0, 0.0, 0.0, killed_for=reason), "", "", False, queue_s)
 
 
 @dataclass(eq=False)
@@ -196,8 +203,13 @@ class Pool:
             self._replace(worker, error)
 
     async def _run_with_retry(self, worker: Worker, job: "_QueuedRun") -> None:
-        """Set the verdict, unless the caller no longer waits for it. Raises PoolUnavailable."""
+        """Set the verdict, unless the caller no longer waits for it. Raises PoolUnavailable.
+
+        Losing a worker is the program's fault when every worker that it ended could run another program before or
+        after.
+        """
         reasons: list[str] = []
+        lost = healthy = 0
         while not job.abandoned:
             try:
                 await worker.ensure_started()
@@ -209,6 +221,10 @@ class Pool:
                 self._replace(worker, error)
                 reasons.append(str(error))
                 passes = False
+                lost += isinstance(error, WorkerLost)
+                healthy += await self._is_healthy(worker)
+                if lost == healthy == RUN_ATTEMPTS:
+                    return job.succeed(_ended_by_program(lost, job.queue_s))
             except RunFault as error:
                 last = error
                 _log.error("%s", error)
@@ -226,6 +242,16 @@ class Pool:
             outcome = await worker.run(files, job.run_timeout_s)
             (stdout, cut), (stderr, also_cut) = (read_output(output, limit) for output in files[2:])
         job.succeed(RunResult(outcome, stdout, stderr, cut or also_cut, job.queue_s))
+
+    async def _is_healthy(self, worker: Worker) -> bool:
+        """Whether a new process in its place runs a harmless program."""
+        try:
+            await worker.ensure_started()
+            with run_files(_HARMLESS, b"") as files:
+                return (await worker.run(files, HEALTH_RUN_TIMEOUT_S)).exit_code == 0
+        except (WorkerLost, LevelRefused, RunFault) as error:
+            self._replace(worker, error)
+            return False
 
     def _replace(self, worker: Worker, reason: Exception) -> None:
         _log.error("replacing %s: %s", worker.name, reason)

@@ -39,6 +39,7 @@ CPU_SLACK_S = 1  # what the CPU limit of a run has on top of its wall time in wh
 CLEANING_TIMEOUT_S = 30.0  # to remove the files of a run
 TEMPLATE_EXIT_TIMEOUT_S = 10  # how long a template without a server waits for its workers
 RUN_ATTEMPTS = 2  # for one run, when workers are lost or runs fail by no fault of the snippet
+HEALTH_RUN_TIMEOUT_S = 2.0  # of the harmless program that a worker runs after one that ended its predecessor
 FORK_ATTEMPTS = 5  # for one run, while the machine has no free process: others end, so this is transient
 FORK_PAUSE_S = 0.05  # before such an attempt; doubled with each
 WATCH_SHORTEST_WAIT_S = 0.01  # the least time between two readings of a run's CPU clock

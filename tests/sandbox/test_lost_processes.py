@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from ctpo_sandbox import Limits
 from ctpo_sandbox.channel import WorkerLost
 from ctpo_sandbox.libraries import BUILT_IN
-from ctpo_sandbox.pool import Pool
+from ctpo_sandbox.pool import Pool, PoolUnavailable, RunResult
 from ctpo_sandbox.processes import RunFault, Template, Worker
 from tests.support.deadlines import scaled
 
@@ -20,7 +22,7 @@ STDLIB = BUILT_IN[0]
 
 
 @asynccontextmanager
-async def _pool() -> AsyncIterator[Pool]:
+async def one_slot() -> AsyncIterator[Pool]:
     pool = Pool(
         slots=1, limits=Limits(), level="none", libraries=[STDLIB], start_timeout_s=scaled(60), max_waiting=4
     )  # fmt: skip
@@ -53,15 +55,59 @@ def test_a_worker_lost_while_it_cleans_up_after_a_fault_leaves_no_request_withou
     monkeypatch.setattr(Worker, "finish", scripted_finish)
 
     async def run_one() -> tuple[str, int]:
-        async with _pool() as pool, asyncio.timeout(scaled(20)):
+        async with one_slot() as pool, asyncio.timeout(scaled(20)):
             return (await pool.run("print('well')", "", 9.0)).stdout, pool.restarts
 
     assert asyncio.run(run_one()) == ("well\n", 1)
 
 
+BAD = b"the program that ends its worker"
+
+
+@pytest.fixture
+def fragile(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Real workers that die of one program; every program that they ran. No program known to us does that today."""
+    ran: list[bytes] = []
+    run = Worker.run
+
+    async def dying_run(worker: Worker, files: list[int], run_timeout_s: float) -> object:
+        code = os.pread(files[0], 100, 0)
+        ran.append(code)
+        if code == BAD:
+            raise WorkerLost("died")
+        return await run(worker, files, run_timeout_s)
+
+    monkeypatch.setattr(Worker, "run", dying_run)
+    return ran
+
+
+def test_a_program_that_ends_one_worker_after_another_gets_a_verdict(fragile: list[bytes]) -> None:
+    async def run_three() -> list[RunResult]:
+        async with one_slot() as pool, asyncio.timeout(scaled(20)):
+            return [await pool.run(code, "", 9.0) for code in ("print('well')", BAD.decode(), "print('well')")]
+
+    first, bad, last = asyncio.run(run_three())
+    assert (first.stdout, last.stdout) == ("well\n", "well\n")
+    assert (bad.outcome.timed_out, bad.outcome.exit_code) == (False, -signal.SIGKILL)
+    assert "ended its worker 2 times" in bad.outcome.killed_for
+    assert fragile.count(BAD) == 2
+
+
+def test_workers_that_die_of_any_program_are_no_verdict(fragile: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is at fault then."""
+    monkeypatch.setattr("ctpo_sandbox.pool._HARMLESS", BAD)
+
+    async def run_one() -> None:
+        async with one_slot() as pool, asyncio.timeout(scaled(20)):
+            await pool.run(BAD.decode(), "", 9.0)
+
+    with pytest.raises(PoolUnavailable, match="died; then died"):
+        asyncio.run(run_one())
+
+
 def test_a_pool_that_is_closed_leaves_no_request_without_an_answer() -> None:
     async def close_during_a_run() -> None:
-        async with _pool() as pool:
+        async with one_slot() as pool:
             run = asyncio.ensure_future(pool.run("import time; time.sleep(60)", "", 60.0))
             await asyncio.sleep(0.05)
         async with asyncio.timeout(scaled(20)):

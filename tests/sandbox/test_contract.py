@@ -1,0 +1,132 @@
+"""However a program ends, and whatever it prints, the answer is HTTP 200 with a verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ctpo_sandbox import ExecutionResult, SandboxServer
+from ctpo_sandbox.pool import Pool, RunResult
+from tests.sandbox.sandbox_http import health, post
+from tests.sandbox.test_lost_processes import one_slot
+from tests.support.deadlines import scaled
+
+PAUSES = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+IGNORED = {signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH, signal.SIGCONT, signal.SIGPIPE, signal.SIGXFSZ}
+"""By the kernel, or by Python."""
+
+RAW = "import ctypes, os, signal, sys, threading, time\nlibc = ctypes.CDLL(None)\n"
+ENDS = {
+    "os._exit(0)": "success",
+    "os._exit(255)": "runtime_error",
+    "sys.exit(-1)": "runtime_error",
+    "raise KeyboardInterrupt": "runtime_error",
+    "raise GeneratorExit": "runtime_error",
+    "os.abort()": "runtime_error",
+    "ctypes.string_at(0)": "runtime_error",
+    "libc._exit(7)": "runtime_error",
+    "threading.Thread(target=time.sleep, args=[0.1]).start(); libc.syscall(60, 0)": None,
+    "threading.Thread(target=time.sleep, args=[60], daemon=True).start(); libc.syscall(60, 0)": None,
+}
+"""Program -> status; None: any verdict."""
+
+OUTPUTS = {
+    "every byte": "os.write(1, bytes(range(256))); os.write(2, bytes(range(256)))",
+    "half a letter": "os.write(1, b'\\xe2\\x82'); os.write(2, b'\\xf0\\x9f\\x98')",
+    "surrogates in UTF-8": "os.write(1, b'\\xed\\xa0\\x80')",
+    "closed": "os.close(1); os.close(2)",
+    "cut in the middle of a letter": "os.write(1, b'\\xe2\\x82\\xac' * 400_000)",
+    "no newline before a signal": "os.write(2, b'\\xff'); os.kill(os.getpid(), 40)",
+}
+
+
+@pytest.mark.parametrize("number", range(1, 65))
+def test_every_signal_is_a_verdict(sandbox_server: SandboxServer, number: int) -> None:
+    """Real-time signals have no names in Python, and the C library hides two of them."""
+    code = f"import os; os.kill(os.getpid(), {number}); print('still here')"
+    reply = post(sandbox_server, {"code": code, "run_timeout": 0.2 if number in PAUSES else scaled(8)})
+    assert reply.status_code == 200, reply.text
+    status, result = reply.json()["status"], reply.json()["run_result"]
+    if number in PAUSES:
+        assert status == "timeout"
+    elif number in IGNORED:
+        assert (status, result["stdout"]) == ("success", "still here\n")
+    elif number == signal.SIGKILL:  # refused to the program
+        assert status == "runtime_error" and "PermissionError" in result["stderr"]
+    else:
+        assert (status, result["return_code"]) == ("runtime_error", -number)
+        named = f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
+        assert f"[killed by signal {number}{named}]" in result["stderr"]
+    assert health(sandbox_server.url)["restarts"] == 0
+
+
+@pytest.mark.parametrize("code", ENDS)
+def test_every_end_is_a_verdict(sandbox_server: SandboxServer, code: str) -> None:
+    reply = post(sandbox_server, {"code": RAW + code, "run_timeout": 1})
+    assert reply.status_code == 200, reply.text
+    assert ENDS[code] in (reply.json()["status"], None)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("path", ["/faas/sandbox/", "/run_code"])
+def test_every_output_is_a_verdict(sandbox_server: SandboxServer, name: str, path: str) -> None:
+    reply = post(sandbox_server, {"code": RAW + OUTPUTS[name], "run_timeout": scaled(8)}, path)
+    assert reply.status_code == 200, reply.text
+    result = reply.json()["run_result"]
+    assert isinstance(result["stdout"], str) and isinstance(result["stderr"], str)
+
+
+def test_a_defect_on_the_way_of_an_answer_is_a_counted_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a 500: the request may be sent again, and the metrics show it."""
+    from fastapi.testclient import TestClient
+
+    from ctpo_sandbox.app import ServerState, create_app
+
+    async def broken(self: Pool, code: str, stdin: str, run_timeout_s: float) -> RunResult:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Pool, "run", broken)
+
+    async def answers() -> tuple[Any, str]:
+        async with one_slot() as pool:
+            with TestClient(create_app(pool, ServerState({})), base_url="http://localhost") as client:
+                reply = client.post("/faas/sandbox/", json={"code": "print(1)"})
+                return reply, client.get("/metrics").text
+
+    reply, metrics = asyncio.run(answers())
+    assert reply.status_code == 503 and "ZeroDivisionError" in reply.json()["detail"]
+    assert 'code="503"' in metrics
+
+
+NAMES = {
+    "a byte that is no text": b"\xff",
+    "half a letter": "abcdefghijklmn\u00e4".encode(),
+    "parentheses and numbers": b") R 1 1 (",
+    "a line break": b"a\nb",
+    "empty": b"",
+}
+
+
+@pytest.fixture(scope="module")
+def outside_measured(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., ExecutionResult]]:
+    """At a level where the worker counts the threads of a run, as the runs have no user of their own."""
+    from ctpo_sandbox import start_server
+    from tests.sandbox.conftest import runner
+
+    options = {"slots": 1, "start_timeout_s": scaled(60), "tiers": ["stdlib"], "level": "namespaces-user"}
+    log = tmp_path_factory.mktemp("contract") / "log"
+    with start_server(**options, log_path=log) as server, runner(server.url) as run:
+        yield run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_a_thread_ends_nothing(outside_measured: Callable[..., ExecutionResult], name: str) -> None:
+    code = f"import ctypes, time; ctypes.CDLL(None).prctl(15, {NAMES[name]!r}, 0, 0, 0); time.sleep(0.3); print('well')"
+    result = outside_measured(code)
+    assert (result.status, result.stdout) == ("success", "well\n")
