@@ -9,7 +9,7 @@ import inspect
 import json
 import signal
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,18 +113,14 @@ def _called(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt
     try:
         result = function(trajectory, prompt)
         if inspect.isawaitable(result):
-            result = _setup.loop.run_until_complete(_value_of(result))
+            return _setup.loop.run_until_complete(_awaited(result))
         return _reward(result)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # this process ignores signals, so a KeyboardInterrupt is the function's own
         return Failure(_described(error))
 
 
-async def _value_of(awaitable: Any) -> Any:
-    return await awaitable
-
-
 async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
-    tasks = [asyncio.ensure_future(_awaited(function, *pair)) for pair in pairs]
+    tasks = [asyncio.ensure_future(_awaited(function(*pair))) for pair in pairs]
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
     outcomes = [Failure("", timed_out=True) if task in late else task.result() for task in tasks]
     for task in late:
@@ -133,10 +129,10 @@ async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair],
     return outcomes
 
 
-async def _awaited(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt) -> Scored:
+async def _awaited(result: Awaitable[Any]) -> Scored:
     try:
-        return _reward(await function(trajectory, prompt))
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return _reward(await result)
+    except BaseException as error:  # not left to the event loop, which a KeyboardInterrupt or SystemExit would stop
         return Failure(_described(error))
 
 
@@ -156,4 +152,8 @@ def _is_flag(value: Any) -> bool:
 def _described(error: BaseException) -> str:
     """The error and the line that raised it, as text: not every exception can be pickled."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{error!r} at {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)
+    try:
+        text = repr(error)
+    except BaseException:  # the user's class may define it
+        text = type(error).__name__
+    return f"{text} at {frames[-1].filename}:{frames[-1].lineno}" if frames else text

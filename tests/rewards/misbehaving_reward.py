@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ def misbehaving(trajectory: Any, prompt: Any) -> Any:
         time.sleep(3600)
     if text == "die":
         os._exit(3)
-    if text == "exit":
-        sys.exit("I give up")
     if text.startswith("die unless "):
         died_before = Path(text.removeprefix("die unless "))
         if not died_before.exists():
@@ -36,6 +33,8 @@ def misbehaving(trajectory: Any, prompt: Any) -> Any:
         return 1.0
     if text == "raise":
         raise KeyError("broken scorer")
+    if text in RAISED:
+        raise RAISED[text]
     if text in ANSWERS:
         return ANSWERS[text]
     return float(text == prompt.answer)
@@ -51,6 +50,22 @@ async def misbehaving_async(trajectory: Any, prompt: Any) -> Any:
                 await asyncio.sleep(3600)
     return misbehaving(trajectory, prompt)
 
+
+class _OwnError(BaseException):
+    """No Exception, and it does not let itself be shown."""
+
+    def __repr__(self) -> str:
+        raise KeyboardInterrupt
+
+
+RAISED: dict[str, BaseException] = {
+    "cancelled": asyncio.CancelledError("by the judge's time limit"),
+    "interrupt": KeyboardInterrupt("by a user"),
+    "generator": GeneratorExit("of a user"),
+    "own": _OwnError("of a user"),
+    "exit": SystemExit("I give up"),
+}
+"""Each derives from BaseException alone."""
 
 ANSWERS: dict[str, Any] = {
     "nan": float("nan"),

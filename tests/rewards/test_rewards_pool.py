@@ -19,6 +19,7 @@ from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 from ctpo_megatron.rewards import RewardPool, ScoreReport
+from tests.rewards.misbehaving_reward import RAISED
 from tests.support.deadlines import scaled
 
 HERE = Path(__file__).parent
@@ -87,7 +88,7 @@ def test_a_hang_is_killed_and_costs_only_itself(
     [
         ("die", "ProcessExpired"),
         ("raise", "KeyError('broken scorer') at "),
-        ("exit", "I give up"),
+        *((name, type(error).__name__) for name, error in RAISED.items()),
         ("none", "TypeError"),
         ("text", "could not convert string to float"),
         ("component of text", "could not convert string to float"),
@@ -137,6 +138,16 @@ def test_async_rewards_that_wait_are_given_up_one_by_one(caplog: pytest.LogCaptu
         assert pool.score([group("2", "2")]).scored == 2
     assert "prompt p sample 5: the scorer was killed" in caplog.text
     assert "prompt p sample 8: the scorer was killed" in caplog.text
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("how", RAISED)
+def test_an_async_reward_that_raises_what_is_no_exception_is_counted(how: str, together: bool) -> None:
+    groups = [group("2", how, "5", "2") if together else group(how)]
+    with misbehaving("misbehaving_async", 5.0) as pool:
+        assert pool.score(groups) == ScoreReport(3 if together else 0, 0, 1)
+        assert rewards(groups) == ([1.0, 0.0, 0.0, 1.0] if together else [0.0])
+        assert pool.score([group("2", "2")]).scored == 2
 
 
 @pytest.mark.parametrize(("how", "cost"), [("sleep", (1, 0)), ("die", (0, 1))])
