@@ -122,7 +122,7 @@ $(TRITON): $(INSTALLED) requirements/kernels.txt
 # Another folder, LOCKS=..., serves to compare.
 LOCKS := requirements
 COMPILE = $(UV) pip compile setup.py --quiet --no-annotate --generate-hashes --custom-compile-command "make locks" \
-	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra train --extra sandbox --extra wandb --extra dev
+	--no-python-downloads --python-platform x86_64-manylinux_2_28 --extra train --extra sandbox --extra sandbox-math --extra wandb --extra dev
 locks: $(UV)
 	set -e; for python in 3.11 3.12; do \
 		$(COMPILE) --python-version $$python --extra cuda --output-file $(LOCKS)/cuda-$$python.txt; \

@@ -56,6 +56,9 @@ BUILT_IN = (
     Library("sympy", ("numpy", "numpy.random", "numpy.linalg", "sympy"), ("sympy",), _SYMPY),
 )
 
+PROMISED = ("mpmath", "networkx", "numpy", "pandas", "scipy", "sympy")
+"""What programs may expect to import: the extra `sandbox-math` of setup.py."""
+
 
 def tiers(extra: Iterable[str] = (), wanted: Iterable[str] = ()) -> tuple[Library, ...]:
     """The tiers whose packages are installed; `extra` modules form a last tier, on top of the one before it.
@@ -80,9 +83,8 @@ def tiers(extra: Iterable[str] = (), wanted: Iterable[str] = ()) -> tuple[Librar
 
 
 def absent() -> list[str]:
-    """Packages of the tiers that are not installed here."""
-    packages = {name.partition(".")[0] for tier in BUILT_IN for name in tier.modules}
-    return sorted(name for name in packages if not _installed(name))
+    """Packages of `PROMISED` that are not installed here."""
+    return [name for name in PROMISED if not _installed(name)]
 
 
 def _installed(name: str) -> bool:

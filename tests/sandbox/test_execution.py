@@ -3,9 +3,14 @@
 import subprocess
 import sys
 import time
+from importlib import metadata
 
 import pytest
+from packaging.requirements import Requirement
 
+from ctpo_sandbox import start_server
+from ctpo_sandbox.libraries import PROMISED
+from tests.sandbox.conftest import runner
 from tests.support.deadlines import scaled
 
 
@@ -53,6 +58,21 @@ def test_like_python_main(execute, tmp_path, code):
     assert result.status == ("success" if expected.returncode == 0 else "runtime_error")
     assert result.stdout == expected.stdout
     assert result.stderr == expected.stderr.replace(str(tmp_path / "main.py"), "main.py")
+
+
+def test_what_programs_may_expect_to_import_is_there(tmp_path):
+    """With the limits of a run that names none: scipy and pandas map far more memory than they use."""
+    promised = [Requirement(line) for line in metadata.requires("ctpo-megatron")]
+    names = sorted(found.name for found in promised if found.marker and found.marker.evaluate({"extra": "sandbox-math"}))
+    assert names == sorted(PROMISED)
+    with (
+        start_server(slots=1, start_timeout_s=scaled(60), log_path=tmp_path / "log") as server,
+        runner(server.url) as run,
+    ):
+        assert server.health["not_installed"] == []
+        for name in [*names, "scipy.optimize, scipy.stats, scipy.integrate"]:
+            result = run(f"import {name}; print('imported')", run_timeout_s=scaled(30))
+            assert (result.status, result.stdout) == ("success", "imported\n"), (name, result)
 
 
 def test_death_by_signal_is_named(execute):
