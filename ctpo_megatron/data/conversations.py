@@ -92,8 +92,9 @@ def batches(conversations: Sequence[Trajectory], per_step: int, seed: int) -> It
     """Endless batches of `per_step` conversations of similar length, reproducible from `seed`.
 
     Every epoch is shuffled again. Within windows of a few batches conversations are sorted by length, so that a batch
-    needs little padding; the batches of an epoch come in random order. An epoch drops its incomplete batch. Raises
-    ValueError when there are fewer conversations than a batch needs.
+    needs little padding; the batches of an epoch come in random order. A few conversations, chosen before sorting, may
+    be left over from an epoch: the next one begins with them. So at any time no conversation has been in two batches
+    more than another. Raises ValueError when there are fewer conversations than a batch needs.
     """
     if len(conversations) < per_step:
         raise ValueError(
@@ -116,13 +117,23 @@ def batch_order(conversations: Sequence[Trajectory], per_step: int, seed: int) -
 
 def _endless_batches(conversations: Sequence[Trajectory], per_step: int, rng: Random) -> Iterator[list[Trajectory]]:
     order = list(range(len(conversations)))
+    left_over: list[int] = []
+    window = per_step * _BUCKET_BATCHES
     while True:
         rng.shuffle(order)
-        window = per_step * _BUCKET_BATCHES
+        epoch = order
+        if left_over:  # they were used less often than all others, so they may not wait among the batches of this epoch
+            waiting = set(left_over)
+            filling = [index for index in order if index not in waiting][: per_step - len(left_over)]
+            yield [conversations[index] for index in left_over + filling]
+            used = set(filling)
+            epoch = [index for index in order if index not in used]
+        full = len(epoch) - len(epoch) % per_step
+        left_over = epoch[full:]
         ranked: list[int] = []
-        for start in range(0, len(order) - len(order) % per_step, window):
-            ranked += sorted(order[start : start + window], key=lambda index: len(conversations[index]))
-        starts = list(range(0, len(ranked) - per_step + 1, per_step))
+        for start in range(0, full, window):
+            ranked += sorted(epoch[start : min(start + window, full)], key=lambda index: len(conversations[index]))
+        starts = list(range(0, full, per_step))
         rng.shuffle(starts)
         for start in starts:
             yield [conversations[index] for index in ranked[start : start + per_step]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pyarrow as pa
@@ -118,6 +119,25 @@ def test_the_order_of_batches_is_known_by_what_it_follows_from(records):
         values[-1] = 1 - values[-1] if name == "loss_mask" else values[-1] + 1
         assert batch_order([*records[:-1], replace(last, **{name: values})], 32, 0) != ours
     assert batch_order([records[1], records[0], *records[2:]], 32, 0) != ours
+
+
+def _conversation(length: int) -> Trajectory:
+    conversation = Trajectory(prompt_id=str(length), sample_index=0, seed=0)
+    conversation.append_context([1] * length, 0)
+    return conversation
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 7, 8, 9, 16, 22])
+@pytest.mark.parametrize("count", [22, 23, 100, 151])
+def test_no_conversation_is_used_twice_more_than_another(count, per_step):
+    """At any time, whatever is left over from an epoch: neither the longest nor any others are left out."""
+    conversations = [_conversation(1 + n) for n in range(count)]
+    used = Counter({conversation.prompt_id: 0 for conversation in conversations})
+    for batch in itertools.islice(batches(conversations, per_step, 0), 12 * count // per_step):
+        ids = [conversation.prompt_id for conversation in batch]
+        assert len(set(ids)) == len(ids) == per_step
+        used.update(ids)
+        assert max(used.values()) - min(used.values()) <= 1
 
 
 def test_batches_hold_conversations_of_similar_length(records):

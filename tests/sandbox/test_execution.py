@@ -63,7 +63,9 @@ def test_like_python_main(execute, tmp_path, code):
 def test_what_programs_may_expect_to_import_is_there(tmp_path):
     """With the limits of a run that names none: scipy and pandas map far more memory than they use."""
     promised = [Requirement(line) for line in metadata.requires("ctpo-megatron")]
-    names = sorted(found.name for found in promised if found.marker and found.marker.evaluate({"extra": "sandbox-math"}))
+    names = sorted(
+        found.name for found in promised if found.marker and found.marker.evaluate({"extra": "sandbox-math"})
+    )
     assert names == sorted(PROMISED)
     with (
         start_server(slots=1, start_timeout_s=scaled(60), log_path=tmp_path / "log") as server,

@@ -193,6 +193,8 @@ def test_only_json_is_read(sandbox_server: SandboxServer, path: str, content_typ
     assert _sent(sandbox_server, headers, path) == status
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1.evil", "127.0.0.1:80:evil", "[::1]evil", "localhost:x", "[::1", "::1", "a:1"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1.evil", "127.0.0.1:80:evil", "[::1]evil", "localhost:x", "[::1", "::1", "a:1"]
+)
 def test_a_host_that_only_begins_like_loopback_is_refused(sandbox_server: SandboxServer, host: str) -> None:
     assert HTTP.get(f"{sandbox_server.url}/health", headers={"host": host}).status_code in (400, 421)
