@@ -72,12 +72,14 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 class Gate:
-    """Refuses requests before they are all in memory: without the token (401), to another host (400, 421), from a web
-    page of another origin (403), not JSON (415), too large (413), or too slow (408).
+    """Refuses requests before they are all in memory.
 
-    Without a token the server is on loopback, where web pages can reach it: by DNS rebinding, so the Host header must
-    be a loopback name; and by the requests that a browser sends across origins without asking (the CORS-safelisted
-    ones of the Fetch standard), so another origin and any other content type are refused.
+    That is: without the token (401), to another host (400, 421), from a web page of another origin (403), not JSON
+    (415), too large (413), or too slow (408).
+
+    Without a token the server is on loopback, where web pages can reach it. Against DNS rebinding the Host header must
+    be a loopback name. A browser also sends some requests across origins without asking (the CORS-safelisted ones of
+    the Fetch standard), so another origin and any content type but JSON are refused.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, max_bytes: int, rejected: Callable[[int], None]) -> None:
