@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 
-from ctpo_sandbox.client import SandboxClient, SandboxUnavailable, authorization
+from ctpo_sandbox.client import SandboxClient, authorization
+from ctpo_sandbox.errors import SandboxUnavailable
 from ctpo_sandbox.servers import base_urls
 from ctpo_sandbox.timeouts import BENCH_FIRST_RUN_S, BENCH_REQUEST_TIMEOUT_S
 

@@ -16,16 +16,13 @@ FIRST_UID = 60500
 """User id of slot 0 when a root server gives each slot its own user."""
 
 
-class LevelUnavailable(Exception):
-    """This machine does not offer the level of isolation; the message says what is missing."""
-
-
 class Confinement:
     """Restrictions that a worker applies to itself and its children, at one level of isolation.
 
     Created in the template before it enters its box, because libseccomp is not visible inside; `open_files` is called
     inside. So everything a child needs is compiled and open before the first fork. `missing` maps each unavailable
-    protection of this level to the reason. Raises LevelUnavailable.
+    protection of this level to the reason. Raises OSError where this machine does not offer the level, saying what is
+    missing.
     """
 
     def __init__(self, level: str, limits: Limits) -> None:
@@ -55,17 +52,17 @@ class Confinement:
         try:
             return filters.compiled(file_attributes=self.boxed or self._own_users or self.level == "seccomp")
         except (RuntimeError, OSError) as error:
-            raise LevelUnavailable(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
+            raise OSError(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
 
     def open_files(self) -> None:
-        """Find the files that snippets may read. Raises LevelUnavailable where the level needs Landlock."""
+        """Find the files that snippets may read. Raises OSError where the level needs Landlock."""
         if not self.boxed and self.level != "landlock":
             return
         try:
             self._files = landlock.FileRules()
         except OSError as error:
             if not self.boxed:
-                raise LevelUnavailable(f"Landlock: {error}") from error
+                raise OSError(f"Landlock: {error}") from error
             self.missing["landlock"] = str(error)  # the box hides files too
 
     def _may_change_user(self) -> bool:

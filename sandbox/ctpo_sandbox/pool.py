@@ -9,24 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctpo_sandbox.channel import WorkerLost, read_output, run_files
+from ctpo_sandbox.channel import read_output, run_files
 from ctpo_sandbox.control_groups import MemoryGroup, MemoryGroups
+from ctpo_sandbox.errors import LevelRefused, RunFault, WorkerLost
 from ctpo_sandbox.libraries import Library, choose
-from ctpo_sandbox.processes import LevelRefused, RunFault, Template, Worker
+from ctpo_sandbox.processes import Template, Worker
 from ctpo_sandbox.records import ChildOutcome, Limits
 from ctpo_sandbox.remove import remove_tree
 from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, RUN_ATTEMPTS
 
 _MAX_WAITING_CHARS = 256 << 20
 _log = logging.getLogger("ctpo_sandbox.pool")
-
-
-class PoolFull(Exception):
-    """The queue is full."""
-
-
-class PoolUnavailable(Exception):
-    """A run failed on a fresh worker, too."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ class Pool:
     """`slots` slots behind a first-come-first-served queue; each has a worker of every library tier, forked on first
     use.
 
-    Raises NoControlGroup if the limits need one that cannot be created.
+    Raises SandboxStartError if the limits need a control group that cannot be created.
     """
 
     def __init__(
@@ -148,11 +141,11 @@ class Pool:
     async def run(self, code: str, stdin: str, run_timeout_s: float) -> RunResult:
         """Execute one snippet; the queue has no deadline of its own, the caller's request has.
 
-        Raises PoolFull at once when the queue is full, and PoolUnavailable when it failed twice. Cancelling kills the
-        snippet, and does not affect others.
+        Raises asyncio.QueueFull at once when the queue is full, and RunFault when it failed on a fresh worker, too.
+        Cancelling kills the snippet, and does not affect others.
         """
         if self.full:
-            raise PoolFull(
+            raise asyncio.QueueFull(
                 f"{self.waiting} requests wait for a slot already (--max-waiting, and 256 MB of code and input)"
             )
         tier, queued, size = choose(code, self._libraries), time.monotonic(), len(code) + len(stdin)
@@ -185,7 +178,7 @@ class Pool:
         except Exception as error:
             job.fail(error)
         finally:
-            job.fail(PoolUnavailable("the server ends"))
+            job.fail(RunFault("the server ends"))
             self._idle.put_nowait(slot)
 
     async def _finish(self, worker: Worker) -> None:
@@ -196,7 +189,7 @@ class Pool:
             self._replace(worker, error)
 
     async def _run_with_retry(self, worker: Worker, job: "_QueuedRun") -> None:
-        """Set the verdict, unless the caller no longer waits for it. Raises PoolUnavailable."""
+        """Set the verdict, unless the caller no longer waits for it. Raises RunFault."""
         reasons: list[str] = []
         while not job.abandoned:
             try:
@@ -216,7 +209,7 @@ class Pool:
                 passes = error.passes
                 await self._finish(worker)
             if len(reasons) >= (FORK_ATTEMPTS if passes else RUN_ATTEMPTS):
-                raise PoolUnavailable("; then ".join(reasons)) from last
+                raise RunFault("; then ".join(reasons)) from last
             if passes:
                 await asyncio.sleep(FORK_PAUSE_S * 2 ** len(reasons))
 

@@ -5,13 +5,10 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
+from ctpo_sandbox.errors import SandboxStartError
 from ctpo_sandbox.timeouts import START_POLL_S
 
 _log = logging.getLogger("ctpo_sandbox.restart")
-
-
-class SandboxStartError(Exception):
-    """The server did not become healthy; the message ends with the last lines of its log."""
 
 
 class Restarter:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ctpo_sandbox import libc, namespaces
 from ctpo_sandbox.child import rehearse
-from ctpo_sandbox.confine import Confinement, LevelUnavailable
+from ctpo_sandbox.confine import Confinement
 from ctpo_sandbox.libraries import Library, load
 from ctpo_sandbox.program import prepare_main
 from ctpo_sandbox.records import FAILED, MAX_MESSAGE_BYTES, READY, Limits
@@ -62,7 +62,7 @@ def main(configuration: str) -> None:
         reason = f"{error}: snippets see packages below {places} only, and it is installed elsewhere"
         control.send(FAILED + reason.encode())
         return
-    except (LevelUnavailable, OSError) as error:
+    except OSError as error:
         control.send(FAILED + str(error).encode())
         return
     _serve(control, confinement)

@@ -19,10 +19,6 @@ _THREADS_FIELD = 17  # field of /proc/<pid>/stat, counted from the state
 _PROCESS_CPU_CLOCK = 2  # CPUCLOCK_SCHED of a process, the low bits of its clock id
 
 
-class ServerGone(Exception):
-    """The server closed its end of the control socket."""
-
-
 class Watch:
     """Watches one child after another of a worker.
 
@@ -39,8 +35,8 @@ class Watch:
     def wait(self, child: int, limit_s: float) -> str:
         """Wait for the exit of `child`, which may use `limit_s` seconds of CPU time, and twice as many of wall time.
 
-        Returns the reason for which it was killed, "" when it exited by itself. Raises ServerGone. The child is dead or
-        dying afterwards.
+        Returns the reason for which it was killed, "" when it exited by itself. Raises EOFError when the server has
+        closed its end of the control socket. The child is dead or dying afterwards.
         """
         pidfd = os.pidfd_open(child)
         self._register(pidfd)
@@ -78,7 +74,7 @@ class Watch:
 
     def _told(self) -> str:
         if not self._control.recv(MAX_MESSAGE_BYTES):
-            raise ServerGone
+            raise EOFError("the server is gone")
         return STOPPED
 
 

@@ -11,7 +11,7 @@ from ctpo_sandbox import libc
 from ctpo_sandbox.child import SETUP_DONE, RunFiles, become_snippet, prepare_child
 from ctpo_sandbox.confine import Confinement
 from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, READY, STOP, ChildOutcome
-from ctpo_sandbox.watch import TIME, ServerGone, Watch, excess_threads
+from ctpo_sandbox.watch import TIME, Watch, excess_threads
 from ctpo_sandbox.work import WorkDirectories
 
 
@@ -32,7 +32,7 @@ class ForkServer:
     def serve(self) -> None:
         """Serve requests until the server exits."""
         self._control.send(READY)
-        with contextlib.suppress(ServerGone, BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
             while True:
                 self._serve_one()
 
@@ -57,7 +57,7 @@ class ForkServer:
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, len(RunFiles._fields))
             if not message:
-                raise ServerGone
+                raise EOFError("the server is gone")
             if message != STOP:  # a STOP for a run that was already over
                 return RunFiles(*descriptors), float(message)
 

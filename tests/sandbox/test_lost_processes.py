@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ctpo_sandbox import Limits
-from ctpo_sandbox.channel import WorkerLost
+from ctpo_sandbox.errors import RunFault, WorkerLost
 from ctpo_sandbox.libraries import BUILT_IN
 from ctpo_sandbox.pool import Pool
-from ctpo_sandbox.processes import RunFault, Template, Worker
+from ctpo_sandbox.processes import Template, Worker
 from tests.support.deadlines import scaled
 
 STDLIB = BUILT_IN[0]
