@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.base.redact import hidden, redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.tracking.trackers.process import TrackerEnded, TrackerProcess
+from ctpo_megatron.tracking.trackers.process import InProcess, TrackerEnded, TrackerProcess
 from ctpo_megatron.tracking.trackers.protocol import TENSORBOARD, make
 
 if TYPE_CHECKING:
@@ -23,41 +23,7 @@ log = logging.getLogger(__name__)
 IN_A_ROW = 3
 """This many consecutive failures switch a tracker off."""
 
-
-class Hosted(Protocol):
-    """A tracker as the run calls it; lists are outcomes of calls: None, or why one failed."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> list[str | None]: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def close(self) -> list[str | None]: ...
-
-    def kill(self) -> None: ...
-
-
-class InProcess:
-    """A tracker in the trainer's process: TensorBoard."""
-
-    def __init__(self, tracker: Any) -> None:
-        self._tracker = tracker
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> list[str | None]:
-        try:
-            self._tracker.log(step, metrics)
-        except Exception as error:
-            return [f"{type(error).__name__}: {error}"]
-        return [None]
-
-    def rewind(self, step: int) -> None:
-        self._tracker.rewind(step)
-
-    def close(self) -> list[str | None]:
-        self._tracker.close()
-        return []
-
-    def kill(self) -> None:
-        pass
+Hosted = TrackerProcess | InProcess
 
 
 class Trackers:
