@@ -6,9 +6,10 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.redact import hidden, redacted
 from ctpo_megatron.base.run_paths import RunPaths
@@ -16,7 +17,8 @@ from ctpo_megatron.tracking.trackers.process import InProcess, TrackerEnded, Tra
 from ctpo_megatron.tracking.trackers.protocol import TENSORBOARD, make
 
 if TYPE_CHECKING:
-    from ctpo_megatron.config.schema import Config
+    from ctpo_megatron.config.extension import Extension
+    from ctpo_megatron.config.schema import Config, TrackingConfig
 
 log = logging.getLogger(__name__)
 
@@ -101,20 +103,26 @@ class Trackers:
 def open_trackers(config: Config, directory: Path) -> Trackers:
     """Start the trackers of a configuration for a run in `directory`; a resumed run continues their records."""
     trackers = Trackers()
-    settings, tree = config.tracking, redacted(config.model_dump(mode="json"))
-    for extension in settings.trackers:
-        name, arguments = extension.name, extension.arguments
-        if name == TENSORBOARD:
-            trackers.open(name, lambda: InProcess(make(name, arguments, directory, tree)))  # noqa: B023
-            continue
-        start = {
-            "name": name,
-            "arguments": arguments,
-            "run_dir": str(directory.resolve()),
-            "config": tree,
-            "search_path": [str(Path(folder).resolve()) for folder in config.extensions.path or ()],
-        }
-        log_path = RunPaths(directory).logs.tracker(name)
-        python = settings.python or sys.executable
-        trackers.open(name, lambda: TrackerProcess(start, python, settings.timeout_s, log_path))  # noqa: B023
+    tree = redacted(config.model_dump(mode="json"))
+    search_path = [str(Path(folder).resolve()) for folder in config.extensions.path or ()]
+    for extension in config.tracking.trackers:
+        trackers.open(extension.name, partial(_start, extension, config.tracking, tree, directory, search_path))
     return trackers
+
+
+def _start(
+    extension: Extension, settings: TrackingConfig, tree: Mapping[str, Any], directory: Path, search_path: list[str]
+) -> Hosted:
+    """tree: the configuration as the tracker may see it, without secrets. search_path: `extensions.path`."""
+    name = extension.name
+    if name == TENSORBOARD:
+        return InProcess(make(name, extension.arguments, directory, tree))
+    start = {
+        "name": name,
+        "arguments": extension.arguments,
+        "run_dir": str(directory.resolve()),
+        "config": tree,
+        "search_path": search_path,
+    }
+    log_path = RunPaths(directory).logs.tracker(name)
+    return TrackerProcess(start, settings.python or sys.executable, settings.timeout_s, log_path)

@@ -112,7 +112,7 @@ class TrackerProcess:
 
 
 class InProcess:
-    """A tracker in the trainer's process: TensorBoard."""
+    """A tracker in the trainer's process: TensorBoard. Returns outcomes as TrackerProcess does."""
 
     def __init__(self, tracker: Any) -> None:
         self._tracker = tracker
