@@ -117,6 +117,8 @@ class Episode:
         self._awaits_reply = True
         opened = left_open(self._codec.decode(trajectory.token_ids[-_TAG_TOKENS:]))
         ids: list[int] = []
+        # More than one round only with a parser that has `stop`: sampling pauses there, and continues with a seed of
+        # its own where the turn is not over.
         while True:
             ids += await self._sample(number, max_tokens - len(ids), turn_seed(trajectory.seed, number, len(ids)))
             ended = ids[-1] in self._codec.stop_ids
@@ -199,6 +201,7 @@ class Episode:
         return self._turn
 
     def _check_tool_budget(self) -> None:
+        # What could not be parsed was not run, and the model may correct it.
         run = [call for call in self._trajectory.tool_calls if call.status != "parse_error"]
         calls, seconds = self._limits.max_tool_calls, self._limits.max_tool_s
         spent = sum(call.wall_s if call.exec_s is None else call.exec_s for call in run)

@@ -81,7 +81,7 @@ class MessageTemplate:
         ids: list[int] = []
         text = (frame.end if end_turn else "") + frame.texts[0]
         for content, after in zip(contents, frame.texts[1:], strict=True):
-            if any(token in content for token in self._special):
+            if any(token in content for token in self._special):  # tokenized apart from the template's own
                 plain = self._tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
                 ids += [*self._ids(text), *plain]
                 text = after
@@ -93,6 +93,7 @@ class MessageTemplate:
         """The frame of messages with these roles and tool names."""
         key = tuple((message.role, message.name) for message in messages)
         if key not in self._frames:
+            # The quote shows whether the template writes contents as JSON: then it comes back escaped.
             holes = [f'HOLE{place}"PROBE' for place in range(len(messages))]
             rendered = self._render([Message(role, hole, name) for (role, name), hole in zip(key, holes, strict=True)])
             self._frames[key] = _split(rendered, holes, [message.role for message in messages], self._stop_texts)

@@ -106,6 +106,7 @@ class Toolbox:
         except ParseError as error:
             output = cut_middle(f"[parse_error] {error}", self._max_chars)
             return [ToolCall(turn, "", {}, "parse_error", output, 0.0)], ""
+        # An exception is raised once all calls have ended: none may still use the tool when the group is discarded.
         results = await asyncio.gather(*(self._run(request, turn) for request in requests), return_exceptions=True)
         done: list[tuple[ToolCall, str]] = []
         for result in results:

@@ -124,6 +124,8 @@ def engine_occupancy(run_dir: Path) -> dict[int, tuple[list[float], list[float]]
     at, busy = np.maximum.accumulate(table[:, 0] - table[0, 0]), table[:, 1:]  # the clock may have been set back
     if not at[-1] > 0:
         return {}
+    # Trajectories in flight, integrated over time: differences of the integral are exact means over any interval,
+    # however the rows are spaced. A long gap adds nothing after its first seconds.
     lasts = np.diff(at, append=at[-1])
     area = np.vstack([np.zeros(busy.shape[1]), np.cumsum(busy * np.minimum(lasts, _SILENT_S)[:, None], axis=0)[:-1]])
     edges = np.linspace(0.0, at[-1], min(_POINTS, max(2, int(at[-1] / 2))) + 1)
