@@ -20,7 +20,7 @@ from ctpo_launchers.timeouts import CHILD_POLL_S, RAY_RESTARTS
 from ctpo_megatron.config import Config
 from ctpo_megatron.preflight import NODE_CHECKS, NodeContext, NodeNeeds, failed, run_checks
 from ctpo_sandbox import SandboxStartError, start_configured_server
-from ctpo_sandbox.address import node_url
+from ctpo_sandbox.variables import node_url
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from ctpo_sandbox.metrics import Metrics
 from ctpo_sandbox.pool import Pool, RunResult
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import NEVER_ENFORCED, PROTECTIONS
-from ctpo_sandbox.timeouts import RETRY_AFTER_S
 
 Verdict = Literal["success", "timeout", "runtime_error"]
 EXECUTE_PATH = "/faas/sandbox/"
@@ -136,7 +135,7 @@ async def _run_while_connected(
     return None
 
 
-async def _asked(request: Request) -> ExecutionRequest:
+async def _read_request(request: Request) -> ExecutionRequest:
     """The execution requested. Raises HTTPException."""
     try:
         body = await request.body()
@@ -161,14 +160,14 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
         return JSONResponse({"detail": error.detail}, status_code=error.status_code, headers=error.headers)
 
     async def run(request: Request) -> RunResult:
-        execution = await _asked(request)
+        execution = await _read_request(request)
         if execution.language != "python":
             raise HTTPException(400, f"language {execution.language[:80]!a} is not supported, only 'python'")
         timeout_s = min(execution.run_timeout, pool.limits.run_timeout_s)
         try:
             finished = await _run_while_connected(request, pool, execution, timeout_s)
-        except asyncio.QueueFull as error:
-            raise HTTPException(503, str(error), headers={"retry-after": str(RETRY_AFTER_S)}) from error
+        except asyncio.QueueFull as error:  # one second is the least that the header can say
+            raise HTTPException(503, str(error), headers={"retry-after": "1"}) from error
         except RunFault as error:
             raise HTTPException(503, f"the sandbox could not carry out the run: {error}") from error
         if finished is None:

@@ -16,7 +16,7 @@ from ctpo_sandbox.errors import SandboxUnavailable
 from ctpo_sandbox.records import WALL_FACTOR
 from ctpo_sandbox.servers import Connections, Server, Servers, base_urls, execution_url
 from ctpo_sandbox.timeouts import CONNECT_TIMEOUT_S, QUEUE_ALLOWANCE_S
-from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
+from ctpo_sandbox.variables import TOKEN, TOKEN_FILE, shared_token
 
 _STATUSES = ("success", "timeout", "runtime_error")
 _RETRIED_CODES = (429, 500, 502, 503, 504)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from ctpo_sandbox import filters, landlock, libc, namespaces
 from ctpo_sandbox.records import Limits
-from ctpo_sandbox.work import RunDirectory, WorkDirectories
+from ctpo_sandbox.work import RunDirectory
 
 _MB = 1024 * 1024
-_NEEDED_BY_NOBODY = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE)
+_NOT_NEEDED = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE)
+WorkDirectory = RunDirectory | namespaces.RunMount
 FIRST_UID = 60500
 """User id of slot 0 when a root server gives each slot its own user."""
 
@@ -77,10 +78,10 @@ class Confinement:
             self.missing["own user"] = f"other users may not read the interpreter ({hidden})"
         return hidden is None
 
-    def enter_worker(self, slot: int, directory: str) -> WorkDirectories:
+    def enter_worker(self, slot: int, directory: str) -> WorkDirectory:
         """Confine the calling worker of `slot`, irreversibly; its runs' directories are created in `directory`."""
         self._uid = FIRST_UID + slot if self._own_users else None
-        work: WorkDirectories
+        work: WorkDirectory
         if self.boxed:
             namespaces.own_mounts()
             limits = self.limits
@@ -89,7 +90,7 @@ class Confinement:
                 self._ruleset = landlock.FileRules().ruleset(namespaces.WORK)
         else:
             work = RunDirectory(directory, self._uid, self.limits)
-        for kind in _NEEDED_BY_NOBODY:
+        for kind in _NOT_NEEDED:
             resource.setrlimit(kind, (0, 0))
         if self._own_users:
             os.setgroups(())

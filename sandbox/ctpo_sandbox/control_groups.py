@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from ctpo_sandbox.errors import SandboxStartError
-from ctpo_sandbox.timeouts import GROUP_REMOVE_POLL_S, GROUP_REMOVE_TIMEOUT_S
+from ctpo_sandbox.timeouts import GROUP_REMOVE_TIMEOUT_S
 
 _PREFIX = "ctpo-sandbox-"
 _log = logging.getLogger("ctpo_sandbox.control_groups")
@@ -54,8 +54,8 @@ class MemoryGroups:
         if not os.access(parent, os.W_OK):
             raise _refused(f"{parent} is not the server's to write to")
         if own.files == _V2:
-            _pass_memory_on(parent, may_change=parent == own.mount)
-        _remove_those_of_the_dead(parent)
+            _delegate_memory(parent, may_change=parent == own.mount)
+        _remove_stale_groups(parent)
         return cls(parent, own.files)
 
     def group(self, name: str, megabytes: int) -> "MemoryGroup":
@@ -95,7 +95,7 @@ class MemoryGroup:
                 if time.monotonic() > deadline:
                     _log.error("control group %s is left behind: %s", self._path, error)
                     return
-                time.sleep(GROUP_REMOVE_POLL_S)
+                time.sleep(0.01)  # its processes are dead in a moment
 
 
 class OwnGroup(NamedTuple):
@@ -136,26 +136,26 @@ def _parent(own: OwnGroup) -> Path:
     return own.path
 
 
-def _pass_memory_on(parent: Path, *, may_change: bool) -> None:
+def _delegate_memory(parent: Path, *, may_change: bool) -> None:
     """Check that `parent` delegates memory. may_change: else enable it; in lower groups systemd would revert that."""
-    passed_on = parent / "cgroup.subtree_control"
-    if not passed_on.exists() or "memory" not in (parent / "cgroup.controllers").read_text().split():
+    delegated = parent / "cgroup.subtree_control"
+    if not delegated.exists() or "memory" not in (parent / "cgroup.controllers").read_text().split():
         raise _refused(f"{parent} has no memory to pass on: its cgroup.controllers does not name it")
-    if "memory" in passed_on.read_text().split():
+    if "memory" in delegated.read_text().split():
         return
     if not may_change:
-        raise _refused(f"{passed_on} does not name memory")
+        raise _refused(f"{delegated} does not name memory")
     try:
-        passed_on.write_text("+memory")
+        delegated.write_text("+memory")
     except OSError as error:
-        raise _refused(f"{passed_on} does not take +memory: {error.strerror}") from error
+        raise _refused(f"{delegated} does not take +memory: {error.strerror}") from error
 
 
 def _is_below(path: str, root: str) -> bool:
     return ".." not in path.split("/") and (path == root or path.startswith(root.rstrip("/") + "/"))
 
 
-def _remove_those_of_the_dead(parent: Path) -> None:
+def _remove_stale_groups(parent: Path) -> None:
     """Remove groups of dead servers: a killed server cannot remove its own."""
     for left in parent.glob(f"{_PREFIX}*"):
         owner = re.match(rf"{_PREFIX}(\d+)-", left.name)

@@ -20,12 +20,11 @@ import httpx
 from ctpo_sandbox.client import authorization
 from ctpo_sandbox.errors import SandboxStartError
 from ctpo_sandbox.records import Limits, option
-from ctpo_sandbox.restart import Restarter
+from ctpo_sandbox.supervise import Restarter, environment
 from ctpo_sandbox.timeouts import GROUP_GRACE_S, RESTART_PAUSES_S, START_POLL_S, STOP_TIMEOUT_S
 
 _LOG_LINES = 20
 _DEFAULT_LIMITS = Limits()
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 
 
 class SandboxServer:
@@ -176,12 +175,6 @@ def start_configured_server(settings: ServerSettings, log_path: Path) -> Sandbox
         warm=settings.warm.split(","),
         log_path=log_path,
     )
-
-
-def environment() -> dict[str, str]:
-    """Our environment, in which this package can be imported."""
-    path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
 
 
 def _check_alive(process: subprocess.Popen[bytes], deadline: float, awaited: str) -> None:

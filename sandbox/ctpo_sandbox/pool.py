@@ -78,7 +78,7 @@ class Pool:
         self.lost = 0
         """Attempts that ended with the loss of a template or worker."""
 
-        self._places = MemoryGroups.find() if limits.needs_group else None
+        self._memory_groups = MemoryGroups.find() if limits.needs_group else None
         self._groups: list[MemoryGroup] = []
         self._libraries = tuple(libraries)
         self._root = Path(tempfile.mkdtemp(prefix="ctpo-sandbox-"))
@@ -232,9 +232,9 @@ class Pool:
 
     def _worker(self, slot: int, template: Template) -> Worker:
         group = None
-        if self._places is not None:  # files of runs may be in memory
+        if self._memory_groups is not None:  # files of runs may be in memory
             size_mb = self.limits.memory_mb + self.limits.disk_mb
-            group = self._places.group(f"{slot}-{template.library.name}", size_mb)
+            group = self._memory_groups.group(f"{slot}-{template.library.name}", size_mb)
             self._groups.append(group)
         return Worker(slot, template, self._root, group)
 

@@ -29,8 +29,8 @@ from ctpo_sandbox.pool import Pool
 from ctpo_sandbox.records import LEVELS, Limits, option
 from ctpo_sandbox.selftest import REQUIREMENTS, candidates, explain, measure
 from ctpo_sandbox.supervise import Supervisor
-from ctpo_sandbox.timeouts import HURRIED_SHUTDOWN_S, KEEP_ALIVE_S
-from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
+from ctpo_sandbox.timeouts import KEEP_ALIVE_S
+from ctpo_sandbox.variables import TOKEN, TOKEN_FILE, shared_token
 
 _VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
 _OPEN_FILES = 65536
@@ -166,7 +166,7 @@ class _UvicornServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGINT:
-            self.config.timeout_graceful_shutdown = HURRIED_SHUTDOWN_S
+            self.config.timeout_graceful_shutdown = 2  # seconds, for answers that are nearly ready
         super().handle_exit(sig, frame)
 
 
@@ -185,7 +185,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _say_what_is_missing(url: str, pool: Pool, state: ServerState) -> None:
+def _log_protections(url: str, pool: Pool, state: ServerState) -> None:
     _log.warning(
         "sandbox at %s: %d slots, %d MB each, isolation %s (%s). NOT ENFORCED: %s.",
         url, pool.slots, pool.limits.memory_mb, pool.level, LEVELS[pool.level], "; ".join(state.not_enforced),
@@ -217,7 +217,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
             _watch_parent(args.parent_pid, server)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        _say_what_is_missing(url, pool, state)
+        _log_protections(url, pool, state)
         if args.announce is not None:
             _announce(args.announce, url)
         await server.serve(sockets=[listener])
@@ -290,7 +290,9 @@ def _supervise(args: argparse.Namespace) -> int:
         raise ValueError("--supervise with --port 0: a server that is started again must keep its address; name a port")
     defaults = vars(_parser().parse_args([]))
     given = {name: vars(args)[name] for name in defaults if vars(args)[name] != defaults[name] and name != "supervise"}
-    arguments = [text for name, value in given.items() for text in (option(name), str(value))]
+    arguments: list[str] = []
+    for name, value in given.items():
+        arguments += [option(name), str(value)]
     return Supervisor(arguments, args.port).run()
 
 

@@ -62,7 +62,7 @@ class Watch:
         end, next_look, left_s = now + WALL_FACTOR * limit_s, now + EXCESS_POLL_S, limit_s
         while left_s > 0:
             for descriptor, _ in self._poll.poll(1000 * max(WATCH_SHORTEST_WAIT_S, min(left_s, next_look - now))):
-                return "" if descriptor == pidfd else self._told()
+                return "" if descriptor == pidfd else self._stopped()
             now = time.monotonic()
             if now >= next_look:
                 if reason := self._excess(child):
@@ -72,7 +72,8 @@ class Watch:
             left_s = min(limit_s - _cpu_s(child), end - now)
         return TIME
 
-    def _told(self) -> str:
+    def _stopped(self) -> str:
+        """The server has sent a message, which can only be STOP, or has closed its end."""
         if not self._control.recv(MAX_MESSAGE_BYTES):
             raise EOFError("the server is gone")
         return STOPPED

@@ -19,7 +19,7 @@ from ctpo_launchers.roll_call import NotReady
 from ctpo_launchers.services import sandbox
 from ctpo_megatron.config import load_config
 from ctpo_sandbox import SandboxClient
-from ctpo_sandbox.address import node_url
+from ctpo_sandbox.variables import node_url
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
