@@ -10,7 +10,7 @@ from typing import Any
 
 from ctpo_megatron.config import SandboxConfig
 from ctpo_megatron.environments.protocol import ToolResult
-from ctpo_megatron.environments.tools.python import PythonTool
+from ctpo_megatron.environments.python_tool import PythonTool
 
 SHORTEST_S, LONGEST_S = 0.5, 5.0
 _MEDIAN = math.sqrt(SHORTEST_S * LONGEST_S)

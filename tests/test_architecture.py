@@ -108,10 +108,6 @@ WHOLE_CONFIG = (
     "tracking/trackers/host.py",  # trackers record it
 )
 """Where a parameter may be the whole configuration; others take a section or the few values."""
-OTHER_SECONDS = (
-    "sandbox/ctpo_sandbox/metrics.py",  # the edges of a histogram
-)
-"""Modules whose constants of seconds are no time limits of their package."""
 VERSION_ONLY = "ctpo_megatron"
 """The root package: everybody may read its version, and it imports nothing."""
 
@@ -326,7 +322,7 @@ def test_constants_of_time_stand_together(file: Path) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in modules_of((ROOT / file).parent)
-        if path != ROOT / file and str(path.relative_to(ROOT)) not in OTHER_SECONDS
+        if path != ROOT / file
         for name in constants_of_time([Module(path, path.read_text(encoding="utf-8"))])
     ]
     assert wrong == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ctpo_launchers import environment, launch
+from ctpo_launchers import LaunchError, environment, launch
 from ctpo_megatron.cli.errors import UsageError
 
 
@@ -18,5 +18,5 @@ def run(args: argparse.Namespace) -> int:
     """Replace this process by the launcher; returns only if its environment cannot be created."""
     try:
         return environment.launch(launch.as_words(args))
-    except environment.NoEnvironment as error:
+    except LaunchError as error:
         raise UsageError(str(error)) from error

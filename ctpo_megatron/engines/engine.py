@@ -33,8 +33,9 @@ from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S
 from ctpo_megatron.engines.turns import TurnScheduler
 from ctpo_megatron.engines.weights import EngineFacts
 from ctpo_megatron.engines.weights.requests import init_request, update_request
-from ctpo_megatron.environments.episode import Episode, EpisodeFailed, EpisodeLimits, ModelTurn, play
+from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
+from ctpo_megatron.environments.protocol import ToolUnavailable
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
 from ctpo_megatron.environments.tokenizer import use_chat_template
@@ -137,7 +138,7 @@ class RolloutEngine:
                 for episode in episodes:
                     group.create_task(play_one(episode))
         except BaseExceptionGroup as errors:
-            failures = [error for error in errors.exceptions if isinstance(error, EpisodeFailed)]
+            failures = [error for error in errors.exceptions if isinstance(error, ToolUnavailable)]
             if len(failures) != len(errors.exceptions):
                 raise _root_error(errors) from None
             calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
@@ -283,7 +284,7 @@ def _node_address() -> str:
 
 def _root_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error that is no tool failure. All requests raise one EngineDeadError, whose traceback only grows."""
-    error = next(error for error in errors.exceptions if not isinstance(error, EpisodeFailed))
+    error = next(error for error in errors.exceptions if not isinstance(error, ToolUnavailable))
     return EngineDied(str(error)) if type(error).__name__ == "EngineDeadError" else error
 
 

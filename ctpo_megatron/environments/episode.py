@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import FinishReason, Trajectory
@@ -12,6 +12,9 @@ from ctpo_megatron.environments.parsers.thinking import left_open
 from ctpo_megatron.environments.protocol import Environment, Message, ToolUnavailable
 from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox
+
+if TYPE_CHECKING:
+    from ctpo_megatron.environments.template import TokenizerCodec
 
 _TAG_TOKENS = 16
 """Last tokens of a prompt that are decoded: more than any tokenizer needs for `<think>` and the newlines after it."""
@@ -34,19 +37,6 @@ class GenerateTurn(Protocol):
     """An engine as the episode sees it: exact token ids in, sampled tokens out."""
 
     def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Awaitable[ModelTurn]: ...
-
-
-class TextCodec(Protocol):
-    """Token ids to the text of a model turn, and messages to the tokens between two model turns.
-
-    end_turn: begin with the end token of the model turn, which the model did not write.
-    """
-
-    stop_ids: frozenset[int]
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def encode(self, messages: Sequence[Message], *, end_turn: bool = False) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +65,6 @@ class Turn:
     has_end_token: bool
 
 
-class PromptTooLong(ValueError):
-    """The prompt leaves the model no room to answer."""
-
-
 class EpisodeOver(Exception):
     """A budget is exhausted. An environment must not catch it; the episode ends with `reason` and no final text."""
 
@@ -87,14 +73,10 @@ class EpisodeOver(Exception):
         self.reason = reason
 
 
-class EpisodeFailed(Exception):
-    """The episode could not be completed through no fault of the policy."""
-
-
 class Episode:
     """Turns alternate: `generate`, `reply`, `generate`, ... until `finish`. Every token is recorded here, once.
 
-    trajectory: the empty record; its seed determines the sampling. Raises PromptTooLong when no token can be sampled.
+    trajectory: the empty record; its seed determines the sampling. Raises ValueError when no token can be sampled.
     """
 
     def __init__(
@@ -103,7 +85,7 @@ class Episode:
         trajectory: Trajectory,
         *,
         engine: GenerateTurn,
-        codec: TextCodec,
+        codec: TokenizerCodec,
         tools: Toolbox,
         limits: EpisodeLimits,
     ) -> None:
@@ -115,7 +97,7 @@ class Episode:
         length = len(prompt.token_ids)
         trajectory.append_context(prompt.token_ids, 0)
         if length >= limits.max_model_len:
-            raise PromptTooLong(f"prompt {prompt.id!r} has {length} tokens; max_model_len is {limits.max_model_len}")
+            raise ValueError(f"prompt {prompt.id!r} has {length} tokens; max_model_len is {limits.max_model_len}")
         self._end = min(length + limits.max_response_tokens, limits.max_model_len)
 
     @property
@@ -135,6 +117,8 @@ class Episode:
         self._awaits_reply = True
         opened = left_open(self._codec.decode(trajectory.token_ids[-_TAG_TOKENS:]))
         ids: list[int] = []
+        # More than one round only with a parser that has `stop`: sampling pauses there, and continues with a seed of
+        # its own where the turn is not over.
         while True:
             ids += await self._sample(number, max_tokens - len(ids), turn_seed(trajectory.seed, number, len(ids)))
             ended = ids[-1] in self._codec.stop_ids
@@ -217,6 +201,7 @@ class Episode:
         return self._turn
 
     def _check_tool_budget(self) -> None:
+        # What could not be parsed was not run, and the model may correct it.
         run = [call for call in self._trajectory.tool_calls if call.status != "parse_error"]
         calls, seconds = self._limits.max_tool_calls, self._limits.max_tool_s
         spent = sum(call.wall_s if call.exec_s is None else call.exec_s for call in run)
@@ -227,7 +212,7 @@ class Episode:
 async def play(environment: Environment, episode: Episode) -> Trajectory:
     """Run `episode` in `environment`; returns its trajectory.
 
-    Raises EpisodeFailed when a tool or service is unavailable, and whatever engine and environment raise.
+    Raises ToolUnavailable, naming prompt and sample, and whatever else engine and environment raise.
     """
     try:
         await environment.run(episode)
@@ -235,5 +220,5 @@ async def play(environment: Environment, episode: Episode) -> Trajectory:
         episode.finish("", over.reason)
     except ToolUnavailable as error:
         trajectory = episode._trajectory
-        raise EpisodeFailed(f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: {error}") from error
+        raise ToolUnavailable(f"prompt {trajectory.prompt_id!r} sample {trajectory.sample_index}: {error}") from error
     return episode.result()

@@ -13,8 +13,8 @@ from ctpo_megatron.environments.node_sandbox import node_sandbox_url
 from ctpo_megatron.environments.parsers.fenced import TOOL, FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Environment, Schema, Tool, ToolParser
+from ctpo_megatron.environments.python_tool import PythonTool
 from ctpo_megatron.environments.toolbox import Toolbox
-from ctpo_megatron.environments.tools.python import PythonTool
 
 TOOLS: dict[str, Any] = {"python": PythonTool}
 PARSERS: dict[str, Any] = {"hermes": HermesParser, "fenced": FencedParser}

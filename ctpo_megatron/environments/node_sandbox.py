@@ -7,7 +7,6 @@ import os
 from ctpo_megatron.config import Problem
 
 _VARIABLES = ("CTPO_SANDBOX_URL", "CTPO_SANDBOX_URL_FILE")
-_ANSWER_TIMEOUT_S = 10.0
 
 
 def names_a_server() -> bool:
@@ -17,7 +16,7 @@ def names_a_server() -> bool:
 
 def node_sandbox_url() -> str:
     """Address of this node's sandbox. Raises LookupError with advice when there is none, ValueError as `node_url`."""
-    from ctpo_sandbox.address import node_url
+    from ctpo_sandbox.variables import node_url
 
     url = node_url()
     if not url:
@@ -36,7 +35,8 @@ def node_sandbox_problem() -> Problem | None:
 
     try:
         url = node_sandbox_url()
-        httpx.get(f"{url}/health", headers=authorization(), timeout=_ANSWER_TIMEOUT_S, trust_env=False)
+        # Ten seconds: it answers at once, unless its node is overloaded.
+        httpx.get(f"{url}/health", headers=authorization(), timeout=10, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Problem("sandbox", f"its sandbox {url} ({_VARIABLES[0]}) does not answer: {error}")
     except (LookupError, ValueError) as error:

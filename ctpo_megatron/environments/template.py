@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ctpo_megatron.environments.protocol import Message, Schema
+from ctpo_megatron.environments.tokenizer import TokenizerError
 
 _ASSISTANT = "ASSISTANTPROBE"
-
-
-class TemplateError(ValueError):
-    """The chat template cannot render a message."""
 
 
 def stop_token_ids(tokenizer: Any, model_path: str | Path) -> frozenset[int]:
@@ -27,7 +24,7 @@ def stop_token_ids(tokenizer: Any, model_path: str | Path) -> frozenset[int]:
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         found.update(int(i) for i in (eos if isinstance(eos, list) else [eos] if eos is not None else []))
     if not found:
-        raise TemplateError(f"{model_path}: neither the tokenizer nor generation_config.json names an end token")
+        raise TokenizerError(f"{model_path}: neither the tokenizer nor generation_config.json names an end token")
     return frozenset(found)
 
 
@@ -74,7 +71,7 @@ class MessageTemplate:
         parsed.
 
         A special token inside a content stays plain text, so that a program cannot close its own message. Raises
-        TemplateError when the template refuses or drops a role, or renders no known end token before it.
+        TokenizerError when the template refuses or drops a role, or renders no known end token before it.
         """
         frame = self.frame(messages)
         contents = [
@@ -84,7 +81,7 @@ class MessageTemplate:
         ids: list[int] = []
         text = (frame.end if end_turn else "") + frame.texts[0]
         for content, after in zip(contents, frame.texts[1:], strict=True):
-            if any(token in content for token in self._special):
+            if any(token in content for token in self._special):  # tokenized apart from the template's own
                 plain = self._tokenizer(content, add_special_tokens=False, split_special_tokens=True)["input_ids"]
                 ids += [*self._ids(text), *plain]
                 text = after
@@ -96,6 +93,7 @@ class MessageTemplate:
         """The frame of messages with these roles and tool names."""
         key = tuple((message.role, message.name) for message in messages)
         if key not in self._frames:
+            # The quote shows whether the template writes contents as JSON: then it comes back escaped.
             holes = [f'HOLE{place}"PROBE' for place in range(len(messages))]
             rendered = self._render([Message(role, hole, name) for (role, name), hole in zip(key, holes, strict=True)])
             self._frames[key] = _split(rendered, holes, [message.role for message in messages], self._stop_texts)
@@ -124,7 +122,7 @@ class MessageTemplate:
                 continue
             return str(text)
         roles = ", ".join(f'"{message.role}"' for message in messages)
-        raise TemplateError(f"the chat template cannot render a message of role {roles}: {last}") from last
+        raise TokenizerError(f"the chat template cannot render a message of role {roles}: {last}") from last
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
@@ -133,19 +131,19 @@ class MessageTemplate:
 def _split(rendered: str, holes: Sequence[str], roles: Sequence[str], stop_texts: Sequence[str]) -> Frame:
     """The texts around the placeholders, starting at the end token of the assistant's message."""
     if rendered.count(_ASSISTANT) != 1:
-        raise TemplateError("the chat template does not show an assistant message exactly once")
+        raise TokenizerError("the chat template does not show an assistant message exactly once")
     rest, texts, escaped = rendered.split(_ASSISTANT)[1], [], []
     for hole, role in zip(holes, roles, strict=True):
         as_json = hole not in rest
         probe = json.dumps(hole)[1:-1] if as_json else hole
         if rest.count(probe) != 1:
-            raise TemplateError(f'the chat template does not show a message of role "{role}" exactly once')
+            raise TokenizerError(f'the chat template does not show a message of role "{role}" exactly once')
         before, rest = rest.split(probe)
         texts.append(before)
         escaped.append(as_json)
     ends = [(texts[0].find(stop), stop) for stop in stop_texts if stop in texts[0]]
     if not ends:
-        raise TemplateError(
+        raise TokenizerError(
             f"the chat template writes none of the model's end tokens {list(stop_texts)} after an assistant message"
         )
     position, stop = min(ends)
@@ -153,7 +151,7 @@ def _split(rendered: str, holes: Sequence[str], roles: Sequence[str], stop_texts
 
 
 class TokenizerCodec:
-    """The tokenizer interface of an episode: decode model turns, encode messages."""
+    """The tokenizer interface of an episode: decodes model turns, and encodes the messages between two of them."""
 
     def __init__(self, tokenizer: Any, template: MessageTemplate, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TokenizerError(ValueError):
-    """The tokenizer or the chat template of a model cannot be read."""
+    """The tokenizer or the chat template of a model cannot be read, or cannot render a message."""
 
 
 def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

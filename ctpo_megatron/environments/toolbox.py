@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.data.trajectory import ToolCall
-from ctpo_megatron.environments.arguments import check_arguments
 from ctpo_megatron.environments.protocol import (
     Message,
     ParseError,
@@ -21,6 +22,14 @@ from ctpo_megatron.environments.protocol import (
 )
 
 _STATUSES = ("success", "timeout", "runtime_error")
+_A = {
+    "string": "a string",
+    "number": "a number",
+    "integer": "an integer",
+    "boolean": "a boolean",
+    "array": "an array",
+    "object": "an object",
+}
 
 
 def cut_middle(text: str, max_chars: int) -> str:
@@ -97,6 +106,7 @@ class Toolbox:
         except ParseError as error:
             output = cut_middle(f"[parse_error] {error}", self._max_chars)
             return [ToolCall(turn, "", {}, "parse_error", output, 0.0)], ""
+        # An exception is raised once all calls have ended: none may still use the tool when the group is discarded.
         results = await asyncio.gather(*(self._run(request, turn) for request in requests), return_exceptions=True)
         done: list[tuple[ToolCall, str]] = []
         for result in results:
@@ -130,3 +140,40 @@ class Toolbox:
 
 def _name(tool: Tool) -> str:
     return str(tool.schema["function"]["name"])
+
+
+def check_arguments(schema: Schema, arguments: Any) -> dict[str, Any]:
+    """Return `arguments` if they are an object that fits `schema`; unknown properties are refused.
+
+    Raises ParseError with a message for the model.
+    """
+    from jsonschema import Draft202012Validator
+
+    parameters = schema["function"].get("parameters", {})
+    required, known = set(parameters.get("required", ())), set(parameters.get("properties", ()))
+    if not isinstance(arguments, dict) or not required <= arguments.keys() <= known:
+        raise ParseError(f'"arguments" must be an object {_wanted(required, known - required)}')
+    for error in Draft202012Validator(parameters).iter_errors(arguments):
+        where = ".".join(str(part) for part in error.absolute_path)
+        if error.validator == "type" and isinstance(error.validator_value, str):
+            wanted = _A.get(error.validator_value, error.validator_value)
+            raise ParseError(f'"{where}" must be {wanted}, found {type(error.instance).__name__}')
+        raise ParseError(f'"{where}": {error.message}')
+    for key, value in arguments.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ParseError(f'"{key}" contains an unpaired surrogate and cannot be encoded') from None
+    return arguments
+
+
+def _wanted(required: set[str], optional: set[str]) -> str:
+    """The keys of an object in words."""
+    if not required:
+        return f"with no other keys than {_quoted(optional)}" if optional else "without keys"
+    also = f" and, if needed, {_quoted(optional)}" if optional else ""
+    return f"with exactly the key{'s' * (len(required) > 1)} {_quoted(required)}{also}"
+
+
+def _quoted(names: set[str]) -> str:
+    return ", ".join(f'"{name}"' for name in sorted(names))

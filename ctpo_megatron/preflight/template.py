@@ -19,7 +19,7 @@ from ctpo_megatron.config import (
 )
 from ctpo_megatron.environments.factory import make_parser, offered_schemas, system_prompt, tool_schemas
 from ctpo_megatron.environments.protocol import Message
-from ctpo_megatron.environments.template import MessageTemplate, TemplateError, stop_token_ids
+from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
 from ctpo_megatron.environments.tokenizer import (
     TokenizerError,
     check_chat_template,
@@ -104,7 +104,7 @@ def check_template(config: Config) -> tuple[list[Problem], tuple[tuple[str, str]
         use_chat_template(tokenizer, config.model)
         check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
         plain, thinking = (_sample(config, tokenizer, begin) for begin in ("", _NO_THOUGHT))
-    except (TokenizerError, TemplateError, ExtensionError) as error:
+    except (TokenizerError, ExtensionError) as error:
         return [Problem(_NAME, str(error))], ()
     same = next((sample for sample in (plain, thinking) if sample.built == sample.whole), None)
     if same is None:
@@ -132,7 +132,7 @@ def _sample(config: Config, tokenizer: PreTrainedTokenizerBase, begin: str) -> S
                 tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=True, **offer)
             )
         except Exception as error:  # templates raise what they like
-            raise TemplateError(f"the chat template refuses a {conversation[-1]['role']} message: {error}") from error
+            raise TokenizerError(f"the chat template refuses a {conversation[-1]['role']} message: {error}") from error
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -4,7 +4,7 @@ from ctpo_megatron.rewards.answers import canonical
 from ctpo_megatron.rewards.ground_truth import ground_truth_problem, unverifiable
 from ctpo_megatron.rewards.math import last_boxed, score_math
 from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
-from ctpo_megatron.rewards.pool import PendingScores, RewardPool, ScoreReport
+from ctpo_megatron.rewards.pool import PendingScores, RewardPool, ScoreReport, reward_metrics
 from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward, RewardFunction, reward_problem
 from ctpo_megatron.rewards.reference import REFERENCE, reference_answer, score_reference
 
@@ -23,6 +23,7 @@ __all__ = [
     "ground_truth_problem",
     "last_boxed",
     "reference_answer",
+    "reward_metrics",
     "reward_problem",
     "score_math",
     "score_reference",

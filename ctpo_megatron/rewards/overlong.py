@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ class OverlongPenalty:
 
     def apply(self, groups: Sequence[Group]) -> None:
         """Add the penalty to the reward of every scored trajectory, and to its components."""
-        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        for trajectory in itertools.chain.from_iterable(group.trajectories for group in groups):
             if trajectory.reward is None:
                 raise ValueError(f"prompt {trajectory.prompt_id} sample {trajectory.sample_index} has no reward yet")
             shaping = self.of(trajectory.response_tokens)

@@ -8,7 +8,7 @@ import re
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
@@ -66,6 +66,22 @@ class ScoreReport:
         return ScoreReport.of(self.scored + other.scored, timeouts, failures, values)
 
 
+def reward_metrics(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
+    """`reward/*`: mean and standard deviation over trajectories, share of groups with a signal, counts, and the metrics
+    of the reward functions."""
+    rewards: list[float] = []
+    for group in groups:
+        rewards += group.rewards
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/groups_mixed": sum(len(set(group.rewards)) > 1 for group in groups) / len(groups),
+        "reward/timeouts": float(report.timeouts),
+        "reward/failures": float(report.failures),
+        **{f"reward/{name}": value for name, value in report.metrics.items()},
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """The trajectories of one task: a single one, or several of one source that are awaited together."""
@@ -97,15 +113,19 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class PendingScores:
-    """Scoring started by `RewardPool.begin`. result: wait for it and set the rewards; see `RewardPool.score`."""
+    """Scoring started by `RewardPool.begin`."""
 
-    result: Callable[[], ScoreReport]
+    _pool: RewardPool
     _tasks: Sequence[_Task]
 
     @property
     def done(self) -> bool:
         """Whether `result` need not wait, unless something has to be scored again."""
         return all(task.settled for task in self._tasks)
+
+    def result(self) -> ScoreReport:
+        """Wait for the scores and set the rewards; see `RewardPool.score`."""
+        return self._pool._collect(self._tasks)
 
 
 class RewardPool:
@@ -156,8 +176,10 @@ class RewardPool:
 
     def begin(self, groups: Sequence[Group]) -> PendingScores:
         """Start `score` in the background and return at once."""
-        tasks = [self._schedule(chunk) for chunk in self._chunks(groups)]
-        return PendingScores(lambda: self._collect(tasks), tasks)
+        tasks: list[_Task] = []
+        for chunk in self._chunks(groups):
+            tasks.append(self._schedule(chunk))
+        return PendingScores(self, tasks)
 
     def _collect(self, tasks: Sequence[_Task]) -> ScoreReport:
         rewards: list[Reward] = []
@@ -222,8 +244,7 @@ class RewardPool:
             return task.result()
         except (FutureTimeoutError, ProcessExpired) as error:
             if len(chunk.pairs) > 1:
-                alone = [self._schedule(_Chunk(chunk.route, (pair,))) for pair in chunk.pairs]
-                return [outcome for one in alone for outcome in self._outcomes(one)]
+                return self._score_each_again(chunk)
             if again and isinstance(error, ProcessExpired):
                 return self._outcomes(self._schedule(chunk), False, renewals)
             return [Failure(repr(error), timed_out=isinstance(error, FutureTimeoutError))]
@@ -236,6 +257,16 @@ class RewardPool:
             ) from error
         except Exception as error:  # not picklable: must neither end the run nor go unnoticed
             return [Failure(repr(error)) for _ in chunk.pairs]
+
+    def _score_each_again(self, chunk: _Chunk) -> list[Scored]:
+        """Score each trajectory of a chunk by itself: one of them stopped the worker, and nothing says which."""
+        tasks: list[_Task] = []
+        for pair in chunk.pairs:
+            tasks.append(self._schedule(_Chunk(chunk.route, (pair,))))
+        outcomes: list[Scored] = []
+        for task in tasks:  # after all are scheduled, so that they run at once
+            outcomes += self._outcomes(task)
+        return outcomes
 
     def _fail(self, trajectory: Trajectory, failure: Failure) -> None:
         trajectory.reward, trajectory.reward_components = 0.0, {}

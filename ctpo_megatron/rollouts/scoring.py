@@ -10,8 +10,7 @@ from operator import add
 from typing import Any, Protocol
 
 from ctpo_megatron.data import Group
-from ctpo_megatron.rewards import OVERLONG, OverlongPenalty, PendingScores, RewardPool, ScoreReport
-from ctpo_megatron.tracking import reward_metrics
+from ctpo_megatron.rewards import OVERLONG, OverlongPenalty, PendingScores, RewardPool, ScoreReport, reward_metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class Reporter:
             self._dumps.put(f"the dump of step {step} in {folder}", write)
 
     def flush(self) -> None:
-        """Return when all dumps are on disk. Raises DumpError when one could not be written."""
+        """Return when all dumps are on disk. Raises RuntimeError when one could not be written."""
         with self.phase("dump"):
             self._dumps.flush()
 

@@ -11,24 +11,20 @@ Training code calls these and ignores their results. Every metric is defined in 
 """
 
 from ctpo_megatron.tracking.display import Display
-from ctpo_megatron.tracking.dumps import DumpError, DumpWriter
 from ctpo_megatron.tracking.figures import drawn
-from ctpo_megatron.tracking.groups import reward_metrics
 from ctpo_megatron.tracking.heartbeat import Heartbeat, read_heartbeat
 from ctpo_megatron.tracking.learning import first_batch_warnings
 from ctpo_megatron.tracking.metrics import MetricsWriter, read_metrics
-from ctpo_megatron.tracking.page import write_page
 from ctpo_megatron.tracking.panels import LIGHT
-from ctpo_megatron.tracking.phases import Phases
-from ctpo_megatron.tracking.progress import Progress
-from ctpo_megatron.tracking.report import write_report
+from ctpo_megatron.tracking.report import write_page, write_report
 from ctpo_megatron.tracking.summary import Summary, print_summary, summarize
 from ctpo_megatron.tracking.throughput import phase_peaks, sft_metrics, throughput_metrics
-from ctpo_megatron.tracking.timing import PhaseTimer
+from ctpo_megatron.tracking.timing import Phases, PhaseTimer, Progress
 from ctpo_megatron.tracking.trackers import PROMETHEUS_ADDRESS, Tracker, Trackers, open_trackers, tracker_problem
 from ctpo_megatron.tracking.train_log import TrainLog
 from ctpo_megatron.tracking.trajectories import (
     Decode,
+    DumpWriter,
     discard_dumps,
     read_trajectories,
     recorded_trajectories,
@@ -42,7 +38,6 @@ __all__ = [
     "PROMETHEUS_ADDRESS",
     "Decode",
     "Display",
-    "DumpError",
     "DumpWriter",
     "Heartbeat",
     "MetricsWriter",
@@ -63,7 +58,6 @@ __all__ = [
     "read_metrics",
     "read_trajectories",
     "recorded_trajectories",
-    "reward_metrics",
     "sft_metrics",
     "summarize",
     "throughput_metrics",

@@ -183,7 +183,7 @@ def _phase_bar(metrics: Mapping[str, float], width: int = 24) -> Text:
 
 
 def _legend(state: State) -> Text:
-    present = {name for _, metrics in state.steps[-_ROWS:] for name in metrics}
+    present = set().union(*(metrics for _, metrics in state.steps[-_ROWS:]))
     line = Text()
     for phase, colour in zip(PHASES, _PHASE_COLOURS, strict=True):
         if f"time/{phase}" in present:

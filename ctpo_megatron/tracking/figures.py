@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,6 @@ from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.display_view import PHASES
 from ctpo_megatron.tracking.panels import LIGHT, OVERVIEW, Line, Panel, panels
 from ctpo_megatron.tracking.run_data import RunData, Series
-from ctpo_megatron.tracking.svg import to_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +56,7 @@ def write_figures(run: RunData) -> dict[str, str]:
     with _style():
         for name, panel in drawn.items():
             _single(run, panel, titled=True).savefig(folder / f"{name}.png", dpi=150)
-            sources[name] = to_svg(_single(run, panel, titled=False), name)
+            sources[name] = _to_svg(_single(run, panel, titled=False), name)
         chosen = [drawn[name] for name in OVERVIEW if name in drawn]
         if chosen:
             _overview(run, chosen).savefig(folder / "overview.png", dpi=150)
@@ -70,7 +71,7 @@ def drawn(draw_into: Callable[[Axes], None], name: str) -> str:
         draw_into(axes)
         axes.tick_params(length=0, which="both", axis="y")
         _add_legend(axes)
-        return to_svg(figure, name)
+        return _to_svg(figure, name)
 
 
 @contextmanager
@@ -268,3 +269,25 @@ def _draw_phases(axes: Axes, run: RunData) -> None:
     else:
         palette = [LIGHT[colours[name]] for name in shown]
         axes.stackplot(steps, *shown.values(), colors=palette, labels=list(shown), linewidth=0)
+
+
+def _to_svg(figure: Figure, name: str) -> str:
+    """The `<svg>` element of a figure drawn in the colours of `LIGHT`; `name` makes its ids unique and stable."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    source = buffer.getvalue()
+    source = source[source.index("<svg") :]
+    source = re.sub(r' xmlns(:\w+)?="[^"]*"', "", source)
+    # Twice, for width and height: the page sets the size, and the view box stays.
+    for _ in ("width", "height"):
+        source = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", source, count=1)
+    source = source.replace("xlink:href", "href")
+    source = re.sub(r"(\d\.\d\d)\d+", r"\1", source)
+    for variable, colour in LIGHT.items():
+        source = source.replace(colour, f"var(--{variable})")
+    return re.sub(r"'DejaVu Sans'[^;\"]*", "inherit", source)

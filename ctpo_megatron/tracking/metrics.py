@@ -33,9 +33,7 @@ class MetricsWriter:
         if self.path.exists():
             # Drops a half-written last line, so that the next record is not appended to it.
             _write_aside(self.path, records)
-        self._last: dict[str, Any] = records[-1] if records else {"step": -1}
-        self._file = self.path.open("a", encoding="utf-8")
-        self._last_offset = self._file.tell() - len(_line(self._last).encode()) if records else 0
+        self._open_after(records)
         self._trackers = trackers or Trackers()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -79,9 +77,7 @@ class MetricsWriter:
         if record is not None and record["step"] >= 0:
             kept = [line for line in kept if line["step"] < record["step"]] + [dict(record)]
         _write_aside(self.path, kept)
-        self._last = kept[-1] if kept else {"step": -1}
-        self._file = self.path.open("a", encoding="utf-8")
-        self._last_offset = self._file.tell() - len(_line(self._last).encode()) if kept else 0
+        self._open_after(kept)
         if self.path.name == METRICS:
             self._trackers.rewind(step)
 
@@ -95,6 +91,13 @@ class MetricsWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _open_after(self, records: list[dict[str, Any]]) -> None:
+        """Open the file, which has these records, to append to it."""
+        self._last: dict[str, Any] = records[-1] if records else {"step": -1}
+        self._file = self.path.open("a", encoding="utf-8")
+        # Where the last line begins, which a second call of `log` for its step writes again.
+        self._last_offset = self._file.tell() - len(_line(self._last).encode()) if records else 0
 
     def _append(self, step: int, record: Mapping[str, Any]) -> None:
         self._last = {"step": step, **{name: record[name] for name in sorted(record) if name != "step"}}

@@ -166,7 +166,7 @@ def _occupancy(run: RunData) -> list[Panel]:
 def _memory(run: RunData) -> Panel:
     """One curve per rank for few ranks, else their spread."""
     colours = ("blue", "orange", "green", "purple", "cyan", "red")
-    ranks = sorted({rank for values in run.by_rank(RANK_PEAK).values() for rank in values})
+    ranks = sorted(set().union(*run.by_rank(RANK_PEAK).values()))
     lines = [
         Line(RANK_PEAK.replace("<r>", str(rank)), f"rank {rank}", colour)
         for rank, colour in zip(ranks, colours, strict=False)

@@ -10,16 +10,18 @@ from typing import Any
 
 import yaml
 
+from ctpo_megatron.base.files import write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.tracking.display_view import duration
 from ctpo_megatron.tracking.figures import write_figures
 from ctpo_megatron.tracking.learning import Indicator, learning_checks
-from ctpo_megatron.tracking.page import write_page
 from ctpo_megatron.tracking.panels import RANK_PEAK, Panel, panels
 from ctpo_megatron.tracking.run_data import RunData, Series
 from ctpo_megatron.tracking.summary import LAST, Summary, evaluation_label, summarize
 from ctpo_megatron.tracking.trajectory_view import sample_views
+
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,23 @@ def write_report(run_dir: Path) -> Path:
         config=yaml.safe_dump(redacted(run.config), sort_keys=False),
         views=sample_views(run.directory),
     )
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Write a page from a template of `templates/` and its values; text in `values` is escaped. Returns `path`.
+
+    Pages in the style of the report: one file that opens offline, light or dark, without requests to a server.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return write_text(path, environment.get_template(template).render(**values))
 
 
 def headline(summary: Summary) -> str:

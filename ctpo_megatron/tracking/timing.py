@@ -1,4 +1,4 @@
-"""Wall and CPU seconds of the phases of a step and of the stages of a run."""
+"""The phases of a step and the stages of a run: wall and CPU seconds, and the progress that the watchdog looks at."""
 
 from __future__ import annotations
 
@@ -80,6 +80,66 @@ class PhaseTimer:
         if self._path is None:
             return
         write_json(self._path, {name: asdict(total) for name, total in self.stages.items()})
+
+
+class Progress:
+    """Progress of one rank; its main thread writes, the watchdog's thread reads.
+
+    step: the latest logged step, RL or supervised; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._within: list[str] = []
+        self._advanced = time.monotonic()
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Enter a stage or phase; they nest."""
+        self._within.append(name)
+        self.advance()
+        try:
+            yield
+        finally:
+            self._within.pop()
+            self.advance()
+
+    def advance(self) -> None:
+        """Note that a part of a long phase is done."""
+        self._advanced = time.monotonic()
+
+    @property
+    def phase(self) -> str:
+        """E.g. `rl/step/update`; empty between stages."""
+        return "/".join(self._within)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last progress."""
+        return time.monotonic() - self._advanced
+
+
+class Phases:
+    """Times the phases of a rank and records its progress."""
+
+    def __init__(self, timer: PhaseTimer | None = None) -> None:
+        self.timer, self.progress = timer or PhaseTimer(), Progress()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the current step."""
+        with self.progress.within(name), self.timer.phase(name):
+            yield
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage of the run."""
+        with self.progress.within(name), self.timer.stage(name):
+            yield
+
+    def advance(self) -> None:
+        """Record progress within a long phase."""
+        self.progress.advance()
 
 
 def read_stages(run_dir: Path) -> dict[str, TimeSpent]:

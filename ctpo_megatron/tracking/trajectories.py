@@ -1,4 +1,4 @@
-"""Readable dumps of trajectories: token records and decoded text."""
+"""Readable dumps of trajectories: token records and decoded text, written in the background."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import math
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
     from ctpo_megatron.data.batch import Group
     from ctpo_megatron.data.trajectory import Trajectory
 
+log = logging.getLogger(__name__)
+
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens kept (`lambda ids: tokenizer.decode(ids, skip_special_tokens=False)`)."""
 
@@ -27,6 +34,10 @@ Record = dict[str, Any]
 _INTEGERS = ("token_ids", "response_mask", "loss_mask", "weight_version", "turn")
 TOLD_APART = 20_000
 """Tokens of a parquet dump with `token_chars`: more than a report shows; decoding one by one is slow."""
+
+WAITING = 2
+"""Limit of dumps that are queued or being written: each holds the trajectories of a step in memory."""
+DEADLINE_S = 600.0
 
 
 def write_trajectories(
@@ -193,3 +204,62 @@ def _token_chars(ids: list[int], text: str, decode: Decode, decode_one: Callable
         pieces.append(decode(pending))
         chars[-1] = len(pieces[-1])
     return chars if "".join(pieces) == text else None
+
+
+class DumpWriter:
+    """Calls functions that write dumps, one after another, in its own thread.
+
+    A function that fails or does not end within `DEADLINE_S` raises RuntimeError from the next call of any
+    method, with step and reason.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dumps")
+        self._pending: deque[tuple[str, Future[Path]]] = deque()
+        self._lock, self._cpu_s = threading.Lock(), 0.0
+
+    def wait(self) -> None:
+        """Return when fewer than `WAITING` dumps are unfinished."""
+        while self._pending and (len(self._pending) >= WAITING or self._pending[0][1].done()):
+            self._take()
+
+    def put(self, name: str, write: Callable[[], Path]) -> None:
+        """Queue a call of `write`, after a `wait`. name: for messages."""
+        self.wait()
+        self._pending.append((name, self._thread.submit(self._measured, write)))
+
+    def flush(self) -> None:
+        """Return when everything is on disk."""
+        while self._pending:
+            self._take()
+
+    def take_cpu_s(self) -> float:
+        """CPU seconds of the thread since the last call."""
+        with self._lock:
+            spent, self._cpu_s = self._cpu_s, 0.0
+        return spent
+
+    def close(self) -> None:
+        """Write the rest; failures are logged, because another exception may be propagating."""
+        try:
+            self.flush()
+        except RuntimeError as error:
+            log.error("%s", error)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _measured(self, write: Callable[[], Path]) -> Path:
+        began = time.thread_time()
+        try:
+            return write()
+        finally:
+            with self._lock:
+                self._cpu_s += time.thread_time() - began
+
+    def _take(self) -> None:
+        name, future = self._pending.popleft()
+        try:
+            future.result(DEADLINE_S)
+        except TimeoutError as error:
+            raise RuntimeError(f"{name} is not written after {DEADLINE_S:g} s: is the file system there?") from error
+        except Exception as error:
+            raise RuntimeError(f"{name} could not be written: {error}") from error

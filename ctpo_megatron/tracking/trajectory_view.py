@@ -217,11 +217,13 @@ def ratio_picture(record: dict[str, Any], width: int = 640, height: int = 96) ->
     size = len(record["token_ids"])
     if any(len(record.get(name) or ()) != size for name in names):
         return None
+    # Two pixels a point: more could not be seen, and every sample of the report would weigh as much.
     at = _thin([index for index in range(size) if record["response_mask"][index]], record["log_ratio"], width // 2)
     curves = {name: [record[name][index] for index in at] for name in names}
-    if len(at) < 2 or any(value is None or not math.isfinite(value) for curve in curves.values() for value in curve):
+    values = [*curves["log_ratio"], *curves["clip_low"], *curves["clip_high"]]
+    if len(at) < 2 or any(value is None or not math.isfinite(value) for value in values):
         return None
-    reach = max(abs(value) for curve in curves.values() for value in curve) or 1.0
+    reach = max(abs(value) for value in values) or 1.0
 
     def place(values: list[float]) -> list[str]:
         return [

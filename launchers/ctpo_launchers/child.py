@@ -42,7 +42,7 @@ def ray(arguments: Sequence[str]) -> int:
     return 0
 
 
-def asked_status(number: int) -> int:
+def stop_status(number: int) -> int:
     """Exit status of a process that stopped on request, as in `ctpo train`."""
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
@@ -50,7 +50,7 @@ def asked_status(number: int) -> int:
 def _pass_on(number: int, _frame: FrameType | None) -> None:
     ranks = psutil.Process().children()
     if not ranks:
-        sys.exit(asked_status(number))
+        sys.exit(stop_status(number))
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.send_signal(number)

@@ -77,7 +77,7 @@ class Child:
             file.seek(self._start_of_log)
             return file.read()
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log, for a message."""
         lines = self.output().decode(errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join([f"last lines of {self.log}:", *lines])

@@ -21,14 +21,11 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
+from ctpo_launchers import LaunchError
 from ctpo_megatron.config import Problem
 
 CLOCK = r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$"
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
-
-class ClusterFileError(Exception):
-    """An invalid cluster file; the message lists all problems."""
 
 
 class Cluster(BaseModel):
@@ -89,18 +86,18 @@ def _seconds(clock: str) -> int:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read and check a cluster file. Raises ClusterFileError with all problems at once."""
+    """Read and check a cluster file. Raises LaunchError with all problems at once."""
     try:
         values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise ClusterFileError(f"{path}: {str(error).strip()}") from error
+        raise LaunchError(f"{path}: {str(error).strip()}") from error
     if not isinstance(values, dict):
-        raise ClusterFileError(f"{path}: must be a mapping of keys, e.g. `executor: slurm`")
+        raise LaunchError(f"{path}: must be a mapping of keys, e.g. `executor: slurm`")
     try:
         return Cluster.model_validate(values, strict=False)
     except ValidationError as error:
         lines = [f"  {_problem(detail)}" for detail in error.errors()]
-        raise ClusterFileError("\n".join([f"{path} has {len(lines)} problem(s):", *lines])) from error
+        raise LaunchError("\n".join([f"{path} has {len(lines)} problem(s):", *lines])) from error
 
 
 def _problem(detail: ErrorDetails) -> Problem:

@@ -16,15 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from ctpo_launchers.timeouts import INSTALL_LOCK_POLL_S, INSTALL_TIMEOUT_S
+from ctpo_launchers import LaunchError
+from ctpo_launchers.timeouts import INSTALL_TIMEOUT_S, RETRY_S
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements" / "launch.txt"
 FOLDER = ROOT / ".venv-launch"
-
-
-class NoEnvironment(Exception):
-    """The launcher's environment cannot be created; the message is the reason."""
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -39,14 +36,14 @@ def launch(arguments: Sequence[str]) -> int:
 def _python() -> Path:
     """The interpreter of the environment for the current requirements/launch.txt."""
     if not REQUIREMENTS.is_file():
-        raise NoEnvironment(f"ctpo launch works from a checkout: there is no {REQUIREMENTS}")
+        raise LaunchError(f"ctpo launch works from a checkout: there is no {REQUIREMENTS}")
     wanted, stamp = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest(), FOLDER / "requirements.sha256"
 
     def made() -> bool:
         return stamp.is_file() and stamp.read_text() == wanted
 
     if not made():
-        with _alone():
+        with _locked():
             if not made():  # another process may have created it meanwhile
                 _make()
                 stamp.write_text(wanted)
@@ -54,36 +51,35 @@ def _python() -> Path:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _locked() -> Iterator[None]:
     """A lock among processes that would create the environment."""
     try:
         FOLDER.mkdir(exist_ok=True)
         lock = (FOLDER / "making.lock").open("a")
     except OSError as error:
-        raise NoEnvironment(f"{FOLDER}: {error}") from error
+        raise LaunchError(f"{FOLDER}: {error}") from error
     with lock:
-        _await(lock)
+        _acquire(lock)
         yield
 
 
-def _await(lock: TextIO) -> None:
-    deadline, told = time.monotonic() + INSTALL_TIMEOUT_S, False
+def _acquire(lock: TextIO) -> None:
+    deadline, announced = time.monotonic() + INSTALL_TIMEOUT_S, False
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                said = (
+                raise LaunchError(
                     f"another ctpo launch has been making {FOLDER} for {INSTALL_TIMEOUT_S:g} s; end it, and start again"
-                )
-                raise NoEnvironment(said) from None
+                ) from None
         except OSError as error:
             print(f"ctpo launch: {lock.name} cannot be locked ({error}): start no other one now", file=sys.stderr)
             return None
-        if not told:
+        if not announced:
             print(f"ctpo launch: waiting for another one, which makes {FOLDER}", file=sys.stderr)
-            told = True
-        time.sleep(INSTALL_LOCK_POLL_S)
+            announced = True
+        time.sleep(RETRY_S)
 
 
 def _make() -> None:
@@ -93,6 +89,6 @@ def _make() -> None:
         try:
             done = subprocess.run(command, stdout=sys.stderr, timeout=INSTALL_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoEnvironment(f"{' '.join(command)}: {error}") from error
+            raise LaunchError(f"{' '.join(command)}: {error}") from error
         if done.returncode:
-            raise NoEnvironment(f"{' '.join(command)} ended with status {done.returncode}; its output is above")
+            raise LaunchError(f"{' '.join(command)} ended with status {done.returncode}; its output is above")

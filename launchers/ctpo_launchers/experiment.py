@@ -72,7 +72,7 @@ def script(launch: Launch) -> str:
 def submit(launch: Launch) -> tuple[str, int]:
     """Submit to Slurm, or run here to the end; returns the experiment's id, and the worst exit status of the nodes.
 
-    Raises ClusterFileError for uncommitted code.
+    Raises LaunchError for uncommitted code.
     """
     launch.write_config()
     local = launch.cluster.executor == "local"

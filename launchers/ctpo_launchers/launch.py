@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctpo_launchers.clusters import Cluster, ClusterFileError, load_cluster
+from ctpo_launchers import LaunchError
+from ctpo_launchers.clusters import Cluster, load_cluster
 from ctpo_launchers.environment import ROOT
 from ctpo_launchers.timeouts import SUBMIT_COMMAND_TIMEOUT_S
 from ctpo_megatron.config import ConfigError, load_config
@@ -33,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
         if args.config in ASKING:
             return _ask(args.config, cluster, args.overrides)
         if cluster.executor != args.executor:
-            raise ClusterFileError(f"{args.cluster} is a file for --executor {cluster.executor}, not {args.executor}")
+            raise LaunchError(f"{args.cluster} is a file for --executor {cluster.executor}, not {args.executor}")
         return _launch(args, cluster)
-    except (ConfigError, ClusterFileError) as error:
+    except (ConfigError, LaunchError) as error:
         print(f"ctpo launch: {error}", file=sys.stderr)
         return 2
 
@@ -63,14 +64,14 @@ def _cluster_file(text: str) -> Path:
         if path.is_file():
             return path
     names = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
-    raise ClusterFileError(f"--cluster {text}: no such file; there are {names} in {FOLDER}")
+    raise LaunchError(f"--cluster {text}: no such file; there are {names} in {FOLDER}")
 
 
 def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     from ctpo_launchers.experiment import Launch, script, submit
 
     if args.nodes < 1:
-        raise ClusterFileError(f"--nodes {args.nodes}: at least one node")
+        raise LaunchError(f"--nodes {args.nodes}: at least one node")
     workdir = Path.cwd()
     config = load_config(args.config, [*args.overrides, *_of_the_launch(args.nodes)])
     launch = Launch(config, cluster, args.nodes, workdir)
@@ -78,12 +79,12 @@ def _launch(args: argparse.Namespace, cluster: Cluster) -> int:
     code = ROOT if slurm and not args.dry_run else None
     context = LaunchContext(config.checkpoint.grace_s, cluster.signal_s if slurm else None, code)
     if problems := failed(run_checks(LAUNCH_CHECKS, context)):
-        raise ClusterFileError("\n".join(map(str, problems)))
+        raise LaunchError("\n".join(map(str, problems)))
     if args.dry_run and slurm:
         print(script(launch), end="")
         return 0
     if args.dry_run:
-        raise ClusterFileError("--dry-run prints a batch script, and --executor local has none")
+        raise LaunchError("--dry-run prints a batch script, and --executor local has none")
     identity, status = submit(launch)
     print(f"{identity}: folder {cluster.job_dir}, run {config.run.directory}")
     return status
@@ -101,7 +102,7 @@ def _ask(what: str, cluster: Cluster, words: Sequence[str]) -> int:
             print(f"{job}  {_state(job):<12} {folder}")
         return 0
     if len(words) != 1 or words[0] not in jobs:
-        raise ClusterFileError(f"ctpo launch {what} JOB: the jobs of {cluster.job_dir} are {', '.join(jobs) or 'none'}")
+        raise LaunchError(f"ctpo launch {what} JOB: the jobs of {cluster.job_dir} are {', '.join(jobs) or 'none'}")
     job = words[0]
     if what == "cancel":
         return subprocess.run(["scancel", job], timeout=SUBMIT_COMMAND_TIMEOUT_S).returncode

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ctpo_launchers import network
-from ctpo_launchers.child import asked_status
+from ctpo_launchers import LaunchError, network
+from ctpo_launchers.child import stop_status
 from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
-from ctpo_launchers.roll_call import Connection, NotReady, RollCall, report
+from ctpo_launchers.roll_call import Connection, RollCall, report
 from ctpo_launchers.services import RayNode, new_ray_directory, sandbox, shared_token
 from ctpo_launchers.timeouts import AFTER_GRACE_S, CHILD_POLL_S
 from ctpo_megatron.base.ray_environment import ADDRESS, ray_with_token
@@ -48,7 +48,7 @@ class NodeProgram:
         self._status = 0
         self._others: RollCall | None = None
         self._main: asyncio.Task[int] | None = None
-        self._asked_by: int | None = None
+        self._stop_signal: int | None = None
         self._over = asyncio.Event()
 
     def prepare(self) -> None:
@@ -60,24 +60,24 @@ class NodeProgram:
         """Start everything and wait for its end; returns the exit status."""
         self._main = asyncio.current_task()
         for number in heeded():
-            asyncio.get_running_loop().add_signal_handler(number, self._asked, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if self._job.nodes == 1:
                     return await self._train(["--standalone"], {})
                 await (self._run_head(stack) if self._job.rank == 0 else self._run_worker(stack))
                 return self._status
-        except NotReady as error:
+        except LaunchError as error:
             log.error("%s", error)
             return NOT_READY
         except asyncio.CancelledError:
             if self._reason:
                 log.error("%s", self._reason)
                 return NOT_READY
-            if self._asked_by is None:
+            if self._stop_signal is None:
                 raise
-            log.error("%s before training began: leaving", signal.Signals(self._asked_by).name)
-            return asked_status(self._asked_by)
+            log.error("%s before training began: leaving", signal.Signals(self._stop_signal).name)
+            return stop_status(self._stop_signal)
 
     async def _run_head(self, stack: contextlib.AsyncExitStack) -> None:
         job, timeout_s = self._job, self._args.start_timeout
@@ -86,7 +86,7 @@ class NodeProgram:
         try:
             ray_port, master_port = network.free_ports(job.address, job.port + 1, 2)
         except OSError as error:
-            raise NotReady(str(error)) from error
+            raise LaunchError(str(error)) from error
         folder = new_ray_directory() if self._needs.ray else Path()
         facts = {"ray": f"{job.address}:{ray_port}", "folder": str(folder), "master": f"{job.address}:{master_port}"}
         names = {rank: job.name(rank) for rank in range(1, job.nodes)}
@@ -95,24 +95,24 @@ class NodeProgram:
         await stack.enter_async_context(others.open(job.address, job.port))
         try:
             await others.all_in("ready", timeout_s)
-            await others.tell(state="start")
+            await others.broadcast(state="start")
             status = await self._train(self._of_many(facts), environment)
             self._status = self._status or status
-            await self._farewell(others)
+            await self._wait_for_others(others)
         except BaseException as error:
             self._reason = self._reason or str(error) or type(error).__name__
             raise
         finally:
-            await others.tell(state="end", reason=self._reason)
+            await others.broadcast(state="end", reason=self._reason)
 
-    async def _farewell(self, others: RollCall) -> None:
+    async def _wait_for_others(self, others: RollCall) -> None:
         """Wait until the other trainers have ended; those that have not are stopped, with the reason."""
         limit = self._args.after_loss
-        if self._asked_by is not None:  # they have the same time to save
+        if self._stop_signal is not None:  # they have the same time to save
             limit = max(limit, self._until - time.monotonic())
         try:
             await others.all_in("ended", limit)
-        except NotReady as error:
+        except LaunchError as error:
             log.warning("%s", error)
             self._reason = self._reason or f"the trainer of {self._job.name(0)} has ended with status {self._status}"
             self._status = self._status or LOST
@@ -124,7 +124,7 @@ class NodeProgram:
         stack.callback(head.close)
         try:
             environment = await self._services(stack, facts)
-        except NotReady as error:
+        except LaunchError as error:
             await head.send(state="failed", reason=str(error))
             raise
         await head.send(state="ready")
@@ -134,9 +134,9 @@ class NodeProgram:
             await head.send(state="failed", reason=self._reason or "it was stopped")
             raise
         except TimeoutError:
-            raise NotReady(f"the other nodes were not ready after {timeout_s:g} s: see the head's output") from None
+            raise LaunchError(f"the other nodes were not ready after {timeout_s:g} s: see the head's output") from None
         if first is None or first.get("state") != "start":
-            raise NotReady(f"the head has given up: {first.get('reason') if first else 'its node program is gone'}")
+            raise LaunchError(f"the head has given up: {first.get('reason') if first else 'its node program is gone'}")
         listener = asyncio.create_task(self._listen(head))
         self._status = await self._train(self._of_many(facts), environment)
         await head.send(state="ended", status=self._status)
@@ -156,10 +156,10 @@ class NodeProgram:
         os.environ.pop(ADDRESS, None)  # may name another cluster, which `ray start` would contact
         of_engines = dict(environment)
         if self._needs.sandbox:
-            found = sandbox(self._config, LogPaths(self._logs).sandbox, self._token_file)
+            found = sandbox(self._config.sandbox, LogPaths(self._logs).sandbox, self._token_file)
             of_engines |= await stack.enter_async_context(found)
         ray = RayNode(
-            self._job, self._needs, self._logs / "ray.log", of_engines, facts["ray"], Path(facts["folder"]), self._lose
+            self._job, self._needs, self._logs / "ray.log", of_engines, facts["ray"], Path(facts["folder"]), self._fail
         )
         await stack.enter_async_context(ray.running(self._args.start_timeout))
         return {**environment, ADDRESS: facts["ray"]}
@@ -180,11 +180,11 @@ class NodeProgram:
             spared=False,
         )
         echo = asyncio.create_task(trainer.echo())
-        told = False
+        stopping = False
         try:
             while trainer.status is None and time.monotonic() < self._until:
-                if self._reason and not told:
-                    told = True
+                if self._reason and not stopping:
+                    stopping = True
                     log.error("stopping the trainer within %g s: %s", self._args.after_loss, self._reason)
                     trainer.signal(signal.SIGTERM)
                     self._until = min(self._until, time.monotonic() + self._args.after_loss)
@@ -200,7 +200,7 @@ class NodeProgram:
     def _peer_over(self, name: str, status: int | None) -> None:
         """The trainer of another node has ended, or the node is lost: ours will stop soon."""
         if status is None:
-            self._lose(f"{name} is lost: see its logs")
+            self._fail(f"{name} is lost: see its logs")
         elif status:
             log.warning("the trainer of %s has ended with status %d", name, status)
             self._status = self._status or status
@@ -211,17 +211,17 @@ class NodeProgram:
         message = await head.receive()
         self._over.set()
         if message is None:
-            self._lose(f"{self._job.name(0)} is lost: see its logs")
+            self._fail(f"{self._job.name(0)} is lost: see its logs")
         elif message.get("reason"):
-            self._lose(message["reason"])
+            self._fail(message["reason"])
 
-    def _lose(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         """The job cannot continue: stop the trainer and ignore its status, or do not start it."""
         if self._trainer is not None and self._trainer.status is not None:
             return
         self._reason = self._reason or reason
         if self._others is not None:
-            self._telling = asyncio.ensure_future(self._others.tell(state="end", reason=reason))
+            self._broadcasting = asyncio.ensure_future(self._others.broadcast(state="end", reason=reason))
         if self._trainer is None:
             self._leave()
 
@@ -231,9 +231,9 @@ class NodeProgram:
             self._main.cancel()
             self._main = None
 
-    def _asked(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         """Signal the ranks to save and stop; without ranks, exit at once."""
-        self._asked_by = self._asked_by or number
+        self._stop_signal = self._stop_signal or number
         if self._trainer is None:
             return self._leave()
         self._trainer.signal(number)

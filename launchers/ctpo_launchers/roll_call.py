@@ -16,15 +16,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from ctpo_launchers.timeouts import CONNECT_RETRY_S, HELLO_TIMEOUT_S, SILENCE_S
+from ctpo_launchers import LaunchError
+from ctpo_launchers.timeouts import HELLO_TIMEOUT_S, RETRY_S, SILENCE_S
 
 log = logging.getLogger(__name__)
 
 NodeMessage = dict[str, Any]
-
-
-class NotReady(Exception):
-    """The job cannot start; the message names the node and the reason."""
 
 
 class Connection:
@@ -86,20 +83,20 @@ class RollCall:
                 await asyncio.wait(self._served, timeout=HELLO_TIMEOUT_S)
 
     async def all_in(self, state: str, timeout_s: float) -> None:
-        """Wait until every node has reported `state`. Raises NotReady naming those that did not, and why."""
+        """Wait until every node has reported `state`. Raises LaunchError naming those that did not, and why."""
         deadline = time.monotonic() + timeout_s
         while missing := [rank for rank in self._names if self._reported.get(rank, {}).get("state") != state]:
             failures = [m for m in self._reported.values() if m["state"] in ("failed", "lost")]
             if failures:
-                raise NotReady("; ".join(f"{self._names[m['rank']]}: {m['reason']}" for m in failures))
+                raise LaunchError("; ".join(f"{self._names[m['rank']]}: {m['reason']}" for m in failures))
             self._changed.clear()
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
-                raise NotReady(self._late(state, missing, timeout_s)) from None
+                raise LaunchError(self._late(state, missing, timeout_s)) from None
 
-    async def tell(self, **message: Any) -> None:
+    async def broadcast(self, **message: Any) -> None:
         """Send a message to all connected nodes."""
         for connection in self._connections.values():
             await connection.send(**message)
@@ -164,7 +161,7 @@ def _is_report(message: NodeMessage) -> bool:
 
 
 async def report(head: str, port: int, rank: int, token: str, timeout_s: float) -> tuple[Connection, NodeMessage]:
-    """Connect a node to node 0, waiting for it if needed; returns its welcome. Raises NotReady."""
+    """Connect a node to node 0, waiting for it if needed; returns its welcome. Raises LaunchError."""
     deadline, reason = time.monotonic() + timeout_s, ""
     while time.monotonic() < deadline:
         try:
@@ -174,18 +171,18 @@ async def report(head: str, port: int, rank: int, token: str, timeout_s: float) 
                 welcome = await connection.receive()
         except (OSError, TimeoutError) as error:
             reason = str(error) or "no answer"
-            await asyncio.sleep(CONNECT_RETRY_S)
+            await asyncio.sleep(RETRY_S)
             continue
         if welcome is not None and welcome.get("state") == "welcome":
             return connection, welcome
         connection.close()
         if welcome is not None:
-            raise NotReady(
+            raise LaunchError(
                 f"the head at {head} port {port} refused this node's token or rank {rank}: is it of this job?"
             )
         reason = "the connection was closed"
-        await asyncio.sleep(CONNECT_RETRY_S)
-    raise NotReady(f"the head at {head} port {port} did not answer within {timeout_s:g} s: {reason}")
+        await asyncio.sleep(RETRY_S)
+    raise LaunchError(f"the head at {head} port {port} did not answer within {timeout_s:g} s: {reason}")
 
 
 def _watch(connection: socket.socket) -> None:

@@ -13,14 +13,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
+from ctpo_launchers import LaunchError
 from ctpo_launchers.children import Child
 from ctpo_launchers.job import NodeJob
-from ctpo_launchers.roll_call import NotReady
 from ctpo_launchers.timeouts import CHILD_POLL_S, RAY_RESTARTS
-from ctpo_megatron.config import Config
+from ctpo_megatron.config import SandboxConfig
 from ctpo_megatron.preflight import NODE_CHECKS, NodeContext, NodeNeeds, failed, run_checks
 from ctpo_sandbox import SandboxStartError, start_configured_server
-from ctpo_sandbox.address import node_url
+from ctpo_sandbox.variables import node_url
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _OBJECT_STORE_BYTES = 256 << 20
 
 
 async def shared_token(node: NodeContext, rank: int, timeout_s: float) -> str:
-    """The job's secret, in a file of mode 0600 that node 0 creates if missing. Raises NotReady."""
+    """The job's secret, in a file of mode 0600 that node 0 creates if missing. Raises LaunchError."""
     path = node.token_file
     try:
         if rank == 0 and not path.exists():
@@ -39,17 +39,17 @@ async def shared_token(node: NodeContext, rank: int, timeout_s: float) -> str:
             aside.rename(path)
         await _appears(path, timeout_s)
         if problems := failed(run_checks(NODE_CHECKS, node)):
-            raise NotReady("; ".join(map(str, problems)))
+            raise LaunchError("; ".join(map(str, problems)))
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise NotReady(f"the job's secret cannot be made or read: {error}") from error
+        raise LaunchError(f"the job's secret cannot be made or read: {error}") from error
 
 
 async def _appears(path: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
-            raise NotReady(
+            raise LaunchError(
                 f"{path} is not there after {timeout_s:g} s: the job's folder must be on a file system that all nodes "
                 "share (--directory), or give the same secret to each in a file of mode 0600 (--token-file)"
             )
@@ -57,24 +57,24 @@ async def _appears(path: Path, timeout_s: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def sandbox(config: Config, log_path: Path, token_file: Path) -> AsyncIterator[dict[str, str]]:
+async def sandbox(settings: SandboxConfig, log_path: Path, token_file: Path) -> AsyncIterator[dict[str, str]]:
     """The sandbox of this node, as variables for its engines: the service in the environment, else our own.
 
-    Our own is on a loopback port, requires the job's secret, and is restarted when it dies. Raises NotReady.
+    Our own is on a loopback port, requires the job's secret, and is restarted when it dies. Raises LaunchError.
     """
     try:
         url = node_url()
     except ValueError as error:
-        raise NotReady(str(error)) from error
+        raise LaunchError(str(error)) from error
     if url is not None:
         log.info("programs run in this node's sandbox at %s", url)
         yield {}  # the engines inherit its address and token
         return
     os.environ["SANDBOX_TOKEN_FILE"] = str(token_file)
     try:
-        server = await asyncio.to_thread(start_configured_server, config.sandbox, log_path)
+        server = await asyncio.to_thread(start_configured_server, settings, log_path)
     except SandboxStartError as error:
-        raise NotReady(str(error)) from error
+        raise LaunchError(str(error)) from error
     try:
         yield {"CTPO_SANDBOX_URL": server.url, "SANDBOX_TOKEN_FILE": str(token_file)}
     finally:
@@ -110,7 +110,7 @@ class RayNode:
 
     @contextlib.asynccontextmanager
     async def running(self, timeout_s: float) -> AsyncIterator[None]:
-        """Start it, and keep it running until the context ends. Raises NotReady with the last lines of its log."""
+        """Start it, and keep it running until the context ends. Raises LaunchError with the last lines of its log."""
         try:
             await self._start(timeout_s)
             keeper = asyncio.create_task(self._keep(timeout_s))
@@ -130,9 +130,9 @@ class RayNode:
         deadline = time.monotonic() + timeout_s
         while _UP not in child.output():
             if child.status is not None:
-                raise NotReady(f"Ray did not start (status {child.status}); {child.last_words()}")
+                raise LaunchError(f"Ray did not start (status {child.status}); {child.log_tail()}")
             if time.monotonic() > deadline:
-                raise NotReady(f"Ray is not up after {timeout_s:g} s; {child.last_words()}")
+                raise LaunchError(f"Ray is not up after {timeout_s:g} s; {child.log_tail()}")
             await asyncio.sleep(CHILD_POLL_S)
 
     async def _keep(self, timeout_s: float) -> None:
@@ -141,11 +141,11 @@ class RayNode:
             status = await self._child.wait()
             await self._child.kill()
             if self._is_head:
-                return self._lost(f"Ray's head has ended with status {status}; {self._child.last_words()}")
+                return self._lost(f"Ray's head has ended with status {status}; {self._child.log_tail()}")
             log.warning("Ray has ended on this node with status %s; starting it again", status)
             try:
                 await self._start(timeout_s)
-            except NotReady as error:
+            except LaunchError as error:
                 return self._lost(str(error))
             log.warning("Ray is up again")
         self._lost(f"Ray has ended {RAY_RESTARTS} times on this node")

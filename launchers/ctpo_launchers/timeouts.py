@@ -10,12 +10,11 @@ AFTER_GRACE_S = 60.0  # what a trainer gets after checkpoint.grace_s, to exit on
 RAY_RESTARTS = 3  # of Ray on one node, before the node is lost
 
 # Connections between node programs.
+RETRY_S = 0.2  # between two attempts to reach node 0, or to lock the launcher's environment
 HELLO_TIMEOUT_S = 10.0  # for the first message of a connection
-CONNECT_RETRY_S = 0.2  # between two attempts to reach node 0
 SILENCE_S = 90  # after which the kernel reports a host as gone
 
 # Commands on the submitting machine and on nodes.
 SUBMIT_COMMAND_TIMEOUT_S = 60.0  # one Slurm command of `ctpo launch`
 NODE_COMMAND_TIMEOUT_S = 20.0  # one Slurm command of a node program
 INSTALL_TIMEOUT_S = 1800.0  # to install the launcher's environment, or to wait for another process that does
-INSTALL_LOCK_POLL_S = 0.2  # how often the lock of that environment is tried

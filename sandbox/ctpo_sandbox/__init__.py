@@ -7,10 +7,10 @@
 The contract, the limits and what is not enforced: docs/sandbox.md.
 """
 
-from ctpo_sandbox.client import ClientStats, ExecutionResult, SandboxClient, SandboxUnavailable
+from ctpo_sandbox.client import ClientStats, ExecutionResult, SandboxClient
+from ctpo_sandbox.errors import SandboxStartError, SandboxUnavailable
 from ctpo_sandbox.launch import SandboxServer, start_configured_server, start_server
 from ctpo_sandbox.records import Limits
-from ctpo_sandbox.restart import SandboxStartError
 
 __all__ = [
     "ClientStats",

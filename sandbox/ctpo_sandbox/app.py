@@ -10,21 +10,21 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field, InstanceOf, ValidationError
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from ctpo_sandbox.errors import RunFault
 from ctpo_sandbox.front import Gate
 from ctpo_sandbox.libraries import absent
 from ctpo_sandbox.metrics import Metrics
-from ctpo_sandbox.pool import Pool, PoolFull, PoolUnavailable, RunResult
+from ctpo_sandbox.pool import Pool, RunResult
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.selftest import NEVER_ENFORCED, PROTECTIONS
-from ctpo_sandbox.timeouts import RETRY_AFTER_S
 
 Verdict = Literal["success", "timeout", "runtime_error"]
 EXECUTE_PATH = "/faas/sandbox/"
@@ -144,7 +144,7 @@ async def _run_while_connected(
     return None
 
 
-async def _asked(request: Request) -> ExecutionRequest:
+async def _read_request(request: Request) -> ExecutionRequest:
     """The execution requested. Raises HTTPException."""
     try:
         body = await request.body()
@@ -154,17 +154,9 @@ async def _asked(request: Request) -> ExecutionRequest:
         return ExecutionRequest.model_validate(json.loads(body))
     except ValidationError as error:  # without the input, which may not be encodable (NaN, lone surrogates)
         found = [{"loc": ["body", *map(str, item["loc"])], "msg": item["msg"]} for item in error.errors()]
-        raise _Invalid(found) from error
+        raise HTTPException(422, found) from error
     except (ValueError, RecursionError) as error:
-        raise _Invalid([{"loc": ["body"], "msg": f"not JSON: {error}"[:200]}]) from error
-
-
-class _Invalid(HTTPException):
-    """An invalid request; problems: location and message of each."""
-
-    def __init__(self, problems: list[dict[str, Any]]) -> None:
-        super().__init__(422)
-        self.problems = problems
+        raise HTTPException(422, [{"loc": ["body"], "msg": f"not JSON: {error}"[:200]}]) from error
 
 
 def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
@@ -172,21 +164,20 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
     metrics = Metrics(pool, node)
 
     async def refused(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
+        assert isinstance(error, StarletteHTTPException)
         metrics.rejected(error.status_code)
-        detail = error.problems if isinstance(error, _Invalid) else error.detail
-        return JSONResponse({"detail": detail}, status_code=error.status_code, headers=error.headers)
+        return JSONResponse({"detail": error.detail}, status_code=error.status_code, headers=error.headers)
 
     async def run(request: Request) -> RunResult:
-        execution = await _asked(request)
+        execution = await _read_request(request)
         if execution.language != "python":
             raise HTTPException(400, f"language {execution.language[:80]!a} is not supported, only 'python'")
         timeout_s = min(execution.run_timeout, pool.limits.run_timeout_s)
         try:
             finished = await _run_while_connected(request, pool, execution, timeout_s)
-        except PoolFull as error:
-            raise HTTPException(503, str(error), headers={"retry-after": str(RETRY_AFTER_S)}) from error
-        except PoolUnavailable as error:
+        except asyncio.QueueFull as error:  # one second is the least that the header can say
+            raise HTTPException(503, str(error), headers={"retry-after": "1"}) from error
+        except RunFault as error:
             raise HTTPException(503, f"the sandbox could not carry out the run: {error}") from error
         if finished is None:
             raise HTTPException(_CLIENT_CLOSED_REQUEST, _CLIENT_GONE)
@@ -197,7 +188,7 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
         async def respond(request: Request) -> JSONResponse:
             try:
                 return JSONResponse(form(await run(request)))
-            except HTTPException:
+            except StarletteHTTPException:
                 raise
             except Exception as error:  # a defect of ours: counted, and the client may try again
                 _log.exception("no answer to a request")
@@ -212,7 +203,8 @@ def create_app(pool: Pool, state: ServerState, node: str = "") -> FastAPI:
     gate = Middleware(Gate, token=state.token, max_bytes=pool.limits.request_mb << 20, rejected=metrics.rejected)
     routes: list[BaseRoute] = [*runs, *_reports(pool, state, metrics)]
     # Starlette's routes: with FastAPI's own, each run costs 0.15 ms more CPU time.
-    handlers: dict[int | type[Exception], Any] = {HTTPException: refused}
+    # Starlette's class: it is the base of FastAPI's, and what the gate raises.
+    handlers: dict[int | type[Exception], Any] = {StarletteHTTPException: refused}
     return FastAPI(openapi_url=None, routes=routes, middleware=[gate], exception_handlers=handlers)
 
 

@@ -7,11 +7,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from ctpo_sandbox.errors import WorkerLost
 from ctpo_sandbox.records import MAX_MESSAGE_BYTES
-
-
-class WorkerLost(Exception):
-    """A template or worker died, hung, or could not confine its child; says nothing about the snippet."""
 
 
 @contextmanager

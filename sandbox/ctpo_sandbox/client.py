@@ -8,22 +8,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 
+from ctpo_sandbox.errors import SandboxUnavailable
 from ctpo_sandbox.records import WALL_FACTOR
 from ctpo_sandbox.servers import Connections, Server, Servers, base_urls, execution_url
 from ctpo_sandbox.timeouts import CONNECT_TIMEOUT_S, QUEUE_ALLOWANCE_S
-from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
+from ctpo_sandbox.variables import TOKEN, TOKEN_FILE, shared_token
 
 _STATUSES = ("success", "timeout", "runtime_error")
 _RETRIED_CODES = (429, 500, 502, 503, 504)
 _REFUSED_CODES = (400, 413, 422)
-
-
-class SandboxUnavailable(Exception):
-    """No verdict was reached: the sandbox is down, overloaded or broken. Says nothing about the snippet."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,11 @@ class ClientStats:
     results: Counter[str] = field(default_factory=Counter)
 
 
-class _Retry(Exception):
-    """A failed attempt that may be retried. pause_s: the pause that the server requested."""
+class _Failed(NamedTuple):
+    """An attempt that may be retried. pause_s: the pause that the server requested."""
 
-    def __init__(self, reason: str, pause_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.pause_s = pause_s
+    reason: str
+    pause_s: float | None = None
 
 
 def authorization(token: str | None = None) -> dict[str, str]:
@@ -149,16 +145,16 @@ class SandboxClient:
                 await asyncio.sleep(max(0.0, server.resting_until - time.monotonic()))
                 state["doing"] = f"waiting for the answer of {server.url} (attempt {attempt})"
                 result = await self._attempt(server, body, attempt_timeout_s)
-                server.succeeded()
-                return result
-            except _Retry as error:
+                if isinstance(result, ExecutionResult):
+                    server.succeeded()
+                    return result
                 self.stats.retries += 1
-                server.failed(error.pause_s)
-                state["doing"] = f"backing off after attempt {attempt}: {error}"
+                server.failed(result.pause_s)
+                state["doing"] = f"backing off after attempt {attempt}: {result.reason}"
             finally:
                 self._servers.give_back(server)
 
-    async def _attempt(self, server: Server, body: bytes, timeout_s: float) -> ExecutionResult:
+    async def _attempt(self, server: Server, body: bytes, timeout_s: float) -> ExecutionResult | _Failed:
         started = time.monotonic()
         try:
             async with (
@@ -168,15 +164,17 @@ class SandboxClient:
                 content = await response.read()
         except aiohttp.ClientError as error:
             server.ready = False
-            raise _Retry(f"{type(error).__name__}: {error}") from error
+            return _Failed(f"{type(error).__name__}: {error}")
         except TimeoutError:
-            raise _Retry(f"{server.url} does not answer, after {time.monotonic() - started:.1f} s") from None
+            return _Failed(f"{server.url} does not answer, after {time.monotonic() - started:.1f} s")
         return self._result(server.url, response, content, time.monotonic() - started)
 
-    def _result(self, url: str, response: aiohttp.ClientResponse, content: bytes, elapsed_s: float) -> ExecutionResult:
+    def _result(
+        self, url: str, response: aiohttp.ClientResponse, content: bytes, elapsed_s: float
+    ) -> ExecutionResult | _Failed:
         status, text = response.status, content[:500].decode(errors="replace")
         if status in _RETRIED_CODES:
-            raise _Retry(f"HTTP {status}: {text}", _retry_after_s(response))
+            return _Failed(f"HTTP {status}: {text}", _retry_after_s(response))
         if status in _REFUSED_CODES:
             raise ValueError(f"sandbox {url} refused: HTTP {status}: {text}")
         if status == HTTPStatus.UNAUTHORIZED:
@@ -186,7 +184,7 @@ class SandboxClient:
         try:
             return _parse(json.loads(content), elapsed_s)
         except (KeyError, TypeError, ValueError) as error:
-            raise _Retry(f"not an answer of a sandbox ({error!r}): {text[:200]}") from error
+            return _Failed(f"not an answer of a sandbox ({error!r}): {text[:200]}")
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:

@@ -8,16 +8,13 @@ from pathlib import Path
 
 from ctpo_sandbox import filters, landlock, libc, namespaces
 from ctpo_sandbox.records import Limits
-from ctpo_sandbox.work import RunDirectory, WorkDirectories
+from ctpo_sandbox.work import RunDirectory
 
 _MB = 1024 * 1024
-_NEEDED_BY_NOBODY = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE)
+_NOT_NEEDED = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_CORE)
+WorkDirectory = RunDirectory | namespaces.RunMount
 FIRST_UID = 60500
 """User id of slot 0 when a root server gives each slot its own user."""
-
-
-class LevelUnavailable(Exception):
-    """This machine does not offer the level of isolation; the message says what is missing."""
 
 
 class Confinement:
@@ -25,7 +22,8 @@ class Confinement:
 
     Created in the template before it enters its box, because libseccomp is not visible inside; `open_files` is called
     inside. So everything a child needs is compiled and open before the first fork. `missing` maps each unavailable
-    protection of this level to the reason. Raises LevelUnavailable.
+    protection of this level to the reason. Raises OSError where this machine does not offer the level, saying what is
+    missing.
     """
 
     def __init__(self, level: str, limits: Limits) -> None:
@@ -55,17 +53,17 @@ class Confinement:
         try:
             return filters.compiled(file_attributes=self.boxed or self._own_users or self.level == "seccomp")
         except (RuntimeError, OSError) as error:
-            raise LevelUnavailable(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
+            raise OSError(f"seccomp: {error}; install libseccomp2 and pyseccomp") from error
 
     def open_files(self) -> None:
-        """Find the files that snippets may read. Raises LevelUnavailable where the level needs Landlock."""
+        """Find the files that snippets may read. Raises OSError where the level needs Landlock."""
         if not self.boxed and self.level != "landlock":
             return
         try:
             self._files = landlock.FileRules()
         except OSError as error:
             if not self.boxed:
-                raise LevelUnavailable(f"Landlock: {error}") from error
+                raise OSError(f"Landlock: {error}") from error
             self.missing["landlock"] = str(error)  # the box hides files too
 
     def _may_change_user(self) -> bool:
@@ -80,10 +78,10 @@ class Confinement:
             self.missing["own user"] = f"other users may not read the interpreter ({hidden})"
         return hidden is None
 
-    def enter_worker(self, slot: int, directory: str) -> WorkDirectories:
+    def enter_worker(self, slot: int, directory: str) -> WorkDirectory:
         """Confine the calling worker of `slot`, irreversibly; its runs' directories are created in `directory`."""
         self._uid = FIRST_UID + slot if self._own_users else None
-        work: WorkDirectories
+        work: WorkDirectory
         if self.boxed:
             namespaces.own_mounts()
             limits = self.limits
@@ -92,7 +90,7 @@ class Confinement:
                 self._ruleset = landlock.FileRules().ruleset(namespaces.WORK)
         else:
             work = RunDirectory(directory, self._uid, self.limits)
-        for kind in _NEEDED_BY_NOBODY:
+        for kind in _NOT_NEEDED:
             resource.setrlimit(kind, (0, 0))
         if self._own_users:
             os.setgroups(())

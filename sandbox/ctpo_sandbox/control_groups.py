@@ -11,20 +11,18 @@ import time
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from ctpo_sandbox.timeouts import GROUP_REMOVE_POLL_S, GROUP_REMOVE_TIMEOUT_S
+from ctpo_sandbox.errors import SandboxStartError
+from ctpo_sandbox.timeouts import GROUP_REMOVE_TIMEOUT_S
 
 _PREFIX = "ctpo-sandbox-"
 _log = logging.getLogger("ctpo_sandbox.control_groups")
 
 
-class NoControlGroup(Exception):
-    """The server may not create memory control groups; `missing` is the reason."""
-
-    def __init__(self, missing: str) -> None:
-        super().__init__(
-            f"--address-space-mb (sandbox.address_space_mb) above the memory needs memory control groups: {missing}. "
-            "Leave it out, or start the server where it may make them: as root, or in a scope of systemd"
-        )
+def _refused(missing: str) -> SandboxStartError:
+    return SandboxStartError(
+        f"--address-space-mb (sandbox.address_space_mb) above the memory needs memory control groups: {missing}. "
+        "Leave it out, or start the server where it may make them: as root, or in a scope of systemd"
+    )
 
 
 class _ControlFiles(NamedTuple):
@@ -48,16 +46,16 @@ class MemoryGroups:
 
     @classmethod
     def find(cls, process: Path = Path("/proc/self")) -> Self:
-        """For `process`, a directory of /proc. Raises NoControlGroup."""
+        """For `process`, a directory of /proc. Raises SandboxStartError."""
         own = own_group((process / "cgroup").read_text(), (process / "mountinfo").read_text())
         if own is None:
-            raise NoControlGroup("none that holds the server is to be seen here")
+            raise _refused("none that holds the server is to be seen here")
         parent = own.path if own.files == _V1 else _parent(own)
         if not os.access(parent, os.W_OK):
-            raise NoControlGroup(f"{parent} is not the server's to write to")
+            raise _refused(f"{parent} is not the server's to write to")
         if own.files == _V2:
-            _pass_memory_on(parent, may_change=parent == own.mount)
-        _remove_those_of_the_dead(parent)
+            _delegate_memory(parent, may_change=parent == own.mount)
+        _remove_stale_groups(parent)
         return cls(parent, own.files)
 
     def group(self, name: str, megabytes: int) -> "MemoryGroup":
@@ -97,7 +95,7 @@ class MemoryGroup:
                 if time.monotonic() > deadline:
                     _log.error("control group %s is left behind: %s", self._path, error)
                     return
-                time.sleep(GROUP_REMOVE_POLL_S)
+                time.sleep(0.01)  # its processes are dead in a moment
 
 
 class OwnGroup(NamedTuple):
@@ -127,37 +125,37 @@ def _mounted(mounts: list[list[str]], kind: str, path: str, *, option: str, file
 
 
 def _parent(own: OwnGroup) -> Path:
-    """The parent of our groups in version 2. Raises NoControlGroup where it would contain processes."""
+    """The parent of our groups in version 2. Raises SandboxStartError where it would contain processes."""
     if own.path != own.mount:
         return own.path.parent
     if (own.path / "cgroup.type").exists():  # every group except the root has this file
-        raise NoControlGroup(
+        raise _refused(
             f"{own.path} is the topmost group of this container and holds the server, so it passes none on; move its "
             "processes into a group below it (docs/sandbox.md)"
         )
     return own.path
 
 
-def _pass_memory_on(parent: Path, *, may_change: bool) -> None:
+def _delegate_memory(parent: Path, *, may_change: bool) -> None:
     """Check that `parent` delegates memory. may_change: else enable it; in lower groups systemd would revert that."""
-    passed_on = parent / "cgroup.subtree_control"
-    if not passed_on.exists() or "memory" not in (parent / "cgroup.controllers").read_text().split():
-        raise NoControlGroup(f"{parent} has no memory to pass on: its cgroup.controllers does not name it")
-    if "memory" in passed_on.read_text().split():
+    delegated = parent / "cgroup.subtree_control"
+    if not delegated.exists() or "memory" not in (parent / "cgroup.controllers").read_text().split():
+        raise _refused(f"{parent} has no memory to pass on: its cgroup.controllers does not name it")
+    if "memory" in delegated.read_text().split():
         return
     if not may_change:
-        raise NoControlGroup(f"{passed_on} does not name memory")
+        raise _refused(f"{delegated} does not name memory")
     try:
-        passed_on.write_text("+memory")
+        delegated.write_text("+memory")
     except OSError as error:
-        raise NoControlGroup(f"{passed_on} does not take +memory: {error.strerror}") from error
+        raise _refused(f"{delegated} does not take +memory: {error.strerror}") from error
 
 
 def _is_below(path: str, root: str) -> bool:
     return ".." not in path.split("/") and (path == root or path.startswith(root.rstrip("/") + "/"))
 
 
-def _remove_those_of_the_dead(parent: Path) -> None:
+def _remove_stale_groups(parent: Path) -> None:
     """Remove groups of dead servers: a killed server cannot remove its own."""
     for left in parent.glob(f"{_PREFIX}*"):
         owner = re.match(rf"{_PREFIX}(\d+)-", left.name)

@@ -20,7 +20,7 @@ OPEN_PATHS = ("/live", "/ready")
 """Paths for health checks: they answer only yes or no, so they need no token."""
 
 _SLOW = "the request body did not come within {:g} s"
-_STILL_THERE = b"HTTP/1.1 102 Processing\r\n\r\n"
+_INTERIM_RESPONSE = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
 class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -52,14 +52,14 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if self._idle or self.cycle.scope["http_version"] != "1.1":
             return False
         self.cycle.keep_alive = False
-        self._ask_whether_it_waits(HALF_CLOSE_PROBE_S)
+        self._probe(HALF_CLOSE_PROBE_S)
         return True
 
-    def _ask_whether_it_waits(self, next_s: float) -> None:
+    def _probe(self, next_s: float) -> None:
         """Send an interim response, which clients ignore; if the client is gone, writing breaks the connection."""
         if not (self.transport.is_closing() or self.cycle.response_started):
-            self.transport.write(_STILL_THERE)
-            self.loop.call_later(next_s, self._ask_whether_it_waits, HALF_CLOSE_PROBE_AGAIN_S)
+            self.transport.write(_INTERIM_RESPONSE)
+            self.loop.call_later(next_s, self._probe, HALF_CLOSE_PROBE_AGAIN_S)
 
     def _expect_head(self) -> None:
         if self._head_deadline is None:

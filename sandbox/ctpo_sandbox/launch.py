@@ -18,13 +18,13 @@ from typing import Any, Protocol, Self
 import httpx
 
 from ctpo_sandbox.client import authorization
+from ctpo_sandbox.errors import SandboxStartError
 from ctpo_sandbox.records import Limits, option
-from ctpo_sandbox.restart import Restarter, SandboxStartError
+from ctpo_sandbox.supervise import Restarter, environment
 from ctpo_sandbox.timeouts import GROUP_GRACE_S, RESTART_PAUSES_S, START_POLL_S, STOP_TIMEOUT_S
 
 _LOG_LINES = 20
 _DEFAULT_LIMITS = Limits()
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 
 
 class SandboxServer:
@@ -83,7 +83,7 @@ class SandboxServer:
             try:
                 url = _wait_for_url(process, announce, deadline)
                 return process, url, _wait_for_health(process, url, deadline)
-            except _NotUp as problem:
+            except SandboxStartError as problem:
                 _stop(process)
                 raise SandboxStartError(
                     f"the sandbox server did not start within {self._start_timeout_s:g} s: {problem}. "
@@ -177,21 +177,11 @@ def start_configured_server(settings: ServerSettings, log_path: Path) -> Sandbox
     )
 
 
-def environment() -> dict[str, str]:
-    """Our environment, in which this package can be imported."""
-    path = os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
-
-
-class _NotUp(Exception):
-    """Why the server cannot be used."""
-
-
 def _check_alive(process: subprocess.Popen[bytes], deadline: float, awaited: str) -> None:
     if process.poll() is not None:
-        raise _NotUp(f"it ended with status {process.returncode}")
+        raise SandboxStartError(f"it ended with status {process.returncode}")
     if time.monotonic() > deadline:
-        raise _NotUp(f"it runs but {awaited}")
+        raise SandboxStartError(f"it runs but {awaited}")
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], announce: Path, deadline: float) -> str:

@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 from ctpo_sandbox.pool import Pool, RunResult
 
 M = TypeVar("M", Counter, Gauge, Histogram)
-_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class Metrics:
@@ -20,8 +20,8 @@ class Metrics:
         self._node, self._registry = node, CollectorRegistry()
         self._runs = self._new(Counter, "runs", "Finished runs by verdict.", "status")
         self._rejected = self._new(Counter, "rejected", "Requests without a verdict, by HTTP status.", "code")
-        self._wall = self._new(Histogram, "run_seconds", "Wall time of runs.", buckets=_SECONDS).labels(node)
-        self._queue = self._new(Histogram, "queue_seconds", "Time runs waited for a slot.", buckets=_SECONDS).labels(
+        self._wall = self._new(Histogram, "run_seconds", "Wall time of runs.", buckets=_BUCKETS).labels(node)
+        self._queue = self._new(Histogram, "queue_seconds", "Time runs waited for a slot.", buckets=_BUCKETS).labels(
             node
         )
         self._cpu = self._new(Counter, "cpu_seconds", "CPU time of runs.").labels(node)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctpo_sandbox.channel import WorkerLost, read_output, run_files
+from ctpo_sandbox.channel import read_output, run_files
 from ctpo_sandbox.control_groups import MemoryGroup, MemoryGroups
+from ctpo_sandbox.errors import LevelRefused, RunFault, WorkerLost
 from ctpo_sandbox.libraries import Library, choose
-from ctpo_sandbox.processes import LevelRefused, RunFault, Template, Worker
+from ctpo_sandbox.processes import Template, Worker
 from ctpo_sandbox.records import ChildOutcome, Limits
 from ctpo_sandbox.remove import remove_tree
 from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, HEALTH_RUN_TIMEOUT_S, RUN_ATTEMPTS
@@ -21,14 +22,6 @@ from ctpo_sandbox.timeouts import FORK_ATTEMPTS, FORK_PAUSE_S, HEALTH_RUN_TIMEOU
 _MAX_WAITING_CHARS = 256 << 20
 _HARMLESS = b"pass"
 _log = logging.getLogger("ctpo_sandbox.pool")
-
-
-class PoolFull(Exception):
-    """The queue is full."""
-
-
-class PoolUnavailable(Exception):
-    """A run failed on a fresh worker, too."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class Pool:
     """`slots` slots behind a first-come-first-served queue; each has a worker of every library tier, forked on first
     use.
 
-    Raises NoControlGroup if the limits need one that cannot be created.
+    Raises SandboxStartError if the limits need a control group that cannot be created.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class Pool:
         self.lost = 0
         """Attempts that ended with the loss of a template or worker."""
 
-        self._places = MemoryGroups.find() if limits.needs_group else None
+        self._memory_groups = MemoryGroups.find() if limits.needs_group else None
         self._groups: list[MemoryGroup] = []
         self._libraries = tuple(libraries)
         self._root = Path(tempfile.mkdtemp(prefix="ctpo-sandbox-"))
@@ -155,11 +148,11 @@ class Pool:
     async def run(self, code: str, stdin: str, run_timeout_s: float) -> RunResult:
         """Execute one snippet; the queue has no deadline of its own, the caller's request has.
 
-        Raises PoolFull at once when the queue is full, and PoolUnavailable when it failed twice. Cancelling kills the
-        snippet, and does not affect others.
+        Raises asyncio.QueueFull at once when the queue is full, and RunFault when it failed on a fresh worker, too.
+        Cancelling kills the snippet, and does not affect others.
         """
         if self.full:
-            raise PoolFull(
+            raise asyncio.QueueFull(
                 f"{self.waiting} requests wait for a slot already (--max-waiting, and 256 MB of code and input)"
             )
         tier, queued, size = choose(code, self._libraries), time.monotonic(), len(code) + len(stdin)
@@ -192,7 +185,7 @@ class Pool:
         except Exception as error:
             job.fail(error)
         finally:
-            job.fail(PoolUnavailable("the server ends"))
+            job.fail(RunFault("the server ends"))
             self._idle.put_nowait(slot)
 
     async def _finish(self, worker: Worker) -> None:
@@ -203,16 +196,17 @@ class Pool:
             self._replace(worker, error)
 
     async def _run_with_retry(self, worker: Worker, job: "_QueuedRun") -> None:
-        """Set the verdict, unless the caller no longer waits for it. Raises PoolUnavailable.
+        """Set the verdict, unless the caller no longer waits for it. Raises RunFault.
 
-        Losing a worker is the program's fault when every worker that it ended could run another program before or
-        after.
+        Losing workers is the program's fault when every worker that took the place of a lost one ran another program.
         """
         reasons: list[str] = []
         lost = healthy = 0
         while not job.abandoned:
+            started = False
             try:
                 await worker.ensure_started()
+                started = True
                 if not job.abandoned:
                     await self._run_once(worker, job)
                 return
@@ -221,7 +215,7 @@ class Pool:
                 self._replace(worker, error)
                 reasons.append(str(error))
                 passes = False
-                lost += isinstance(error, WorkerLost)
+                lost += started and isinstance(error, WorkerLost)
                 healthy += await self._is_healthy(worker)
                 if lost == healthy == RUN_ATTEMPTS:
                     return job.succeed(_ended_by_program(lost, job.queue_s))
@@ -232,7 +226,7 @@ class Pool:
                 passes = error.passes
                 await self._finish(worker)
             if len(reasons) >= (FORK_ATTEMPTS if passes else RUN_ATTEMPTS):
-                raise PoolUnavailable("; then ".join(reasons)) from last
+                raise RunFault("; then ".join(reasons)) from last
             if passes:
                 await asyncio.sleep(FORK_PAUSE_S * 2 ** len(reasons))
 
@@ -248,7 +242,9 @@ class Pool:
         try:
             await worker.ensure_started()
             with run_files(_HARMLESS, b"") as files:
-                return (await worker.run(files, HEALTH_RUN_TIMEOUT_S)).exit_code == 0
+                outcome = await worker.run(files, HEALTH_RUN_TIMEOUT_S)
+            await worker.finish()
+            return outcome.exit_code == 0
         except (WorkerLost, LevelRefused, RunFault) as error:
             self._replace(worker, error)
             return False
@@ -265,9 +261,9 @@ class Pool:
 
     def _worker(self, slot: int, template: Template) -> Worker:
         group = None
-        if self._places is not None:  # files of runs may be in memory
+        if self._memory_groups is not None:  # files of runs may be in memory
             size_mb = self.limits.memory_mb + self.limits.disk_mb
-            group = self._places.group(f"{slot}-{template.library.name}", size_mb)
+            group = self._memory_groups.group(f"{slot}-{template.library.name}", size_mb)
             self._groups.append(group)
         return Worker(slot, template, self._root, group)
 

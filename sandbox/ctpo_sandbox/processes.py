@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctpo_sandbox.channel import Channel, WorkerLost
+from ctpo_sandbox.channel import Channel
 from ctpo_sandbox.control_groups import MemoryGroup
+from ctpo_sandbox.errors import LevelRefused, RunFault, WorkerLost
 from ctpo_sandbox.libraries import Library
 from ctpo_sandbox.records import FAILED, READY, STOP, WALL_FACTOR, ChildOutcome, Limits
 from ctpo_sandbox.template import BIND_NOW, Boot
@@ -24,18 +25,6 @@ _BOOT = (
     "import sys, types; package = types.ModuleType('ctpo_sandbox'); package.__path__ = [{package!r}]; "
     "sys.modules['ctpo_sandbox'] = package; from ctpo_sandbox.template import main; main({configuration!r})"
 )
-
-
-class RunFault(Exception):
-    """A run failed through no fault of its snippet, and its worker is fine. passes: a process limit, retry later."""
-
-    def __init__(self, reason: str, *, passes: bool) -> None:
-        super().__init__(reason)
-        self.passes = passes
-
-
-class LevelRefused(Exception):
-    """A template could not be confined at the requested level."""
 
 
 def _environment() -> dict[str, str]:

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ctpo_sandbox.channel import run_files
-from ctpo_sandbox.pool import Pool, PoolUnavailable, RunResult
-from ctpo_sandbox.processes import LevelRefused
+from ctpo_sandbox.errors import LevelRefused, RunFault, SandboxStartError
+from ctpo_sandbox.pool import Pool, RunResult
 from ctpo_sandbox.records import LEVELS
 from ctpo_sandbox.remove import remove_tree
-from ctpo_sandbox.timeouts import SELFTEST_POLL_S, SELFTEST_TIMEOUT_S
+from ctpo_sandbox.timeouts import SELFTEST_TIMEOUT_S
 
 PROTECTIONS = {
     "network": "no sockets but an unconnected UNIX stream pair",
@@ -104,31 +104,27 @@ time.sleep(3600)
 """
 
 
-class NotEnforceable(Exception):
-    """No level on this machine satisfies `--require`."""
-
-
 def candidates(requirement: str, level: str | None) -> list[str]:
-    """Levels to try, the strongest first; `level` forces one. Raises NotEnforceable when it does not suffice."""
+    """Levels to try, the strongest first; `level` forces one. Raises SandboxStartError when it does not suffice."""
     enough = list(LEVELS)[: REQUIREMENTS[requirement]]
     if level is None:
         return enough
     if level not in enough:
-        raise NotEnforceable(f"--level {level} does not satisfy --require {requirement}; levels that do: {enough}")
+        raise SandboxStartError(f"--level {level} does not satisfy --require {requirement}; levels that do: {enough}")
     return [level]
 
 
 async def measure(pool: Pool) -> dict[str, bool]:
     """Which of `PROTECTIONS` are effective.
 
-    Raises LevelRefused when a protection that the pool's level promises is not, PoolUnavailable when the test cannot
+    Raises LevelRefused when a protection that the pool's level promises is not, RunFault when the test cannot
     run.
     """
     given = f"SERVERS, DISK_MB = {pool.directory!r}, {pool.limits.disk_mb}"
     async with _neighbour(pool):
         run = await _run(pool, f"{given}\n{_SNIPPET}")
     if run.outcome.exit_code != 0:
-        raise PoolUnavailable(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
+        raise RunFault(f"the self-test ended with {run.outcome.exit_code}: {run.stderr[-2000:]}")
     answers = json.loads(run.stdout)
     filled = await _run(pool, f"DISK_MB = {pool.limits.disk_mb}\n{_FILL}")
     answers["memory"] &= await _memory_is_held(pool)
@@ -152,7 +148,7 @@ async def _memory_is_held(pool: Pool) -> bool:
 async def _run(pool: Pool, code: str) -> RunResult:
     try:
         return await pool.run(code, "", SELFTEST_TIMEOUT_S)
-    except PoolUnavailable as error:
+    except RunFault as error:
         if isinstance(error.__cause__, LevelRefused):  # no worker could be confined
             raise error.__cause__ from None
         raise
@@ -169,10 +165,8 @@ async def _neighbour(pool: Pool) -> AsyncIterator[None]:
             try:
                 while os.fstat(files[2]).st_size == 0:
                     if run.done():
-                        raise PoolUnavailable(
-                            f"the neighbour of the self-test ended: {run.exception() or run.result()}"
-                        )
-                    await asyncio.sleep(SELFTEST_POLL_S)
+                        raise RunFault(f"the neighbour of the self-test ended: {run.exception() or run.result()}")
+                    await asyncio.sleep(0.005)  # it prints within milliseconds
                 yield
             finally:
                 run.cancel()

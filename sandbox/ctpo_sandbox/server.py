@@ -22,17 +22,15 @@ import uvicorn
 
 from ctpo_sandbox.app import ServerState, create_app
 from ctpo_sandbox.arguments import positive
-from ctpo_sandbox.channel import WorkerLost
-from ctpo_sandbox.control_groups import NoControlGroup
+from ctpo_sandbox.errors import LevelRefused, RunFault, SandboxStartError, WorkerLost
 from ctpo_sandbox.front import HttpProtocol
 from ctpo_sandbox.libraries import absent, tiers
-from ctpo_sandbox.pool import Pool, PoolUnavailable
-from ctpo_sandbox.processes import LevelRefused, RunFault
+from ctpo_sandbox.pool import Pool
 from ctpo_sandbox.records import LEVELS, Limits, option
-from ctpo_sandbox.selftest import REQUIREMENTS, NotEnforceable, candidates, explain, measure
+from ctpo_sandbox.selftest import REQUIREMENTS, candidates, explain, measure
 from ctpo_sandbox.supervise import Supervisor
-from ctpo_sandbox.timeouts import HURRIED_SHUTDOWN_S, KEEP_ALIVE_S
-from ctpo_sandbox.token import TOKEN, TOKEN_FILE, shared_token
+from ctpo_sandbox.timeouts import KEEP_ALIVE_S
+from ctpo_sandbox.variables import TOKEN, TOKEN_FILE, shared_token
 
 _VERSIONED = ("ctpo-megatron", "numpy", "sympy", "pyseccomp")
 _OPEN_FILES = 65536
@@ -42,10 +40,6 @@ _ON_FAILURE = (
     "weaker isolation was tried"
 )
 _log = logging.getLogger("ctpo_sandbox.server")
-
-
-class StartFailed(Exception):
-    """The server's processes did not start; the message says what to do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +111,8 @@ def _announce(path: Path, url: str) -> None:
 async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool], dict[str, str]]:
     """A started pool at the strongest available level, what it enforces, and why stronger levels were refused.
 
-    Raises NotEnforceable when no level satisfies `--require`, and StartFailed for any other failure: it says nothing
-    about the available isolation, so no weaker level is tried.
+    Raises SandboxStartError when no level satisfies `--require`, and for any other failure: that says nothing about the
+    available isolation, so no weaker level is tried.
     """
     limits = Limits.of(args)
     _check_machine(limits)
@@ -139,13 +133,13 @@ async def _isolated_pool(args: argparse.Namespace) -> tuple[Pool, dict[str, bool
         except LevelRefused as error:
             pool.close()
             refused[level] = str(error)
-        except (WorkerLost, RunFault, PoolUnavailable) as error:
+        except (WorkerLost, RunFault) as error:
             pool.close()
-            raise StartFailed(f"{error}. {_ON_FAILURE}") from error
+            raise SandboxStartError(f"{error}. {_ON_FAILURE}") from error
         except BaseException:
             pool.close()
             raise
-    raise NotEnforceable(explain(args.require, refused))
+    raise SandboxStartError(explain(args.require, refused))
 
 
 _OF_MACHINE = {
@@ -172,7 +166,7 @@ class _UvicornServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGINT:
-            self.config.timeout_graceful_shutdown = HURRIED_SHUTDOWN_S
+            self.config.timeout_graceful_shutdown = 2  # seconds, for answers that are nearly ready
         super().handle_exit(sig, frame)
 
 
@@ -191,7 +185,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _say_what_is_missing(url: str, pool: Pool, state: ServerState) -> None:
+def _log_protections(url: str, pool: Pool, state: ServerState) -> None:
     _log.warning(
         "sandbox at %s: %d slots, %d MB each, isolation %s (%s). NOT ENFORCED: %s.",
         url, pool.slots, pool.limits.memory_mb, pool.level, LEVELS[pool.level], "; ".join(state.not_enforced),
@@ -223,7 +217,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
             _watch_parent(args.parent_pid, server)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        _say_what_is_missing(url, pool, state)
+        _log_protections(url, pool, state)
         if args.announce is not None:
             _announce(args.announce, url)
         await server.serve(sockets=[listener])
@@ -232,19 +226,21 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> None:
 
 
 def _check_platform() -> None:
-    """Raises NotEnforceable if not on Linux: memory files, pidfds and every level of isolation need it."""
+    """Raises SandboxStartError if not on Linux: memory files, pidfds and every level of isolation need it."""
     if sys.platform != "linux":
-        raise NotEnforceable(f"the server runs on Linux only, not on {sys.platform}; start it in a Linux machine or VM")
+        raise SandboxStartError(
+            f"the server runs on Linux only, not on {sys.platform}; start it in a Linux machine or VM"
+        )
 
 
 def _check_address(host: str) -> None:
-    """Raises NotEnforceable for an address that others can reach without a token, ValueError for an invalid one."""
+    """Raises SandboxStartError for an address that others can reach without a token, ValueError for an invalid one."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
     if shared_token() is None and not loopback:
-        raise NotEnforceable(
+        raise SandboxStartError(
             f"--host {host} is not a loopback address: anyone could run code. Set {TOKEN} to a secret that "
             f"clients send as a bearer token, or {TOKEN_FILE} to a file with it"
         )
@@ -271,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
             # asyncio sets this only on sockets created with an explicit protocol; without it every reply waits 40 ms.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asyncio.run(_serve(args, listener))
-    except (NotEnforceable, NoControlGroup, StartFailed, OSError, ValueError) as error:
+    except (SandboxStartError, OSError, ValueError) as error:
         print(f"ctpo sandbox did not start: {error}", file=sys.stderr)
         return 1
     return 0
@@ -294,7 +290,9 @@ def _supervise(args: argparse.Namespace) -> int:
         raise ValueError("--supervise with --port 0: a server that is started again must keep its address; name a port")
     defaults = vars(_parser().parse_args([]))
     given = {name: vars(args)[name] for name in defaults if vars(args)[name] != defaults[name] and name != "supervise"}
-    arguments = [text for name, value in given.items() for text in (option(name), str(value))]
+    arguments: list[str] = []
+    for name, value in given.items():
+        arguments += [option(name), str(value)]
     return Supervisor(arguments, args.port).run()
 
 

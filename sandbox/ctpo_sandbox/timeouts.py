@@ -1,4 +1,6 @@
-"""Every constant of time and retries of the sandbox, in seconds unless the name says otherwise.
+"""Constants of time and retries of the sandbox, in seconds unless the name says otherwise.
+
+A fixed number that one call needs, and nothing else, is in that call.
 
 Limits of a run that users set are in `records.Limits`. This module imports nothing: workers load it too.
 """
@@ -12,7 +14,6 @@ PROBE_POLL_S = 0.5  # between two readiness probes of a server that is in use
 PROBE_TIMEOUT_S = 2.0  # for the answer to one probe
 PROBE_MISSES = 2  # failed probes in a row after which a server counts as unavailable
 SMOKE_TIMEOUT_S = 60.0  # one request of `ctpo sandbox smoke`
-BENCH_REQUEST_TIMEOUT_S = 300.0  # one request of `ctpo sandbox bench`, retries included
 BENCH_FIRST_RUN_S = 10.0  # the first run on each server, before anything is timed
 
 # HTTP server.
@@ -20,8 +21,6 @@ HEAD_TIMEOUT_S = 10.0  # to receive the head of a request
 BODY_TIMEOUT_S = 60.0  # to receive the body of a request
 HALF_CLOSE_PROBE_S = 0.05  # after a client closed its side, before the server checks whether it still reads
 HALF_CLOSE_PROBE_AGAIN_S = 1.0  # between later checks
-RETRY_AFTER_S = 1  # the header Retry-After when the queue is full
-HURRIED_SHUTDOWN_S = 2  # time to finish accepted requests after SIGINT
 KEEP_ALIVE_S = 30  # idle connections; longer than clients keep them, because clients must be the ones to close
 
 # Start, stop and restart of a server.
@@ -37,7 +36,6 @@ WORKER_START_TIMEOUT_S = 15.0  # to fork a worker, and for the worker to confine
 BACKSTOP_S = 10.0  # what a worker gets on top of the wall time of a run, and a killed process to exit
 CPU_SLACK_S = 1  # what the CPU limit of a run has on top of its wall time in whole seconds
 CLEANING_TIMEOUT_S = 30.0  # to remove the files of a run
-TEMPLATE_EXIT_TIMEOUT_S = 10  # how long a template without a server waits for its workers
 RUN_ATTEMPTS = 2  # for one run, when workers are lost or runs fail by no fault of the snippet
 HEALTH_RUN_TIMEOUT_S = 2.0  # of the harmless program that a worker runs after one that ended its predecessor
 FORK_ATTEMPTS = 5  # for one run, while the machine has no free process: others end, so this is transient
@@ -45,6 +43,4 @@ FORK_PAUSE_S = 0.05  # before such an attempt; doubled with each
 WATCH_SHORTEST_WAIT_S = 0.01  # the least time between two readings of a run's CPU clock
 EXCESS_POLL_S = 0.02  # between two checks of a run for too many threads or files, at least
 GROUP_REMOVE_TIMEOUT_S = 2.0  # for the processes of a control group to exit
-GROUP_REMOVE_POLL_S = 0.01  # between two attempts to remove a control group
 SELFTEST_TIMEOUT_S = 10.0  # one run of the self-test
-SELFTEST_POLL_S = 0.005  # how often the self-test checks that its neighbour runs

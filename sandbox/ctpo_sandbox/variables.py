@@ -1,10 +1,29 @@
-"""Values from environment variables, or from files that they name."""
+"""What servers and clients share by environment variables, or by files that these name: an address and a secret."""
 
 import os
 from pathlib import Path
 
+TOKEN = "SANDBOX_TOKEN"
+TOKEN_FILE = "SANDBOX_TOKEN_FILE"
 
-def from_environment(variable: str, *, fix: str, private: bool = False) -> str | None:
+
+def node_url() -> str | None:
+    """The address of this node's sandbox, in CTPO_SANDBOX_URL or in the file of CTPO_SANDBOX_URL_FILE, if any.
+
+    Raises ValueError for a file that is missing or empty.
+    """
+    return _from_environment("CTPO_SANDBOX_URL", fix="`ctpo sandbox serve --announce FILE` writes it once it is ready")
+
+
+def shared_token() -> str | None:
+    """The secret in SANDBOX_TOKEN, or in the file of SANDBOX_TOKEN_FILE that only its owner can read, if any.
+
+    Raises ValueError for a file that is missing, empty, or open to other users.
+    """
+    return _from_environment(TOKEN, fix="write the server's token into it", private=True)
+
+
+def _from_environment(variable: str, *, fix: str, private: bool = False) -> str | None:
     """The value of `variable`, else the content of the file named by `<variable>_FILE`; None without either.
 
     fix: what to do about a file that is missing or empty. private: only its owner may read or write it. Raises

@@ -21,10 +21,6 @@ _THREADS_FIELD = 17  # field of /proc/<pid>/stat, counted from the state
 _PROCESS_CPU_CLOCK = 2  # CPUCLOCK_SCHED of a process, the low bits of its clock id
 
 
-class ServerGone(Exception):
-    """The server closed its end of the control socket."""
-
-
 class Watch:
     """Watches one child after another of a worker.
 
@@ -41,8 +37,8 @@ class Watch:
     def wait(self, child: int, limit_s: float) -> str:
         """Wait for the exit of `child`, which may use `limit_s` seconds of CPU time, and twice as many of wall time.
 
-        Returns the reason for which it was killed, "" when it exited by itself. Raises ServerGone. The child is dead or
-        dying afterwards.
+        Returns the reason for which it was killed, "" when it exited by itself. Raises EOFError when the server has
+        closed its end of the control socket. The child is dead or dying afterwards.
         """
         pidfd = os.pidfd_open(child)
         self._register(pidfd)
@@ -68,7 +64,7 @@ class Watch:
         end, next_look, left_s = now + WALL_FACTOR * limit_s, now + EXCESS_POLL_S, limit_s
         while left_s > 0:
             for descriptor, _ in self._poll.poll(1000 * max(WATCH_SHORTEST_WAIT_S, min(left_s, next_look - now))):
-                return "" if descriptor == pidfd else self._told()
+                return "" if descriptor == pidfd else self._stopped()
             now = time.monotonic()
             if now >= next_look:
                 if reason := self._checked(child):
@@ -86,9 +82,10 @@ class Watch:
             traceback.print_exc()
             return UNCHECKED
 
-    def _told(self) -> str:
+    def _stopped(self) -> str:
+        """The server has sent a message, which can only be STOP, or has closed its end."""
         if not self._control.recv(MAX_MESSAGE_BYTES):
-            raise ServerGone
+            raise EOFError("the server is gone")
         return STOPPED
 
 

@@ -7,7 +7,6 @@ import signal
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from ctpo_sandbox import libc
 from ctpo_sandbox.records import Limits
@@ -17,29 +16,11 @@ _MB = 1024 * 1024
 _BLOCK = 512  # the unit of st_blocks
 
 
-class WorkDirectories(Protocol):
-    """Directories for the files of runs: each run gets a new one at `path`."""
-
-    path: str
-
-    def make(self) -> None:
-        """Create it, empty."""
-
-    def excess(self, child: int) -> str:
-        """The limit of disk use that the run `child` exceeds; "" for none, or if the kernel enforces it."""
-
-    def discard_quickly(self) -> bool:
-        """Remove it with the run's files if that is quick; returns whether it did."""
-
-    def discard(self) -> None:
-        """Remove it, however long that takes."""
-
-    def close(self) -> None:
-        """Remove everything."""
-
-
 class RunDirectory:
-    """A directory of the server's file system for each run; `owner`: the runs' user, if not the worker's."""
+    """A directory of the server's file system for each run, at `path`; `owner`: the runs' user, if not the worker's.
+
+    `namespaces.RunMount` has the same methods.
+    """
 
     def __init__(self, parent: str, owner: int | None, limits: Limits) -> None:
         self._parent, self._owner, self._limits = parent, owner, limits
@@ -47,12 +28,16 @@ class RunDirectory:
         os.makedirs(parent, mode=0o711)
 
     def make(self) -> None:
+        """Create it, empty."""
         os.mkdir(self.path, 0o700)
         if self._owner is not None:
             os.chown(self.path, self._owner, self._owner)
 
     def excess(self, child: int) -> str:
-        """Deleted files that are still open count; deleted files that are only mapped are limited by the memory."""
+        """The limit of disk use that the run `child` exceeds; "" for none.
+
+        Deleted files that are still open count; deleted files that are only mapped are limited by the memory.
+        """
         most_files, most_mb = self._limits.disk_files, self._limits.disk_mb
         files = size = 0
         try:
@@ -98,6 +83,7 @@ class RunDirectory:
             libc.die_with_parent(os.getppid(), signal.SIGKILL)  # a change of user clears this setting
 
     def discard_quickly(self) -> bool:
+        """Remove it with the run's files if that is quick; returns whether it did."""
         try:
             os.rmdir(self.path)
         except OSError:  # not empty
@@ -105,9 +91,11 @@ class RunDirectory:
         return True
 
     def discard(self) -> None:
+        """Remove it, however long that takes."""
         remove_tree(self.path)
 
     def close(self) -> None:
+        """Remove everything."""
         remove_tree(self._parent)
 
 

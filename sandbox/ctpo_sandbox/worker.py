@@ -9,16 +9,15 @@ from functools import lru_cache, partial
 
 from ctpo_sandbox import libc
 from ctpo_sandbox.child import SETUP_DONE, RunFiles, become_snippet, prepare_child
-from ctpo_sandbox.confine import Confinement
+from ctpo_sandbox.confine import Confinement, WorkDirectory
 from ctpo_sandbox.records import CLEANED, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES, READY, STOP, ChildOutcome
-from ctpo_sandbox.watch import TIME, ServerGone, Watch, excess_threads
-from ctpo_sandbox.work import WorkDirectories
+from ctpo_sandbox.watch import TIME, Watch, excess_threads
 
 
 class ForkServer:
     """Runs one snippet at a time for the server at the other end of `control`."""
 
-    def __init__(self, control: socket.socket, confinement: Confinement, work: WorkDirectories) -> None:
+    def __init__(self, control: socket.socket, confinement: Confinement, work: WorkDirectory) -> None:
         self._control = control
         self._confinement = confinement
         self._work = work
@@ -32,7 +31,7 @@ class ForkServer:
     def serve(self) -> None:
         """Serve requests until the server exits."""
         self._control.send(READY)
-        with contextlib.suppress(ServerGone, BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
             while True:
                 self._serve_one()
 
@@ -57,7 +56,7 @@ class ForkServer:
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, len(RunFiles._fields))
             if not message:
-                raise ServerGone
+                raise EOFError("the server is gone")
             if message != STOP:  # a STOP for a run that was already over
                 return RunFiles(*descriptors), float(message)
 
@@ -76,7 +75,7 @@ class ForkServer:
                 _kill_group(child)
             _, status, usage = os.wait4(child, 0)
             wall_s = time.monotonic() - started
-        setup = self._said()
+        setup = self._setup_report()
         exit_code = os.waitstatus_to_exitcode(status)
         killed_for = killed_for if exit_code == -signal.SIGKILL else ""
         cpu_s = usage.ru_utime + usage.ru_stime
@@ -92,7 +91,7 @@ class ForkServer:
             fault=None if killed_for or cpu_limit_fired else self._fault(setup, exit_code),
         )
 
-    def _said(self) -> bytes:
+    def _setup_report(self) -> bytes:
         """The child's report about its setup; empty when it was killed before."""
         try:
             said = os.read(self._setup, len(SETUP_DONE))

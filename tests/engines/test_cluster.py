@@ -16,7 +16,7 @@ from ctpo_megatron.engines.node_facts import Needs, differences, node_facts
 from ctpo_megatron.engines.open import cluster_of
 from ctpo_megatron.engines.tasks import EngineSpec
 from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
-from ctpo_megatron.environments.tools.python import PythonTool
+from ctpo_megatron.environments.python_tool import PythonTool
 from tests.engines.pool_helpers import make_config
 
 

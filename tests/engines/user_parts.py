@@ -12,7 +12,7 @@ from ctpo_megatron.data.trajectory import ToolCall
 from ctpo_megatron.environments.episode import Episode
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolCallRequest, ToolResult, ToolUnavailable
-from ctpo_megatron.environments.tools.python import PythonTool
+from ctpo_megatron.environments.python_tool import PythonTool
 
 
 class ScriptedPython:

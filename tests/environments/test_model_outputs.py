@@ -17,9 +17,9 @@ from ctpo_megatron.environments.multi_turn import ToolEnvironment
 from ctpo_megatron.environments.parsers.fenced import FencedParser
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ToolParser, ToolResult
+from ctpo_megatron.environments.python_tool import PythonTool
 from ctpo_megatron.environments.seeds import turn_seed
 from ctpo_megatron.environments.toolbox import Toolbox
-from ctpo_megatron.environments.tools.python import PythonTool
 
 CORPUS = yaml.safe_load((Path(__file__).parent / "model_outputs.yaml").read_text(encoding="utf-8"))
 NAMED = {"argvalues": CORPUS, "ids": [case["name"] for case in CORPUS]}

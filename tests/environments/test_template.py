@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.environments.protocol import Message
-from ctpo_megatron.environments.template import MessageTemplate, TemplateError, stop_token_ids
+from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
+from ctpo_megatron.environments.tokenizer import TokenizerError
 from tests.engines.tiny_model import CHATML, tiny_tokenizer
 
 QWEN3_LIKE = (
@@ -132,7 +133,7 @@ def test_a_program_cannot_close_its_own_message() -> None:
     [(NO_TOOL, "exactly once"), (REFUSES_TOOL, "no tools here"), (NO_END, "none of the model's end tokens")],
 )
 def test_unusable_templates_are_named(chat_template: str, reason: str) -> None:
-    with pytest.raises(TemplateError, match=reason):
+    with pytest.raises(TokenizerError, match=reason):
         MessageTemplate(tiny_tokenizer(chat_template)).encode([tool("x")])
 
 
@@ -143,7 +144,7 @@ def test_stop_ids_join_tokenizer_and_generation_config(tmp_path: Path) -> None:
     assert stop_token_ids(tokenizer, tmp_path) == {3, 4, tokenizer.eos_token_id}
     tokenizer.eos_token = None
     (tmp_path / "generation_config.json").unlink()
-    with pytest.raises(TemplateError, match="end token"):
+    with pytest.raises(TokenizerError, match="end token"):
         stop_token_ids(tokenizer, tmp_path)
 
 

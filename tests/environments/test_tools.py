@@ -11,11 +11,10 @@ import pytest
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.data.trajectory import ToolCall
-from ctpo_megatron.environments.arguments import check_arguments
 from ctpo_megatron.environments.parsers.hermes import HermesParser
 from ctpo_megatron.environments.protocol import Message, ParseError, ToolResult, ToolUnavailable
-from ctpo_megatron.environments.toolbox import Toolbox, cut_middle
-from ctpo_megatron.environments.tools.python import PythonTool, shown
+from ctpo_megatron.environments.python_tool import PythonTool, shown
+from ctpo_megatron.environments.toolbox import Toolbox, check_arguments, cut_middle
 
 
 class Interpreter:

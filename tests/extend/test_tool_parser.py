@@ -17,7 +17,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "adder.py").write_text(
         "from ctpo_megatron.environments.protocol import ToolResult\n"
-        "from ctpo_megatron.environments.tools.python import PythonTool\n"
+        "from ctpo_megatron.environments.python_tool import PythonTool\n"
         "class Reader:\n"
         "    schema = PythonTool.schema\n"
         "    async def __call__(self, arguments):\n"

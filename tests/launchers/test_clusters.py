@@ -9,7 +9,8 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from ctpo_launchers.clusters import Cluster, ClusterFileError, load_cluster
+from ctpo_launchers import LaunchError
+from ctpo_launchers.clusters import Cluster, load_cluster
 from ctpo_megatron.config import Config, Job, engine_count
 from ctpo_megatron.preflight import RunContext
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
@@ -47,7 +48,7 @@ def test_a_shipped_file_is_right_and_explains_every_key(name: str) -> None:
 def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path, text: str, messages: list[str]) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    with pytest.raises(ClusterFileError) as told:
+    with pytest.raises(LaunchError) as told:
         load_cluster(path)
     assert [message for message in messages if message not in str(told.value)] == []
 
@@ -69,5 +70,5 @@ def test_the_overlays_fit_what_they_say(nodes: int, model: str, engines: int) ->
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_bytes(b"job_dir: \xff\xfe\n")
-    with pytest.raises(ClusterFileError, match=r"bad.yaml: 'utf-8' codec can't decode"):
+    with pytest.raises(LaunchError, match=r"bad.yaml: 'utf-8' codec can't decode"):
         load_cluster(tmp_path / "bad.yaml")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ctpo_launchers import environment
+from ctpo_launchers import LaunchError, environment
 from ctpo_megatron import cli
 from tests.support.deadlines import scaled
 
@@ -35,7 +35,7 @@ def test_what_cannot_be_installed_is_named(
     for name, value in {"REQUIREMENTS": tmp_path / "launch.txt", "FOLDER": tmp_path / "venv"}.items():
         monkeypatch.setattr(environment, name, value)
     monkeypatch.setattr("sys.executable", str(python))
-    with pytest.raises(environment.NoEnvironment, match=r"pip install .* ended with status 9"):
+    with pytest.raises(LaunchError, match=r"pip install .* ended with status 9"):
         environment.launch([])
     assert "no such package" in capfd.readouterr().err
     assert not (tmp_path / "venv" / "requirements.sha256").exists()
@@ -51,7 +51,7 @@ def test_two_launches_make_it_once(tmp_path: Path) -> None:
     )
     python.chmod(0o755)
     program = (
-        "import sys; from pathlib import Path; from ctpo_launchers import environment as e; "
+        "import sys; from pathlib import Path; from ctpo_launchers import LaunchError, environment as e; "
         f"e.REQUIREMENTS, e.FOLDER = Path({str(tmp_path / 'launch.txt')!r}), Path({str(tmp_path / 'venv')!r}); "
         f"sys.executable = {str(python)!r}; e.launch([])"
     )

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from ctpo_launchers import LaunchError
 from ctpo_launchers.network import free_ports
-from ctpo_launchers.roll_call import NotReady, RollCall, report
+from ctpo_launchers.roll_call import RollCall, report
 from tests.support.deadlines import scaled
 
 HOST, FACTS = "127.0.0.2", {"ray": "here"}
@@ -40,7 +41,7 @@ def test_all_are_told_to_start_when_the_last_is_ready() -> None:
     async def scene(calls: RollCall, port: int, _: Any) -> None:
         others = [asyncio.create_task(node(port, rank)) for rank in (1, 2)]
         await calls.all_in("ready", 5)
-        await calls.tell(state="start")
+        await calls.broadcast(state="start")
         assert await asyncio.gather(*others) == [{"state": "start"}] * 2
 
     with_head(scene)
@@ -49,7 +50,7 @@ def test_all_are_told_to_start_when_the_last_is_ready() -> None:
 def test_a_silent_node_and_a_slow_one_are_told_apart() -> None:
     async def scene(calls: RollCall, port: int, _: Any) -> None:
         head, _ = await report(HOST, port, 1, "secret", 5)
-        with pytest.raises(NotReady, match=r"from node 2 \(host2\) at .*; node 1 \(host1\) has reported and is not"):
+        with pytest.raises(LaunchError, match=r"from node 2 \(host2\) at .*; node 1 \(host1\) has reported and is not"):
             await calls.all_in("ready", 0.3)
         head.close()
 
@@ -60,7 +61,7 @@ def test_a_node_that_fails_gives_its_reason_at_once() -> None:
     async def scene(calls: RollCall, port: int, over: list[Any]) -> None:
         head, _ = await report(HOST, port, 2, "secret", 5)
         await head.send(state="failed", reason="no sandbox here")
-        with pytest.raises(NotReady, match=r"^node 2 \(host2\): no sandbox here$"):
+        with pytest.raises(LaunchError, match=r"^node 2 \(host2\): no sandbox here$"):
             await calls.all_in("ready", 60)
         head.close()
         await asyncio.sleep(0.1)
@@ -76,7 +77,7 @@ def test_a_node_that_is_gone_is_told_at_once_and_its_end_is_none() -> None:
             if ended:
                 await head.send(state="ended", status=0)
             head.close()
-        with pytest.raises(NotReady, match=r"^node 1 \(host1\): its node program is gone"):
+        with pytest.raises(LaunchError, match=r"^node 1 \(host1\): its node program is gone"):
             await calls.all_in("ready", 60)
         await asyncio.sleep(0.1)
         assert sorted(over) == [("node 1 (host1)", None), ("node 2 (host2)", 0)]
@@ -87,7 +88,7 @@ def test_a_node_that_is_gone_is_told_at_once_and_its_end_is_none() -> None:
 @pytest.mark.parametrize(("rank", "token"), [(1, "another"), (7, "secret"), (0, "secret")])
 def test_strangers_are_refused(rank: int, token: str) -> None:
     async def scene(_calls: RollCall, port: int, over: list[Any]) -> None:
-        with pytest.raises(NotReady, match="refused this node"):
+        with pytest.raises(LaunchError, match="refused this node"):
             await report(HOST, port, rank, token, 5)
         assert over == []
 
@@ -131,7 +132,7 @@ def test_a_node_that_breaks_the_rules_is_lost(line: bytes, caplog: pytest.LogCap
         reader, writer = await asyncio.open_connection(HOST, port)
         writer.write(b'{"rank": 1, "token": "secret"}\n' + line + b"\n")
         assert json.loads(await reader.readline())["state"] == "welcome"
-        with pytest.raises(NotReady, match=r"^node 1 \(host1\): its node program is gone"):
+        with pytest.raises(LaunchError, match=r"^node 1 \(host1\): its node program is gone"):
             await calls.all_in("ready", 5)
         writer.close()
         assert over == [("node 1 (host1)", None)]

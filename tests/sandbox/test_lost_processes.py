@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ctpo_sandbox import Limits
-from ctpo_sandbox.channel import WorkerLost
+from ctpo_sandbox.errors import RunFault, WorkerLost
 from ctpo_sandbox.libraries import BUILT_IN
-from ctpo_sandbox.pool import Pool, PoolUnavailable, RunResult
-from ctpo_sandbox.processes import RunFault, Template, Worker
+from ctpo_sandbox.pool import Pool, RunResult
+from ctpo_sandbox.processes import Template, Worker
 from tests.support.deadlines import scaled
 
 STDLIB = BUILT_IN[0]
@@ -101,7 +101,7 @@ def test_workers_that_die_of_any_program_are_no_verdict(fragile: list[bytes], mo
         async with one_slot() as pool, asyncio.timeout(scaled(20)):
             await pool.run(BAD.decode(), "", 9.0)
 
-    with pytest.raises(PoolUnavailable, match="died; then died"):
+    with pytest.raises(RunFault, match="died; then died"):
         asyncio.run(run_one())
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from ctpo_sandbox import Limits, SandboxServer, SandboxStartError, start_server
-from ctpo_sandbox.control_groups import MemoryGroups, NoControlGroup, own_group
+from ctpo_sandbox.control_groups import MemoryGroups, own_group
 from tests.sandbox.conftest import Runner, runner
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
@@ -22,7 +22,7 @@ FIRST = "sandbox-memory"
 def _offered() -> bool:
     try:
         MemoryGroups.find()
-    except NoControlGroup:
+    except SandboxStartError:
         return False
     return True
 
@@ -178,6 +178,6 @@ def test_groups_of_version_2_are_made_where_memory_is_passed_on(
 )
 def test_why_no_group_of_version_2_can_be_made(tmp_path: Path, own: str, offered: str, reason: str) -> None:
     process = _process(tmp_path, own, mount="cpu", slice_="pids", is_root=False, offered=offered)
-    with pytest.raises(NoControlGroup, match=reason):
+    with pytest.raises(SandboxStartError, match=reason):
         MemoryGroups.find(process)
     assert (tmp_path / "top" / "system.slice" / "cgroup.subtree_control").read_text() == "pids"

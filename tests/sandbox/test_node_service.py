@@ -15,11 +15,11 @@ import httpx
 import psutil
 import pytest
 
-from ctpo_launchers.roll_call import NotReady
+from ctpo_launchers import LaunchError
 from ctpo_launchers.services import sandbox
 from ctpo_megatron.config import load_config
 from ctpo_sandbox import SandboxClient
-from ctpo_sandbox.address import node_url
+from ctpo_sandbox.variables import node_url
 from tests.sandbox.sandbox_http import health
 from tests.support.deadlines import scaled
 
@@ -99,12 +99,12 @@ def test_a_node_program_takes_the_sandbox_that_its_node_has(tmp_path: Path, monk
     config = load_config(Path("configs/quickstart.yaml"))
 
     async def variables() -> dict[str, str]:
-        async with sandbox(config, tmp_path / "log", tmp_path / "token") as found:
+        async with sandbox(config.sandbox, tmp_path / "log", tmp_path / "token") as found:
             return found
 
     monkeypatch.setenv("CTPO_SANDBOX_URL", "http://127.0.0.1:1")
     assert asyncio.run(variables()) == {} and not (tmp_path / "log").exists()
     monkeypatch.delenv("CTPO_SANDBOX_URL")
     monkeypatch.setenv("CTPO_SANDBOX_URL_FILE", str(tmp_path / "gone"))
-    with pytest.raises(NotReady, match="CTPO_SANDBOX_URL_FILE"):
+    with pytest.raises(LaunchError, match="CTPO_SANDBOX_URL_FILE"):
         asyncio.run(variables())

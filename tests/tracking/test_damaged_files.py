@@ -16,8 +16,7 @@ from ctpo_megatron.config import ConfigError
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish, take_over
 from ctpo_megatron.tracking import MetricsWriter, read_heartbeat, read_metrics, read_trajectories
-from ctpo_megatron.tracking.occupancy import engine_occupancy
-from ctpo_megatron.tracking.run_data import RunData
+from ctpo_megatron.tracking.run_data import RunData, engine_occupancy
 from ctpo_megatron.tracking.timing import PhaseTimer
 from ctpo_megatron.tracking.trackers import protocol
 from ctpo_megatron.tracking.trajectory_view import sample_views

@@ -8,9 +8,8 @@ import pytest
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.engines.occupancy import Occupancy
-from ctpo_megatron.tracking.occupancy import engine_occupancy
 from ctpo_megatron.tracking.panels import panels
-from ctpo_megatron.tracking.run_data import RunData
+from ctpo_megatron.tracking.run_data import RunData, engine_occupancy
 
 
 def test_what_changes_soon_is_written_once_and_an_idle_engine_at_once(

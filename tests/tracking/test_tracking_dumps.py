@@ -33,8 +33,8 @@ from ctpo_megatron.tracking import (
     trajectory_of,
     write_trajectories,
 )
-from ctpo_megatron.tracking.dumps import WAITING
 from ctpo_megatron.tracking.timing import read_stages
+from ctpo_megatron.tracking.trajectories import WAITING
 from tests.support.deadlines import scaled
 from tests.tracking.synthetic_run import decode, encode, make_groups
 

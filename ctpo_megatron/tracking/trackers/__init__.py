@@ -7,9 +7,8 @@ TensorBoard writes files in the trainer's process. Every other tracker has its o
 nor its packages affect the trainer.
 """
 
-from ctpo_megatron.tracking.trackers.check import tracker_problem
 from ctpo_megatron.tracking.trackers.host import Trackers, open_trackers
 from ctpo_megatron.tracking.trackers.prometheus import ADDRESS as PROMETHEUS_ADDRESS
-from ctpo_megatron.tracking.trackers.protocol import Tracker
+from ctpo_megatron.tracking.trackers.protocol import Tracker, tracker_problem
 
 __all__ = ["PROMETHEUS_ADDRESS", "Tracker", "Trackers", "open_trackers", "tracker_problem"]

@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.base.redact import hidden
-from ctpo_megatron.tracking.trackers.protocol import make
+from ctpo_megatron.tracking.trackers.protocol import Tracker, make
 
 
 def main() -> None:
@@ -24,39 +25,39 @@ def main() -> None:
     activate(start["search_path"])
     limit = start["timeout_s"]
     try:
-        tracker = _within(
-            limit, lambda: make(start["name"], start["arguments"], Path(start["run_dir"]), start["config"])
-        )
+        with _deadline(limit):
+            tracker = make(start["name"], start["arguments"], Path(start["run_dir"]), start["config"])
         for line in sys.stdin:
-            _reply(replies, "failed", _outcome(lambda: _within(limit, lambda: _act(tracker, json.loads(line)))))  # noqa: B023
-        _within(limit, tracker.close)
+            _reply(replies, "failed", _failure(tracker, line, limit))
+        with _deadline(limit):
+            tracker.close()
     except Exception as error:
         _reply(replies, "ended", _text(error))
         sys.exit(1)
 
 
-def _act(tracker: Any, message: dict[str, Any]) -> None:
-    if "rewind" not in message:
-        tracker.log(message["step"], message["metrics"])
-    elif rewind := getattr(tracker, "rewind", None):
-        rewind(message["rewind"])
-
-
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run a call; after the limit the kernel ends this process, even in C code."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def _failure(tracker: Tracker, line: str, limit: float) -> str | None:
+    """Give a message to the tracker; why that failed, or None."""
     try:
-        return call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _outcome(call: Callable[[], None]) -> str | None:
-    try:
-        call()
+        with _deadline(limit):
+            message = json.loads(line)
+            if "rewind" not in message:
+                tracker.log(message["step"], message["metrics"])
+            elif rewind := getattr(tracker, "rewind", None):
+                rewind(message["rewind"])
     except Exception as error:  # the trainer counts and logs it
         return _text(error)
     return None
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """After this time the kernel ends this process, even in C code."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _text(error: Exception) -> str:

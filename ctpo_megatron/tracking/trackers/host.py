@@ -6,58 +6,26 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.redact import hidden, redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.tracking.trackers.process import TrackerEnded, TrackerProcess
+from ctpo_megatron.tracking.trackers.process import InProcess, TrackerEnded, TrackerProcess
 from ctpo_megatron.tracking.trackers.protocol import TENSORBOARD, make
 
 if TYPE_CHECKING:
-    from ctpo_megatron.config.schema import Config
+    from ctpo_megatron.config.extension import Extension
+    from ctpo_megatron.config.schema import Config, TrackingConfig
 
 log = logging.getLogger(__name__)
 
 IN_A_ROW = 3
 """This many consecutive failures switch a tracker off."""
 
-
-class Hosted(Protocol):
-    """A tracker as the run calls it; lists are outcomes of calls: None, or why one failed."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> list[str | None]: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def close(self) -> list[str | None]: ...
-
-    def kill(self) -> None: ...
-
-
-class InProcess:
-    """A tracker in the trainer's process: TensorBoard."""
-
-    def __init__(self, tracker: Any) -> None:
-        self._tracker = tracker
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> list[str | None]:
-        try:
-            self._tracker.log(step, metrics)
-        except Exception as error:
-            return [f"{type(error).__name__}: {error}"]
-        return [None]
-
-    def rewind(self, step: int) -> None:
-        self._tracker.rewind(step)
-
-    def close(self) -> list[str | None]:
-        self._tracker.close()
-        return []
-
-    def kill(self) -> None:
-        pass
+Hosted = TrackerProcess | InProcess
 
 
 class Trackers:
@@ -135,20 +103,26 @@ class Trackers:
 def open_trackers(config: Config, directory: Path) -> Trackers:
     """Start the trackers of a configuration for a run in `directory`; a resumed run continues their records."""
     trackers = Trackers()
-    settings, tree = config.tracking, redacted(config.model_dump(mode="json"))
-    for extension in settings.trackers:
-        name, arguments = extension.name, extension.arguments
-        if name == TENSORBOARD:
-            trackers.open(name, lambda: InProcess(make(name, arguments, directory, tree)))  # noqa: B023
-            continue
-        start = {
-            "name": name,
-            "arguments": arguments,
-            "run_dir": str(directory.resolve()),
-            "config": tree,
-            "search_path": [str(Path(folder).resolve()) for folder in config.extensions.path or ()],
-        }
-        log_path = RunPaths(directory).logs.tracker(name)
-        python = settings.python or sys.executable
-        trackers.open(name, lambda: TrackerProcess(start, python, settings.timeout_s, log_path))  # noqa: B023
+    tree = redacted(config.model_dump(mode="json"))
+    search_path = [str(Path(folder).resolve()) for folder in config.extensions.path or ()]
+    for extension in config.tracking.trackers:
+        trackers.open(extension.name, partial(_start, extension, config.tracking, tree, directory, search_path))
     return trackers
+
+
+def _start(
+    extension: Extension, settings: TrackingConfig, tree: Mapping[str, Any], directory: Path, search_path: list[str]
+) -> Hosted:
+    """tree: the configuration as the tracker may see it, without secrets. search_path: `extensions.path`."""
+    name = extension.name
+    if name == TENSORBOARD:
+        return InProcess(make(name, extension.arguments, directory, tree))
+    start = {
+        "name": name,
+        "arguments": extension.arguments,
+        "run_dir": str(directory.resolve()),
+        "config": tree,
+        "search_path": search_path,
+    }
+    log_path = RunPaths(directory).logs.tracker(name)
+    return TrackerProcess(start, settings.python or sys.executable, settings.timeout_s, log_path)

@@ -1,4 +1,4 @@
-"""A tracker in its own process: it cannot stall or end the trainer, or load packages into it."""
+"""A tracker as the run calls it: in a process of its own, which cannot stall or end the trainer, or in this one."""
 
 from __future__ import annotations
 
@@ -109,3 +109,27 @@ class TrackerProcess:
         if status == -signal.SIGALRM:
             return f"a call did not return within {self._timeout_s:g} s (tracking.timeout_s)"
         return f"its process ended (status {status})"
+
+
+class InProcess:
+    """A tracker in the trainer's process: TensorBoard. Returns outcomes as TrackerProcess does."""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> list[str | None]:
+        try:
+            self._tracker.log(step, metrics)
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"]
+        return [None]
+
+    def rewind(self, step: int) -> None:
+        self._tracker.rewind(step)
+
+    def close(self) -> list[str | None]:
+        self._tracker.close()
+        return []
+
+    def kill(self) -> None:
+        pass

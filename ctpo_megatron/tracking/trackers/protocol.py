@@ -1,15 +1,20 @@
-"""The protocol of trackers, and the names of the built-in ones."""
+"""The protocol of trackers: the names of the built-in ones, how one is created, and why one cannot be."""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import operator
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ctpo_megatron.base.extensions import ExtensionError, load
 from ctpo_megatron.base.files import read_note, write_json
 from ctpo_megatron.base.run_paths import RunPaths
+
+if TYPE_CHECKING:
+    from ctpo_megatron.config.extension import Extension
 
 TENSORBOARD = "tensorboard"
 _PACKAGE = "ctpo_megatron.tracking.trackers"
@@ -20,6 +25,9 @@ BUILT_IN: Mapping[str, str] = {
     "prometheus": f"{_PACKAGE}.prometheus:Prometheus",
 }
 """Name in a configuration -> import path of the class."""
+
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}
+"""Packages of our own trackers that a training environment may lack."""
 
 
 class Tracker(Protocol):
@@ -60,3 +68,37 @@ def make(name: str, arguments: Mapping[str, Any], run_dir: Path, config: Mapping
         path.parent.mkdir(exist_ok=True)
         write_json(path, {"tracker": name, "identity": identity}, durable=True)
     return tracker
+
+
+def tracker_problem(extension: Extension, python: str | None = None) -> str | None:
+    """Why this tracker cannot be created, or None. `extensions.activate` comes first.
+
+    python: `tracking.python`. If set, only its packages count, and a user's tracker is not imported here.
+    """
+    if python is not None and not Path(python).is_file():
+        return f"tracking.python: {python} is not there"
+    if python is not None and extension.is_path:
+        return None
+    try:
+        make = find(extension.name)
+    except ExtensionError as error:
+        return str(error)
+    package = _PACKAGES.get(extension.name)
+    if python is None and package and importlib.util.find_spec(package) is None:
+        return f"the package {package} is not installed: see docs/extend.md for it and for tracking.python"
+    return _does_not_bind(make, extension) or _lacks(make, extension)
+
+
+def _does_not_bind(make: object, extension: Extension) -> str | None:
+    if not callable(make):
+        return f"{extension} is no class or function"
+    try:
+        inspect.signature(make).bind(Path(), {}, None, **extension.arguments)
+    except TypeError as error:
+        return f"{extension} is made as {extension}(run_dir, config, identity, **arguments): {error}"
+    return None
+
+
+def _lacks(make: object, extension: Extension) -> str | None:
+    missing = [name for name in ("log", "close") if inspect.isclass(make) and not hasattr(make, name)]
+    return f"{extension} has no method {' or '.join(missing)}" if missing else None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.rewards import OVERLONG, RESERVED
-from ctpo_megatron.tracking import reward_metrics
+from ctpo_megatron.rewards import OVERLONG, RESERVED, ScoreReport, reward_metrics
 
 
 def scored(source: str, *rewards: float) -> Group:
@@ -19,7 +16,7 @@ def scored(source: str, *rewards: float) -> Group:
 
 
 def test_reward_metrics_count_groups_with_a_signal():
-    report = SimpleNamespace(timeouts=2, failures=1, metrics={"no_box": 3.0})
+    report = ScoreReport(scored=5, timeouts=2, failures=1, metrics={"no_box": 3.0})
     metrics = reward_metrics([scored("a", 1, 0), scored("a", 0, 0), scored("a", 1, 1), scored("a", 0, 0)], report)
     assert metrics["reward/mean"] == pytest.approx(3 / 8)
     assert metrics["reward/groups_mixed"] == 1 / 4

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ctpo_megatron.config import SandboxConfig
 from ctpo_megatron.environments.protocol import Schema, ToolResult, ToolUnavailable
 
+if TYPE_CHECKING:
+    from ctpo_sandbox import ExecutionResult
+
 TOOL_NAME = "code_interpreter"
 _STDERR_CHARS = 2000
 _REQUESTS_PER_SLOT = 4
-
-
-class Execution(Protocol):
-    """A finished execution (the sandbox client's result)."""
-
-    @property
-    def status(self) -> str: ...
-    @property
-    def stdout(self) -> str: ...
-    @property
-    def stderr(self) -> str: ...
-    @property
-    def wall_s(self) -> float: ...
 
 
 class PythonTool:
@@ -68,18 +58,16 @@ class PythonTool:
         return shown(execution)
 
 
-def shown(execution: Execution) -> ToolResult:
+def shown(execution: ExecutionResult) -> ToolResult:
     """What the model is shown: stdout on success, else status, the end of stderr and any stdout.
 
     Trailing newlines are dropped, as the chat template writes its own.
     """
-    # The toolbox refuses an unknown status.
-    status = cast(Any, execution.status)
     stdout = execution.stdout.rstrip("\n")
-    if status == "success":
+    if execution.status == "success":
         return ToolResult(stdout, exec_s=execution.wall_s)
     stderr = execution.stderr.strip("\n")
     if len(stderr) > _STDERR_CHARS:
         stderr = f"[... {len(stderr) - _STDERR_CHARS} characters cut ...]\n{stderr[-_STDERR_CHARS:]}"
-    parts = [f"[{status}]", stderr, f"[stdout before the error]\n{stdout}" if stdout else ""]
-    return ToolResult("\n".join(part for part in parts if part), status, execution.wall_s)
+    parts = [f"[{execution.status}]", stderr, f"[stdout before the error]\n{stdout}" if stdout else ""]
+    return ToolResult("\n".join(part for part in parts if part), execution.status, execution.wall_s)
