@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ctpo_megatron.data.batch import Group
@@ -12,7 +12,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import pool_stats
 from ctpo_megatron.engines.weights import OffersWeights
-from ctpo_megatron.rollouts.quarantine import Quarantined, Replacements
+from ctpo_megatron.rollouts.ledger import Quarantined
 from ctpo_megatron.rollouts.request import Answers, GroupJob, Request
 
 
@@ -112,7 +112,7 @@ class Replay:
         prompts: Sequence[Prompt],
         recorded: Sequence[list[Trajectory]],
         step: int,
-        replacements: Replacements,
+        replacements: Iterator[Prompt],
     ) -> list[Prompt]:
         """The prompts that were sampled instead of `prompts`; those that `replacements` do not explain stay.
 
@@ -126,7 +126,7 @@ class Replay:
         for _ in range(len(missing) + 2 * self._max_quarantined):
             if not missing:
                 break
-            prompt = replacements.draw()
+            prompt = next(replacements)
             place = next((place for place in missing if recorded[place][0].prompt_id == prompt.id), None)
             if place is None:
                 lost.add(prompt.id)

@@ -9,23 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from ctpo_megatron.base.stop import STOP_POLL_S, Cancelled, Stop
 from ctpo_megatron.config import Config, RolloutConfig
+from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import EngineError, Sampling
 from ctpo_megatron.engines.weights import OffersWeights
-from ctpo_megatron.rollouts.buffer import OpenBatch, Slot
+from ctpo_megatron.rollouts.buffer import OpenBatch, Slot, UniformGroups
 from ctpo_megatron.rollouts.filters import Filters
-from ctpo_megatron.rollouts.groups import UniformGroups
-from ctpo_megatron.rollouts.ledger import Ledger, PromptStream
+from ctpo_megatron.rollouts.ledger import Ledger, Quarantined
 from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics
-from ctpo_megatron.rollouts.quarantine import Quarantined
 from ctpo_megatron.rollouts.request import Generator, Request
 from ctpo_megatron.rollouts.scoring import PendingScoring, Scorer
 from ctpo_megatron.rollouts.timeouts import AHEAD_TICK_S, JOIN_TIMEOUT_S, SCORING_TICK_S, TICK_S
@@ -64,7 +63,7 @@ class Rollouts:
         settings: RolloutSettings,
         generator: Generator,
         scorer: Scorer,
-        prompts: PromptStream,
+        prompts: PromptSampler,
         stop: Stop,
         phases: Phases,
     ) -> None:
@@ -381,7 +380,7 @@ class Rollouts:
     def _request(self, step: int) -> Request:
         config = self._config
         sampling = Sampling(config.temperature, config.top_p, config.top_k)
-        return Request(step, config.samples_per_prompt, sampling, self._ledger)
+        return Request(step, config.samples_per_prompt, sampling, self._ledger.replacements())
 
     def _take_scores(self) -> None:
         by_step = {opened.step: opened for opened in self._open}
@@ -413,7 +412,7 @@ class Rollouts:
             return
         groups = opened.groups
         metrics = rollout_metrics(groups) | self._scorer.metrics(groups, opened.ordered_reports)
-        opened.batch = assemble(groups, metrics, opened.uniform, self._filters)
+        opened.batch = opened.assemble(metrics, self._filters)
 
     def _in_flight(self) -> dict[Slot, Prompt]:
         """Prompts whose groups are queued, sampled or scored."""
@@ -426,15 +425,3 @@ class Rollouts:
         buffered = [group.prompt.id for opened in self._open for group in opened.groups]
         in_flight = [prompt.id for prompt in self._in_flight().values()]
         self._ledger.check(buffered, in_flight, {record.prompt_id for record in self._generator.quarantined})
-
-
-def assemble(sampled: Sequence[Group], metrics: Mapping[str, float], uniform: UniformGroups, filters: Filters) -> Batch:
-    """The batch of scored groups, given the metrics of sampling and scoring. Some are dropped, loss masks written."""
-    uniform.drop(sampled)
-    batch = Batch(list(sampled), dict(metrics))
-    repeated = len(sampled) - len({group.prompt.id for group in sampled})
-    batch.metrics["rollout/prompts_repeated"] = float(repeated)
-    batch.metrics |= uniform.metrics(sampled) | filters.apply(batch.trained)
-    versions = {version for t in batch.trajectories for version in t.weight_version if version >= 0}
-    batch.weight_versions = tuple(sorted(versions))
-    return batch

@@ -169,7 +169,7 @@ class Spares:
     def __init__(self, stage: Stage, *names: str) -> None:
         self.stage, self.names, self.drawn = stage, list(names), 0
 
-    def draw(self) -> Prompt:
+    def __next__(self) -> Prompt:
         self.drawn += 1
         name = self.names.pop(0)
         if not self.names:
