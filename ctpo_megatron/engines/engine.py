@@ -16,9 +16,8 @@ from pydantic import ValidationError
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
-from ctpo_megatron.engines.expected import leave_out_expected
 from ctpo_megatron.engines.logs import path_here, redirect_output
-from ctpo_megatron.engines.setup import engine_setup
+from ctpo_megatron.engines.setup import engine_setup, leave_out_expected
 from ctpo_megatron.engines.tasks import (
     INITIAL_VERSION,
     EngineDied,
@@ -31,8 +30,7 @@ from ctpo_megatron.engines.tasks import (
 )
 from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S
 from ctpo_megatron.engines.turns import TurnScheduler
-from ctpo_megatron.engines.weights import EngineFacts
-from ctpo_megatron.engines.weights.requests import init_request, update_request
+from ctpo_megatron.engines.weights import EngineFacts, init_request, update_request
 from ctpo_megatron.environments.episode import Episode, EpisodeFailed, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.seeds import trajectory_seed

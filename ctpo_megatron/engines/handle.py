@@ -11,18 +11,15 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines.cluster import described, listed, living_nodes
+from ctpo_megatron.engines.cluster import EngineGroup, described, listed, living_nodes
 from ctpo_megatron.engines.engine import RolloutEngine
-from ctpo_megatron.engines.group import EngineGroup
 from ctpo_megatron.engines.logs import LogCopy, seat_of
 from ctpo_megatron.engines.tasks import (
     INITIAL_VERSION,
     EngineError,
-    EngineLate,
     EngineSpec,
     GroupTask,
     UpdateReport,
-    WeightSyncError,
 )
 from ctpo_megatron.engines.timeouts import ENGINE_CLOSE_S, NODE_VERDICT_S, PING_TIMEOUT_S
 from ctpo_megatron.engines.weights import EngineFacts
@@ -192,12 +189,12 @@ class EngineHandle:
         return reference, time.monotonic() + self._update_timeout_s
 
     def update_report(self, reference: Any, version: int) -> UpdateReport:
-        """What the engine reports of an update that has ended, or is late. Raises EngineLate, and what it raised."""
+        """The report of an update that has ended. Raises EngineError when it is late, and what the engine raised."""
         try:
             report: UpdateReport = ray.get(reference, timeout=0)
         except GetTimeoutError as error:
             limit = f"{self._update_timeout_s:g} s (rollout.weights.timeout_s)"
-            raise EngineLate(
+            raise EngineError(
                 f"{self.name} has not loaded weights {version} in {limit}; log: {self.log_path}"
             ) from error
         return report
@@ -205,14 +202,14 @@ class EngineHandle:
     def check_report(self, report: UpdateReport, version: int, sums: Sums) -> list[str]:
         """Compare what an engine reports with the weights that it was offered; tensors that cannot be read back.
 
-        Raises WeightSyncError when the engine has another version or other weights.
+        Raises EngineError when the engine has another version or other weights.
         """
         if report.version != str(version):
-            raise WeightSyncError(f"{self.name} reports weights {report.version!r} after being sent {version}")
+            raise EngineError(f"{self.name} reports weights {report.version!r} after being sent {version}")
         wrong, unchecked = differences((Part(*part) for part in report.parts), sums)
         if wrong:
             names = f"{len(wrong)} tensors, e.g. {', '.join(wrong[:5])}"
-            raise WeightSyncError(
+            raise EngineError(
                 f"{self.name} keeps other values than weights {version} have in {names}; so it looks, too, where they "
                 "have become NaN or infinite (see actor/grad_norm of the last steps)"
             )

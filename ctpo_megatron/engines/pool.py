@@ -18,12 +18,11 @@ from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.engines.group import EngineGroup
+from ctpo_megatron.engines.cluster import EngineGroup
 from ctpo_megatron.engines.handle import EngineHandle
-from ctpo_megatron.engines.occupancy import Occupancy
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 from ctpo_megatron.engines.sleep import CACHE, WEIGHTS, SleepState
-from ctpo_megatron.engines.stats import UPDATES_BY, pool_stats
+from ctpo_megatron.engines.stats import UPDATES_BY, Occupancy, pool_stats
 from ctpo_megatron.engines.tasks import (
     Device,
     EngineError,
@@ -184,7 +183,7 @@ class EnginePool:
 
         What is submitted from now on is sampled with them. Waits for an update before this one, and until an engine
         serves, or all of them for an offer that is not kept. Engines that sleep wake for their weights; their caches
-        sleep on. Raises WeightSyncError when a tensor of the model is missing: engines would silently keep the old one.
+        sleep on. Raises EngineError when a tensor of the model is missing: engines would silently keep the old one.
         """
         with self.lock:
             try:
@@ -210,8 +209,8 @@ class EnginePool:
         """Return when all engines have the weights of the last `update`: whether none had to be replaced.
 
         A new engine is given a kept offer when it is up, which is not waited for here; it waits for the next offer
-        where nothing is kept. Schedulers call this as soon as there is nothing to wait for. Raises WeightSyncError when
-        an engine reports another version or other values, EngineError when one cannot be replaced, Cancelled.
+        where nothing is kept. Schedulers call this as soon as there is nothing to wait for. Raises EngineError when an
+        engine reports another version or other values, or cannot be replaced; Cancelled.
         """
         with self.lock:
             if self._update is None:

@@ -98,16 +98,11 @@ class EngineError(RuntimeError):
     """The engines cannot continue; the message names the engine, the cause and where to look."""
 
 
-class WeightSyncError(EngineError):
-    """An engine does not hold the weights it was sent."""
-
-
-class EngineLate(EngineError):
-    """An engine did not finish a weight update in time."""
-
-
 class EngineDied(RuntimeError):
-    """The engine core behind a living actor is gone; the actor is of no further use."""
+    """The engine core behind a living actor is gone; the actor is of no further use.
+
+    Ours, as the trainer would import all of vLLM to unpickle vLLM's own exception.
+    """
 
 
 @dataclass(frozen=True, slots=True)
