@@ -92,11 +92,9 @@ def check_nodes(nodes: Sequence[Node], resources: Mapping[str, int], needs: Need
     asked = [needs if node.holds(resources) else None for node in nodes]  # others have no engine: versions suffice
     answers = _ask(nodes, asked, deadline)
     here = node_facts(Needs(needs.model_path, needs.folders, sandbox=False))
-    problems = [
-        problem
-        for node, answer in zip(nodes, answers, strict=True)
-        for problem in ([answer] if isinstance(answer, Problem) else differences(here, answer, needs, node.address))
-    ]
+    problems: list[Problem] = []
+    for node, answer in zip(nodes, answers, strict=True):
+        problems += [answer] if isinstance(answer, Problem) else differences(here, answer, needs, node.address)
     if problems:
         raise EngineError("\n  ".join([f"{len(problems)} problems of the Ray nodes:", *map(str, problems)]))
 
@@ -104,12 +102,10 @@ def check_nodes(nodes: Sequence[Node], resources: Mapping[str, int], needs: Need
 def _ask(nodes: Sequence[Node], needs: Sequence[Needs | None], deadline: float) -> list[Facts | Problem]:
     """The facts of each node, or the problem that prevented an answer."""
     remote: Any = ray.remote(node_facts)
-    pending = [  # all at once, each pinned to its node
-        remote.options(
-            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
-        ).remote(wanted)
-        for node, wanted in zip(nodes, needs, strict=True)
-    ]
+    pending = []  # all at once, each pinned to its node
+    for node, wanted in zip(nodes, needs, strict=True):
+        there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        pending.append(remote.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(wanted))
     answers: list[Facts | Problem] = []
     for node, reference in zip(nodes, pending, strict=True):
         try:

@@ -73,7 +73,7 @@ class RolloutEngine:
 
         from ctpo_megatron.engines.weights import receiver
 
-        activate(self._config.extensions.path or ())
+        activate(self._config.extensions.path or ())  # first: tools and environment may be the user's
         self._tools = make_toolbox(
             self._config.rollout,
             self._config.sandbox,
@@ -113,6 +113,7 @@ class RolloutEngine:
 
         Waits until this engine has the weights of the task; the pool may cancel the group or replace the engine.
         """
+        # Calls of an actor run concurrently: a group may begin before the update that was called earlier has ended.
         async with self._updated:
             await self._updated.wait_for(lambda: self._version >= task.version)
         trajectories = [
@@ -147,9 +148,10 @@ class RolloutEngine:
 
     async def take_finished(self) -> list[Trajectory]:
         """Samples that have finished since the last call, of groups that are still being generated."""
-        taken = [trajectory for of_group in self._finished for trajectory in of_group]
+        taken: list[Trajectory] = []
         for of_group in self._finished:
-            of_group.clear()
+            taken += of_group
+            of_group.clear()  # emptied, not replaced: `run_group` finds its list by identity
         return taken
 
     async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:

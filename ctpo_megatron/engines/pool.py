@@ -100,7 +100,8 @@ class EnginePool:
 
     def _launch(self, gpus: float) -> None:
         device: Device = "cuda" if gpus > 0 else "cpu"
-        transport = choose_transport(self._spec.config, device, cluster=self._cluster is not None)
+        config, in_cluster = self._spec.config, self._cluster is not None
+        transport = choose_transport(config.rollout.weights, config.placement, device, cluster=in_cluster)
         self._spec = replace(self._spec, device=device, transport=transport)
         if self._cluster is not None:
             deadline = self._started_at + self.settings.start_timeout_s
@@ -194,8 +195,9 @@ class EnginePool:
                 else:
                     self.wait_ready()
             except BaseException:
-                offer.close()
+                offer.close()  # no later update or `close` would: it is not yet the pool's
                 raise
+            # Not earlier: an engine that comes up during the wait above is given the former offer.
             if self._offer is not None and self._offer is not offer:
                 self._offer.close()
             self._offer = offer
@@ -215,7 +217,7 @@ class EnginePool:
         with self.lock:
             if self._update is None:
                 return True
-            self._update.wait()
+            self._update.wait()  # may raise Cancelled: the update is still pending then
             update, self._update = self._update, None
             result = update.finish()
             self._count_update(update.offer, result)
@@ -223,7 +225,7 @@ class EnginePool:
                 raise Cancelled(f"stop requested while weights {update.offer.version} were sent")
             self._memory.dead += result.failed
             if update.offer.kept:
-                if not self._memory.asleep:
+                if not self._memory.asleep:  # a new process needs GPU memory that the trainer has: `wake` replaces it
                     self._replace_dead()
             else:
                 self._settle_transfer(update)
@@ -308,7 +310,7 @@ class EnginePool:
     def close(self) -> None:
         """Stop engines and a Ray instance of our own; release the weights. Idempotent, waits seconds at most."""
         if self._runtime is not None:
-            with suppress(Exception):  # a start that failed was reported to whoever waited for it
+            with suppress(Exception):  # `wait_ready` raises why a start failed
                 self._runtime.wait(POOL_CLOSE_S)
         for engine in self._engines:
             engine.kill(gently=engine.live)

@@ -28,7 +28,7 @@ from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
 from ctpo_megatron.engines.tasks import EngineError
-from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, NODE_POLL_S, RAY_CLOSE_S, RAY_FILES_POLL_S, RAY_FILES_S
+from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, NODE_POLL_S, RAY_CLOSE_S
 
 _LAST_PORT = 65535
 _OBJECT_STORE_BYTES = 256 << 20
@@ -51,8 +51,10 @@ def _variables(changes: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @cache
@@ -273,8 +275,8 @@ class RayRuntime:
                 ray.shutdown()
             else:
                 _shut_down()
-        for _ in range(round(RAY_FILES_S / RAY_FILES_POLL_S)):
+        for _ in range(20):  # for a second: Ray's last processes may still write to the folder
             if self._temp is None or not self._temp.exists():
                 break
             shutil.rmtree(self._temp, ignore_errors=True)
-            time.sleep(RAY_FILES_POLL_S)
+            time.sleep(0.05)

@@ -31,7 +31,7 @@ def check_complete(offer: WeightOffer, model_path: str) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """An engine that was told to take the offer. launch: number of its process then. deadline: monotonic seconds."""
+    """An engine that has begun to take the offer. launch: number of its process then. deadline: monotonic seconds."""
 
     engine: EngineHandle
     launch: int
@@ -53,7 +53,7 @@ class PendingUpdate:
     """An offer that engines take at once.
 
     Engines take a kept offer by themselves, when `tell` was called. The transport leads the update of any other offer,
-    engine by engine, and says here what became of it: `take`, `fail`.
+    engine by engine, and reports the result of each: `take`, `fail`.
     """
 
     def __init__(self, offer: WeightOffer, engines: Sequence[EngineHandle], stop: Stop) -> None:
@@ -66,10 +66,9 @@ class PendingUpdate:
 
     def tell(self, message: dict[str, Any]) -> None:
         """Have all engines begin to take what `message` describes."""
-        version = self.offer.version
-        self._calls += [
-            _Call(engine, engine.launches, *engine.begin_update(message, version)) for engine in self.engines
-        ]
+        for engine in self.engines:
+            reference, deadline = engine.begin_update(message, self.offer.version)
+            self._calls.append(_Call(engine, engine.launches, reference, deadline))
 
     def take(self, engine: EngineHandle, report: UpdateReport) -> None:
         """The engine has taken the offer, and reports this."""
@@ -111,7 +110,7 @@ class PendingUpdate:
         offer, unchecked, slowest_s = self.offer, list[str](), 0.0
         offer.end()
         for call in self._calls:
-            if call.launch != call.engine.launches:
+            if call.launch != call.engine.launches:  # of a process that is gone: its successor gets the offer at start
                 continue
             try:
                 self.take(call.engine, call.engine.update_report(call.reference, offer.version))
@@ -212,7 +211,7 @@ class WeightClient:
 
     def _call(self, method: str, arguments: Sequence[Any] | None = None) -> list[tuple[EngineHandle, Any]]:
         """Call all engines that have not failed, at once; their answers."""
-        calls = []
+        calls = []  # all are begun before the first is awaited: in a collective they wait for each other
         for number, engine in enumerate(self._update.engines):
             if engine not in self._update.failed:
                 own = () if arguments is None else (arguments[number],)

@@ -66,6 +66,7 @@ class Ledger:
         consumed = self._prompts.taken
         there = Counter([*buffered, *in_flight])
         missing, surplus = self._under_way - there, there - self._under_way
+        # A replacement is drawn from the stream as well, so for each one a quarantined id has no group any more.
         if missing.total() == self._replaced and set(missing) <= set(quarantined):
             self._settled["quarantined"] += self._replaced
             self._under_way, self._replaced, missing = +(self._under_way - missing), 0, Counter()

@@ -145,12 +145,12 @@ class Rollouts:
                 self._raise_failure()
                 self._generator.update(trainer, version)
                 self._version = version
-                self._begin_batches()
+                self._begin_batches()  # after the update: what it adds is to be sampled with the new weights
                 self._generator.on_hold = False
                 self._generator.submit()
                 self._changed.notify_all()
         finally:
-            self._generator.on_hold = False
+            self._generator.on_hold = False  # `_finish_in_flight` sets it, and may raise
         if self._thread.ident is None:
             self._ticked_at = time.monotonic()
             self._thread.start()
@@ -267,7 +267,7 @@ class Rollouts:
         """
         while not self._stop.is_set():
             with self._held():
-                self._raise_failure()
+                self._raise_failure()  # first: a thread that has failed is late as well
                 self._check_thread(step)
                 opened = next(iter(self._open), None)
                 if opened is not None and opened.batch is not None:
@@ -340,6 +340,7 @@ class Rollouts:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
+        # With a deadline: a thread that stands still with the lock would stop the trainer without a message.
         if not self._changed.acquire(timeout=self._patience_s):
             raise EngineError(f"the rollout thread has not released the engines for {self._patience_s:g} s")
         try:

@@ -144,6 +144,7 @@ class Scheduler:
         load, now = self._pool.load, time.monotonic()
         taken = load if self._background else Counter(entry.engine.index for entry in self._in_flight.values())
         for job in jobs:
+            # One group more than fills its batch: an engine does not idle until the next tick when a group ends.
             capacity = -(-self._pool.settings.engine.max_num_seqs // job.request.samples) + 1
             free = [engine for engine in self._pool.engines if engine.live and taken[engine.index] < capacity]
             if not free or job.not_before > now:
@@ -168,13 +169,13 @@ class Scheduler:
         with self.lock:
             self.submit()
             watched, timeout = self._watched(), self._patience(timeout_s)
-        self._ready = _finished(watched, timeout)
+        self._ready = _finished(watched, timeout)  # without the lock: other schedulers and updates continue meanwhile
 
     def collect(self) -> Answers:
         """See `Generator`."""
         answers, ready, self._ready = Answers(), self._ready, ()
         for reference in ready:
-            if reference in self._in_flight:
+            if reference in self._in_flight:  # the others are starts of engines: `register_started`
                 self._complete(reference, answers)
         self._pool.register_started()
         self._expire()

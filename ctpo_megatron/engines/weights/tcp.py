@@ -46,7 +46,7 @@ class Share:
 
 @dataclass
 class FetchMessage:
-    """What an engine is told in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
+    """What an engine needs in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
 
     shares: list[tuple[str, int, Sequence[Entry]]]
     secret: str = field(repr=False)
@@ -109,9 +109,10 @@ def fetched(
     """
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(STREAMS, thread_name_prefix="weights"))
-        streams = [
-            [stack.enter_context(_Peer(share, secret, version, timeout_s)) for share in shares] for _ in range(STREAMS)
-        ]
+        streams: list[list[_Peer]] = [[] for _ in range(STREAMS)]
+        for stream in streams:
+            for share in shares:
+                stream.append(stack.enter_context(_Peer(share, secret, version, timeout_s)))
         buckets = plan(shares, bucket_bytes)
         buffers = _Buffers(min(bucket_bytes, max((bucket.size for bucket in buckets), default=0)))
         coming: deque[tuple[Bucket, Future[torch.Tensor]]] = deque()
@@ -168,7 +169,7 @@ class _Peer:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # the other side may have gone
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch that nobody waits for any more
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch whose result is not needed any more
         self._socket.close()
 
     def fetch(self, bucket: Bucket, buffers: _Buffers) -> torch.Tensor:

@@ -222,7 +222,7 @@ class TcpOffer:
 
     @property
     def message(self) -> FetchMessage:
-        """What an engine is told."""
+        """What an engine receives."""
         shares = [(share.host, share.port, share.entries) for share in self.shares]
         return FetchMessage(
             shares, self.secret.hex(), self.version, self.settings.bucket_bytes, self.settings.timeout_s
