@@ -35,7 +35,7 @@ from ctpo_megatron.evaluate.answering import ScoredAnswers, play
 from ctpo_megatron.evaluate.results import ScoreColumn, results
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.rewards import RewardPool
-from ctpo_megatron.rollouts import Request, Scheduler, Scoring
+from ctpo_megatron.rollouts import Request, Scheduler, Scorer
 from ctpo_megatron.rollouts.evaluation import answer
 from ctpo_megatron.tracking import Phases
 
@@ -65,7 +65,7 @@ def configuration(run: Path | None, folder: Path, prompts: int, samples: int) ->
 def train_side(config: Config, prompts: Sequence[Prompt], fleet: EnginePool, pool: RewardPool) -> list[Group]:
     """What a training step does to get its batch."""
     request = Request(0, config.eval.samples, Sampling(1.0, 1.0, 0))
-    return answer(Scheduler.of(fleet), Scoring(pool), prompts, request, threading.Event(), Phases())
+    return answer(Scheduler.of(fleet), Scorer(pool), prompts, request, threading.Event(), Phases())
 
 
 def eval_side(

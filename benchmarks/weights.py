@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.kernels import report
 from ctpo_megatron.engines.weights.checksums import Checksums
-from ctpo_megatron.engines.weights.memory import WeightMemory
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Share, WeightServer, fetched
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Share, fetched
+from ctpo_megatron.engines.weights.tcp_transport import WeightMemory, WeightServer
 
 GOAL = 3.0
 HOST = "127.0.0.2"

@@ -33,8 +33,8 @@ WALKS = {
     "row -> loss": """
         train.py environments/prompts.py data/prompt_set.py data/prompts.py data/sampler.py data/prompt.py
         data/trajectory.py data/batch.py run/services.py run/controller.py run/ranks.py rollouts/rollouts.py
-        rollouts/request.py rollouts/scoring.py rollouts/buffer.py rollouts/groups.py rollouts/filters.py
-        rollouts/scheduler.py rollouts/quarantine.py engines/pool.py engines/handle.py engines/tasks.py
+        rollouts/request.py rollouts/scoring.py rollouts/buffer.py rollouts/ledger.py rollouts/filters.py
+        rollouts/scheduler.py engines/pool.py engines/handle.py engines/tasks.py
         engines/engine.py environments/episode.py environments/template.py environments/toolbox.py
         environments/protocol.py rewards/pool.py rewards/worker.py policy/trainer.py policy/exchange.py
         policy/minibatch.py policy/old_log_probs.py policy/optimizer_steps.py policy/passes.py policy/step.py
@@ -44,10 +44,10 @@ WALKS = {
     """,
     "weights -> engines": """
         policy/trainer.py policy/hf.py run/ranks.py run/controller.py rollouts/rollouts.py engines/pool.py
-        engines/updates.py engines/handle.py engines/engine.py engines/weights/offer.py engines/weights/memory.py
+        engines/updates.py engines/handle.py engines/engine.py engines/weights/offer.py
         engines/weights/file.py base/tensor_file.py engines/weights/tcp.py engines/weights/tcp_transport.py
         engines/weights/checksums.py engines/weights/engine_checksums.py engines/weights/vllm.py
-        engines/weights/client.py engines/weights/receiver.py engines/weights/requests.py
+        engines/weights/receiver.py
         engines/cpu/packed_weights.py
     """,
 }

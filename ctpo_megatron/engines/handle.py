@@ -1,4 +1,4 @@
-"""One engine of the fleet as the driver sees it: its actor, the successor of one that died, and its weights."""
+"""One engine of the pool as rank zero sees it: its actor, the successor of one that died, and its weights."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines.cluster import described, listed, living_nodes
+from ctpo_megatron.engines.cluster import EngineGroup, described, listed, living_nodes
 from ctpo_megatron.engines.engine import RolloutEngine
-from ctpo_megatron.engines.group import EngineGroup
 from ctpo_megatron.engines.logs import LogCopy, seat_of
 from ctpo_megatron.engines.tasks import (
     INITIAL_VERSION,
     EngineError,
-    EngineLate,
     EngineSpec,
     GroupTask,
     UpdateReport,
-    WeightSyncError,
 )
-from ctpo_megatron.engines.timeouts import ENGINE_CLOSE_S, NODE_VERDICT_S, PING_TIMEOUT_S
+from ctpo_megatron.engines.timeouts import ENGINE_CLOSE_S, NODE_POLL_S, NODE_VERDICT_S, PING_TIMEOUT_S
 from ctpo_megatron.engines.weights import EngineFacts
 from ctpo_megatron.engines.weights.checksums import Part, Sums, differences
 
@@ -45,9 +42,9 @@ def engine_died(error: BaseException) -> bool:
 class EngineHandle:
     """Owner of engine number `index`. `launch` returns at once; `ready_ref` resolves when the engine can serve.
 
-    group: its place on a cluster; None where Ray is private. launches: processes so far; what an earlier one was asked
-    for is void. version: of the weights that its process was told to take. facts: of the process that registered last,
-    which may have died since.
+    group: its place on a cluster; None where Ray is private. launches: number of processes started; results of
+    earlier ones are ignored. version: of the weights that its process is to take. facts: of the process that
+    registered last, which may have died since.
     """
 
     facts: EngineFacts
@@ -94,7 +91,7 @@ class EngineHandle:
         self._actor = remote.options(
             num_cpus=resources["CPU"],
             num_gpus=resources["GPU"],
-            max_restarts=0,  # a new engine has old weights: the fleet restarts it, so that it can push first
+            max_restarts=0,  # a new engine has old weights: the pool restarts it, and sends the current ones first
             max_concurrency=4096,
             **({} if self._group is None else self._group.options(self.index)),
         ).remote(self.index, self._spec)
@@ -151,17 +148,17 @@ class EngineHandle:
             return False
         deadline = time.monotonic() + (NODE_VERDICT_S if isinstance(error, ActorUnavailableError) else 0.0)
         while not (lost := self._nodes - {node.id for node in living_nodes()}) and time.monotonic() < deadline:
-            time.sleep(0.5)
+            time.sleep(NODE_POLL_S)
         if lost:
             self._begun = 0
         return bool(lost)
 
     def submit(self, task: GroupTask) -> Any:
-        """Begin a group, with weights as new as it was told to take; the object reference of its GroupOutcome."""
+        """Begin a group, with weights as new as it is to take; the object reference of its GroupOutcome."""
         return self._actor.run_group.remote(replace(task, version=self.version))
 
     def take_finished(self) -> list[Trajectory]:
-        """Samples of groups still played that finished before the last call, which asked for them; never waits."""
+        """Samples of unfinished groups that were finished at the last call, which requested them; never waits."""
         asked, self._asked = self._asked, None
         if asked is not None and not ray.wait([asked], timeout=0)[0]:
             self._asked = asked
@@ -170,7 +167,7 @@ class EngineHandle:
             self._asked = self._actor.take_finished.remote()
         try:
             return [] if asked is None else list(ray.get(asked, timeout=PING_TIMEOUT_S))
-        except RayError:  # whoever waits for its groups sees that it died
+        except RayError:  # its groups fail as well, and the scheduler restarts it
             return []
 
     def forget_finished(self) -> None:
@@ -192,12 +189,12 @@ class EngineHandle:
         return reference, time.monotonic() + self._update_timeout_s
 
     def update_report(self, reference: Any, version: int) -> UpdateReport:
-        """What the engine reports of an update that has ended, or is late. Raises EngineLate, and what it raised."""
+        """The report of an update that has ended. Raises EngineError when it is late, and what the engine raised."""
         try:
             report: UpdateReport = ray.get(reference, timeout=0)
         except GetTimeoutError as error:
             limit = f"{self._update_timeout_s:g} s (rollout.weights.timeout_s)"
-            raise EngineLate(
+            raise EngineError(
                 f"{self.name} has not loaded weights {version} in {limit}; log: {self.log_path}"
             ) from error
         return report
@@ -205,14 +202,14 @@ class EngineHandle:
     def check_report(self, report: UpdateReport, version: int, sums: Sums) -> list[str]:
         """Compare what an engine reports with the weights that it was offered; tensors that cannot be read back.
 
-        Raises WeightSyncError when the engine has another version or other weights.
+        Raises EngineError when the engine has another version or other weights.
         """
         if report.version != str(version):
-            raise WeightSyncError(f"{self.name} reports weights {report.version!r} after being sent {version}")
+            raise EngineError(f"{self.name} reports weights {report.version!r} after being sent {version}")
         wrong, unchecked = differences((Part(*part) for part in report.parts), sums)
         if wrong:
             names = f"{len(wrong)} tensors, e.g. {', '.join(wrong[:5])}"
-            raise WeightSyncError(
+            raise EngineError(
                 f"{self.name} keeps other values than weights {version} have in {names}; so it looks, too, where they "
                 "have become NaN or infinite (see actor/grad_norm of the last steps)"
             )
@@ -232,7 +229,7 @@ class EngineHandle:
             ray.wait([self._actor.shutdown.remote()], timeout=ENGINE_CLOSE_S)
         self.live = False
         if self._group is not None:
-            self._log.end(reachable=gently)
+            self._log.end(reachable=gently)  # before the actor is gone, which reads the log for us
         ray.kill(self._actor, no_restart=True)
 
 

@@ -84,7 +84,7 @@ def remove(path: str) -> None:
 
 
 def seat_of(reference: Any) -> EngineSeat | None:
-    """The result of a call of `RolloutEngine.seat`; None before the engine has a place, or when it never had one."""
+    """The result of a call of `RolloutEngine.seat`; None before Ray has placed the engine, or when it never did."""
     if not ray.wait([reference], timeout=0)[0]:
         return None
     try:
@@ -177,5 +177,6 @@ class LogCollector:
         self._collect()
 
     def _collect(self) -> None:
-        for copy in [copy for copy in self._copies if not copy.done]:
-            copy.copy()
+        for copy in list(self._copies):  # `follow` may add one meanwhile
+            if not copy.done:
+                copy.copy()

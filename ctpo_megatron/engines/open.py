@@ -1,4 +1,4 @@
-"""What answers prompts as a configuration says, with a trainer or without one: a sandbox and engines."""
+"""An engine pool and its sandbox as configured, with a trainer or without one."""
 
 from __future__ import annotations
 

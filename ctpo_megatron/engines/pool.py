@@ -18,12 +18,11 @@ from ctpo_megatron.base.run_paths import LogPaths, RunPaths
 from ctpo_megatron.base.stop import Cancelled, NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig, Config, Placement, engine_count
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.engines.group import EngineGroup
+from ctpo_megatron.engines.cluster import EngineGroup
 from ctpo_megatron.engines.handle import EngineHandle
-from ctpo_megatron.engines.occupancy import Occupancy
 from ctpo_megatron.engines.ray_runtime import RayRuntime
 from ctpo_megatron.engines.sleep import CACHE, WEIGHTS, SleepState
-from ctpo_megatron.engines.stats import UPDATES_BY, pool_stats
+from ctpo_megatron.engines.stats import UPDATES_BY, Occupancy, pool_stats
 from ctpo_megatron.engines.tasks import (
     Device,
     EngineError,
@@ -101,7 +100,8 @@ class EnginePool:
 
     def _launch(self, gpus: float) -> None:
         device: Device = "cuda" if gpus > 0 else "cpu"
-        transport = choose_transport(self._spec.config, device, cluster=self._cluster is not None)
+        config, in_cluster = self._spec.config, self._cluster is not None
+        transport = choose_transport(config.rollout.weights, config.placement, device, cluster=in_cluster)
         self._spec = replace(self._spec, device=device, transport=transport)
         if self._cluster is not None:
             deadline = self._started_at + self.settings.start_timeout_s
@@ -184,7 +184,7 @@ class EnginePool:
 
         What is submitted from now on is sampled with them. Waits for an update before this one, and until an engine
         serves, or all of them for an offer that is not kept. Engines that sleep wake for their weights; their caches
-        sleep on. Raises WeightSyncError when a tensor of the model is missing: engines would silently keep the old one.
+        sleep on. Raises EngineError when a tensor of the model is missing: engines would silently keep the old one.
         """
         with self.lock:
             try:
@@ -195,8 +195,9 @@ class EnginePool:
                 else:
                     self.wait_ready()
             except BaseException:
-                offer.close()
+                offer.close()  # no later update or `close` would: it is not yet the pool's
                 raise
+            # Not earlier: an engine that comes up during the wait above is given the former offer.
             if self._offer is not None and self._offer is not offer:
                 self._offer.close()
             self._offer = offer
@@ -210,13 +211,13 @@ class EnginePool:
         """Return when all engines have the weights of the last `update`: whether none had to be replaced.
 
         A new engine is given a kept offer when it is up, which is not waited for here; it waits for the next offer
-        where nothing is kept. Schedulers call this as soon as there is nothing to wait for. Raises WeightSyncError when
-        an engine reports another version or other values, EngineError when one cannot be replaced, Cancelled.
+        where nothing is kept. Schedulers call this as soon as there is nothing to wait for. Raises EngineError when an
+        engine reports another version or other values, or cannot be replaced; Cancelled.
         """
         with self.lock:
             if self._update is None:
                 return True
-            self._update.wait()
+            self._update.wait()  # may raise Cancelled: the update is still pending then
             update, self._update = self._update, None
             result = update.finish()
             self._count_update(update.offer, result)
@@ -224,7 +225,7 @@ class EnginePool:
                 raise Cancelled(f"stop requested while weights {update.offer.version} were sent")
             self._memory.dead += result.failed
             if update.offer.kept:
-                if not self._memory.asleep:
+                if not self._memory.asleep:  # a new process needs GPU memory that the trainer has: `wake` replaces it
                     self._replace_dead()
             else:
                 self._settle_transfer(update)
@@ -309,7 +310,7 @@ class EnginePool:
     def close(self) -> None:
         """Stop engines and a Ray instance of our own; release the weights. Idempotent, waits seconds at most."""
         if self._runtime is not None:
-            with suppress(Exception):  # a start that failed was reported to whoever waited for it
+            with suppress(Exception):  # `wait_ready` raises why a start failed
                 self._runtime.wait(POOL_CLOSE_S)
         for engine in self._engines:
             engine.kill(gently=engine.live)

@@ -1,4 +1,7 @@
-"""A private, quiet Ray instance for the engines, or a connection to the cluster that RAY_ADDRESS names."""
+"""A private, quiet Ray instance for the engines, or a connection to the cluster that RAY_ADDRESS names.
+
+Any process that reaches a Ray node can run code on it, so several nodes need Ray's token authentication (SECURITY.md).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -15,14 +19,18 @@ from functools import cache
 from pathlib import Path
 
 import psutil
+import ray
+from ray.exceptions import RayError
 
-from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN_FILE
+from ctpo_megatron.base.addresses import is_own
+from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, QUIET, TOKEN, TOKEN_FILE
 from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.base.stop import NeverStop, Stop, stop_poll
 from ctpo_megatron.config import ClusterConfig
-from ctpo_megatron.engines.cluster import join
-from ctpo_megatron.engines.timeouts import RAY_CLOSE_S, RAY_FILES_POLL_S, RAY_FILES_S
+from ctpo_megatron.engines.tasks import EngineError
+from ctpo_megatron.engines.timeouts import HEAD_CONNECT_S, NODE_POLL_S, RAY_CLOSE_S
 
+_LAST_PORT = 65535
 _OBJECT_STORE_BYTES = 256 << 20
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OF_CLUSTER = {**QUIET, AUTH_MODE: "disabled"}
@@ -30,6 +38,8 @@ _OF_PRIVATE = {
     **QUIET,
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # how long orphaned agents linger after a killed driver
 }
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -41,8 +51,10 @@ def _variables(changes: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @cache
@@ -69,8 +81,6 @@ def _shut_down() -> None:
 
     Processes that started within `children_spared` ignore SIGTERM. Children of a killed process are killed as well.
     """
-    import ray
-
     node = ray._private.worker._global_node
     assert node is not None  # a Ray of this process
     started = [each.process for kind in node.all_processes.values() for each in kind]
@@ -83,6 +93,84 @@ def _shut_down() -> None:
     for process in below:
         with suppress(psutil.NoSuchProcess):  # most end by themselves
             process.kill()
+
+
+def check_token(nodes: int, environment: Mapping[str, str]) -> None:
+    """Raises EngineError when several nodes would run code of any process that reaches them."""
+    if nodes == 1:
+        return
+    path = environment.get(TOKEN_FILE)
+    advice = (
+        f"{nodes} Ray nodes (cluster.nodes) run code for whoever reaches them. On every node, before `ray start`: "
+        f"export {AUTH_MODE}=token {TOKEN_FILE}=FILE, with the same secret in FILE, of mode 0600"
+    )
+    if environment.get(AUTH_MODE, "").lower() != "token" or not path:
+        raise EngineError(f"{AUTH_MODE}={environment.get(AUTH_MODE)}, {TOKEN_FILE}={path}: {advice}")
+    if environment.get(TOKEN):
+        raise EngineError(f"{TOKEN} is set, which every program of the node inherits: unset it. {advice}")
+    if not Path(path).is_file():
+        raise EngineError(f"{TOKEN_FILE}={path} is no file: {advice}")
+    if Path(path).stat().st_mode & 0o077:
+        raise EngineError(f"{TOKEN_FILE}={path} can be read or written by other users; type chmod 600 {path}")
+
+
+def await_head(address: str, deadline: float) -> None:
+    """Wait until Ray's head accepts a connection; the first failure is logged as a warning.
+
+    Raises EngineError at `deadline` (monotonic seconds).
+    """
+    if "://" in address:
+        raise EngineError(f"{ADDRESS}={address}: Ray Client is not supported; give HOST:PORT of Ray's head")
+    host, separator, port = address.rpartition(":")
+    if not separator:  # "auto"
+        return
+    if not port.isdecimal() or int(port) > _LAST_PORT:
+        raise EngineError(f"{ADDRESS}={address}: {port!r} is no port; give HOST:PORT of Ray's head")
+    warned = False
+    while True:
+        try:
+            left_s = max(1.0, deadline - time.monotonic())
+            socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, HEAD_CONNECT_S)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + NODE_POLL_S > deadline:
+                raise EngineError(f"{ADDRESS}={address}: Ray's head does not answer: {error}") from error
+            if not warned:
+                warned = True
+                log.warning(
+                    "%s=%s: Ray's head does not answer (%s); waiting for it, %.0f s at most (rollout.start_timeout_s). "
+                    "Type unset %s for engines on this machine alone",
+                    *(ADDRESS, address, error, left_s, ADDRESS),
+                )
+        time.sleep(NODE_POLL_S)
+
+
+def check_address(address: str | None) -> None:
+    """Raises EngineError when `cluster.node_address` is not this machine's: Ray would look for it for minutes."""
+    if address is not None and not is_own(address):
+        raise EngineError(f"cluster.node_address={address} is no address of this machine")
+
+
+def join(cluster: ClusterConfig, deadline: float) -> None:
+    """Connect this process to the cluster of RAY_ADDRESS. Raises EngineError, by `deadline` (monotonic)."""
+    check_token(cluster.nodes, os.environ)
+    check_address(cluster.node_address)
+    address = os.environ[ADDRESS]
+    await_head(address, deadline)
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=cluster.node_address,
+        )
+    except (ConnectionError, RuntimeError, RayError) as error:
+        cause = error.__cause__ or error
+        where = cluster.node_address or "any of this machine's addresses"
+        raise EngineError(
+            f"cannot join the Ray cluster at {address} through a Ray node of this machine at {where} "
+            f"(cluster.node_address): {cause}"
+        ) from error
 
 
 class RayRuntime:
@@ -144,8 +232,6 @@ class RayRuntime:
     def _run(self) -> None:
         try:
             self._connect()
-            import ray
-
             resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
             self._then(float(resources.get("GPU", 0.0)))
         except BaseException as error:  # raised by `wait` and `is_up`
@@ -158,8 +244,6 @@ class RayRuntime:
         defaults = _OF_CLUSTER if self._cluster else _OF_PRIVATE
         for name, value in defaults.items():
             os.environ.setdefault(name, value)
-        import ray
-
         logging.getLogger("ray").setLevel(logging.ERROR)
         if ray.is_initialized():
             return
@@ -186,15 +270,13 @@ class RayRuntime:
             )
 
     def _disconnect(self) -> None:
-        import ray
-
         if self._owner and ray.is_initialized():
             if self._temp is None:  # the processes of a cluster are not ours to stop
                 ray.shutdown()
             else:
                 _shut_down()
-        for _ in range(round(RAY_FILES_S / RAY_FILES_POLL_S)):
+        for _ in range(20):  # for a second: Ray's last processes may still write to the folder
             if self._temp is None or not self._temp.exists():
                 break
             shutil.rmtree(self._temp, ignore_errors=True)
-            time.sleep(RAY_FILES_POLL_S)
+            time.sleep(0.05)

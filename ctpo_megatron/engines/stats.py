@@ -1,10 +1,17 @@
-"""Counts of the pool and of what is scheduled on it, as the metrics `rollout/*` have them."""
+"""What a pool records: counts as the metrics `rollout/*` have them, and what its engines have in flight over time."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 from ctpo_megatron.data.trajectory import TOOL_STATUSES
+from ctpo_megatron.engines.timeouts import OCCUPANCY_REPEAT_S, OCCUPANCY_ROW_S
+
+log = logging.getLogger(__name__)
 
 UPDATES_BY = "sync_by_"
 """Prefix of the counts of weight updates; the transport follows."""
@@ -19,3 +26,42 @@ def pool_stats(counts: Mapping[str, float]) -> dict[str, float]:
     if stats["sync_bytes"]:
         stats["sync_gb_per_s"] = stats["sync_bytes"] / 1e9 / stats["sync_s"]
     return stats
+
+
+class Occupancy:
+    """Appends `seconds since the epoch, trajectories of engine 0, of engine 1, ...` to a file when that changes.
+
+    A trajectory is in flight until its group is complete.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """path: `tracking.engine_occupancy` reads it. Created with the first row."""
+        self._path = path
+        self._in_flight: Counter[int] = Counter()
+        self._row: tuple[int, ...] = ()
+        self._written = 0.0
+        self._failed = False
+
+    def add(self, engine: int, trajectories: int) -> None:
+        """Add `trajectories`, which may be negative, to the number in flight on `engine`."""
+        self._in_flight[engine] += trajectories
+
+    def note(self, engines: int) -> None:
+        """Write a row of the first `engines` engines when it has changed, or is old; called often."""
+        row, now = tuple(self._in_flight[engine] for engine in range(engines)), time.time()
+        # Written at once: the next call may follow a whole training step later, and the old row would stay until then.
+        idle_now = not any(row) and row != self._row
+        if not idle_now and now < self._written + (OCCUPANCY_ROW_S if row != self._row else OCCUPANCY_REPEAT_S):
+            return
+        self._row, self._written = row, now
+        try:
+            self._append(",".join([f"{now:.2f}", *map(str, row)]) + "\n")
+        except OSError as error:  # a run does not stop for a figure of its report
+            if not self._failed:
+                log.warning("what engines have in flight cannot be written, the report will lack it: %s", error)
+            self._failed = True
+
+    def _append(self, line: str) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="ascii") as file:
+            file.write(line)

@@ -1,4 +1,4 @@
-"""What travels between the fleet and its engines, and what an engine is configured with."""
+"""What travels between the pool and its engines, and what an engine is configured with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ctpo_megatron.base.run_paths import LogPaths
+from ctpo_megatron.config import PlacementConfig, WeightsConfig
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
@@ -71,10 +72,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GroupTask:
-    """One prompt to be played once for each index in `samples`.
+    """One prompt to be sampled once for each index in `samples`.
 
     early: finished samples can be fetched before the group is complete (`RolloutEngine.take_finished`). version: of the
-    weights that its engine was told to take before: older ones play none of it.
+    weights that its engine is to take before: older ones sample none of it.
     """
 
     prompt: Prompt
@@ -98,16 +99,11 @@ class EngineError(RuntimeError):
     """The engines cannot continue; the message names the engine, the cause and where to look."""
 
 
-class WeightSyncError(EngineError):
-    """An engine does not hold the weights it was sent."""
-
-
-class EngineLate(EngineError):
-    """An engine did not finish a weight update in time."""
-
-
 class EngineDied(RuntimeError):
-    """The engine core behind a living actor is gone; the actor is of no further use."""
+    """The engine core behind a living actor is gone; the actor is of no further use.
+
+    Ours, as the trainer would import all of vLLM to unpickle vLLM's own exception.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +116,10 @@ class UpdateReport:
     seconds: float = 0.0
 
 
-def choose_transport(config: Config, device: Device, *, cluster: bool) -> Transport:
+def choose_transport(weights: WeightsConfig, placement: PlacementConfig, device: Device, *, cluster: bool) -> Transport:
     """What carries weights to engines on `device`; cluster: Ray is that of `RAY_ADDRESS`, over nodes."""
-    if config.rollout.weights.transport != "auto":
-        return config.rollout.weights.transport
+    if weights.transport != "auto":
+        return weights.transport
     if device == "cuda":
-        return "ipc" if config.placement.mode == "colocated" else "nccl"
+        return "ipc" if placement.mode == "colocated" else "nccl"
     return "tcp" if cluster else "file"

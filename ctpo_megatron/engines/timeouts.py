@@ -9,8 +9,6 @@ HEAD_CONNECT_S = 5.0
 
 RAY_CLOSE_S = 30.0
 """Shutdown of a private Ray, which runs in a thread of its own."""
-RAY_FILES_S, RAY_FILES_POLL_S = 1.0, 0.05
-"""How long, and how often, the files of a private Ray are removed: its last processes may still write to them."""
 
 LOG_COPY_INTERVAL_S = 5.0
 """Between two copies of the logs of engines that do not see the run directory."""
@@ -26,8 +24,6 @@ OCCUPANCY_REPEAT_S = 10.0
 
 CORE_SHUTDOWN_S = 2.0
 """For the current step of an engine core and the release of its model."""
-IDLE_STEP_S = 0.001
-"""Pause of an engine core whose requests could not be scheduled."""
 
 PING_TIMEOUT_S = 20.0
 """For a living engine to answer a ping."""

@@ -51,7 +51,7 @@ class TurnScheduler:
             raise
 
     def end(self) -> None:
-        """Free the place of a turn that was sampled or abandoned."""
+        """End a turn that was sampled or abandoned; the next one may start."""
         self._running -= 1
         self._begin()
 

@@ -113,7 +113,7 @@ def _gib(size: float) -> str:
 
 
 def check_docstrings(_context: object) -> Iterator[Problem]:
-    """Whether Python was told to leave out docstrings, to which Ray adds when it is imported."""
+    """Whether Python runs without docstrings, to which Ray adds when it is imported."""
     if sys.flags.optimize < 2:
         return
     message = "leaves out docstrings, without which Ray does not start"

@@ -9,16 +9,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.rollouts.estimates import LEVEL, RESAMPLES, bootstrap
 from ctpo_megatron.rollouts.evaluation import Evaluated, Evaluation
 from ctpo_megatron.rollouts.filters import Filters, filter_problem
+from ctpo_megatron.rollouts.ledger import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.metrics import rollout_metrics
-from ctpo_megatron.rollouts.quarantine import Quarantined, TooManyQuarantined
 from ctpo_megatron.rollouts.replay import Replay, ReplayError
 from ctpo_megatron.rollouts.request import Answers, Generator, Request, ticks
 from ctpo_megatron.rollouts.rollouts import Rollouts, RolloutSettings
-from ctpo_megatron.rollouts.samples import Sample, accuracies, by_problem, by_source, conduct, validation_metrics
-from ctpo_megatron.rollouts.scoring import Scorer, Scoring
+from ctpo_megatron.rollouts.samples import (
+    LEVEL,
+    RESAMPLES,
+    Sample,
+    accuracies,
+    bootstrap,
+    by_problem,
+    by_source,
+    conduct,
+    validation_metrics,
+)
+from ctpo_megatron.rollouts.scoring import Scorer
 
 if TYPE_CHECKING:
     from ctpo_megatron.rollouts.scheduler import Scheduler
@@ -40,7 +49,6 @@ __all__ = [
     "Sample",
     "Scheduler",
     "Scorer",
-    "Scoring",
     "TooManyQuarantined",
     "accuracies",
     "bootstrap",

@@ -1,13 +1,18 @@
-"""Where every drawn prompt went: nothing that was consumed is lost, and nothing is trained on twice."""
+"""Where every drawn prompt goes: none that was consumed is lost, none is trained on twice, and few may fail."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.data.batch import Batch
 from ctpo_megatron.data.prompt import Prompt
+
+log = logging.getLogger(__name__)
 
 _SHOWN = 5
 
@@ -16,33 +21,13 @@ class AccountingError(RuntimeError):
     """Prompts are lost or there twice; the message has all numbers. It is a bug of ctpo-megatron."""
 
 
-class PromptStream(Protocol):
-    """Prompts in the order of the run: `data.PromptSampler`."""
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
-
-    @property
-    def taken(self) -> int:
-        """Prompts taken since the beginning of the run."""
-
-    def named(self, ids: Collection[str]) -> dict[str, Prompt]:
-        """The prompts with these ids. Raises ValueError for an unknown one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position in the stream."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position."""
-
-
 class Ledger:
     """Draws prompts and accounts for them: counts what is settled, and knows what is under way by id.
 
-    A prompt comes again in every epoch, so ids are counted. `Replacements` for groups whose prompt is quarantined.
+    A prompt comes again in every epoch, so ids are counted.
     """
 
-    def __init__(self, prompts: PromptStream) -> None:
+    def __init__(self, prompts: PromptSampler) -> None:
         self._prompts = prompts
         self._settled = Counter({"trained": 0, "dropped": 0, "quarantined": 0})
         self._under_way: Counter[str] = Counter()
@@ -54,10 +39,11 @@ class Ledger:
         self._under_way.update(prompt.id for prompt in prompts)
         return prompts
 
-    def draw(self) -> Prompt:
-        """The next prompt, which replaces a quarantined one."""
-        self._replaced += 1
-        return self.take(1)[0]
+    def replacements(self) -> Iterator[Prompt]:
+        """The next prompts of the stream, each instead of a quarantined one. Endless."""
+        while True:
+            self._replaced += 1
+            yield self.take(1)[0]
 
     def deliver(self, batch: Batch) -> None:
         """The batch is trained on, except for its dropped groups."""
@@ -80,6 +66,7 @@ class Ledger:
         consumed = self._prompts.taken
         there = Counter([*buffered, *in_flight])
         missing, surplus = self._under_way - there, there - self._under_way
+        # A replacement is drawn from the stream as well, so for each one a quarantined id has no group any more.
         if missing.total() == self._replaced and set(missing) <= set(quarantined):
             self._settled["quarantined"] += self._replaced
             self._under_way, self._replaced, missing = +(self._under_way - missing), 0, Counter()
@@ -99,3 +86,56 @@ class Ledger:
         """Continue from counts of `state_dict`, with these prompts under way."""
         self._settled = Counter(state)
         self._under_way, self._replaced = Counter(prompt.id for prompt in under_way), 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A prompt that will not be sampled again. step: when its group was discarded; cause: its last failure."""
+
+    prompt_id: str
+    step: int
+    cause: str
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt_id!r} (step {self.step}): {self.cause}"
+
+
+class TooManyQuarantined(RuntimeError):
+    """More prompts failed than the run may lose; the message names them, the causes, and what to do."""
+
+
+class Quarantine:
+    """The quarantined prompts of one run, oldest first.
+
+    limit: `rollout.max_quarantined`. records: a resumed run fills in the earlier ones.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.records: list[Quarantined] = []
+
+    def __contains__(self, prompt_id: str) -> bool:
+        return any(record.prompt_id == prompt_id for record in self.records)
+
+    def add(self, record: Quarantined) -> None:
+        """Add a prompt and log it. Raises TooManyQuarantined beyond the limit."""
+        self.records.append(record)
+        log.warning("quarantined, will not be sampled again: %s", record)
+        if len(self.records) > self.limit:
+            raise TooManyQuarantined(
+                f"{len(self.records)} prompts were quarantined, more than rollout.max_quarantined = {self.limit}; "
+                f"the last: {'; '.join(map(str, self.records[-_SHOWN:]))}. Remove the cause, or take these prompts "
+                "out of the data; if single failures are expected, raise rollout.max_group_retries, "
+                "rollout.group_timeout_s or rollout.max_quarantined. Engine logs are in <run>/logs"
+            )
+
+    def draw(self, replacements: Iterator[Prompt]) -> Prompt:
+        """The next replacement that is not quarantined. Raises TooManyQuarantined when all are."""
+        # An endless stream that visits every prompt once an epoch has no longer row of quarantined ones than this.
+        for _ in range(2 * len(self.records) + 1):
+            prompt = next(replacements)
+            if prompt.id not in self:
+                return prompt
+        raise TooManyQuarantined(
+            f"all prompts of the data are quarantined; the last: {'; '.join(map(str, self.records[-_SHOWN:]))}"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ctpo_megatron.data.batch import Group
@@ -12,7 +12,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import pool_stats
 from ctpo_megatron.engines.weights import OffersWeights
-from ctpo_megatron.rollouts.quarantine import Quarantined, Replacements
+from ctpo_megatron.rollouts.ledger import Quarantined
 from ctpo_megatron.rollouts.request import Answers, GroupJob, Request
 
 
@@ -112,33 +112,33 @@ class Replay:
         prompts: Sequence[Prompt],
         recorded: Sequence[list[Trajectory]],
         step: int,
-        replacements: Replacements,
+        replacements: Iterator[Prompt],
     ) -> list[Prompt]:
         """The prompts that were sampled instead of `prompts`; those that `replacements` do not explain stay.
 
         The last prompt that a step draws is never lost, or another would have been drawn. So a replay that draws until
         every recorded prompt was met has drawn as many as the recorded run.
         """
-        played = list(prompts)
-        missing = [place for place, prompt in enumerate(prompts) if prompt.id != recorded[place][0].prompt_id]
-        lost = {prompts[place].id for place in missing}
+        sampled = list(prompts)
+        missing = [index for index, prompt in enumerate(prompts) if prompt.id != recorded[index][0].prompt_id]
+        lost = {prompts[index].id for index in missing}
         # The endless stream may give a prompt that is already lost again, but at most twice in a row of such prompts.
         for _ in range(len(missing) + 2 * self._max_quarantined):
             if not missing:
                 break
-            prompt = replacements.draw()
-            place = next((place for place in missing if recorded[place][0].prompt_id == prompt.id), None)
-            if place is None:
+            prompt = next(replacements)
+            index = next((index for index in missing if recorded[index][0].prompt_id == prompt.id), None)
+            if index is None:
                 lost.add(prompt.id)
             else:
-                played[place] = prompt
-                missing.remove(place)
+                sampled[index] = prompt
+                missing.remove(index)
         lost -= {record.prompt_id for record in self.quarantined}
         if missing or len(self.quarantined) + len(lost) > self._max_quarantined:
             return list(prompts)  # another recording: the first prompt that differs is reported
         self.quarantined += [Quarantined(name, step, "lost in the recorded run") for name in sorted(lost)]
         self._counts["quarantined"] += len(lost)
-        return played
+        return sampled
 
     def stats(self) -> dict[str, float]:
         """The names that `EnginePool.stats` has; all but `quarantined` are 0.
@@ -154,10 +154,10 @@ class Replay:
         return pool_stats(counts)
 
 
-def _group(step: int, place: int, prompt: Prompt, trajectories: list[Trajectory]) -> Group:
-    for index, trajectory in enumerate(trajectories):
-        where = f"step {step}, prompt {place + 1} of the batch, sample {index}"
-        if (trajectory.prompt_id, trajectory.sample_index) != (prompt.id, index):
+def _group(step: int, index: int, prompt: Prompt, trajectories: list[Trajectory]) -> Group:
+    for sample, trajectory in enumerate(trajectories):
+        where = f"step {step}, prompt {index + 1} of the batch, sample {sample}"
+        if (trajectory.prompt_id, trajectory.sample_index) != (prompt.id, sample):
             raise ReplayError(
                 f"{where}: the run draws prompt {prompt.id!r}, the recording has prompt {trajectory.prompt_id!r} "
                 f"(sample {trajectory.sample_index}): give data.train, data.shuffle and run.seed as in the recorded run"

@@ -13,7 +13,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import Sampling
 from ctpo_megatron.engines.weights import OffersWeights
-from ctpo_megatron.rollouts.quarantine import Quarantined, Replacements
+from ctpo_megatron.rollouts.ledger import Quarantined
 from ctpo_megatron.rollouts.timeouts import TICK_S
 
 
@@ -22,7 +22,8 @@ class Request:
     """How prompts are sampled.
 
     step: part of every sampling seed; groups of earlier steps go first. samples: trajectories of a group.
-    replacements: gives the prompt that is sampled instead of a quarantined one; None: its group is left out.
+    replacements: endless, over the prompts of the data, each once an epoch; the next one is sampled instead of a
+    quarantined prompt. None: its group is left out.
     early: samples are reported as they finish, and complete groups without them. done: sample indices that are not
     wanted, by prompt id.
     """
@@ -30,7 +31,7 @@ class Request:
     step: int
     samples: int
     sampling: Sampling
-    replacements: Replacements | None = None
+    replacements: Iterator[Prompt] | None = None
     early: bool = False
     done: Mapping[str, Collection[int]] = field(default_factory=dict)
 

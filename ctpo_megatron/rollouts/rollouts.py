@@ -9,23 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from ctpo_megatron.base.stop import STOP_POLL_S, Cancelled, Stop
 from ctpo_megatron.config import Config, RolloutConfig
+from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.data.batch import Batch, Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.engines import EngineError, Sampling
 from ctpo_megatron.engines.weights import OffersWeights
-from ctpo_megatron.rollouts.buffer import OpenBatch, Slot
+from ctpo_megatron.rollouts.buffer import OpenBatch, Slot, UniformGroups
 from ctpo_megatron.rollouts.filters import Filters
-from ctpo_megatron.rollouts.groups import UniformGroups
-from ctpo_megatron.rollouts.ledger import Ledger, PromptStream
+from ctpo_megatron.rollouts.ledger import Ledger, Quarantined
 from ctpo_megatron.rollouts.metrics import rollout_metrics, staleness_metrics
-from ctpo_megatron.rollouts.quarantine import Quarantined
 from ctpo_megatron.rollouts.request import Generator, Request
 from ctpo_megatron.rollouts.scoring import PendingScoring, Scorer
 from ctpo_megatron.rollouts.timeouts import AHEAD_TICK_S, JOIN_TIMEOUT_S, SCORING_TICK_S, TICK_S
@@ -64,7 +63,7 @@ class Rollouts:
         settings: RolloutSettings,
         generator: Generator,
         scorer: Scorer,
-        prompts: PromptStream,
+        prompts: PromptSampler,
         stop: Stop,
         phases: Phases,
     ) -> None:
@@ -146,12 +145,12 @@ class Rollouts:
                 self._raise_failure()
                 self._generator.update(trainer, version)
                 self._version = version
-                self._begin_batches()
+                self._begin_batches()  # after the update: what it adds is to be sampled with the new weights
                 self._generator.on_hold = False
                 self._generator.submit()
                 self._changed.notify_all()
         finally:
-            self._generator.on_hold = False
+            self._generator.on_hold = False  # `_finish_in_flight` sets it, and may raise
         if self._thread.ident is None:
             self._ticked_at = time.monotonic()
             self._thread.start()
@@ -268,7 +267,7 @@ class Rollouts:
         """
         while not self._stop.is_set():
             with self._held():
-                self._raise_failure()
+                self._raise_failure()  # first: a thread that has failed is late as well
                 self._check_thread(step)
                 opened = next(iter(self._open), None)
                 if opened is not None and opened.batch is not None:
@@ -341,6 +340,7 @@ class Rollouts:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
+        # With a deadline: a thread that stands still with the lock would stop the trainer without a message.
         if not self._changed.acquire(timeout=self._patience_s):
             raise EngineError(f"the rollout thread has not released the engines for {self._patience_s:g} s")
         try:
@@ -381,7 +381,7 @@ class Rollouts:
     def _request(self, step: int) -> Request:
         config = self._config
         sampling = Sampling(config.temperature, config.top_p, config.top_k)
-        return Request(step, config.samples_per_prompt, sampling, self._ledger)
+        return Request(step, config.samples_per_prompt, sampling, self._ledger.replacements())
 
     def _take_scores(self) -> None:
         by_step = {opened.step: opened for opened in self._open}
@@ -413,7 +413,7 @@ class Rollouts:
             return
         groups = opened.groups
         metrics = rollout_metrics(groups) | self._scorer.metrics(groups, opened.ordered_reports)
-        opened.batch = assemble(groups, metrics, opened.uniform, self._filters)
+        opened.batch = opened.assemble(metrics, self._filters)
 
     def _in_flight(self) -> dict[Slot, Prompt]:
         """Prompts whose groups are queued, sampled or scored."""
@@ -426,15 +426,3 @@ class Rollouts:
         buffered = [group.prompt.id for opened in self._open for group in opened.groups]
         in_flight = [prompt.id for prompt in self._in_flight().values()]
         self._ledger.check(buffered, in_flight, {record.prompt_id for record in self._generator.quarantined})
-
-
-def assemble(sampled: Sequence[Group], metrics: Mapping[str, float], uniform: UniformGroups, filters: Filters) -> Batch:
-    """The batch of scored groups, given the metrics of sampling and scoring. Some are dropped, loss masks written."""
-    uniform.drop(sampled)
-    batch = Batch(list(sampled), dict(metrics))
-    repeated = len(sampled) - len({group.prompt.id for group in sampled})
-    batch.metrics["rollout/prompts_repeated"] = float(repeated)
-    batch.metrics |= uniform.metrics(sampled) | filters.apply(batch.trained)
-    versions = {version for t in batch.trajectories for version in t.weight_version if version >= 0}
-    batch.weight_versions = tuple(sorted(versions))
-    return batch

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,8 +18,7 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EngineError, EngineHandle, EnginePool, GroupOutcome, GroupTask, engine_died
 from ctpo_megatron.engines.weights import OffersWeights
-from ctpo_megatron.rollouts.order import GroupOrder
-from ctpo_megatron.rollouts.quarantine import Quarantine, Quarantined
+from ctpo_megatron.rollouts.ledger import Quarantine, Quarantined
 from ctpo_megatron.rollouts.request import Answers, GroupJob, Request
 from ctpo_megatron.rollouts.timeouts import FETCH_TIMEOUT_S, TICK_S
 
@@ -32,6 +32,34 @@ class _InFlight:
     launch: int
     deadline: float
     samples: int
+
+
+class GroupOrder:
+    """Which group begins first: early steps before later ones, and within a step the longest, so that none ends alone.
+
+    Predicts response lengths, in tokens, by the mean of a prompt's last group. Not checkpointed: it is a guess.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._sum = 0.0
+
+    def note(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        """Take in a complete group."""
+        if trajectories:
+            mean = statistics.fmean(trajectory.response_tokens for trajectory in trajectories)
+            self._sum += mean - self._last.get(prompt.id, 0.0)
+            self._last[prompt.id] = mean
+
+    def sorted(self, jobs: Iterable[GroupJob]) -> list[GroupJob]:
+        """The jobs in the order in which to begin them; equal ones stay in their order."""
+        longest = sorted(jobs, key=lambda job: self.expected(job.prompt), reverse=True)
+        return sorted(longest, key=lambda job: job.request.step)
+
+    def expected(self, prompt: Prompt) -> tuple[float, int]:
+        """Length of the prompt's last responses, or the mean over all prompts without any; then its own length."""
+        usual = self._sum / len(self._last) if self._last else 0.0
+        return self._last.get(prompt.id, usual), len(prompt.token_ids)
 
 
 class Scheduler:
@@ -49,7 +77,7 @@ class Scheduler:
         *,
         background: bool = False,
     ) -> None:
-        """order, quarantine: shared by all schedulers of a run. background: give way to the other schedulers, and fill
+        """order, quarantine: shared by all schedulers of a run. background: yield to the other schedulers, and fill
         the engines with what they leave."""
         self._pool, self._order, self._retries, self._quarantine = pool, order, retry, quarantine
         self._background = background
@@ -68,7 +96,7 @@ class Scheduler:
         return cls(pool, GroupOrder(), retry, quarantine, background=background)
 
     def another(self) -> Scheduler:
-        """One more on the same pool, which shares order and quarantine; others give way to it."""
+        """One more on the same pool, which shares order and quarantine; others yield to it."""
         return Scheduler(self._pool, self._order, self._retries, self._quarantine)
 
     @property
@@ -116,6 +144,7 @@ class Scheduler:
         load, now = self._pool.load, time.monotonic()
         taken = load if self._background else Counter(entry.engine.index for entry in self._in_flight.values())
         for job in jobs:
+            # One group more than fills its batch: an engine does not idle until the next tick when a group ends.
             capacity = -(-self._pool.settings.engine.max_num_seqs // job.request.samples) + 1
             free = [engine for engine in self._pool.engines if engine.live and taken[engine.index] < capacity]
             if not free or job.not_before > now:
@@ -140,13 +169,13 @@ class Scheduler:
         with self.lock:
             self.submit()
             watched, timeout = self._watched(), self._patience(timeout_s)
-        self._ready = _finished(watched, timeout)
+        self._ready = _finished(watched, timeout)  # without the lock: other schedulers and updates continue meanwhile
 
     def collect(self) -> Answers:
         """See `Generator`."""
         answers, ready, self._ready = Answers(), self._ready, ()
         for reference in ready:
-            if reference in self._in_flight:
+            if reference in self._in_flight:  # the others are starts of engines: `register_started`
                 self._complete(reference, answers)
         self._pool.register_started()
         self._expire()

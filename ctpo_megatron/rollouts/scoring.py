@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
-from typing import Any, Protocol
+from typing import Any
 
 from ctpo_megatron.data import Group
 from ctpo_megatron.rewards import OVERLONG, OverlongPenalty, PendingScores, RewardPool, ScoreReport, reward_metrics
@@ -34,24 +34,8 @@ class PendingScoring:
         return report
 
 
-class Scorer(Protocol):
-    """Scores groups in the background: `Scoring`."""
-
-    def begin(self, groups: Sequence[Group]) -> PendingScoring:
-        """Begin to give every trajectory its reward, and return at once."""
-
-    def metrics(self, groups: Sequence[Group], reports: Sequence[Any]) -> dict[str, float]:
-        """`reward/*` of scored groups, given the reports of all calls that scored them."""
-
-    def report_record(self, report: Any) -> Any:
-        """A report as JSON has it."""
-
-    def report_of(self, record: Any) -> Any:
-        """The report of a `report_record`."""
-
-
-class Scoring:
-    """A `Scorer` by reward processes. penalty: for training batches; an evaluation has none."""
+class Scorer:
+    """Scores groups in the background, by reward processes. penalty: for training batches; an evaluation has none."""
 
     def __init__(self, pool: RewardPool, penalty: OverlongPenalty | None = None) -> None:
         self._pool, self._penalty = pool, penalty

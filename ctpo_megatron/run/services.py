@@ -17,7 +17,7 @@ from ctpo_megatron.environments.prompts import held_out_prompts, training_prompt
 from ctpo_megatron.environments.tokenizer import training_tokenizer
 from ctpo_megatron.policy import capabilities
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollouts import Evaluation, Generator, Replay, Rollouts, RolloutSettings, Scheduler, Scoring
+from ctpo_megatron.rollouts import Evaluation, Generator, Replay, Rollouts, RolloutSettings, Scheduler, Scorer
 from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
 
 
@@ -49,10 +49,10 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
         pool = None if replayed else _engines(config, directory, stop, stack)
         training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
-        scoring = Scoring(scorers, _overlong_penalty(config.reward, config.rollout))
+        scoring = Scorer(scorers, _overlong_penalty(config.reward, config.rollout))
         settings = RolloutSettings.of(config)
         rollouts = Rollouts(settings, training, scoring, prompts, stop, phases)
-        evaluation = Evaluation(config.eval, evaluating, Scoring(scorers), held_out, stop, phases)
+        evaluation = Evaluation(config.eval, evaluating, Scorer(scorers), held_out, stop, phases)
         yield Services(stack.enter_context(rollouts), stack.enter_context(evaluation), pool)
 
 
@@ -69,7 +69,7 @@ def _engines(config: Config, directory: Path, stop: Stop, stack: ExitStack) -> E
 
 
 def _schedulers(pool: EnginePool) -> tuple[Generator, Generator]:
-    """For training, which gives way to the other where it samples ahead, and for evaluation."""
+    """For training, which yields to the other where it samples ahead, and for evaluation."""
     training = Scheduler.of(pool, background=pool.settings.max_staleness > 0)
     return training, training.another()
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from ctpo_megatron import cli
 from ctpo_megatron.config import Config, load_config
 from ctpo_megatron.data import Group, Prompt, PromptRules, PromptSampler, Trajectory, prepare
-from ctpo_megatron.rollouts.groups import UniformGroups
+from ctpo_megatron.rollouts.buffer import UniformGroups
 from ctpo_megatron.run.directory import open_run_directory
 from ctpo_megatron.tracking import write_trajectories
 from tests.end_to_end import killed_train

@@ -23,7 +23,6 @@ from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines import EnginePool, Sampling
 from ctpo_megatron.engines.weights import TransportSettings, WeightOffer, WeightTransport, open_transport
 from ctpo_megatron.rollouts import Request, Scheduler, ticks
-from ctpo_megatron.rollouts.quarantine import Replacements
 from tests.engines.tiny_model import CALL, build_tiny_model
 
 T = TypeVar("T")
@@ -182,7 +181,7 @@ class Stage:
         prompts: Sequence[Prompt],
         step: int = 0,
         samples: int = 4,
-        replacements: Replacements | None = None,
+        replacements: Iterator[Prompt] | None = None,
         **sampling: Any,
     ) -> list[Group]:
         return groups_of(self.scheduler.another(), prompts, Request(step, samples, Sampling(**sampling), replacements))

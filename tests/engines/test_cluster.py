@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.config import ConfigError
-from ctpo_megatron.engines.cluster import ClusterError, Node, await_head, check_address, check_token
+from ctpo_megatron.engines import EngineError
+from ctpo_megatron.engines.cluster import Needs, Node, differences, node_facts
 from ctpo_megatron.engines.logs import mark, path_here, read_from, remove, unmark
-from ctpo_megatron.engines.node_facts import Needs, differences, node_facts
 from ctpo_megatron.engines.open import cluster_of
+from ctpo_megatron.engines.ray_runtime import await_head, check_address, check_token
 from ctpo_megatron.engines.tasks import EngineSpec
 from ctpo_megatron.environments.node_sandbox import node_sandbox_problem
 from ctpo_megatron.environments.python_tool import PythonTool
@@ -37,7 +38,7 @@ def test_several_nodes_need_a_token_that_only_its_owner_reads(tmp_path: Path) ->
         "unset it": token_file(tmp_path / "token") | {"RAY_AUTH_TOKEN": "secret"},
     }
     for said, environment in environments.items():
-        with pytest.raises(ClusterError, match=said):
+        with pytest.raises(EngineError, match=said):
             check_token(2, environment)
 
 
@@ -45,12 +46,12 @@ def test_a_head_that_does_not_answer_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         await_head(address, time.monotonic())
-    with pytest.raises(ClusterError, match=rf"RAY_ADDRESS={address}: Ray's head does not answer: .*refused"):
+    with pytest.raises(EngineError, match=rf"RAY_ADDRESS={address}: Ray's head does not answer: .*refused"):
         await_head(address, time.monotonic())
-    with pytest.raises(ClusterError, match="Ray Client is not supported"):
+    with pytest.raises(EngineError, match="Ray Client is not supported"):
         await_head("ray://host:10001", time.monotonic())
     for port in ("redis", "", "65536"):
-        with pytest.raises(ClusterError, match=f"'{port}' is no port; give HOST:PORT"):
+        with pytest.raises(EngineError, match=f"'{port}' is no port; give HOST:PORT"):
             await_head(f"127.0.0.1:{port}", time.monotonic())
 
 
@@ -58,7 +59,7 @@ def test_a_head_that_is_waited_for_is_named_at_once(caplog: pytest.LogCaptureFix
     """RAY_ADDRESS may be left from another project; the deadline is minutes away."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(ClusterError):
+    with pytest.raises(EngineError):
         await_head(address, time.monotonic() + 1.4)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"RAY_ADDRESS={address}: Ray's head does not answer (")
@@ -68,7 +69,7 @@ def test_a_head_that_is_waited_for_is_named_at_once(caplog: pytest.LogCaptureFix
 def test_an_address_of_another_machine_is_refused() -> None:
     for own in (None, "127.0.0.1"):
         check_address(own)
-    with pytest.raises(ClusterError, match=r"cluster.node_address=192.0.2.1 is no address of this machine"):
+    with pytest.raises(EngineError, match=r"cluster.node_address=192.0.2.1 is no address of this machine"):
         check_address("192.0.2.1")
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.config import EngineConfig
-from ctpo_megatron.engines.expected import EXPECTED
-from ctpo_megatron.engines.setup import engine_setup
+from ctpo_megatron.engines.setup import EXPECTED, engine_setup
 from tests.support.deadlines import scaled
 
 SPEAK = """
 import logging
-from ctpo_megatron.engines.expected import leave_out_expected
+from ctpo_megatron.engines.setup import leave_out_expected
 leave_out_expected()
 if engine_made:  # as an engine and its core process do
     from vllm.config.logging import LoggingConfig

@@ -14,7 +14,7 @@ from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
-from ctpo_megatron.engines import Sampling, WeightSyncError
+from ctpo_megatron.engines import EngineError, Sampling
 from ctpo_megatron.rollouts import Quarantined, Request, TooManyQuarantined, rollout_metrics, ticks
 from tests.engines.pool_helpers import (
     MAX_RESPONSE,
@@ -135,7 +135,7 @@ def test_sync_changes_what_is_sampled_and_forgets_cached_prefixes(stage: Stage) 
 def test_sync_refuses_an_incomplete_state_dict(stage: Stage) -> None:
     state = dict(stage.model.state_dict())
     state.pop("model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(WeightSyncError, match="up_proj"):
+    with pytest.raises(EngineError, match="up_proj"):
         stage.send(state, 99)
 
 
@@ -169,7 +169,7 @@ class Spares:
     def __init__(self, stage: Stage, *names: str) -> None:
         self.stage, self.names, self.drawn = stage, list(names), 0
 
-    def draw(self) -> Prompt:
+    def __next__(self) -> Prompt:
         self.drawn += 1
         name = self.names.pop(0)
         if not self.names:

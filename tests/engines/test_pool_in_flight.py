@@ -18,8 +18,8 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import Trajectory
 from ctpo_megatron.engines.tasks import GroupTask, Sampling
 from ctpo_megatron.rollouts import Request, Scheduler
-from ctpo_megatron.rollouts.order import GroupOrder
 from ctpo_megatron.rollouts.request import tick
+from ctpo_megatron.rollouts.scheduler import GroupOrder
 from tests.engines.pool_helpers import Stage, largest_log_prob_error, tokens, trajectories, versions
 from tests.support.deadlines import scaled
 

@@ -56,7 +56,7 @@ class ScriptedGenerator:
                 self.counts["quarantined"] += 1
             if request.replacements is None:
                 return
-            prompt = request.replacements.draw()
+            prompt = next(request.replacements)
         self._queue.append((slot, prompt, request))
 
     def submit(self) -> None:

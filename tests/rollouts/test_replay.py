@@ -77,7 +77,7 @@ class Stream:
     def __init__(self, names: str, first: int) -> None:
         self.names, self.drawn, self.first = names, 0, first
 
-    def draw(self) -> Prompt:
+    def __next__(self) -> Prompt:
         self.drawn += 1
         return prompt(self.names[(self.first + self.drawn - 1) % len(self.names)])
 

@@ -10,7 +10,7 @@ import pytest
 from ctpo_megatron.config import RewardConfig
 from ctpo_megatron.data import Group, Prompt, Trajectory
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
-from ctpo_megatron.rollouts.scoring import Scoring
+from ctpo_megatron.rollouts.scoring import Scorer
 
 REWARD = """
 from ctpo_megatron.rewards import Reward
@@ -66,11 +66,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
 
 def test_the_penalty_is_a_component_of_the_reward_in_training_alone(pool: RewardPool) -> None:
     groups = [answers("4", "5", tokens=10), answers("4", "5", tokens=18)]
-    plain = Scoring(pool)
+    plain = Scorer(pool)
     reports = [plain.begin(groups).result()]
     assert [group.rewards for group in groups] == [[1.0, 0.0], [1.0, 0.0]]
     assert "reward/overlong_penalty" not in plain.metrics(groups, reports)
-    shaped = Scoring(pool, OverlongPenalty(buffer=8, penalty=0.4, budget=20))
+    shaped = Scorer(pool, OverlongPenalty(buffer=8, penalty=0.4, budget=20))
     reports = [shaped.begin(groups).result()]
     assert [group.rewards for group in groups] == [[1.0, 0.0], [pytest.approx(0.7), pytest.approx(-0.3)]]
     assert groups[1].trajectories[1].reward_components == {"right": 0.0, "overlong_penalty": pytest.approx(-0.3)}
@@ -81,7 +81,7 @@ def test_the_penalty_is_a_component_of_the_reward_in_training_alone(pool: Reward
 
 def test_rounds_are_reported_as_one_batch(pool: RewardPool) -> None:
     groups = [answers("4", "5"), answers("", "?"), answers("4", "4", "4")]
-    scoring = Scoring(pool)
+    scoring = Scorer(pool)
     rounds = scoring.metrics(groups, [scoring.begin(part).result() for part in (groups[:1], groups[1:])])
     assert rounds == scoring.metrics(groups, [scoring.begin(groups).result()])
     assert rounds["reward/empty"] == 1.0 and rounds["reward/failures"] == 1.0

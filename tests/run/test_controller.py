@@ -16,7 +16,7 @@ import torch
 from ctpo_megatron.base.stop import Cancelled
 from ctpo_megatron.config import Config, RolloutConfig
 from ctpo_megatron.data import Batch
-from ctpo_megatron.engines.cpu.priority import BEHIND_ENGINES
+from ctpo_megatron.engines.cpu.setup import BEHIND_ENGINES
 from ctpo_megatron.engines.weights import EngineFacts
 from ctpo_megatron.rollouts import Evaluated
 from ctpo_megatron.run import Controller, Services

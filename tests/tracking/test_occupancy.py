@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.engines.occupancy import Occupancy
+from ctpo_megatron.engines.stats import Occupancy
 from ctpo_megatron.tracking.panels import panels
 from ctpo_megatron.tracking.run_data import RunData, engine_occupancy
 

@@ -10,7 +10,7 @@ from ctpo_megatron.config import Config
 from ctpo_megatron.engines.tasks import Device, choose_transport
 
 
-def a_config(mode: str = "disaggregated", transport: str = "auto") -> Config:
+def a_config(mode: str, transport: str) -> Config:
     settings: dict[str, Any] = {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}, "data": {"train": ["t"]}}
     return Config.model_validate(
         settings | {"placement": {"mode": mode}, "rollout": {"weights": {"transport": transport}}}
@@ -28,5 +28,6 @@ def a_config(mode: str = "disaggregated", transport: str = "auto") -> Config:
     ],
 )
 def test_auto_goes_by_where_the_engines_are(device: Device, cluster: bool, mode: str, transport: str) -> None:
-    assert choose_transport(a_config(mode), device, cluster=cluster) == transport
-    assert choose_transport(a_config(mode, "tcp"), device, cluster=cluster) == "tcp"
+    for configured, chosen in {"auto": transport, "tcp": "tcp"}.items():
+        config = a_config(mode, configured)
+        assert choose_transport(config.rollout.weights, config.placement, device, cluster=cluster) == chosen

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ctpo_megatron.engines.weights.memory import WeightMemory
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Share, WeightServer, fetched, plan
+from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, Share, fetched, plan
+from ctpo_megatron.engines.weights.tcp_transport import WeightMemory, WeightServer
 from tests.support.deadlines import scaled
 
 SECRET = bytes(range(SECRET_BYTES))
@@ -271,7 +271,7 @@ def test_a_rank_that_is_late_or_gone_is_named() -> None:
 
 
 def test_a_receiver_that_stops_reading_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ctpo_megatron.engines.weights.tcp")
+    caplog.set_level("INFO", "ctpo_megatron.engines.weights.tcp_transport")
     server = WeightServer("127.0.0.1", SECRET, 0.3)
     try:
         big = {"big": torch.zeros(16 << 20)}  # more than the buffers of a connection

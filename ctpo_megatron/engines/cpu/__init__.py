@@ -2,10 +2,9 @@
 
 `engines.setup.engine_setup` is the one switch. It returns `CpuSetup`, which makes the engine by `apply`; on a GPU
 nothing of this package is imported. Weight updates use `packed_weights` where a layer is on a CPU, the trainer
-`priority`. `tests/engines/test_vllm_private.py` lists every private name of vLLM that is patched or read here.
+`give_way_to_engines`. `tests/engines/test_vllm_private.py` lists every private name of vLLM that is patched or read.
 """
 
-from ctpo_megatron.engines.cpu.patches import apply
-from ctpo_megatron.engines.cpu.setup import CpuSetup
+from ctpo_megatron.engines.cpu.setup import CpuSetup, apply
 
 __all__ = ["CpuSetup", "apply"]

@@ -22,7 +22,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from ctpo_megatron.engines.cpu.output_batching import Gathered
-from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S, IDLE_STEP_S
+from ctpo_megatron.engines.timeouts import CORE_SHUTDOWN_S
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -114,7 +114,7 @@ class InProcessCore:
                 raise EngineDeadError from None
             self._ready.extend(outputs)
             if not executed and not outputs:
-                await asyncio.sleep(IDLE_STEP_S)
+                await asyncio.sleep(0.001)  # no request could be scheduled: other calls of the core go first
         return self._ready.popleft()
 
     def _step(self) -> tuple[list[EngineCoreOutputs], bool]:

@@ -54,8 +54,12 @@ class Gathered:
             for held in self._held.values():
                 held.clear()
             self._version = outputs.weight_version
-        outputs.outputs = [whole for output in outputs.outputs if (whole := self._whole(output)) is not None]
-        if outputs.outputs or outputs.scheduler_stats is not None:
+        complete = []
+        for output in outputs.outputs:
+            if (whole := self._whole(output)) is not None:
+                complete.append(whole)
+        outputs.outputs = complete
+        if complete or outputs.scheduler_stats is not None:
             ready.append(outputs)
         return ready
 

@@ -24,7 +24,10 @@ class Draws:
 
     def next(self, generators: Iterable[torch.Generator]) -> list[int]:
         """A number below 2^31 of each."""
-        return [self._next(generator) for generator in generators]
+        numbers = []
+        for generator in generators:
+            numbers.append(self._next(generator))
+        return numbers
 
     def _next(self, generator: torch.Generator) -> int:
         left = self._left.get(generator)

@@ -1,17 +1,23 @@
-"""What an engine on a CPU is configured with, and which engine it is."""
+"""What an engine on a CPU is configured with, every patch of vLLM for it, and the trainer's priority next to it."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.config import EngineConfig
-from ctpo_megatron.engines.cpu.patches import apply
 from ctpo_megatron.engines.setup import EngineSetup
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.engine.async_llm_engine import AsyncLLMEngine
 
+BEHIND_ENGINES = 5
+"""Niceness of the trainer's main thread while engines on its machine sample ahead."""
 _CONCURRENT_SHARE = 4
 """A step takes longer the more turns are in it, so a quarter of `max_num_seqs` keeps the cores busy."""
 
@@ -52,3 +58,42 @@ class CpuSetup(EngineSetup):
     def make(self, arguments: AsyncEngineArgs, engine: EngineConfig) -> AsyncLLMEngine:
         """The engine that `apply` chooses, in a process where vLLM is patched for it."""
         return apply(arguments, engine)(arguments)
+
+
+def apply(arguments: AsyncEngineArgs, engine: EngineConfig) -> Callable[[AsyncEngineArgs], AsyncLLMEngine]:
+    """Patch vLLM in this process permanently, and return the function that makes an engine of `arguments`.
+
+    arguments: changed in place; its `kernel_config` names the kernels. engine: whose `tensor_parallel_size` above 1
+    leaves vLLM as it is. Its workers are processes of their own then, which no patch in this process reaches.
+    """
+    # Here, so that environment variables can be set between the import of this module and the import of vLLM.
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+    if engine.tensor_parallel_size > 1:
+        make: Callable[[AsyncEngineArgs], AsyncLLMEngine] = AsyncLLMEngine.from_engine_args
+        return make
+
+    from ctpo_megatron.engines.cpu.core_client import in_process_engine
+    from ctpo_megatron.engines.cpu.gemm import pad_small_products
+    from ctpo_megatron.engines.cpu.output_batching import take_log_probs_of_many_tokens
+    from ctpo_megatron.engines.cpu.rmsnorm import use_kernel_for_norms
+    from ctpo_megatron.engines.cpu.sampler_seeds import draw_ahead
+
+    pad_small_products()
+    use_kernel_for_norms(arguments)
+    draw_ahead()
+    take_log_probs_of_many_tokens()
+    return partial(in_process_engine, threads=engine.threads)
+
+
+def give_way_to_engines() -> None:
+    """Lower the priority of the calling thread permanently, so that engines on this machine run first.
+
+    Threads that serve the engines keep theirs. A step takes as long as its slower side, which on a CPU is the engine:
+    its core has one thread, and competes with programs of tools and with scorers. Does nothing on other systems than
+    Linux, where threads have no niceness of their own.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        nice = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, max(nice, BEHIND_ENGINES))

@@ -9,7 +9,9 @@ from ctpo_megatron.engines.weights.offer import (
     WeightOffer,
     WeightSource,
     WeightTransport,
+    init_request,
     open_transport,
+    update_request,
 )
 
 __all__ = [
@@ -21,5 +23,7 @@ __all__ = [
     "WeightOffer",
     "WeightSource",
     "WeightTransport",
+    "init_request",
     "open_transport",
+    "update_request",
 ]

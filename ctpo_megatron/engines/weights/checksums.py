@@ -32,7 +32,7 @@ Sums = dict[str, tuple[int, int]]
 
 
 def sampled_columns(version: int, width: int) -> torch.Tensor:
-    """Ascending int64 indices of the columns that `version` looks at: one, at another place each time, of each part."""
+    """Ascending int64 indices of the columns that are compared: one of each part, another one in each version."""
     if width <= SAMPLED:
         return torch.arange(width)
     start = torch.arange(SAMPLED) * width // SAMPLED
@@ -40,13 +40,13 @@ def sampled_columns(version: int, width: int) -> torch.Tensor:
     return start + (_pseudorandom(torch.arange(SAMPLED) + SAMPLED * version) >> 16) % lengths
 
 
-def checksum(part: torch.Tensor, row: int = 0, column: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
+def checksum(part: torch.Tensor, row: int = 0, column: int = 0) -> torch.Tensor:
     """Sum of a vector or matrix, as int64 scalar on its device (compare modulo 2^64).
 
-    row, column: where it begins in the whole tensor. dtype: whose bits are summed, after rounding; None: of the part.
+    row, column: where it begins in the whole tensor.
     """
     matrix = _matrix(part)
-    lines = _Lines(matrix, column, dtype)
+    lines = _Lines(matrix, column, matrix.dtype)
     for number, block in enumerate(matrix.split(lines.step)):
         lines.add(number, block)
     return lines.total(row)
@@ -56,7 +56,7 @@ def sampled_checksum(
     numbers: torch.Tensor, columns: torch.Tensor, row: int = 0, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """The same of `numbers` [rows, columns], which has these columns of the whole tensor; zeros have no sign here."""
-    numbers = numbers.to(dtype or numbers.dtype) + 0.0
+    numbers = numbers.to(dtype or numbers.dtype) + 0.0  # no -0.0: a product with unit vectors has none
     words = numbers.view(_INTEGERS[numbers.element_size()]).to(torch.int64)
     return (words.sum(1) * _row_weights(row, len(words), words.device)).sum() + (
         words.sum(0) * _column_weights(columns.to(words.device))
@@ -69,8 +69,9 @@ class _Lines:
     Numbers are summed several at a time, as they stand in words of 64 bits: a column below is one of words.
     """
 
-    def __init__(self, matrix: torch.Tensor, column: int, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype or matrix.dtype
+    def __init__(self, matrix: torch.Tensor, column: int, dtype: torch.dtype) -> None:
+        """dtype: numbers are rounded to it before their bits are summed."""
+        self._dtype = dtype
         self._each = _WORD // self._dtype.itemsize
         self._lead, self._first = column % self._each, column // self._each
         self._width = -(-(self._lead + matrix.shape[1]) // self._each)

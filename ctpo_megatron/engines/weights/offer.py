@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from ctpo_megatron.config import WeightsConfig
 
@@ -149,3 +149,17 @@ def open_transport(ranks: Ranks, facts: EngineFacts, settings: TransportSettings
     from ctpo_megatron.engines.weights.vllm import VllmTransport
 
     return VllmTransport(ranks, facts, settings)
+
+
+def init_request(info: dict[str, Any]) -> Any:
+    """What `AsyncLLM.init_weight_transfer_engine` takes. info: of the trainer's side of such a transport."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    return WeightTransferInitRequest(init_info=info)
+
+
+def update_request(offer: dict[str, Any]) -> Any:
+    """What `AsyncLLM.update_weights` takes. offer: fields of the update info of the engine's backend."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    return WeightTransferUpdateRequest(update_info=offer)

@@ -1,4 +1,4 @@
-"""Weights over TCP, both ends: every trainer rank serves what it owns, every engine fetches from all of them.
+"""Weights over TCP as an engine fetches them from all trainer ranks; `tcp_transport` is the other end.
 
 An engine sends the run's secret, then asks for byte ranges of what a rank holds: version, first byte, length. What the
 rank has not copied yet is sent as soon as it is there. There is no encryption; the network has to be private.
@@ -6,112 +6,33 @@ rank has not copied yet is sent as soon as it is there. There is no encryption; 
 
 from __future__ import annotations
 
-import hmac
 import itertools
-import logging
 import socket
 import struct
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ctpo_megatron.engines.timeouts import ACCEPT_PAUSE_S, SECRET_TIMEOUT_S
-from ctpo_megatron.engines.weights.memory import ALIGNED, Entry, WeightMemory
-
-log = logging.getLogger(__name__)
-
 SECRET_BYTES = 32
 Buffer = npt.NDArray[np.uint8]
-_REQUEST = struct.Struct("!QQQ")
-_STREAMS = 2
+Entry = tuple[str, str, tuple[int, ...], int, int]
+"""Name, dtype (as torch names it), shape, first byte, bytes."""
+
+ALIGNED = 64
+"""Every tensor begins at a multiple of this many bytes."""
+
+REQUEST = struct.Struct("!QQQ")
+STREAMS = 2
 """Connections of an engine to a rank, which take turns. One would be as slow as the thread that sends."""
-_CONNECTIONS = 256 * _STREAMS
 _PORTION = 1 << 20
 """Bytes for which a receiver is woken: to wake it for every packet costs the sender time."""
-
-
-class WeightServer:
-    """Serves what a rank holds on one address, to who knows the secret.
-
-    timeout_s: deadline of every operation on a connection.
-    """
-
-    def __init__(self, host: str, secret: bytes, timeout_s: float) -> None:
-        self._socket = socket.create_server((host, 0), backlog=_CONNECTIONS, family=_family(host))
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._secret, self._timeout_s = secret, timeout_s
-        self._memory: WeightMemory | None = None
-        self._lock = threading.Lock()
-        self._free = threading.BoundedSemaphore(_CONNECTIONS)
-        self._closed = threading.Event()
-        threading.Thread(target=self._accept, name="weight server", daemon=True).start()
-
-    def serve(self, memory: WeightMemory | None) -> None:
-        """From now on what this holds, or nothing; ranges that are being sent are sent to their end."""
-        with self._lock:
-            self._memory = memory
-
-    def close(self) -> None:
-        """Serve nothing any more."""
-        self.serve(None)
-        self._closed.set()
-        with suppress(OSError):  # closed before
-            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, name = self._socket.accept()
-            except OSError as error:
-                if self._closed.wait(ACCEPT_PAUSE_S):
-                    return
-                log.warning("weights: a connection was not accepted: %s", error)  # too many open files, say
-                continue
-            if self._free.acquire(blocking=False):
-                threading.Thread(target=self._answer, args=(peer, name), name="weights", daemon=True).start()
-            else:
-                log.warning("weights: %s refused, %d connections are open", name[0], _CONNECTIONS)
-                peer.close()
-
-    def _answer(self, peer: socket.socket, name: Any) -> None:
-        try:
-            with peer:
-                peer.settimeout(min(SECRET_TIMEOUT_S, self._timeout_s))
-                secret = bytearray(SECRET_BYTES)
-                _receive(peer, memoryview(secret))
-                if not hmac.compare_digest(secret, self._secret):
-                    log.warning("weights: %s refused, it does not know the secret of this run", name[0])
-                    return
-                peer.settimeout(self._timeout_s)
-                self._serve(peer)
-        except OSError as error:  # rank zero names the engine that is late or gone
-            log.info("weights: connection of %s ended: %s", name[0], error)
-        finally:
-            self._free.release()
-
-    def _serve(self, peer: socket.socket) -> None:
-        request = bytearray(_REQUEST.size)
-        while begun := peer.recv_into(request):
-            _receive(peer, memoryview(request)[begun:])
-            version, first, length = _REQUEST.unpack(request)
-            memory = self._memory
-            if memory is None or not memory.wait_for(version, first + length, self._timeout_s):
-                return
-            with self._lock:
-                if self._memory is not memory:  # it may have been closed meanwhile
-                    return
-                content = memory.content(first, length)
-            _send(peer, content)
 
 
 @dataclass(frozen=True)
@@ -125,7 +46,7 @@ class Share:
 
 @dataclass
 class FetchMessage:
-    """What an engine is told in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
+    """What an engine needs in order to fetch. shares: fields of each `Share`. secret: in hexadecimal digits."""
 
     shares: list[tuple[str, int, Sequence[Entry]]]
     secret: str = field(repr=False)
@@ -187,16 +108,17 @@ def fetched(
     late or gone, does not have this version, or refuses the secret.
     """
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="weights"))
-        streams = [
-            [stack.enter_context(_Peer(share, secret, version, timeout_s)) for share in shares] for _ in range(_STREAMS)
-        ]
+        pool = stack.enter_context(ThreadPoolExecutor(STREAMS, thread_name_prefix="weights"))
+        streams: list[list[_Peer]] = [[] for _ in range(STREAMS)]
+        for stream in streams:
+            for share in shares:
+                stream.append(stack.enter_context(_Peer(share, secret, version, timeout_s)))
         buckets = plan(shares, bucket_bytes)
         buffers = _Buffers(min(bucket_bytes, max((bucket.size for bucket in buckets), default=0)))
         coming: deque[tuple[Bucket, Future[torch.Tensor]]] = deque()
         for bucket, peers in zip(buckets, itertools.cycle(streams), strict=False):
             coming.append((bucket, pool.submit(peers[bucket.share].fetch, bucket, buffers)))
-            if len(coming) == _STREAMS:  # the connection that is next has nothing to do
+            if len(coming) == STREAMS:  # the connection that is next has nothing to do
                 yield from _tensors(*coming.popleft())
         while coming:
             yield from _tensors(*coming.popleft())
@@ -247,27 +169,21 @@ class _Peer:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # the other side may have gone
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch that nobody waits for any more
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a fetch whose result is not needed any more
         self._socket.close()
 
     def fetch(self, bucket: Bucket, buffers: _Buffers) -> torch.Tensor:
         """Its bytes."""
         content = buffers.take(bucket.size)
         try:
-            self._socket.sendall(_REQUEST.pack(self._version, bucket.first, bucket.size))
-            _receive(self._socket, content.data, _PORTION)
+            self._socket.sendall(REQUEST.pack(self._version, bucket.first, bucket.size))
+            receive(self._socket, content.data, _PORTION)
         except OSError as error:
             raise ConnectionError(f"{self._name}, version {self._version}: {error}") from error
         return torch.from_numpy(content)
 
 
-def _send(peer: socket.socket, content: memoryview) -> None:
-    """All of it. Faster than sendfile, which hands over page by page; the time-out is that of each part."""
-    while content:
-        content = content[peer.send(content) :]
-
-
-def _receive(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
+def receive(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
     """Fill `into`, in parts of `portion` bytes at least or of what is missing.
 
     Raises ConnectionError when the other side ends before, TimeoutError when a part is late.
@@ -283,7 +199,3 @@ def _receive(peer: socket.socket, into: memoryview, portion: int = 1) -> None:
 def _layer(name: str, default: int) -> int:
     """Number of the layer that a tensor is of; `default` of those in none."""
     return next((int(part) for part in name.split(".") if part.isdigit()), default)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, None)[0][0]

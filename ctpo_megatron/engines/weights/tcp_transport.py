@@ -1,21 +1,202 @@
-"""The transport over TCP: every rank holds a copy of what it owns and serves it; rank zero tells the engines."""
+"""The transport over TCP: every rank holds a copy of what it owns and serves it; rank zero tells the engines.
+
+There is no encryption; the network has to be private.
+"""
 
 from __future__ import annotations
 
+import hmac
+import logging
+import mmap
 import secrets
+import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ctpo_megatron.base.addresses import own_address
+from ctpo_megatron.engines.timeouts import ACCEPT_PAUSE_S, SECRET_TIMEOUT_S
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
-from ctpo_megatron.engines.weights.memory import WeightMemory
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
-from ctpo_megatron.engines.weights.tcp import SECRET_BYTES, FetchMessage, Share, WeightServer
+from ctpo_megatron.engines.weights.tcp import (
+    ALIGNED,
+    REQUEST,
+    SECRET_BYTES,
+    STREAMS,
+    Entry,
+    FetchMessage,
+    Share,
+    receive,
+)
 
 if TYPE_CHECKING:
     from ctpo_megatron.engines.updates import PendingUpdate
+
+
+log = logging.getLogger(__name__)
+
+_CONNECTIONS = 256 * STREAMS
+
+
+class WeightMemory:
+    """Bytes of tensors one after another.
+
+    Pages are used again: to write to new ones takes several times as long, and two versions would take memory. One
+    thread plans and fills; others wait for what they want of it.
+    """
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, mmap.PAGESIZE)
+        self._progress = threading.Condition()
+        self._filled = 0
+        self.version = -1
+        self.entries: list[Entry] = []
+
+    def plan(self, shapes: Iterable[tuple[str, tuple[int, ...], torch.dtype]], version: int) -> None:
+        """From now on there is space for these tensors of `version`, instead of the former."""
+        entries, end = [], 0
+        for name, shape, dtype in shapes:
+            start, size = -(-end // ALIGNED) * ALIGNED, torch.Size(shape).numel() * dtype.itemsize
+            entries.append((name, str(dtype).removeprefix("torch."), tuple(shape), start, size))
+            end = start + size
+        with self._progress:
+            self.version, self.entries, self._filled = version, entries, 0
+            self._progress.notify_all()
+        if end > len(self._map):
+            # The former one stays as long as bytes of it are being sent.
+            self._map = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map.madvise(mmap.MADV_DONTFORK)  # a forked writer of checkpoints would have it copied as it is filled
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    def fill(self, named_tensors: Iterable[tuple[str, torch.Tensor]], checksums: Checksums | None = None) -> None:
+        """Copy the planned tensors (of any device and layout) in that order; each can be had once it is there.
+
+        checksums: takes them in on the way. Raises ValueError when one is not as planned, or missing.
+        """
+        planned = iter(self.entries)
+        for name, tensor in named_tensors:
+            entry = next(planned, None)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if entry is None or entry[:3] != (name, dtype, tuple(tensor.shape)):
+                raise ValueError(f"weights: {name} {dtype}{list(tensor.shape)} comes where {entry} was announced")
+            place = self._place(entry, tensor.dtype)
+            if checksums is None:
+                place.copy_(tensor.detach())
+            else:
+                checksums.add(name, tensor, place)
+            with self._progress:
+                self._filled = entry[3] + entry[4]
+                self._progress.notify_all()
+            del tensor  # or it would stay while the next one is gathered
+        if (missing := next(planned, None)) is not None:
+            raise ValueError(f"weights: {missing[0]} was announced, but did not come")
+
+    def wait_for(self, version: int, end: int, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for the bytes before `end` of `version`; returns whether they are there."""
+        with self._progress:
+            self._progress.wait_for(lambda: self.version != version or self._filled >= end, timeout_s)
+            return self.version == version and self._filled >= end
+
+    def content(self, first: int, size: int) -> memoryview:
+        """`size` bytes from `first`. They outlive this object; later versions take their place."""
+        return memoryview(self._map)[first : first + size]
+
+    def close(self) -> None:
+        """Release the memory, but for what is being sent."""
+        self._map = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def _place(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+        shape = torch.Size(entry[2])
+        if not entry[4]:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=shape.numel(), offset=entry[3]).view(shape)
+
+
+class WeightServer:
+    """Serves what a rank holds on one address, to who knows the secret.
+
+    timeout_s: deadline of every operation on a connection.
+    """
+
+    def __init__(self, host: str, secret: bytes, timeout_s: float) -> None:
+        self._socket = socket.create_server((host, 0), backlog=_CONNECTIONS, family=_family(host))
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._secret, self._timeout_s = secret, timeout_s
+        self._memory: WeightMemory | None = None
+        self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(_CONNECTIONS)
+        self._closed = threading.Event()
+        threading.Thread(target=self._accept, name="weight server", daemon=True).start()
+
+    def serve(self, memory: WeightMemory | None) -> None:
+        """From now on what this holds, or nothing; ranges that are being sent are sent to their end."""
+        with self._lock:
+            self._memory = memory
+
+    def close(self) -> None:
+        """Serve nothing any more."""
+        self.serve(None)
+        self._closed.set()
+        with suppress(OSError):  # closed before
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, name = self._socket.accept()
+            except OSError as error:
+                if self._closed.wait(ACCEPT_PAUSE_S):
+                    return
+                log.warning("weights: a connection was not accepted: %s", error)  # too many open files, say
+                continue
+            if self._free.acquire(blocking=False):
+                threading.Thread(target=self._answer, args=(peer, name), name="weights", daemon=True).start()
+            else:
+                log.warning("weights: %s refused, %d connections are open", name[0], _CONNECTIONS)
+                peer.close()
+
+    def _answer(self, peer: socket.socket, name: Any) -> None:
+        try:
+            with peer:
+                peer.settimeout(min(SECRET_TIMEOUT_S, self._timeout_s))
+                secret = bytearray(SECRET_BYTES)
+                receive(peer, memoryview(secret))
+                if not hmac.compare_digest(secret, self._secret):
+                    log.warning("weights: %s refused, it does not know the secret of this run", name[0])
+                    return
+                peer.settimeout(self._timeout_s)
+                self._serve(peer)
+        except OSError as error:  # rank zero names the engine that is late or gone
+            log.info("weights: connection of %s ended: %s", name[0], error)
+        finally:
+            self._free.release()
+
+    def _serve(self, peer: socket.socket) -> None:
+        request = bytearray(REQUEST.size)
+        while begun := peer.recv_into(request):
+            receive(peer, memoryview(request)[begun:])
+            version, first, length = REQUEST.unpack(request)
+            memory = self._memory
+            if memory is None or not memory.wait_for(version, first + length, self._timeout_s):
+                return
+            with self._lock:
+                if self._memory is not memory:  # it may have been closed meanwhile
+                    return
+                content = memory.content(first, length)
+            _send(peer, content)
+
+
+def _send(peer: socket.socket, content: memoryview) -> None:
+    """All of it. Faster than sendfile, which hands over page by page; the time-out is that of each part."""
+    while content:
+        content = content[peer.send(content) :]
 
 
 @dataclass
@@ -41,7 +222,7 @@ class TcpOffer:
 
     @property
     def message(self) -> FetchMessage:
-        """What an engine is told."""
+        """What an engine receives."""
         shares = [(share.host, share.port, share.entries) for share in self.shares]
         return FetchMessage(
             shares, self.secret.hex(), self.version, self.settings.bucket_bytes, self.settings.timeout_s
@@ -98,3 +279,7 @@ class TcpTransport:
         """See `WeightTransport`."""
         self._server.close()
         self._memory.close()
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None)[0][0]

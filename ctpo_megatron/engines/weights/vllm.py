@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, TrainerWeightTransferEngine
@@ -24,12 +24,9 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ctpo_megatron.base.addresses import own_address
 from ctpo_megatron.engines.timeouts import ABORT_POLL_S
+from ctpo_megatron.engines.updates import PendingUpdate, WeightClient
 from ctpo_megatron.engines.weights.checksums import Checksums, Sums
-from ctpo_megatron.engines.weights.client import WeightClient
 from ctpo_megatron.engines.weights.offer import EngineFacts, Ranks, TransportSettings, WeightSource
-
-if TYPE_CHECKING:
-    from ctpo_megatron.engines.updates import PendingUpdate
 
 log = logging.getLogger(__name__)
 
