@@ -16,13 +16,12 @@ from pydantic import (
 )
 
 from ctpo_megatron.base.run_paths import EXPORT
-from ctpo_megatron.config.chat_template import is_template_file
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.reads import Reads, exists, input_paths
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
-from ctpo_megatron.config.system_prompt import is_prompt_file
 from ctpo_megatron.config.task_schema import LARGEST_SEED, PrepareConfig, Seconds, Section
+from ctpo_megatron.config.texts import is_prompt_file, is_template_file
 
 
 class RunConfig(Section):
