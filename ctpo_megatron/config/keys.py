@@ -86,6 +86,7 @@ def nearest(path: str, limit: int = 3) -> list[str]:
     ranked = sorted(same_leaf, key=lambda known: -difflib.SequenceMatcher(None, path, known).ratio())
     siblings = [known for known in by_path if known.count(".") == path.count(".") and _parent(known) == _parent(path)]
     around = [known for known in by_path if not path.startswith(f"{known}.")]
+    # A sibling of nearly this name first, then the same name in another section.
     return list(dict.fromkeys([*siblings, *ranked, *around]))[:limit]
 
 

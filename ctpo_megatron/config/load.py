@@ -49,8 +49,8 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         details = [_of_key(detail) for detail in error.errors()]
-        told = {_dotted(d["loc"]): _problem(d, sources) for d in details if not _explained(_dotted(d["loc"]), broken)}
-        problems += told.values()
+        by_key = {_dotted(d["loc"]): _problem(d, sources) for d in details if not _explained(_dotted(d["loc"]), broken)}
+        problems += by_key.values()
     if problems:
         raise ConfigError(problems)
     return config.read_from(sources.files), sources
@@ -92,6 +92,7 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
         except OmegaConfBaseException as error:
             keys = max(layer.places, key=len, default=())
             problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
+    # With the defaults below what is given, since interpolations may name keys that have a default.
     values = _over(OmegaConf.create(defaults(Config, plain(given))), given)
     if not _is_given(given, "objective.anchor") and _is_stale(values):
         values.objective.anchor = "behaviour"
@@ -104,7 +105,7 @@ def _over(below: DictConfig, above: DictConfig) -> DictConfig:
         node: Any = below
         for section in sections:
             node = node[section]
-        node[key] = None
+        node[key] = None  # OmegaConf lets anything replace it
     return cast(DictConfig, OmegaConf.merge(below, above))
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory: family and shape from config.json, and its files held against them. No model library.
+"""A Hugging Face model directory: family and shape from config.json, and checks of its files. No model library.
 
 Only the header of a safetensors file is read: 8 bytes of length, then JSON. The library would not name the wrong tensor
 or bytes, and the base install lacks it.

@@ -264,6 +264,12 @@ class EvalConfig(Section):
     temperature: NonNegativeFloat = Field(default=0.0, le=HOTTEST, description="0: greedy; else at least 0.01")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus filter")
 
+    def due(self, done: int, steps: int) -> bool:
+        """Whether an evaluation is due after `done` of `steps` steps."""
+        if done in (0, steps):
+            return done == steps or self.before_training
+        return self.every > 0 and done % self.every == 0
+
 
 class ExtensionsConfig(Section):
     """Users' own parts, named `package.module:Name` elsewhere in the configuration."""

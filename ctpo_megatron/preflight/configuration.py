@@ -27,10 +27,15 @@ from ctpo_megatron.config import (
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import Check, RunContext, failed, run_checks, warnings_of
 from ctpo_megatron.preflight.engine import check_budget, check_engine, check_engine_starts, check_tokens
-from ctpo_megatron.preflight.files import check_export, check_model_directory, check_prompt_files
+from ctpo_megatron.preflight.files import (
+    check_checkpoints,
+    check_export,
+    check_model_directory,
+    check_prompt_files,
+    check_replay,
+)
 from ctpo_megatron.preflight.objective import check_groups, check_objective
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
-from ctpo_megatron.preflight.state import check_checkpoints, check_replay
 from ctpo_megatron.preflight.template import check_protocol
 
 

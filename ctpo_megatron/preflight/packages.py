@@ -1,4 +1,4 @@
-"""What is installed, by metadata: held against setup.py's ranges and the lock of this device; and what imports."""
+"""What is installed, by metadata, compared with setup.py's ranges and the lock of this device; and what imports."""
 
 from __future__ import annotations
 
