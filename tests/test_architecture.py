@@ -83,7 +83,7 @@ ALL = (*(f"ctpo_megatron.{name}" for name in PACKAGES), *BESIDE)
 ALL_RANKS = (
     "policy",
     "verify",
-    "base/stop_signal.py",
+    "base/stop.py",
     "engines/weights/file.py",
     "engines/weights/tcp_transport.py",
     "engines/weights/vllm.py",
