@@ -56,7 +56,7 @@ def validate(
     spec, problems = (shapes, []) if shapes else _spec(config)
     context = RunContext(config, spec, job, cuda, gpu_gib if cuda else None)
     problems += check_training(context, files=shapes is None)
-    if not failed(problems):
+    if not failed(problems):  # its arithmetic needs a layout that fits ranks and model
         problems += check_gpu_memory(context)
     return warnings_of(problems, sources)
 
@@ -64,6 +64,7 @@ def validate(
 def check_training(context: RunContext, *, files: bool = True) -> list[Problem]:
     """What the checks of training find, errors first. files: model and prompt files are there."""
     checks = [check for check in TRAINING if files or check not in FILES]
+    # In the order of the alphabet: error, missing, warning.
     return sorted(run_checks(checks, context), key=lambda problem: problem.severity)
 
 
