@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 
 from ctpo_megatron.base.extensions import activate
-from ctpo_megatron.base.stop_signal import StopSignal
+from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import prepare
 from ctpo_megatron.policy import capabilities, destroy_distributed, init_distributed
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def main(config: Config) -> int:
     """Run all stages of a configuration; returns the exit status. Every rank of the job calls this."""
     activate(config.extensions.path or ())
-    stop = stop_signal(config)
+    stop = stop_signal(config.run.deadline, config.checkpoint.grace_s)
     layout = init_distributed(config.policy, config.run.seed)
     with ExitStack() as stack:
         stack.callback(destroy_distributed)

@@ -83,11 +83,11 @@ ALL = (*(f"ctpo_megatron.{name}" for name in PACKAGES), *BESIDE)
 ALL_RANKS = (
     "policy",
     "verify",
-    "base/stop_signal.py",
+    "base/stop.py",
     "engines/weights/file.py",
     "engines/weights/tcp_transport.py",
     "engines/weights/vllm.py",
-    "preflight/collectives.py",
+    "preflight/devices.py",
     "run/ranks.py",
 )
 COLLECTIVES = {"on_rank_zero", "keep_on_rank_zero", "wait_for_ranks", "gather_objects", "gather_on_rank_zero"}

@@ -214,7 +214,7 @@ def test_what_is_left_of_another_job_makes_no_rank(
     for more in ([], ["--dry-run"]):
         said = refusal(*more, RANK="3", WORLD_SIZE="8")
         assert f'RANK = "3": {missing} MASTER_ADDR, MASTER_PORT, too; type unset RANK' in said
-    assert 'WORLD_SIZE = "two": is no number of ranks' in refusal(WORLD_SIZE="two")
+    assert 'WORLD_SIZE = "two": is not a number of ranks' in refusal(WORLD_SIZE="two")
     assert not hasattr(driver, "config")
 
 

@@ -47,7 +47,7 @@ def call_problem(part: Callable[..., Any], positional: Sequence[str], arguments:
     """Why `part(*positional, **arguments)` cannot be called, or ""."""
     try:
         signature = inspect.signature(part)
-    except (TypeError, ValueError):  # written in C without a signature: it cannot be told
+    except (TypeError, ValueError):  # written in C without a signature: unknown
         return ""
     try:
         signature.bind(*positional, **arguments)

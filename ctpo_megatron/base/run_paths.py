@@ -39,7 +39,7 @@ def step_in(name: str) -> int | None:
 
 
 def discarded(path: Path) -> Path:
-    """The name that a resumed run gives to what lies beyond the step it continues from."""
+    """The name that a resumed run gives to what was written after the step it continues from."""
     return path.with_name(f"{_DISCARDED}{path.name}")
 
 

@@ -1,9 +1,17 @@
-"""The stop signal as everything that waits sees it; `run.stop_signal` has the one of a run."""
+"""The stop signal: set by a scheduler, the keyboard or the clock; what waits checks it, and the run saves its state."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Protocol
+
+from ctpo_megatron.base.signals import heeded
 
 STOP_POLL_S = 0.5  # how often a waiting thread checks the stop signal
 
@@ -16,7 +24,7 @@ class Stop(Protocol):
 
 
 class NeverStop:
-    """For callers that are not asked to stop."""
+    """For callers that never stop early."""
 
     def is_set(self) -> bool:
         """See `Stop`."""
@@ -35,3 +43,112 @@ def stop_poll(deadline: float, stop: Stop, what: str) -> float:
     if stop.is_set():
         raise Cancelled(f"stop requested while waiting for {what}")
     return min(STOP_POLL_S, max(0.0, deadline - time.monotonic()))
+
+
+EXIT_STATUS = 128 + signal.SIGTERM
+_STDERR = 2
+_ONE_PRESS_S = 1.0  # a launcher may pass on the Ctrl-C that the terminal has sent to this process, too
+# Ignore repeated signals for this long while shutting down; after that, assume the SystemExit was swallowed and raise
+# it again.
+_CLOSING_S = 60.0
+
+
+class Gathers(Protocol):
+    """The ranks of a job: `Layout`."""
+
+    def gather(self, value: bool) -> list[bool]:
+        """Every rank's value, on every rank; collective."""
+
+
+class StopSignal:
+    """Whether this process is to stop. Outside of `deferred` it stops at once, by SystemExit, so that engines and
+    sandbox are closed.
+
+    Set by SIGTERM, SIGUSR1, Ctrl-C (SIGINT) and a terminal that is closed (SIGHUP). The clock sets it, too, when
+    `grace_s` seconds are left of a job that ends at `job_end` (seconds since the epoch). Within `deferred` the state
+    may be saved first, for at most `grace_s` seconds; a second Ctrl-C ends that. status: exit status of a process that
+    was stopped.
+    """
+
+    def __init__(self, grace_s: float, job_end: float | None = None) -> None:
+        self.status = EXIT_STATUS
+        self._grace_s = grace_s
+        self._deferring = False
+        self._set_by, self._set_at = "", 0.0
+        self._left_at: float | None = None
+        self._process = os.getpid()
+        for number in heeded():
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_alarm)
+        if job_end is not None:
+            _alarm_in(job_end - grace_s - time.time())
+
+    def is_set(self) -> bool:
+        """Whether this process is to stop; local."""
+        return bool(self._set_by)
+
+    def agreed(self, ranks: Gathers) -> bool:
+        """Whether any rank is to stop; then it is set on all of them. Collective."""
+        if any(ranks.gather(self.is_set())) and not self.is_set():
+            self._set_by, self._set_at = "another rank", time.monotonic()
+            _alarm_in(self._grace_s)
+        return self.is_set()
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Let the caller check `is_set` and `agreed`, and save before it ends."""
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    def leave(self) -> int:
+        """The state is saved, and no deadline is left; returns the exit status."""
+        self._begin_to_leave()
+        return self.status
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._deferring and os.getpid() != self._process:
+            return  # a process forked to write a checkpoint, whose work is wanted
+        keyboard = number == signal.SIGINT
+        self._set("Ctrl-C" if keyboard else signal.Signals(number).name, 128 + number if keyboard else EXIT_STATUS)
+        if keyboard and time.monotonic() - self._set_at > _ONE_PRESS_S:
+            self._exit("Ctrl-C again: stopping now, without a checkpoint", 128 + number)
+
+    def _on_alarm(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._set_by:
+            return self._set("the job's end", EXIT_STATUS)
+        late = f"not done within {self._grace_s:g} s of {self._set_by} (checkpoint.grace_s)"
+        self._exit(f"{late}; leaving without a checkpoint", self.status)
+
+    def _set(self, by: str, status: int) -> None:
+        if not self._deferring:
+            return self._exit(f"{by}: stopping now; no training step is running", status)
+        if self._set_by:
+            return
+        self._set_by, self._set_at, self.status = by, time.monotonic(), status
+        _alarm_in(self._grace_s)
+        _say(f"{by}: a checkpoint follows, within {self._grace_s:g} s (checkpoint.grace_s)")
+
+    def _exit(self, line: str, status: int) -> None:
+        """Raise SystemExit, unless one is on its way: engines and sandbox are being closed then."""
+        if self._left_at is not None and time.monotonic() < self._left_at + _CLOSING_S:
+            return
+        self._begin_to_leave()
+        _say(line)
+        sys.exit(status)
+
+    def _begin_to_leave(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._left_at = time.monotonic()
+
+
+def _alarm_in(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))  # 0 would switch it off
+
+
+def _say(line: str) -> None:
+    # Within a signal handler: a logger's stream may be in the middle of a write.
+    with suppress(OSError):  # Ctrl-C has ended `tee`, too, or the terminal is closed
+        os.write(_STDERR, f"{line}\n".encode())

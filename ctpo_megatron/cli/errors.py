@@ -46,7 +46,7 @@ def report_error(error: Exception, verb: str) -> int:
     if _is_one_of(error, _FAILED_ELSEWHERE):
         print(f"ctpo: {error}", file=sys.stderr)
         return 1
-    if isinstance(error, OSError) and _nobody_reads(error):
+    if isinstance(error, OSError) and _output_is_closed(error):
         return 128 + signal.SIGPIPE
     if not _is_one_of(error, _USER_ERRORS):
         if refused := _refused(error):
@@ -65,11 +65,11 @@ def flush_output() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        if not _nobody_reads(error):
+        if not _output_is_closed(error):
             raise
 
 
-def _nobody_reads(error: OSError) -> bool:
+def _output_is_closed(error: OSError) -> bool:
     """Whether the cause is a pipe without a reader, as after `| head`, or a closed terminal.
 
     Redirects standard output to /dev/null.

@@ -19,8 +19,10 @@ from ctpo_megatron.config import (
     GPU_GIB,
     Config,
     ConfigError,
+    DataConfig,
     Job,
     Problem,
+    RolloutConfig,
     Split,
     dump,
     load_with_sources,
@@ -47,7 +49,7 @@ from ctpo_megatron.preflight import (
 )
 from ctpo_sandbox.arguments import positive
 
-_ASKED_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _ROWS, _HEAD = 1000, 2000
 """Rows of a data file that a dry run checks, and characters of the prompt that it shows."""
 _OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=")
@@ -124,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         status = main(config)
     except SystemExit as ended:  # stopped while there was nothing to save
         status = ended.code if isinstance(ended.code, int) else 1
-    if status in _ASKED_TO_END and is_rank_zero():
+    if status in _STOPPED and is_rank_zero():
         with suppress(OSError):  # the terminal may be closed
             print(f"continue with: {_resume_command(args)}", file=sys.stderr)
     return status
@@ -176,16 +178,16 @@ def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> No
         print_table(title, ("", "value", "from"), rows)
     memory = memory_table(spec, Split.of(config.policy, job.world_size))
     print_table("Memory per trainer rank on CUDA, at most", ("", "size", "from"), memory)
-    node = GpuMemory.of(config, job, spec, gpu_gib).table(gpu_gib)
+    node = GpuMemory(config, job, spec, gpu_gib).table()
     print_table(f"Memory of each GPU on CUDA, {config.placement.mode}", ("", "size", "of whom"), node)
-    _print_system_prompt(config)
+    _print_system_prompt(config.data, config.rollout)
 
 
-def _print_system_prompt(config: Config) -> None:
+def _print_system_prompt(data: DataConfig, rollout: RolloutConfig) -> None:
     from ctpo_megatron.environments.factory import system_prompt
 
-    prompt = system_prompt(config.data, config.rollout)
-    source = "data.system_prompt" if prompt.chosen else f"rollout.tool_parser: {config.rollout.tool_parser}"
+    prompt = system_prompt(data, rollout)
+    source = "data.system_prompt" if prompt.chosen else f"rollout.tool_parser: {rollout.tool_parser}"
     print(f"\nSystem prompt ({source})")
     for line in (prompt.text or "none").splitlines():
         print(f"  {line}".rstrip())

@@ -3,7 +3,6 @@
 config = load_config("configs/quickstart.yaml", ["run.seed=1"])        # ConfigError names every mistake at once
 """
 
-from ctpo_megatron.config.chat_template import chat_template_names, chat_template_text, run_chat_template
 from ctpo_megatron.config.extension import Extension, named_extensions
 from ctpo_megatron.config.load import dump, load_config, load_with_sources
 from ctpo_megatron.config.memory import (
@@ -22,20 +21,38 @@ from ctpo_megatron.config.memory import (
 )
 from ctpo_megatron.config.memory import parameters as model_parameters
 from ctpo_megatron.config.memory import peak as peak_memory
-from ctpo_megatron.config.model_spec import (
+from ctpo_megatron.config.model_directory import (
     PREPARED,
+    Stored,
     family_for,
+    is_replaceable,
     load_family,
     read_shapes,
     read_spec,
     spec_for,
+    stored_tensors,
+    tokenizer_problems,
     will_be_prepared,
 )
 from ctpo_megatron.config.objective import PolicyObjective, advantage_from_config, objective_from_config
-from ctpo_megatron.config.objective_schema import AdvantageConfig, CorrectionConfig, ObjectiveConfig, RejectConfig
+from ctpo_megatron.config.objective_schema import (
+    PRESETS,
+    AdvantageConfig,
+    CorrectionConfig,
+    ObjectiveConfig,
+    RejectConfig,
+)
 from ctpo_megatron.config.parallel import NEED_TE, check_parallel, sequence_multiple
-from ctpo_megatron.config.placement import Job, Placement, engine_count, shares_gpus
-from ctpo_megatron.config.presets import PRESETS
+from ctpo_megatron.config.placement import (
+    Job,
+    Placement,
+    available_cores,
+    engine_count,
+    node_ranks,
+    rank_problem,
+    shares_gpus,
+    world_size,
+)
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem, Severity, passed
 from ctpo_megatron.config.rollout_schema import (
     COLDEST,
@@ -51,7 +68,6 @@ from ctpo_megatron.config.schema import (
     Config,
     DataConfig,
     EvalConfig,
-    ExportConfig,
     ModelConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -61,10 +77,14 @@ from ctpo_megatron.config.schema import (
     TrackingConfig,
 )
 from ctpo_megatron.config.sources import Sources
-from ctpo_megatron.config.system_prompt import SystemPrompt, system_prompt_text
 from ctpo_megatron.config.task_schema import LONGEST_S, CorruptionConfig, PrepareConfig, TinyModelConfig
-from ctpo_megatron.config.torchrun import available_cores, node_ranks, rank_problem, world_size
-from ctpo_megatron.config.weight_files import Stored, is_replaceable, stored_tensors, tokenizer_problems
+from ctpo_megatron.config.texts import (
+    SystemPrompt,
+    chat_template_names,
+    chat_template_text,
+    run_chat_template,
+    system_prompt_text,
+)
 
 __all__ = [
     "COLDEST",
@@ -87,7 +107,6 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EvalConfig",
-    "ExportConfig",
     "Extension",
     "Job",
     "Memory",

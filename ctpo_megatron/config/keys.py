@@ -86,6 +86,7 @@ def nearest(path: str, limit: int = 3) -> list[str]:
     ranked = sorted(same_leaf, key=lambda known: -difflib.SequenceMatcher(None, path, known).ratio())
     siblings = [known for known in by_path if known.count(".") == path.count(".") and _parent(known) == _parent(path)]
     around = [known for known in by_path if not path.startswith(f"{known}.")]
+    # A sibling of nearly this name first, then the same name in another section.
     return list(dict.fromkeys([*siblings, *ranked, *around]))[:limit]
 
 
@@ -130,7 +131,14 @@ def _describe(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         return f"mappings of {', '.join(annotation.model_fields)}"
     if annotation is Extension:
         return "name or {name, arguments}"
-    parts = [part for constraint in constraints for part in getattr(constraint, "metadata", (constraint,))]
-    found = [(sign, getattr(part, name)) for name, sign in _BOUNDS.items() for part in parts if hasattr(part, name)]
-    bounds = [f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}" for sign, bound in found]
-    return " ".join([_NAMES[annotation], ", ".join(bounds)]).strip()
+    return " ".join([_NAMES[annotation], ", ".join(_bounds(constraints))]).strip()
+
+
+def _bounds(constraints: tuple[Any, ...]) -> Iterator[str]:
+    parts: list[Any] = []
+    for constraint in constraints:
+        parts += getattr(constraint, "metadata", (constraint,))  # pydantic groups the constraints of a Field
+    for name, sign in _BOUNDS.items():
+        for part in parts:
+            if (bound := getattr(part, name, None)) is not None:
+                yield f"{sign} {bound}" if isinstance(bound, int) else f"{sign} {bound:g}"

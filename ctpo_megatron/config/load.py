@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +17,14 @@ from pydantic_core import ErrorDetails
 from ctpo_megatron.base.redact import secrets_in
 from ctpo_megatron.config.keys import defaults, known_keys, known_paths, nearest
 from ctpo_megatron.config.problems import NO_VALUE, ConfigError, Problem
-from ctpo_megatron.config.refusals import is_kl, replacement
 from ctpo_megatron.config.schema import Config
 from ctpo_megatron.config.sources import Keys, Layer, Sources, first_line, plain, read_files, read_overrides
 
 _NOT_FOUND = re.compile(r"Interpolation key '(\S+)' not found|trying to access (\S+): node `\S+` is not a container")
 """OmegaConf's messages for an interpolation of a missing key or of a key below a scalar."""
+_REMOVED = {("rollout.weights.transport", "nccl_m2n"): "nccl or auto"}
+"""Dotted key and a value that it no longer has -> what to give instead."""
+_KL = re.compile(r"(^|_)kl(_|$)|^(ref|reference)_(model|policy)$")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -47,8 +49,8 @@ def load_with_sources(path: str | Path | None, overrides: Sequence[str] = ()) ->
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         details = [_of_key(detail) for detail in error.errors()]
-        told = {_dotted(d["loc"]): _problem(d, sources) for d in details if not _explained(_dotted(d["loc"]), broken)}
-        problems += told.values()
+        by_key = {_dotted(d["loc"]): _problem(d, sources) for d in details if not _explained(_dotted(d["loc"]), broken)}
+        problems += by_key.values()
     if problems:
         raise ConfigError(problems)
     return config.read_from(sources.files), sources
@@ -90,6 +92,7 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> DictConfig:
         except OmegaConfBaseException as error:
             keys = max(layer.places, key=len, default=())
             problems.append(Problem(".".join(keys), first_line(error), where=layer.places.get(keys, "")))
+    # With the defaults below what is given, since interpolations may name keys that have a default.
     values = _over(OmegaConf.create(defaults(Config, plain(given))), given)
     if not _is_given(given, "objective.anchor") and _is_stale(values):
         values.objective.anchor = "behaviour"
@@ -102,7 +105,7 @@ def _over(below: DictConfig, above: DictConfig) -> DictConfig:
         node: Any = below
         for section in sections:
             node = node[section]
-        node[key] = None
+        node[key] = None  # OmegaConf lets anything replace it
     return cast(DictConfig, OmegaConf.merge(below, above))
 
 
@@ -131,15 +134,14 @@ def _is_stale(values: DictConfig) -> bool:
 
 def _resolve(node: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:
     """Plain containers with resolved interpolations; every broken one becomes a problem, not only the first."""
-    if isinstance(node, ListConfig):
-        return [_resolve_item(node, i, (*keys, str(i)), sources, problems) for i in range(len(node))]
-    if isinstance(node, DictConfig):
-        return {
-            str(key): _resolve_item(node, key, (*keys, str(key)), sources, problems)
-            for key in node
-            if not OmegaConf.is_missing(node, key)  # "???" means required; pydantic then reports it
-        }
-    return node
+    if not isinstance(node, ListConfig | DictConfig):
+        return node
+    resolved = {}
+    for key in range(len(node)) if isinstance(node, ListConfig) else node:
+        # "???" in a mapping means required: the key is left out, and pydantic reports it.
+        if isinstance(node, ListConfig) or not OmegaConf.is_missing(node, key):
+            resolved[str(key)] = _resolve_item(node, key, (*keys, str(key)), sources, problems)
+    return list(resolved.values()) if isinstance(node, ListConfig) else resolved
 
 
 def _resolve_item(node: Any, key: Any, keys: Keys, sources: Sources, problems: list[Problem]) -> Any:
@@ -165,9 +167,9 @@ def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
     key, keys = _dotted(detail["loc"]), tuple(str(part) for part in detail["loc"])
     where = sources.where(keys)
     kind, value = detail["type"], detail["input"]
-    if kind == "literal_error" and (other := replacement(key, value)):
-        return Problem(key, "removed", f"give {other}", value, where)
-    if kind == "extra_forbidden" and is_kl(key, value):
+    if kind == "literal_error" and isinstance(value, str) and (key, value) in _REMOVED:
+        return Problem(key, "removed", f"give {_REMOVED[key, value]}", value, where)
+    if kind == "extra_forbidden" and _is_kl(key, value):
         message = "there is no KL term: the published objective has none, its clip window bounds what an update changes"
         return Problem(key, message, "remove the key (docs/objective.md)", value, where)
     if kind == "extra_forbidden":
@@ -176,6 +178,12 @@ def _problem(detail: ErrorDetails, sources: Sources) -> Problem:
         return Problem(key, "required, but not given", f"add it: {_meaning(key)}", where=where)
     message, fix = _explain(detail)
     return Problem(key, message, fix, NO_VALUE if kind == "missing" else value, where)
+
+
+def _is_kl(key: str, value: Any = None) -> bool:
+    """Whether an unknown key, or one below it, would set a penalty on the divergence from a reference model."""
+    inner = isinstance(value, Mapping) and any(_is_kl(str(name), below) for name, below in value.items())
+    return inner or key == "objective.beta" or _KL.search(key.rpartition(".")[2]) is not None
 
 
 def _explain(detail: ErrorDetails) -> tuple[str, str]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from ctpo_kernels.names import CLIP_MODES, LOSS_AGG_MODES, RATIO_MODES, LossAggMode, RatioMode
-from ctpo_megatron.config.objective_schema import AdvantageConfig, ObjectiveConfig
-from ctpo_megatron.config.presets import PRESETS, WITHOUT_STD, ClipMode
+from ctpo_megatron.config.objective_schema import PRESETS, WITHOUT_STD, AdvantageConfig, ClipMode, ObjectiveConfig
 from ctpo_megatron.config.problems import ConfigError, Problem
 
 _MODES = {"ratio_mode": RATIO_MODES, "clip_mode": get_args(ClipMode), "loss_agg_mode": LOSS_AGG_MODES}

@@ -1,9 +1,11 @@
-"""Which GPUs of a node the trainer and the engines use: `placement` and `rollout.engines`."""
+"""The job that a configuration runs in: ranks of this process, and which GPUs of a node trainer and engines use."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from ctpo_megatron.config.problems import ConfigError, Problem
 from ctpo_megatron.config.rollout_schema import PlacementConfig, RolloutConfig
 from ctpo_megatron.config.schema import Config
 
@@ -64,3 +66,41 @@ class Placement:
         if len(names) < self.engines.stop:
             raise ValueError(f"the engines need GPU {self.engines.stop - 1} of CUDA_VISIBLE_DEVICES={visible}")
         return ",".join(names[self.engines.start : self.engines.stop])
+
+
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def rank_problem(*, planned: bool) -> Problem | None:
+    """The problem with an environment that has some of torchrun's variables, but not all.
+
+    planned: nothing is started, and WORLD_SIZE alone is the size of the job to plan for.
+    """
+    missing = [name for name in _OF_A_RANK if name not in os.environ]
+    name = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
+    if not missing or (name == "WORLD_SIZE" and (planned or world_size() == 1)):
+        return None
+    message = f"makes this process a rank of a job, which needs {', '.join(missing)}, too"
+    return Problem(name, message, f"type unset {name}, or start the run with torchrun", os.environ[name])
+
+
+def world_size() -> int:
+    """Ranks of this job: WORLD_SIZE as torchrun sets it, else 1. Raises ConfigError if it is not a number."""
+    return _count("WORLD_SIZE") or 1
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def node_ranks() -> int | None:
+    """Ranks of this node: LOCAL_WORLD_SIZE; None without torchrun. Raises as `world_size`."""
+    return _count("LOCAL_WORLD_SIZE")
+
+
+def _count(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    if text and not (text.isdecimal() and int(text)):
+        raise ConfigError([Problem(name, "is not a number of ranks", f"give 1 or more, or type unset {name}", text)])
+    return int(text) if text else None

@@ -16,13 +16,12 @@ from pydantic import (
 )
 
 from ctpo_megatron.base.run_paths import EXPORT
-from ctpo_megatron.config.chat_template import is_template_file
 from ctpo_megatron.config.extension import Extension
 from ctpo_megatron.config.objective_schema import ObjectiveConfig
 from ctpo_megatron.config.reads import Reads, exists, input_paths
 from ctpo_megatron.config.rollout_schema import HOTTEST, ClusterConfig, PlacementConfig, RolloutConfig, SandboxConfig
-from ctpo_megatron.config.system_prompt import is_prompt_file
 from ctpo_megatron.config.task_schema import LARGEST_SEED, PrepareConfig, Seconds, Section
+from ctpo_megatron.config.texts import is_prompt_file, is_template_file
 
 
 class RunConfig(Section):
@@ -264,6 +263,12 @@ class EvalConfig(Section):
     samples: PositiveInt = Field(default=1, description="trajectories per prompt")
     temperature: NonNegativeFloat = Field(default=0.0, le=HOTTEST, description="0: greedy; else at least 0.01")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus filter")
+
+    def due(self, done: int, steps: int) -> bool:
+        """Whether an evaluation is due after `done` of `steps` steps."""
+        if done in (0, steps):
+            return done == steps or self.before_training
+        return self.every > 0 and done % self.every == 0
 
 
 class ExtensionsConfig(Section):

@@ -95,6 +95,7 @@ def answer(
 
     display.stage("start")
     with ExitStack() as stack:
+        # The engines load in the background while the scorers start.
         engines = stack.enter_context(open_engines(config, logs, placement=None))
         pool = stack.enter_context(RewardPool(config.reward, config.extensions.path))
         engines.wait_ready()
@@ -111,6 +112,7 @@ def play(
     """Sample with running engines as section `eval` specifies, and score and store the answers."""
     sampling = Sampling(settings.temperature, settings.top_p, 0)
     request = Request(_STEP, settings.samples, sampling, early=True, done=store.played)
+    # The event is never set: an exception ends `ctpo eval`, and finished samples are in the store by then.
     for answered in ticks(generator, prompts, request, threading.Event()):
         for prompt, trajectories in answered.samples:
             answers.take(prompt, trajectories)

@@ -35,6 +35,7 @@ class SampleStore:
             raise ConfigError(
                 [Problem("--output", "another process writes to it; wait until it has ended", _ADVICE, str(directory))]
             ) from error
+        # As JSON returns them, with lists for tuples: compared with what was stored.
         self._agree(directory, json.loads(json.dumps(settings)))
         self._samples = {(sample.prompt_id, sample.index): sample for sample in self._read()}
 

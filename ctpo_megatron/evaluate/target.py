@@ -69,7 +69,7 @@ def read_config(target: Target, overrides: Sequence[str], gpus: int) -> tuple[Co
     without GPUs. Without RAY_ADDRESS the cluster is one node.
     """
     base: dict[str, Any] = {"model.path": str(target.model), "eval.prompts": None, "rollout.engines": "auto"}
-    if target.config is None:
+    if target.config is None:  # keys that the schema requires and an evaluation does not use
         base |= {"run.name": "eval", "run.steps": 0, "data.train": ["none"]}
     given = [f"{key}={json.dumps(value)}" for key, value in base.items()]
     config, sources = load_with_sources(target.config, [*given, *overrides])

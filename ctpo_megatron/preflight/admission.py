@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctpo_megatron.config import Config, DataConfig, Problem, will_be_prepared
-from ctpo_megatron.preflight.check import RunContext
+from ctpo_megatron.config import Config, DataConfig, Problem, RolloutConfig, will_be_prepared
 
 if TYPE_CHECKING:
     from ctpo_megatron.data import PromptSet
@@ -31,7 +30,7 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
     """Read the first `limit` rows of every data file, or all, and render them as training would. Imports no torch."""
     report = DataCheck(not_checked=_why_not(config))
     if report.not_checked:
-        report.problems += check_prompts(config, _count(config.data))
+        report.problems += check_prompts(config.rollout, _count(config.data))
         return report
     from ctpo_megatron.environments.factory import offered_schemas
     from ctpo_megatron.environments.prompts import chat_tokenizer, held_out_prompts, training_prompts
@@ -45,7 +44,7 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
         return report
     found = training_prompts(config, tokenizer, limit)
     _add(report, "data.train", found, config.data)
-    report.problems += check_prompts(config, sum(found.rows.values()) or None)
+    report.problems += check_prompts(config.rollout, sum(found.rows.values()) or None)
     report.first_prompt = found.texts[0] if found.texts else ""
     if config.data.eval:
         _add(report, "data.eval", held_out_prompts(config, tokenizer, limit), config.data)
@@ -118,10 +117,11 @@ def _add_conversations(report: DataCheck, config: Config, tokenizer: Any, limit:
     report.table.append(("sft.data", f"{len(conversations):,} conversations", f"tokens {shown}"))
 
 
-def check_prompts(config: Config, count: int | None) -> list[Problem]:
+def check_prompts(rollout: RolloutConfig, count: int | None) -> list[Problem]:
     """Enough training prompts for a batch, given how many there are (None: that is not known)."""
-    size = config.rollout.prompts_per_step
+    size = rollout.prompts_per_step
     if count is None or count >= size:
         return []
     message = f"is more than the {count} prompts of data.train: a prompt is in a batch up to {-(-size // count)} times"
-    return [RunContext(config).warning("rollout.prompts_per_step", message, "lower it, or give more data")]
+    fix = "lower it, or give more data"
+    return [Problem("rollout.prompts_per_step", message, fix, size, severity="warning")]

@@ -83,7 +83,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run wants of each machine.
+    """What a run needs of each machine.
 
     weight_bytes: a copy of the weights in the engines' precision. disk: (folder, bytes of one checkpoint, bytes of all
     that are kept). host_bytes: memory of all processes on a CPU. ports: (address, port, whose) to listen at.
@@ -112,7 +112,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class MachineContext:
-    """This machine, and what a run wants of it.
+    """This machine, and what a run needs of it.
 
     gpus: a text names why they are unknown. cuda: the version of CUDA that torch was built for; None: for none, or
     there is no torch.

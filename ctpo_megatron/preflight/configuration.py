@@ -27,10 +27,15 @@ from ctpo_megatron.config import (
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.preflight.check import Check, RunContext, failed, run_checks, warnings_of
 from ctpo_megatron.preflight.engine import check_budget, check_engine, check_engine_starts, check_tokens
-from ctpo_megatron.preflight.files import check_export, check_model_directory, check_prompt_files
+from ctpo_megatron.preflight.files import (
+    check_checkpoints,
+    check_export,
+    check_model_directory,
+    check_prompt_files,
+    check_replay,
+)
 from ctpo_megatron.preflight.objective import check_groups, check_objective
 from ctpo_megatron.preflight.placement import check_gpu_memory, check_placement
-from ctpo_megatron.preflight.state import check_checkpoints, check_replay
 from ctpo_megatron.preflight.template import check_protocol
 
 
@@ -51,7 +56,7 @@ def validate(
     spec, problems = (shapes, []) if shapes else _spec(config)
     context = RunContext(config, spec, job, cuda, gpu_gib if cuda else None)
     problems += check_training(context, files=shapes is None)
-    if not failed(problems):
+    if not failed(problems):  # its arithmetic needs a layout that fits ranks and model
         problems += check_gpu_memory(context)
     return warnings_of(problems, sources)
 
@@ -59,6 +64,7 @@ def validate(
 def check_training(context: RunContext, *, files: bool = True) -> list[Problem]:
     """What the checks of training find, errors first. files: model and prompt files are there."""
     checks = [check for check in TRAINING if files or check not in FILES]
+    # In the order of the alphabet: error, missing, warning.
     return sorted(run_checks(checks, context), key=lambda problem: problem.severity)
 
 

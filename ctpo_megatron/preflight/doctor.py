@@ -1,4 +1,4 @@
-"""The checks of `ctpo doctor`: of a machine, of a configuration on it, and what that wants of each machine."""
+"""The checks of `ctpo doctor`: of a machine, of a configuration on it, and what that needs of each machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from ctpo_megatron.base.extensions import activate
@@ -16,10 +16,12 @@ from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE, TOKEN_FILE
 from ctpo_megatron.config import (
     ELEMENT_BYTES,
     GIB,
+    ClusterConfig,
     Config,
     ConfigError,
     Job,
     Problem,
+    RolloutConfig,
     SandboxConfig,
     Sources,
     Split,
@@ -39,18 +41,13 @@ from ctpo_megatron.environments.tokenizer import (
     use_chat_template,
 )
 from ctpo_megatron.models import ModelSpec
-from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, Wanted, failed, run_checks
-from ctpo_megatron.preflight.collectives import check_collectives
+from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, RunContext, Wanted, failed, run_checks
 from ctpo_megatron.preflight.configuration import validate
-from ctpo_megatron.preflight.devices import check_devices, gpus, torch_cuda
+from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus, torch_cuda
 from ctpo_megatron.preflight.engine import engine_dtype
-from ctpo_megatron.preflight.machine import check_machine
+from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox
 from ctpo_megatron.preflight.packages import check_imports, check_packages
 from ctpo_megatron.preflight.placement import GpuMemory
-from ctpo_megatron.preflight.sandbox import NODE, check_sandbox
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def diagnose(wanted: Wanted) -> list[Problem]:
@@ -62,37 +59,33 @@ def diagnose(wanted: Wanted) -> list[Problem]:
 def diagnose_run(
     config: Config, sources: Sources, job: Job, here: Sequence[Gpu], *, deep: bool = False
 ) -> tuple[list[Problem], Wanted]:
-    """Findings on a configuration for ranks as in `job`, and what it wants of each machine. here: GPUs of this one."""
+    """Findings on a configuration for ranks as in `job`, and what it needs of each machine. here: GPUs of this one."""
     activate(config.extensions.path or ())
     gpu_gib = min((gpu.gib for gpu in here), default=None)
-    findings = [_under("config", p) for p in _problems(config, sources, job, gpu_gib)] or [
-        passed("config", config.run.name)
-    ]
+    problems: Sequence[Problem]
+    try:
+        problems = validate(config, job, cuda=bool(here), sources=sources, gpu_gib=gpu_gib)
+    except ConfigError as error:
+        problems = error.problems
+    findings = [_under("config", problem) for problem in problems] or [passed("config", config.run.name)]
     wanted = Wanted(
         disk=((str(config.run.directory), 0.0, GIB),),
         ports=tuple(_ports(config.tracking)),
         servers=tuple(_servers(config.sandbox)),
-        sandbox=_sandbox(config),
+        sandbox=_sandbox(config.sandbox, config.rollout, config.cluster),
         deep=deep,
     )
     try:
         spec = spec_for(config)
     except ConfigError:
         return findings, wanted
-    findings += [*_tokenizer(config, spec)]
+    context = RunContext(config, spec, job, bool(here), gpu_gib)
+    findings += _tokenizer(context, spec)
     if gpu_gib is not None:
-        fullest = GpuMemory.of(config, job, spec, gpu_gib).fullest
+        fullest = GpuMemory(config, job, spec, gpu_gib).fullest
         text = f"{fullest.bytes / GIB:.1f} of {gpu_gib:.0f} GiB on {fullest.gpus}, {fullest.when}"
         findings.append(passed("GPU memory", text))  # what is too much is a problem above
-    return findings, replace(wanted, **_sizes(config, spec, job, cuda=bool(here)))
-
-
-def _problems(config: Config, sources: Sources, job: Job, gpu_gib: float | None) -> tuple[Problem, ...]:
-    cuda = gpu_gib is not None
-    try:
-        return tuple(validate(config, job, cuda=cuda, sources=sources, gpu_gib=gpu_gib))
-    except ConfigError as error:
-        return error.problems
+    return findings, replace(wanted, **_sizes(context, spec))
 
 
 def _under(name: str, problem: Problem) -> Problem:
@@ -100,8 +93,9 @@ def _under(name: str, problem: Problem) -> Problem:
     return Problem(name, str(replace(problem, fix="")), problem.fix, severity=problem.severity)
 
 
-def _sizes(config: Config, spec: ModelSpec, job: Job, *, cuda: bool) -> dict[str, Any]:
+def _sizes(context: RunContext, spec: ModelSpec) -> dict[str, Any]:
     """The fields of `Wanted` that follow from the model."""
+    config = context.config
     count, policy, kept = model_parameters(spec)[0], config.policy, config.checkpoint
     weights = count * ELEMENT_BYTES[engine_dtype(config.rollout.engine, spec)]
     # Weights, and the optimizer's two moments and, below float32, its copy of the weights.
@@ -111,12 +105,13 @@ def _sizes(config: Config, spec: ModelSpec, job: Job, *, cuda: bool) -> dict[str
     return {
         "weight_bytes": weights,
         "disk": ((folder, one if kept.every else 0.0, one * saves + export + GIB),),
-        "host_bytes": 0.0 if cuda else _host_bytes(config, spec, job, weights),
+        "host_bytes": 0.0 if context.cuda else _host_bytes(context, spec, weights),
     }
 
 
-def _host_bytes(config: Config, spec: ModelSpec, job: Job, weights: float) -> float:
+def _host_bytes(context: RunContext, spec: ModelSpec, weights: float) -> float:
     """What the trainer's ranks of a node and its engines hold between steps, on a CPU."""
+    config, job = context.config, context.job
     rank = peak_memory(spec, Split.of(config.policy, job.world_size)).while_sampling("none")
     engines = 0 if config.rollout.replay else engine_count(config)
     return rank * (job.node_ranks or job.world_size) + engines * (
@@ -124,10 +119,10 @@ def _host_bytes(config: Config, spec: ModelSpec, job: Job, weights: float) -> fl
     )
 
 
-def _sandbox(config: Config) -> str:
-    if config.sandbox.url is not None or config.rollout.replay is not None or not needs_sandbox(config.rollout):
+def _sandbox(sandbox: SandboxConfig, rollout: RolloutConfig, cluster: ClusterConfig) -> str:
+    if sandbox.url is not None or rollout.replay is not None or not needs_sandbox(rollout):
         return ""
-    return NODE if config.cluster.nodes > 1 else config.sandbox.require
+    return NODE if cluster.nodes > 1 else sandbox.require
 
 
 def _ports(tracking: TrackingConfig) -> Iterator[tuple[str, int, str]]:
@@ -147,7 +142,8 @@ def _servers(sandbox: SandboxConfig) -> Iterator[tuple[str, int, str]]:
             yield parts.hostname or "", parts.port or 80, "sandbox.url"
 
 
-def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Problem]:
+def _tokenizer(context: RunContext, spec: ModelSpec) -> Iterator[Problem]:
+    config = context.config
     directory = Path(config.model.path)
     if not directory.is_dir() and config.prepare is not None:
         yield Problem("tokenizer", f"{directory} is made by the stage prepare", severity="warning")
@@ -167,16 +163,13 @@ def _tokenizer(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         yield Problem("tokenizer", "has no token that ends a turn (eos_token)", "set it in tokenizer_config.json")
     else:
         yield passed("tokenizer", f"{len(tokenizer)} tokens, a turn ends with {tokenizer.eos_token}")
-    yield _template(config, tokenizer)
-
-
-def _template(config: Config, tokenizer: PreTrainedTokenizerBase) -> Problem:
     try:
         use_chat_template(tokenizer, config.model)
         check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
     except (TokenizerError, OSError) as error:
-        return Problem("chat template", str(error))
-    return passed("chat template", f"of {config.model.chat_template or 'the tokenizer'}")
+        yield Problem("chat template", str(error))
+    else:
+        yield passed("chat template", f"of {config.model.chat_template or 'the tokenizer'}")
 
 
 def check_python(_context: MachineContext) -> Iterator[Problem]:

@@ -55,7 +55,7 @@ def check_parts(context: RunContext) -> Iterator[Problem]:
 
 def _check_part(context: PartContext) -> list[Problem]:
     key = context.key
-    checks = [check for door, check in DOORS.items() if key == door or key.startswith(f"{door}.")]
+    checks = [check for prefix, check in CHECK_BY_KEY.items() if key == prefix or key.startswith(f"{prefix}.")]
     try:
         json.dumps(context.part.arguments)
         return run_checks(checks, context)
@@ -123,7 +123,7 @@ def _tool_parser(context: PartContext) -> Iterator[Problem]:
     return context.problems()
 
 
-DOORS: dict[str, Check[PartContext]] = {
+CHECK_BY_KEY: dict[str, Check[PartContext]] = {
     "model.family": _family,
     "objective.function": _objective,
     "reward.function": _reward,

@@ -1,4 +1,4 @@
-"""Sizes and limits of a machine, held against what a run wants of it; whether Python and its folders will do."""
+"""This machine against what a run needs: sizes and limits, Python and its folders, what the sandbox enforces."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from ctpo_megatron.config import NO_VALUE, Problem, available_cores, passed
+from ctpo_megatron.base.run_paths import LogPaths
+from ctpo_megatron.config import NO_VALUE, Problem, Severity, available_cores, passed
+from ctpo_megatron.environments.node_sandbox import names_a_server, node_sandbox_problem, node_sandbox_url
 from ctpo_megatron.preflight.check import Check, MachineContext, Wanted
-from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S
+from ctpo_megatron.preflight.timeouts import CONNECT_TIMEOUT_S, SANDBOX_START_TIMEOUT_S
 
 GIB = 1 << 30
 _OPEN_FILES = (1024, 65536)
 """Fewer are not enough for Ray and an engine; Ray advises the second."""
-
-
 _LONGEST = 107 - len("/c0ffee00-0000-4000-8000-c0ffee000000")
 """Longest folder of Unix sockets, given the length of vLLM's socket names; multiprocessing's are shorter."""
+NODE = "node"
+"""In place of a least isolation: the node of a cluster has a sandbox that runs already."""
 
 
 def check_machine(context: MachineContext) -> Iterator[Problem]:
@@ -113,7 +115,7 @@ def _gib(size: float) -> str:
 
 
 def check_docstrings(_context: object) -> Iterator[Problem]:
-    """Whether Python runs without docstrings, to which Ray adds when it is imported."""
+    """Whether Python leaves out docstrings, to which Ray adds when it is imported."""
     if sys.flags.optimize < 2:
         return
     message = "leaves out docstrings, without which Ray does not start"
@@ -131,6 +133,43 @@ def check_temporary(_context: object) -> Iterator[Problem]:
     if (length := len(os.fsencode(folder))) > _LONGEST:
         message = f"has {length} characters, and sockets below it fail beyond {_LONGEST}"
         yield Problem("TMPDIR", message, "set it to a shorter path, e.g. /tmp", folder)
+
+
+def check_sandbox(context: MachineContext) -> list[Problem]:
+    """Its isolation. One that does not start is only a warning where none is wanted."""
+    require = context.wanted.sandbox
+    if require == NODE or names_a_server():
+        return [_of_node()]
+    bad: Severity = "error" if require else "warning"
+    fix = "docs/sandbox.md says what each level needs; sandbox.require takes less, sandbox.url another machine"
+    try:
+        from ctpo_sandbox import Limits, SandboxStartError, start_server
+    except ImportError as error:
+        return [Problem("sandbox", f"does not import: {error}", extra="sandbox", severity=bad)]
+    with tempfile.TemporaryDirectory() as folder:
+        log = LogPaths(Path(folder)).sandbox
+        try:
+            with start_server(
+                slots=1,
+                limits=Limits(run_timeout_s=5),
+                start_timeout_s=SANDBOX_START_TIMEOUT_S,
+                log_path=log,
+                require=require or "landlock",
+                tiers=["stdlib"],
+            ) as server:
+                health = server.health
+        except SandboxStartError as error:
+            return [Problem("sandbox", f"does not start: {error}", fix, severity=bad)]
+    return [
+        passed("sandbox", f"level {health['level']}: {'; '.join(health['enforced'])}"),
+        Problem("  not enforced", "; ".join(health["not_enforced"]), severity="warning"),
+    ]
+
+
+def _of_node() -> Problem:
+    if problem := node_sandbox_problem():
+        return replace(problem, fix="logs/ of the node program say why it ended")
+    return passed("sandbox", f"this node's own answers at {node_sandbox_url()}")
 
 
 START_CHECKS: tuple[Check[None], ...] = (check_docstrings, check_temporary)

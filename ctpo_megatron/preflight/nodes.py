@@ -13,8 +13,7 @@ from ctpo_megatron.base.ray_environment import ADDRESS, AUTH_MODE
 from ctpo_megatron.config import Config, Job, Placement, Problem, engine_count, passed
 from ctpo_megatron.environments.factory import needs_sandbox
 from ctpo_megatron.preflight.check import Wanted
-from ctpo_megatron.preflight.collectives import free_port, meet
-from ctpo_megatron.preflight.devices import has_cuda_device
+from ctpo_megatron.preflight.devices import free_port, has_cuda_device, meet
 from ctpo_megatron.preflight.doctor import diagnose
 from ctpo_megatron.preflight.packages import PACKAGES
 from ctpo_megatron.preflight.timeouts import MOST_SKEW_S, NODE_TIMEOUT_S

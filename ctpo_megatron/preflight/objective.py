@@ -113,7 +113,7 @@ def _sampling(context: RunContext) -> Iterator[Problem]:
 
 
 def check_groups(context: RunContext) -> Iterator[Problem]:
-    """Filters that can be told apart, uniform groups that mean something, a penalty within the budget."""
+    """Filters with distinct names, uniform groups that mean something, a penalty within the budget."""
     config = context.config
     names = Counter(part.short_name for part in config.rollout.filters)
     for name in (name for name, count in names.items() if count > 1):

@@ -1,4 +1,4 @@
-"""What is installed, by metadata: held against setup.py's ranges and the lock of this device; and what imports."""
+"""What is installed, by metadata, compared with setup.py's ranges and the lock of this device; and what imports."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def check_imports(_context: MachineContext) -> list[Problem]:
 
 def import_troubles(modules: Sequence[str]) -> dict[str, str]:
     """Why each module does not import; empty if it does."""
+    # In a process of its own: the import of a broken package may kill the interpreter.
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, *modules],

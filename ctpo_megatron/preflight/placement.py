@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -93,16 +93,17 @@ def check_gpu_memory(context: RunContext) -> Iterator[Problem]:
         needed = math.ceil(100 * least / (gpu_gib * GIB)) / 100
         fix = f"set at least {needed:g}" if needed <= USABLE else "raise rollout.engine.tensor_parallel_size"
         yield context.error("rollout.engine.gpu_memory_utilization", message, fix)
-    fullest, limit = GpuMemory.of(config, job, spec, gpu_gib).fullest, USABLE * gpu_gib * GIB
-    if fullest.bytes <= limit:
+    memory = GpuMemory(config, job, spec, gpu_gib)
+    fullest = memory.fullest
+    if fullest.bytes <= memory.usable:
         return
     parts = " + ".join(f"{name} {gib(size)}" for name, size in fullest.parts.items())
     message = (
         f"{fullest.gpus}: {gib(fullest.bytes)} of {gpu_gib:g} GiB {fullest.when} ({parts}); "
         f"{1 - USABLE:.0%} are kept for CUDA, NCCL and fragmentation"
     )
-    changes = cheapest_changes(config, job, spec, gpu_gib)
-    enough = any(size <= limit for _, size in changes)
+    changes = memory.cheapest_changes()
+    enough = any(size <= memory.usable for _, size in changes)
     named = ", ".join(f"{change} ({gib(size)})" for change, size in changes) or "none"
     advice = "cheapest changes" if enough else "no single change is enough, use more GPUs; those that save most"
     yield context.error("placement.mode", message, f"{advice}: {named}")
@@ -123,40 +124,102 @@ class Moment:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """All moments that fill a GPU."""
+    """What fills each GPU of a node, of `gpu_gib`, in a step of a configuration."""
 
-    moments: tuple[Moment, ...]
+    config: Config
+    job: Job
+    spec: ModelSpec
+    gpu_gib: float
 
-    @classmethod
-    def of(cls, config: Config, job: Job, spec: ModelSpec, gpu_gib: float) -> GpuMemory:
-        """Engines take `gpu_memory_utilization` of a GPU of `gpu_gib`."""
-        placed = Placement.of(config, job)
-        most = peak_memory(spec, Split.of(config.policy, job.world_size))
-        held = config.rollout.engine.gpu_memory_utilization * gpu_gib * GIB
+    @property
+    def usable(self) -> float:
+        """Bytes of a GPU."""
+        return USABLE * self.gpu_gib * GIB
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """All moments that fill a GPU; an engine takes its `gpu_memory_utilization`."""
+        config = self.config
+        placed = Placement.of(config, self.job)
+        most = peak_memory(self.spec, Split.of(config.policy, self.job.world_size))
+        held = config.rollout.engine.gpu_memory_utilization * self.gpu_gib * GIB
         if config.placement.mode == "colocated" and placed.engines:
-            weights = _weights(config.rollout.engine, spec)
-            moments = _shared(config.policy, weights, most, held, _named(placed.engines))
-        else:
-            alone = Moment(_named(placed.engines), "while sampling", {"engine": held})
-            moments = (Moment(_named(placed.trainer), "in an update", {"trainer": most.total}),)
-            moments += (alone,) if placed.engines else ()
-        return cls(moments)
+            weights = _weights(config.rollout.engine, self.spec)
+            return _shared(config.policy, weights, most, held, _named(placed.engines))
+        trainer = Moment(_named(placed.trainer), "in an update", {"trainer": most.total})
+        alone = Moment(_named(placed.engines), "while sampling", {"engine": held})
+        return (trainer, alone) if placed.engines else (trainer,)
 
     @property
     def fullest(self) -> Moment:
         return max(self.moments, key=lambda moment: moment.bytes)
 
-    def table(self, gpu_gib: float) -> list[tuple[str, str, str]]:
+    def table(self) -> list[tuple[str, str, str]]:
         """Rows (which GPUs and when, size, of whom)."""
         return [
             (
                 f"{moment.gpus}, {moment.when}",
                 gib(moment.bytes),
-                ("" if moment.bytes <= USABLE * gpu_gib * GIB else f"TOO MUCH for {gpu_gib:g} GiB; ")
+                ("" if moment.bytes <= self.usable else f"TOO MUCH for {self.gpu_gib:g} GiB; ")
                 + " + ".join(f"{name} {gib(size)}" for name, size in moment.parts.items()),
             )
             for moment in self.moments
         ]
+
+    def cheapest_changes(self) -> list[tuple[str, float]]:
+        """At most three changes and the fullest moment (bytes) after each.
+
+        First those that suffice, by what they cost in speed; without three of them, those that save most.
+        """
+        before = self.fullest.bytes
+        tried = []
+        for change in self._changes():
+            after = self._with(change).fullest.bytes
+            if after < before:
+                tried.append((" ".join(f"{key}={value}".lower() for key, value in change.items()), after))
+        enough = [item for item in tried if item[1] <= self.usable]
+        others = sorted((item for item in tried if item not in enough), key=lambda item: item[1])
+        return [*enough, *others][:3]
+
+    def _with(self, change: Mapping[str, object]) -> GpuMemory:
+        config = self.config
+        for key, value in change.items():
+            config = _with(config, key.split("."), value)
+        return replace(self, config=config)
+
+    def _changes(self) -> Iterator[Mapping[str, object]]:
+        """From those that cost nothing to those that cost most."""
+        config, spec, job = self.config, self.spec, self.job
+        policy, engine = config.policy, config.rollout.engine
+        replicas = Split.of(policy, job.world_size)
+        if not policy.use_distributed_optimizer and replicas.data * replicas.context > 1:
+            yield {"policy.use_distributed_optimizer": True}
+        if policy.use_distributed_optimizer and policy.dtype == "bfloat16" and config.placement.mode == "colocated":
+            for what in ("optimizer", "all"):
+                if policy.offload not in (what, "all"):
+                    yield {"policy.offload": what}
+        smallest = least_of_engine(engine, spec) / (self.gpu_gib * GIB)
+        for share in (0.5, 0.4, 0.3):
+            if smallest <= share < engine.gpu_memory_utilization:
+                yield {"rollout.engine.gpu_memory_utilization": share}
+        if policy.recompute != "full":
+            yield {"policy.recompute": "full"}
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        if policy.micro_batch_tokens // 2 >= longest:
+            yield {"policy.micro_batch_tokens": policy.micro_batch_tokens // 2}
+        placed, more = Placement.of(config, job), 2 * engine.tensor_parallel_size
+        if (
+            config.rollout.engines == "auto"
+            and spec.num_attention_heads % more == 0
+            and len(placed.engines) % more == 0
+        ):
+            yield {"rollout.engine.tensor_parallel_size": more}
+        wider = 2 * policy.tensor_model_parallel_size
+        if replicas.data % 2 == 0 and spec.num_key_value_heads % wider == 0:
+            yield {"policy.tensor_model_parallel_size": wider, "policy.sequence_parallel": True}
+        apart = config.placement.mode == "disaggregated" and len(placed.engines) <= len(placed.trainer)
+        if apart and policy.use_distributed_optimizer and policy.dtype == "bfloat16":
+            yield {"placement.mode": "colocated", "policy.offload": "all"}
 
 
 def _shared(policy: PolicyConfig, weights: float, most: Memory, held: float, gpus: str) -> tuple[Moment, ...]:
@@ -184,56 +247,6 @@ def least_of_engine(engine: EngineConfig, spec: ModelSpec) -> float:
     """Bytes with which an engine can start: weights, keys and values of one longest sequence, what it keeps asleep."""
     sequence = cache_bytes(engine, spec) * engine.max_model_len
     return _weights(engine, spec) + sequence + ASLEEP
-
-
-def cheapest_changes(config: Config, job: Job, spec: ModelSpec, gpu_gib: float) -> list[tuple[str, float]]:
-    """At most three changes and the fullest moment (bytes) after each.
-
-    First those that suffice, by what they cost in speed; without three of them, those that save most.
-    """
-    before = GpuMemory.of(config, job, spec, gpu_gib).fullest.bytes
-    tried = []
-    for change in _changes(config, job, spec, gpu_gib):
-        after = GpuMemory.of(_changed(config, change), job, spec, gpu_gib).fullest.bytes
-        if after < before:
-            tried.append((" ".join(f"{key}={value}".lower() for key, value in change.items()), after))
-    enough = [item for item in tried if item[1] <= USABLE * gpu_gib * GIB]
-    others = sorted((item for item in tried if item not in enough), key=lambda item: item[1])
-    return [*enough, *others][:3]
-
-
-def _changes(config: Config, job: Job, spec: ModelSpec, gpu_gib: float) -> Iterator[Mapping[str, object]]:
-    """From those that cost nothing to those that cost most."""
-    policy, engine = config.policy, config.rollout.engine
-    replicas = Split.of(policy, job.world_size)
-    if not policy.use_distributed_optimizer and replicas.data * replicas.context > 1:
-        yield {"policy.use_distributed_optimizer": True}
-    if policy.use_distributed_optimizer and policy.dtype == "bfloat16" and config.placement.mode == "colocated":
-        yield from ({"policy.offload": what} for what in ("optimizer", "all") if policy.offload not in (what, "all"))
-    smallest = least_of_engine(engine, spec) / (gpu_gib * GIB)
-    for share in (0.5, 0.4, 0.3):
-        if smallest <= share < engine.gpu_memory_utilization:
-            yield {"rollout.engine.gpu_memory_utilization": share}
-    if policy.recompute != "full":
-        yield {"policy.recompute": "full"}
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if policy.micro_batch_tokens // 2 >= longest:
-        yield {"policy.micro_batch_tokens": policy.micro_batch_tokens // 2}
-    placed, more = Placement.of(config, job), 2 * engine.tensor_parallel_size
-    if config.rollout.engines == "auto" and spec.num_attention_heads % more == 0 and len(placed.engines) % more == 0:
-        yield {"rollout.engine.tensor_parallel_size": more}
-    wider = 2 * policy.tensor_model_parallel_size
-    if replicas.data % 2 == 0 and spec.num_key_value_heads % wider == 0:
-        yield {"policy.tensor_model_parallel_size": wider, "policy.sequence_parallel": True}
-    apart = config.placement.mode == "disaggregated" and len(placed.engines) <= len(placed.trainer)
-    if apart and policy.use_distributed_optimizer and policy.dtype == "bfloat16":
-        yield {"placement.mode": "colocated", "policy.offload": "all"}
-
-
-def _changed(config: Config, change: Mapping[str, object]) -> Config:
-    for key, value in change.items():
-        config = _with(config, key.split("."), value)
-    return config
 
 
 def _with(section: T, path: list[str], value: object) -> T:

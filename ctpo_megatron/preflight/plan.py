@@ -40,6 +40,8 @@ class RunPlan:
             policy.pipeline_model_parallel_size,
             policy.context_parallel_size,
         )
+        steps = config.run.steps
+        evaluations = sum(config.eval.due(done, steps) for done in range(steps + 1)) if config.data.eval else 0
         return cls(
             world_size=world_size,
             tensor_parallel=tp,
@@ -51,11 +53,11 @@ class RunPlan:
             prompts_per_batch=rollout.prompts_per_step,
             samples_per_prompt=rollout.samples_per_prompt,
             mini_batches=max(1, rollout.prompts_per_step // policy.mini_batch_prompts),
-            steps=config.run.steps,
+            steps=steps,
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
             sft_steps=config.sft.steps if config.sft else 0,
-            evaluations=_evaluations(config),
+            evaluations=evaluations,
         )
 
     @property
@@ -111,15 +113,6 @@ class RunPlan:
             ("whole run", f"{self.max_batch_tokens * self.steps:,}", f"{self.steps} batches"),
         ]
         return {"Parallel layout": parallel, "Batch arithmetic": batch, "Tokens at most": tokens}
-
-
-def _evaluations(config: Config) -> int:
-    """How often the held-out prompts are evaluated: at the start, between, and at the end (a step counts once)."""
-    if not config.data.eval:
-        return 0
-    every, steps = config.eval.every, config.run.steps
-    first = {0} if config.eval.before_training else set()
-    return len({*first, steps, *(range(every, steps, every) if every else ())})
 
 
 def memory_table(spec: ModelSpec, split: Split) -> list[tuple[str, str, str]]:

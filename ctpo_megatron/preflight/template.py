@@ -103,6 +103,7 @@ def check_template(config: Config) -> tuple[list[Problem], tuple[tuple[str, str]
         tokenizer = read_tokenizer(config.model.path)
         use_chat_template(tokenizer, config.model)
         check_chat_template(tokenizer, config.model, offered_schemas(config.data, config.rollout))
+        # Templates of thinking models begin a turn with an empty thought where the model had none.
         plain, thinking = (_sample(config, tokenizer, begin) for begin in ("", _NO_THOUGHT))
     except (TokenizerError, ExtensionError) as error:
         return [Problem(_NAME, str(error))], ()

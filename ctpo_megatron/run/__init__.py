@@ -1,7 +1,6 @@
 """Run: where a run stands, and what it owns: directory, reporter, checkpoints, the ranks of the trainer.
 
-`TrainerGroup` is the trainer on all ranks, `Controller` what rank zero owns, `Run` the steps. `run.directory` and
-`run.owner` need no torch.
+`TrainerGroup` is the trainer on all ranks, `Controller` what rank zero owns, `Run` the steps.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctpo_megatron.run.controller import Controller, StopOrLostRank
-    from ctpo_megatron.run.directory import RunDirectoryError, is_finished, open_run_directory, record_finish
+    from ctpo_megatron.run.directory import is_finished, open_run_directory, record_finish
     from ctpo_megatron.run.persistence import Persistence
     from ctpo_megatron.run.ranks import TrainerGroup
     from ctpo_megatron.run.reporter import Reporter
@@ -24,7 +23,6 @@ _MODULES = {
     "Persistence": "persistence",
     "Reporter": "reporter",
     "Run": "run",
-    "RunDirectoryError": "directory",
     "Services": "services",
     "StopOrLostRank": "controller",
     "TrainerGroup": "ranks",
@@ -40,7 +38,6 @@ __all__ = [
     "Persistence",
     "Reporter",
     "Run",
-    "RunDirectoryError",
     "Services",
     "StopOrLostRank",
     "TrainerGroup",

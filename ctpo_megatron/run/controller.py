@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Self
 
-from ctpo_megatron.base.stop import Cancelled
-from ctpo_megatron.base.stop_signal import StopSignal
+from ctpo_megatron.base.stop import Cancelled, StopSignal
 from ctpo_megatron.config import Config, shares_gpus
 from ctpo_megatron.data import Batch
 from ctpo_megatron.engines import give_way_to_engines

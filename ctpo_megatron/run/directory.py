@@ -1,12 +1,15 @@
-"""Creates the directory of a run, and never destroys an earlier run by accident."""
+"""Creates the directory of a run, and never destroys an earlier run by accident; one process at a time writes to it."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +19,12 @@ from ctpo_megatron import __version__
 from ctpo_megatron.base.files import DamagedFileError, read_mapping, read_note, write_json, write_text
 from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
-from ctpo_megatron.run.environment import describe_environment
-from ctpo_megatron.run.extensions import changed_code, describe, loaded_files, record_extensions
-from ctpo_megatron.run.owner import claim
+from ctpo_megatron.run.provenance import changed_code, describe, describe_environment, loaded_files, record_extensions
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import PrepareConfig
     from ctpo_megatron.config.schema import Config, RunConfig
+
 
 log = logging.getLogger(__name__)
 
@@ -61,20 +63,21 @@ def _open(config: Config) -> Path:
     if resumed:
         _check_resumable(directory)
         _own(directory)
-        _check_code(directory, config)
-        for key, (was, now) in (_changes(directory, config) or {}).items():
+        if not run.accept_changed_code:
+            _check_code(directory, loaded_files(config), run.resume)
+        for key, (was, now) in (_changes(directory, config.model_dump(mode="json")) or {}).items():
             log.warning("resuming with another value: %s = %s (was %s)", key, redacted(now, key), redacted(was, key))
     elif exists:
         if not run.overwrite:
             raise RunDirectoryError(
                 f"{directory} already holds a run. Type one of:\n"
-                f"  run.overwrite=true   delete it and start anew\n"
+                f"  run.overwrite=true   delete it and start again\n"
                 f"  run.name=other       keep it and use another name\n"
                 f"  run.resume=true      continue from its last checkpoint (auto: start where there is no run)"
             )
         # Given back at once: NFS cannot delete a folder with an open file in it.
         os.close(_own(directory))
-        _delete(directory, config)
+        _delete(directory, _inputs(config))
     elif _is_occupied(directory, config.prepare):
         raise RunDirectoryError(
             f"{directory} exists, has no {paths.config.name} and so is not a run directory: it will not be touched. "
@@ -83,8 +86,8 @@ def _open(config: Config) -> Path:
     if not resumed:
         directory.mkdir(parents=True, exist_ok=True)
         _own(directory)
-        _describe(directory, config)
-    record_extensions(config, directory)
+        _describe(directory, config.model_dump(mode="json"))
+    record_extensions(loaded_files(config), directory)
     return directory
 
 
@@ -93,11 +96,11 @@ def take_over(config: Config) -> None:
 
     Call it once nothing can refuse the resume any more, and before anything is discarded.
     """
-    directory = config.run.directory
-    if _changes(directory, config):
+    directory, settings = config.run.directory, config.model_dump(mode="json")
+    if _changes(directory, settings):
         paths = RunPaths(directory)
         shutil.copyfile(paths.config, paths.previous_config)
-    _describe(directory, config)
+    _describe(directory, settings)
 
 
 def is_finished(run: RunConfig) -> bool:
@@ -154,11 +157,10 @@ def _check_resumable(directory: Path) -> None:
         raise RunDirectoryError(written_by_another_version(directory, directory))
 
 
-def _check_code(directory: Path, config: Config) -> None:
-    changes = {} if config.run.accept_changed_code else changed_code(config, directory)
-    if changes:
+def _check_code(directory: Path, files: Mapping[str, Path], resume: bool | str) -> None:
+    if changes := changed_code(files, directory):
         raise RunDirectoryError(
-            f"run.resume={str(config.run.resume).lower()}, but users' own code is not what {directory} was begun with "
+            f"run.resume={str(resume).lower()}, but users' own code is not what {directory} was begun with "
             f"(copies are in {RunPaths(directory).extensions}):\n{describe(changes)}\n"
             f"Restore it, or type run.accept_changed_code=true to go on with the code as it is now"
         )
@@ -176,9 +178,9 @@ def _is_occupied(directory: Path, prepare: PrepareConfig | None) -> bool:
     return any(prepared is None or not prepared.is_relative_to(entry.resolve()) for entry in entries)
 
 
-def _delete(directory: Path, config: Config) -> None:
+def _delete(directory: Path, inputs: Iterable[Path]) -> None:
     """Remove a run directory, unless something that is not a product of the run lives inside of it."""
-    inside = list(dict.fromkeys(p for p in _inputs(config) if p.resolve().is_relative_to(directory.resolve())))
+    inside = list(dict.fromkeys(p for p in inputs if p.resolve().is_relative_to(directory.resolve())))
     if Path.cwd().resolve().is_relative_to(directory.resolve()):
         inside.append(Path.cwd())
     if inside:
@@ -202,27 +204,25 @@ def _inputs(config: Config) -> list[Path]:
     return [path for path in paths if prepared is None or not path.resolve().is_relative_to(prepared)]
 
 
-def _describe(directory: Path, config: Config) -> None:
+def _describe(directory: Path, settings: Mapping[str, Any]) -> None:
     """Write the resolved configuration, with the one-time switches off: the file can be trained from again safely.
 
     And code, command and machine of this start.
     """
-    resolved = config.model_dump(mode="json")
-    resolved["run"] |= _ONE_TIME
-    resolved["checkpoint"] |= {"load": None}
+    lasting = {"run": settings["run"] | _ONE_TIME, "checkpoint": settings["checkpoint"] | {"load": None}}
     paths = RunPaths(directory)
-    write_text(paths.config, yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), durable=True)
+    write_text(paths.config, yaml.safe_dump({**settings, **lasting}, sort_keys=False, allow_unicode=True), durable=True)
     write_json(paths.environment, describe_environment(), durable=True)
 
 
-def _changes(directory: Path, config: Config) -> dict[str, tuple[Any, Any]] | None:
+def _changes(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]] | None:
     """Every key whose value differs from that of the run being continued: what it was and is; None: that is unknown."""
     try:
         former = dict(_flatten(read_mapping(RunPaths(directory).config)))
     except DamagedFileError as error:
         log.warning("%s: which values differ from those of the run is unknown", error)
         return None
-    current = dict(_flatten(config.model_dump(mode="json")))
+    current = dict(_flatten(settings))
     not_compared = {"checkpoint.load", *(f"run.{name}" for name in _ONE_TIME)}
     return {
         key: (former.get(key), current.get(key))
@@ -231,9 +231,31 @@ def _changes(directory: Path, config: Config) -> dict[str, tuple[Any, Any]] | No
     }
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def claim(directory: Path) -> int:
+    """Lock `directory` for this process and return the descriptor that holds the lock; closing it gives it back.
+
+    Left open, it is given back by the kernel when the process ends, however it ends. Raises BlockingIOError, whose
+    message is the owner as the file names it, when another process holds it. A file system without locks is a warning.
+    """
+    descriptor = os.open(RunPaths(directory).owner, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        # Not flock: forked children would share that lock, and one that outlives the run would keep it.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        owner = os.read(descriptor, 1000).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise BlockingIOError(owner or "an unidentified process") from error
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): a second job in it would go unnoticed", directory, error)
+    os.ftruncate(descriptor, 0)
+    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode())
+    return descriptor

@@ -1,4 +1,4 @@
-"""What a run needs to go on: checkpoints of policy and run state; what lies beyond one is set aside at resume."""
+"""Checkpoints of trainer and run state. A resume renames what was written after the checkpoint it continues from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Persistence:
     def find(self) -> Path | None:
         """The checkpoint to continue from: `checkpoint.load`, else the newest of a run that is resumed, else none.
 
-        With `run.resume: auto` a checkpoint of another run is where this one begins, not where a restart goes on.
+        With `run.resume: auto` a checkpoint of another run is where this one begins, not where a restart continues.
         """
         load = None if self._config.checkpoint.load is None else Path(self._config.checkpoint.load)
         resume = self._config.run.resume
@@ -52,7 +52,7 @@ class Persistence:
         return latest_checkpoint(self._directory) or latest_checkpoint(self._directory / _SFT)
 
     def sft_to_do(self, checkpoint: Path | None) -> SftConfig | None:
-        """What SFT is to do before RL; None: it is over, or there is none.
+        """The supervised stage, if it is still to be done before RL.
 
         Raises CheckpointError for a damaged checkpoint, and for one of SFT when the configuration has none.
         """
@@ -100,12 +100,13 @@ class Persistence:
 
         Returns the RL steps done, None at the beginning.
 
-        What lies beyond is set aside: checkpoints, dumps and lines of metrics get names that nothing reads. Raises
-        CheckpointError when the checkpoint is damaged, of another model or version, or of a run on other prompts.
+        Checkpoints, dumps and lines of metrics of later steps get names that nothing reads. Raises CheckpointError when
+        the checkpoint is damaged, of another model or version, or of a run on other prompts.
         """
         if checkpoint is None:
             self._start_over()
             return None
+        # Loaded first: what refuses the checkpoint does so before anything is discarded.
         state = self._trainer.load(checkpoint)
         _check_version(checkpoint, state, "rollouts")
         self._trainer.set_schedule(state["step"] / max(1, self._config.run.steps))  # an evaluation alone has none
@@ -120,7 +121,7 @@ class Persistence:
         with self._report.phase("checkpoint"):
             settings, state = self._config.checkpoint, self._state(done)
             attached = _sampled_ahead(state)
-            self._report.flush()
+            self._report.flush()  # a resume from this checkpoint must find the lines of all its steps
             self._trainer.save(self._directory, done, state, settings, self._score(done), attached)
             self._trainer.release()
             self._drop_sft()
@@ -130,12 +131,13 @@ class Persistence:
     def ensure_saved(self, done: int) -> None:
         """Make sure that a complete checkpoint of these steps exists."""
         self._report.timer.metrics()  # of a step that was cut short, they belong to no line
-        self._trainer.finish_save()
+        self._trainer.finish_save()  # of an earlier step, or of this one: it must be complete before the process ends
         if self._saved != done:
             self.save(done)
             self._trainer.finish_save()
 
     def _drop_sft(self) -> None:
+        # Once RL has a complete checkpoint, no resume returns to SFT.
         if latest_checkpoint(self._directory) is not None:
             shutil.rmtree(self._directory / _SFT, ignore_errors=True)
 

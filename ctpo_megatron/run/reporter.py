@@ -130,7 +130,7 @@ class Reporter:
     ) -> None:
         """Write and show a finished RL step; dump its trajectories with what `diagnostics` adds by index."""
         with self.phase("dump"):
-            self._dumps.wait()
+            self._dumps.wait()  # a slow disk slows training down instead of filling memory
         behind = {"time/dump_behind": self._dumps.take_cpu_s()}
         record = self._with_speed({**batch.metrics, **metrics, **behind}, {"time/step": 0.0})
         self._metrics.log(step, record)
@@ -200,7 +200,7 @@ class Reporter:
     def _with_speed(self, metrics: Mapping[str, float], former: Mapping[str, Any]) -> dict[str, float]:
         """The metrics, the time since the last call, and the rates that follow.
 
-        former: what the line of the step has by now; its times go on, so that `time/step` reaches from line to line.
+        former: the present metrics of that line; times are added to its own, so that `time/step` covers the whole step.
         """
         times, whole = self.timer.metrics(), self.timer.lap()
         times |= {"time/step": whole.wall, "time/step_cpu": whole.cpu}

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from ctpo_megatron.base.stop import Cancelled
-from ctpo_megatron.base.stop_signal import StopSignal
+from ctpo_megatron.base.stop import Cancelled, StopSignal
 from ctpo_megatron.config import Config
 from ctpo_megatron.data import Batch
 from ctpo_megatron.policy import TrainResult
@@ -70,12 +69,13 @@ class Run:
             self._persistence.save(self.done)
 
     def agree_to_stop(self) -> bool:
-        """Whether the run is to stop, as any rank was asked to."""
+        """Whether the run is to stop, because any rank is."""
         return self._trainer.stop_agreed()
 
     def finish_step(self, step: int, batch: Batch, result: TrainResult) -> None:
         """A step's updates are done: log it; evaluate and save when due."""
         self.done = step
+        # Before the line of this step begins: its result belongs to the line of an earlier one.
         self._controller.end_evaluation()
         self._report.log_step(step, batch, result.metrics, result.diagnostics)
         if self.stopped:
@@ -107,11 +107,8 @@ class Run:
 
     @property
     def evaluates(self) -> bool:
-        """Whether an evaluation is due after the steps done: by `eval.before_training`, `eval.every`, or the last."""
-        every = self.config.eval.every
-        if self.done in (0, self.config.run.steps):
-            return self.done == self.config.run.steps or self.config.eval.before_training
-        return every > 0 and self.done % every == 0
+        """Whether an evaluation is due after the steps done."""
+        return self.config.eval.due(self.done, self.config.run.steps)
 
     @property
     def awaits_evaluation(self) -> bool:

@@ -8,8 +8,7 @@ import re
 import subprocess
 import time
 
-from ctpo_megatron.base.stop_signal import StopSignal
-from ctpo_megatron.config import Config
+from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.run.timeouts import SCONTROL_TIMEOUT_S, TORCHRUN_GRACE_S
 
 log = logging.getLogger(__name__)
@@ -17,17 +16,17 @@ log = logging.getLogger(__name__)
 _EARLIER = "ask for an earlier signal, which is treated alike: #SBATCH --signal=USR1@{seconds:.0f}"
 
 
-def stop_signal(config: Config) -> StopSignal:
-    """As configured, and as the job's scheduler and launcher allow."""
-    end = job_end(config.run.deadline)
-    warn_of_short_grace(config.checkpoint.grace_s, end)
-    return StopSignal(config.checkpoint.grace_s, end)
+def stop_signal(deadline: float | None, grace_s: float) -> StopSignal:
+    """For `run.deadline` and `checkpoint.grace_s`, as the job's scheduler and launcher allow."""
+    end = job_end(deadline)
+    warn_of_short_grace(grace_s, end)
+    return StopSignal(grace_s, end)
 
 
 def job_end(deadline: float | None) -> float | None:
     """When this job ends, in seconds since the epoch: `run.deadline`, else Slurm's SLURM_JOB_END_TIME; None: never.
 
-    One of Slurm's that is over is not this job's: a shell or a `scontrol update` may have left it behind.
+    A time of Slurm's in the past is not this job's: a shell or a `scontrol update` may have left it behind.
     """
     if deadline is not None:
         return deadline

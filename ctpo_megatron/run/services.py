@@ -46,7 +46,11 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
     held_out = [] if replayed or not config.data.eval else usable(held_out_prompts(config, tokenizer))
     prompts = PromptSampler(train, config.run.seed, config.data.shuffle)
     with ExitStack() as stack:
-        pool = None if replayed else _engines(config, directory, stop, stack)
+        pool = None
+        if not replayed:
+            placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
+            logs = RunPaths(directory).logs.folder
+            pool = stack.enter_context(open_engines(config, logs, placement=placement, stop=stop))
         training, evaluating = _replay(config.rollout) if pool is None else _schedulers(pool)
         scorers = stack.enter_context(RewardPool(config.reward, config.extensions.path))
         scoring = Scorer(scorers, _overlong_penalty(config.reward, config.rollout))
@@ -60,12 +64,6 @@ def _overlong_penalty(reward: RewardConfig, rollout: RolloutConfig) -> OverlongP
     if (settings := reward.overlong_penalty) is None:
         return None
     return OverlongPenalty(settings.buffer, settings.penalty, rollout.max_response_tokens)
-
-
-def _engines(config: Config, directory: Path, stop: Stop, stack: ExitStack) -> EnginePool:
-    placement = Placement.of(config, Job(world_size(), node_ranks())) if capabilities().cuda else None
-    logs = RunPaths(directory).logs.folder
-    return stack.enter_context(open_engines(config, logs, placement=placement, stop=stop))
 
 
 def _schedulers(pool: EnginePool) -> tuple[Generator, Generator]:

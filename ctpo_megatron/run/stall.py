@@ -1,10 +1,88 @@
-"""The diagnosis of a stalled run: which rank keeps the others waiting, and where each of them is."""
+"""A stalled run: the stacks of a rank, and which rank keeps the others waiting."""
 
 from __future__ import annotations
 
+import faulthandler
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
-from ctpo_megatron.run.stacks import Place
+_PATH_PARTS = 3
+"""As much of a path as tells files apart."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands.
+
+    phase: see `Progress.phase`. line: of its main thread. collectives: begun and not ended. awaits_rank_zero: it waits
+    for what rank zero does alone.
+    """
+
+    phase: str
+    line: str
+    collectives: Sequence[str] = ()
+    awaits_rank_zero: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return bool(self.collectives) or self.awaits_rank_zero
+
+    def __str__(self) -> str:
+        if self.collectives:
+            state = f"waits in {'; '.join(self.collectives)}"
+        else:
+            state = "waits for rank 0" if self.awaits_rank_zero else "in no collective"
+        return f"{state}; phase {self.phase or 'none'}; {self.line}"
+
+
+class StackFile:
+    """The file of one rank's dumps; it goes when it is closed and still empty, and an empty folder with it."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+
+    def arm(self, seconds: float) -> None:
+        """Dump the stacks unless this is called again within `seconds`, even where C code keeps Python's lock."""
+        faulthandler.dump_traceback_later(seconds, file=self._file)
+
+    def dump(self, title: str) -> None:
+        """Append the stacks of all threads."""
+        self._file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S %z')} {title}\n".encode())
+        faulthandler.dump_traceback(self._file)
+
+    def close(self) -> None:
+        """Write no more."""
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        with suppress(OSError):  # another rank's file is in the folder, or it was removed
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
+            self._path.parent.rmdir()
+
+
+def main_thread_line() -> str:
+    """Where the main thread stands: its innermost line, and the innermost one of ours that led there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "its main thread has ended"
+    stack = traceback.extract_stack(frame)
+    ours = [entry for entry in stack[:-1] if "/ctpo_" in entry.filename]
+    lines = [_text(stack[-1]), *(f"called at {_text(entry)}" for entry in ours[-1:])]
+    return ", ".join(lines)
+
+
+def _text(entry: traceback.FrameSummary) -> str:
+    path = "/".join(Path(entry.filename).parts[-_PATH_PARTS:])
+    return f"{path}:{entry.lineno} in {entry.name}: {entry.line}"
 
 
 def describe(places: Mapping[int, Place], names: Sequence[str]) -> str:
@@ -29,7 +107,7 @@ def _verdict(awaited: Sequence[int], waiting: Sequence[int], names: Sequence[str
     if not awaited:
         return "every rank waits for others: their collectives differ, or the network between them is gone"
     if not waiting:
-        return f"{_joined(awaited, names)} {'does' if len(awaited) == 1 else 'do'} not go on"
+        return f"{_joined(awaited, names)} {'does' if len(awaited) == 1 else 'do'} not continue"
     return f"{_joined(waiting, names)} {'waits' if len(waiting) == 1 else 'wait'} for {_joined(awaited, names)}"
 
 

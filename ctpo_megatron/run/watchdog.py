@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.policy import RankZero, pending_collectives
-from ctpo_megatron.run.stacks import Place, StackFile, main_thread_line
-from ctpo_megatron.run.stall import describe
+from ctpo_megatron.run.stall import Place, StackFile, describe, main_thread_line
 from ctpo_megatron.run.timeouts import HEARTBEAT_S, STACKS_BEATS
 from ctpo_megatron.tracking import Heartbeat, Progress
 
@@ -89,6 +88,7 @@ class Watchdog:
         self._beats += 1
         if self._timeout_s is None:
             return self._write("running", self._progress.idle_s)
+        # Armed again at every beat, so it fires only where this thread cannot run: C code keeps Python's lock.
         self._stacks.arm(self._timeout_s + self._beat_s)
         self._board.set(f"progress/{self._rank}", json.dumps([self._beats, self._progress.idle_s]))
         if self._rank == 0:
@@ -102,11 +102,12 @@ class Watchdog:
             os._exit(END_STATUS)
 
     def _idle_s(self) -> float:
-        """Seconds since any rank made progress; of one that is silent, as if it had made none since it last spoke."""
+        """Seconds since any rank made progress; of one that is silent, as if it had made none since its last beat."""
         now = time.monotonic()
         for rank in range(len(self._names)):
             key = f"progress/{rank}"
             beats, idle_s = json.loads(self._board.get(key)) if self._board.check([key]) else (0, 0.0)
+            # By its count of beats and the time they arrived here: the clocks of nodes differ.
             if rank not in self._seen or self._seen[rank][0] != beats:
                 self._seen[rank] = (beats, idle_s, now)
         return min(idle_s + now - heard for _, idle_s, heard in self._seen.values())
@@ -114,7 +115,7 @@ class Watchdog:
     def _judge(self, idle_s: float, timeout_s: float) -> None:
         if idle_s <= timeout_s:
             if self._stalled:
-                log.warning("the run goes on again")
+                log.warning("the run makes progress again")
             self._stalled = False
         elif not self._stalled:
             self._stalled = True
@@ -158,8 +159,8 @@ class Watchdog:
         if self._end:
             log.error("the run ends now (run.end_on_stall), with exit status %d", END_STATUS)
             self._board.set(_END, "1")
-            time.sleep(2 * self._beat_s)  # the others learn of it from this process
-            os._exit(END_STATUS)
+            time.sleep(2 * self._beat_s)  # the other ranks read it from this process's store
+            os._exit(END_STATUS)  # the main thread is blocked, and would never see an exception
 
     def _write(self, state: Literal["running", "ended", "failed"], idle_s: float) -> None:
         now = time.time()

@@ -102,13 +102,13 @@ def test_training_files_that_are_evaluated_on_are_named(config_with: Make) -> No
 
 def test_a_batch_of_more_prompts_than_there_are_is_warned_of(config_with: Make) -> None:
     config = config_with("rollout.prompts_per_step=64")
-    (problem,) = check_prompts(config, 5)
+    (problem,) = check_prompts(config.rollout, 5)
     assert problem.severity == "warning"
     assert str(problem) == (
         "rollout.prompts_per_step = 64: is more than the 5 prompts of data.train: "
         "a prompt is in a batch up to 13 times; lower it, or give more data"
     )
-    assert list(check_prompts(config, 64)) == list(check_prompts(config, None)) == []
+    assert list(check_prompts(config.rollout, 64)) == list(check_prompts(config.rollout, None)) == []
 
 
 def test_the_dry_run_counts_the_prompts(config_with: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

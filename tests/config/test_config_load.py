@@ -279,7 +279,7 @@ def test_configs_of_the_checkout_are_found_from_anywhere(
     checkout = tmp_path / "checkout"
     (checkout / "sub").mkdir(parents=True)
     base.rename(checkout / "sub" / "mine.yaml")
-    monkeypatch.setattr("ctpo_megatron.config.locate.config_folders", lambda: [checkout])
+    monkeypatch.setattr("ctpo_megatron.config.sources.config_folders", lambda: [checkout])
     for name in ("sub/mine.yaml", "configs/sub/mine.yaml", "sub/mine"):
         assert load_config(name).run.name == "first"
 

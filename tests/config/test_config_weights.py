@@ -12,7 +12,7 @@ from test_model_spec import write_model
 
 from ctpo_megatron.config import Config, ConfigError, Job, read_spec
 from ctpo_megatron.config.memory import parameters
-from ctpo_megatron.config.weight_files import stored_tensors
+from ctpo_megatron.config.model_directory import stored_tensors
 from ctpo_megatron.models import ModelSpec, Shape
 from ctpo_megatron.preflight import validate
 from ctpo_megatron.preflight.sizing import MODELS

@@ -152,7 +152,7 @@ def test_no_gpu_no_placement() -> None:
 
 def test_both_sides_are_added_up_on_a_shared_gpu() -> None:
     """84 of 80 GiB: what README's example asked of GPU 0 when engines neither slept nor had GPUs of their own."""
-    moments = {m.when: m for m in GpuMemory.of(readme(**colocated()), Job(8), MODELS["Qwen3-4B"], 80).moments}
+    moments = {m.when: m for m in GpuMemory(readme(**colocated()), Job(8), MODELS["Qwen3-4B"], 80).moments}
     assert moments["in an update"].parts["trainer"] / GIB == pytest.approx(35.7, abs=0.1)
     awake = moments["while sampling"].parts["engine"] / GIB
     assert awake == pytest.approx(48)

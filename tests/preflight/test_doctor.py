@@ -16,12 +16,10 @@ import pytest
 from ctpo_megatron import cli
 from ctpo_megatron.config import Problem, passed
 from ctpo_megatron.preflight import Gpu, MachineContext, Wanted, failed, install_line, verdict, weight_bytes
-from ctpo_megatron.preflight.collectives import check_collectives
-from ctpo_megatron.preflight.devices import check_devices, gpus
-from ctpo_megatron.preflight.machine import check_machine
+from ctpo_megatron.preflight.devices import check_collectives, check_devices, gpus
+from ctpo_megatron.preflight.machine import NODE, check_machine, check_sandbox
 from ctpo_megatron.preflight.nodes import _versions
 from ctpo_megatron.preflight.packages import check_imports, check_package, check_packages, import_troubles
-from ctpo_megatron.preflight.sandbox import NODE, check_sandbox
 from ctpo_sandbox import Limits, start_server
 from tests.support.deadlines import scaled
 

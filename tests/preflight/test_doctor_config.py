@@ -10,7 +10,7 @@ import pytest
 from ctpo_megatron import cli
 from ctpo_megatron.config import Job, Problem, load_with_sources, passed
 from ctpo_megatron.preflight import Gpu, Wanted, diagnose_run
-from ctpo_megatron.preflight.sandbox import NODE
+from ctpo_megatron.preflight.machine import NODE
 from tests.engines.tiny_model import CHATML, build_tiny_model, tiny_tokenizer
 
 TOOLS = "{%- if tools %}{{ tools | tojson }}{%- endif %}" + CHATML

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctpo_megatron.base.stop_signal import StopSignal
+from ctpo_megatron.base.stop import StopSignal
 from ctpo_megatron.policy import destroy_distributed, init_distributed
 from ctpo_megatron.policy.rank_zero import RankZeroError
 from ctpo_megatron.run import TrainerGroup
@@ -20,6 +21,20 @@ class Failed(Exception):
     """Rank zero has failed between two calls."""
 
 
+@dataclass
+class SavingTrainer:
+    """A trainer without a model, which records when a checkpoint is finished. signalled: it then gets SIGTERM."""
+
+    group: TrainerGroup
+    seen: list[Any]
+    signalled: bool = False
+
+    def finish_save(self, *, wait: bool) -> None:
+        self.seen.append((wait, self.group.phases.progress.phase))
+        if wait and self.signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main(root: Path, how: str) -> dict[str, Any]:
     """What this rank has seen, and how it ended."""
     config = make_config(root)
@@ -27,7 +42,8 @@ def main(root: Path, how: str) -> dict[str, Any]:
     layout = init_distributed(config.policy, seed=0)
     group = TrainerGroup(config, layout, stop)
     seen: list[Any] = []
-    group._rank.finish_save = lambda wait: seen.append((wait, group._rank.phases.progress.phase))  # type: ignore[method-assign]
+    trainer: Any = SavingTrainer(group, seen)
+    group.trainer = trainer
     status: Any = None
     with suppress(Failed):
         try:
@@ -55,13 +71,6 @@ def _of_rank_zero(group: TrainerGroup, root: Path, how: str) -> int:
 
 def _signalled(group: TrainerGroup, how: str) -> int:
     """Serve; with `stops` this rank alone gets SIGTERM once it may save."""
-    if how == "stops":
-        deferred = group._rank.finish_save
-
-        def finish_save(wait: bool) -> None:
-            deferred(wait)
-            if wait:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        group._rank.finish_save = finish_save  # type: ignore[method-assign]
+    trainer: Any = group.trainer
+    trainer.signalled = how == "stops"
     return group.serve()

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ctpo_megatron.base.signals import ENDING
-from ctpo_megatron.base.stop import Cancelled
-from ctpo_megatron.base.stop_signal import StopSignal
+from ctpo_megatron.base.stop import Cancelled, StopSignal
 from ctpo_megatron.data import Batch
 from ctpo_megatron.policy import TrainResult
 from ctpo_megatron.run import Run

@@ -50,7 +50,7 @@ def test_weights_are_served_at_the_configured_address(tmp_path: Path) -> None:
     stop: Any = None
     with TrainerGroup(config, ONE_RANK, stop) as group:
         group.connect(EngineFacts(torch.float32, "127.0.0.1", "tcp"))
-        transport: Any = group._rank.transport
+        transport: Any = group.transport
         assert transport._server.address[0] == "127.0.0.2"
         group.disconnect()
         with pytest.raises(OSError, match="refused"):

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ctpo_megatron.policy import RankZero
-from ctpo_megatron.run.stacks import Place
-from ctpo_megatron.run.stall import describe
+from ctpo_megatron.run.stall import Place, describe
 from ctpo_megatron.run.watchdog import END_STATUS, Watchdog
 from ctpo_megatron.tracking import Progress, read_heartbeat
 from tests.support.deadlines import scaled

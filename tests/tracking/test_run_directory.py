@@ -17,12 +17,12 @@ import yaml
 from ctpo_megatron import __version__
 from ctpo_megatron.run.directory import (
     RunDirectoryError,
+    claim,
     is_finished,
     open_run_directory,
     record_finish,
     take_over,
 )
-from ctpo_megatron.run.owner import claim
 
 
 def test_creates_the_directory_with_the_resolved_configuration(config_in):
@@ -185,7 +185,7 @@ def test_overwrite_and_resume_contradict(config_in):
 LIVE = """
 import os, sys
 from pathlib import Path
-from ctpo_megatron.run.owner import claim
+from ctpo_megatron.run.directory import claim
 claim(Path(sys.argv[1]))
 if os.fork() == 0:  # like a process that goes on writing a checkpoint
     sys.stdin.read()

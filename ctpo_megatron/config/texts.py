@@ -1,11 +1,15 @@
-"""`data.system_prompt`: a text or a file, and how it is combined with a conversation's own system message."""
+"""Keys that hold a text or name a file: `data.system_prompt` and `model.chat_template`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctpo_megatron.config.schema import ModelConfig
+
 
 _FILES = (".txt", ".md")
 
@@ -47,3 +51,29 @@ class SystemPrompt:
             )
         joined = f"{self.text}\n\n{own}"
         return ({**messages[0], "content": joined}, *(dict(message) for message in messages[1:]))
+
+
+_OURS = Path(__file__).with_name("chat_templates")
+_SUFFIX = ".jinja"
+
+
+def chat_template_names() -> list[str]:
+    """Names of the built-in templates."""
+    return sorted(file.name.removesuffix(_SUFFIX) for file in _OURS.glob(f"*{_SUFFIX}"))
+
+
+def is_template_file(value: str) -> bool:
+    """Whether `model.chat_template` names a file."""
+    return value.endswith(_SUFFIX)
+
+
+def chat_template_text(value: str) -> str:
+    """The Jinja text of `model.chat_template`. Raises OSError or UnicodeDecodeError if the file cannot be read."""
+    file = Path(value) if is_template_file(value) else _OURS / f"{value}{_SUFFIX}"
+    return file.read_text(encoding="utf-8")
+
+
+def run_chat_template(model: ModelConfig) -> str | None:
+    """The Jinja text that replaces the tokenizer's own in a run; None for the tokenizer's. Raises as above."""
+    value = model.chat_template
+    return None if value is None else chat_template_text(value)

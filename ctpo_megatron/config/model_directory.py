@@ -1,0 +1,289 @@
+"""A Hugging Face model directory: family and shape from config.json, and checks of its files. No model library.
+
+Only the header of a safetensors file is read: 8 bytes of length, then JSON. The library would not name the wrong tensor
+or bytes, and the base install lacks it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ctpo_megatron.base.extensions import ExtensionError, activate, load
+from ctpo_megatron.config.extension import Extension
+from ctpo_megatron.config.problems import ConfigError, Problem
+from ctpo_megatron.config.schema import Config, ModelConfig
+from ctpo_megatron.config.sources import locate
+from ctpo_megatron.config.task_schema import PrepareConfig, TinyModelConfig
+from ctpo_megatron.models import FAMILIES, ModelFamily, ModelSpec, Shape
+
+PREPARED = ("model", "train.parquet", "heldout.parquet", "sft.parquet")
+"""Files that `prepare` writes to its directory."""
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files with a vocabulary; without any of them transformers 5 creates an empty tokenizer."""
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes per element of weight dtypes; integers and 8-bit floats would need a scale."""
+_COMPUTED = "rotary_emb.inv_freq"
+"""Suffix of tensors in old files that transformers ignores: they follow from config.json."""
+_HEADER_LIMIT = 100_000_000
+"""Largest header in bytes, as in safetensors."""
+_SHOWN = 20
+
+
+def spec_for(config: Config) -> ModelSpec:
+    """Spec of `model.path`, or of the model that `prepare` will build there. Raises ConfigError."""
+    path = Path(config.model.path)
+    if config.prepare and will_be_prepared(config.prepare, path) and not (path / "config.json").exists():
+        return _tiny_spec(config.prepare.model)
+    if not path.is_dir():
+        fix = "give a directory in Hugging Face format"
+        if config.prepare is not None:
+            fix += f", or {Path(config.prepare.directory) / 'model'} which `prepare` builds"
+        elif config.model.path.count("/") == 1 and not path.is_absolute():
+            fix += f"; a Hub model first: hf download {config.model.path} --local-dir DIRECTORY"
+        raise ConfigError([Problem("model.path", "no such directory", fix, config.model.path)])
+    return read_spec(path, family_for(config.model, config.extensions.path))
+
+
+def will_be_prepared(prepare: PrepareConfig | None, path: Path) -> bool:
+    """Whether `prepare` writes this path: model/ or one of its three parquet files."""
+    if prepare is None:
+        return False
+    root = Path(prepare.directory)
+    return path.absolute() in {(root / n).absolute() for n in PREPARED}
+
+
+def family_for(model: ModelConfig, search_path: Sequence[str] | None) -> ModelFamily | None:
+    """The user's family that `model.family` names, found through `extensions.path`. Raises ConfigError."""
+    return None if model.family is None else load_family(model.family, search_path or ())
+
+
+def load_family(extension: Extension, search_path: Sequence[str]) -> ModelFamily:
+    """A user's family by its import path. Raises ConfigError."""
+    activate(search_path)
+    try:
+        family = load(extension.name)(**extension.arguments)
+    except (ExtensionError, TypeError) as error:
+        raise ConfigError([Problem("model.family", str(error), "see docs/extend.md", extension.name)]) from error
+    if not isinstance(family, ModelFamily):
+        fix = "name a subclass of ctpo_megatron.models.ModelFamily (docs/extend.md)"
+        raise ConfigError([Problem("model.family", f"makes a {type(family).__name__}", fix, extension.name)])
+    return family
+
+
+def read_spec(path: str | Path, family: ModelFamily | None = None) -> ModelSpec:
+    """Spec of the model in a directory, or of a config.json alone. Raises ConfigError with everything unsupported.
+
+    family: None: a built-in one, by the architecture in config.json.
+    """
+    file = Path(path) if Path(path).suffix == ".json" else Path(path) / "config.json"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        fix = "model.path must be a directory in Hugging Face format"
+        raise ConfigError([Problem("model.path", f"cannot read {file}: {error.strerror}", fix, str(path))]) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError([Problem("model.path", f"{file}:{error.lineno}: not valid JSON: {error.msg}")]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem("model.path", f"{file}: not valid JSON: {error}")]) from error
+    if not isinstance(raw, dict):
+        raise ConfigError([Problem("model.path", "config.json must hold a JSON object", where=str(file))])
+    named = raw.get("architectures")
+    architecture = str(named[0] if isinstance(named, list) and named else None)
+    if family is not None and architecture != family.architecture:
+        message = f"architecture {architecture} is not the one of model.family, {family.architecture}"
+        raise ConfigError([Problem("model.path", message, where=str(file))])
+    if family is None and architecture not in FAMILIES:
+        fix = f"supported: {', '.join(FAMILIES)}, or your own in model.family (docs/extend.md)"
+        raise ConfigError(
+            [Problem("model.path", f"architecture {architecture} is not supported", fix, where=str(file))]
+        )
+    family = family or FAMILIES[architecture]
+    refused = [Problem("model.path", *refusal, where=str(file)) for refusal in family.refusals(raw)]
+    if refused:
+        raise ConfigError(refused)
+    return family.read(raw)
+
+
+def read_shapes(path: str | Path) -> ModelSpec:
+    """Spec of a config.json without its model, also searched in configs/ of the checkout. Raises ConfigError."""
+    return read_spec(locate(path))
+
+
+def _tiny_spec(model: TinyModelConfig) -> ModelSpec:
+    """Spec of the model that `prepare` will build."""
+    return ModelSpec(
+        family=FAMILIES["Qwen3ForCausalLM"],
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        intermediate_size=model.intermediate_size,
+        max_position_embeddings=model.max_position_embeddings,
+        vocab_size=0,
+        tie_word_embeddings=model.tie_word_embeddings,
+        qk_norm=True,
+        rope_theta=model.rope_theta,
+    )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The file, shape and dtype (safetensors' name) of a stored tensor."""
+
+    file: Path
+    shape: Shape
+    dtype: str
+
+
+def stored_tensors(directory: Path, spec: ModelSpec | None) -> tuple[dict[str, Stored], list[Problem]]:
+    """Every tensor of a model directory by name, and all problems with the files.
+
+    Problems are missing, truncated or invalid files; with `spec`, also tensors that are missing, surplus, of another
+    shape or not floating-point. A tied model may have an output layer (of the embedding's shape), and rotary
+    frequencies are ignored.
+    """
+    try:
+        listed = _index(directory)
+    except ConfigError as error:
+        return {}, [*error.problems]
+    found: dict[str, Stored] = {}
+    problems: list[Problem] = []
+    for file in [directory / SINGLE] if listed is None else sorted(set(listed.values())):
+        try:
+            found |= _header(directory, file)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        return found, problems  # tensors of unreadable files would be reported as missing
+    if listed is not None:
+        lacking = [name for name, file in listed.items() if name not in found or found[name].file != file]
+        problems += _list(directory, "named in the index, but not in its file: ", lacking)
+        found = {name: stored for name, stored in found.items() if name in listed}
+    found = {name: stored for name, stored in found.items() if not name.endswith(_COMPUTED)}
+    if spec is not None and not problems:
+        problems += _wrong_tensors(directory, found, spec)
+    return found, problems
+
+
+def tokenizer_problems(directory: Path) -> list[Problem]:
+    """Whether a file with a vocabulary is missing."""
+    if any((directory / name).is_file() for name in TOKENIZERS):
+        return []
+    return [_problem(directory, f"has no tokenizer: none of {', '.join(TOKENIZERS)}", "copy it there")]
+
+
+def is_replaceable(target: Path) -> bool:
+    """Whether an export may replace what is there: nothing, an empty directory, or a model directory."""
+    if target.is_dir():
+        return (target / "config.json").is_file() or not any(target.iterdir())
+    return not target.exists()
+
+
+def _index(directory: Path) -> dict[str, Path] | None:
+    """The file of each tensor according to the index; None: there is a single file. Raises ConfigError."""
+    index = directory / INDEX
+    if not index.is_file():
+        if not (directory / SINGLE).is_file():
+            raise _no_weights(directory, f"has neither {SINGLE} nor {INDEX}")
+        return None
+    try:
+        listed = {str(name): directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_weights(directory, f"{INDEX} is no index of tensors ({type(error).__name__}: {error})") from error
+    single = directory / SINGLE
+    if single.is_file() and single not in listed.values():
+        raise _no_weights(
+            directory, f"has both {SINGLE}, which transformers reads, and {INDEX}: which are the weights?"
+        )
+    return listed
+
+
+def _fix(directory: Path) -> str:
+    if (directory / INDEX).is_file():
+        return "remove what is wrong, or download or copy the model again"
+    if any(directory.glob("*.bin")):
+        return "convert the checkpoint with save_pretrained(..., safe_serialization=True)"
+    return "download or copy the model again, with its *.safetensors"
+
+
+def _header(directory: Path, file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, which must fill it without gaps. Raises ConfigError."""
+    size = 0
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as data:
+            length = int.from_bytes(data.read(8), "little")
+            if length > min(_HEADER_LIMIT, size):
+                raise ValueError(length)
+            header: dict[str, Any] = json.loads(data.read(length))
+        header.pop("__metadata__", None)
+        stored = {name: Stored(file, tuple(map(int, t["shape"])), str(t["dtype"])) for name, t in header.items()}
+        places = {name: (int(t["data_offsets"][0]), int(t["data_offsets"][1])) for name, t in header.items()}
+    except FileNotFoundError as error:
+        raise _damaged(directory, file, " is missing") from error
+    except OSError as error:
+        raise _damaged(directory, file, f" cannot be read: {error.strerror}") from error
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _damaged(directory, file, f" ({size} bytes) is no safetensors file, or is cut short") from error
+    end = 8 + length + max((end for _, end in places.values()), default=0)
+    if end != size:
+        raise _damaged(directory, file, f" has {size} bytes, but its header asks for {end}")
+    _check_places(directory, file, stored, places)
+    return stored
+
+
+def _check_places(
+    directory: Path, file: Path, stored: Mapping[str, Stored], places: Mapping[str, tuple[int, int]]
+) -> None:
+    """Check that tensors are contiguous, each with the size of its shape and dtype. Raises ConfigError."""
+    due = 0
+    for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
+        each = _BYTES.get(stored[name].dtype)
+        if start != due:
+            raise _damaged(directory, file, f": its header has {name} begin at byte {start}, where {due} was due")
+        if each is not None and end - start != each * prod(stored[name].shape):
+            form = f"{stored[name].dtype} {stored[name].shape}"
+            raise _damaged(directory, file, f": its header gives {end - start} bytes to {name}, which is {form}")
+        due = end
+
+
+def _wrong_tensors(directory: Path, found: Mapping[str, Stored], spec: ModelSpec) -> Iterator[Problem]:
+    family = spec.family
+    expected = family.tensors(spec)
+    yield from _list(directory, "missing: ", expected.keys() - found.keys())
+    if spec.tie_word_embeddings and family.head in found:
+        expected[family.head] = expected[family.embedding]
+    yield from _list(directory, "not used by this architecture: ", found.keys() - expected.keys())
+    other = {name: stored.shape for name, stored in found.items() if expected.get(name, stored.shape) != stored.shape}
+    lines = [f"{name} is {other[name]}, but config.json makes it {expected[name]}" for name in other]
+    types = {name: stored.dtype for name, stored in found.items() if name in expected and stored.dtype not in _BYTES}
+    lines += [f"{name} is {types[name]}, which is none of {', '.join(_BYTES)} (quantized?)" for name in types]
+    yield from _list(directory, "", lines)
+
+
+def _list(directory: Path, kind: str, texts: Iterable[str]) -> Iterator[Problem]:
+    """One problem per text, up to a limit."""
+    texts = sorted(texts)
+    yield from (_problem(directory, f"{kind}{text}") for text in texts[:_SHOWN])
+    if len(texts) > _SHOWN:
+        yield _problem(directory, f"{kind}{len(texts) - _SHOWN} more tensors")
+
+
+def _problem(directory: Path, message: str, fix: str = "") -> Problem:
+    return Problem("model.path", message, fix, str(directory))
+
+
+def _no_weights(directory: Path, message: str) -> ConfigError:
+    return ConfigError([_problem(directory, message, _fix(directory))])
+
+
+def _damaged(directory: Path, file: Path, message: str) -> ConfigError:
+    return ConfigError([_problem(directory, f"{file.name}{message}", "download or copy it again")])
