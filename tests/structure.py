@@ -36,9 +36,9 @@ WALKS = {
         rollouts/request.py rollouts/scoring.py rollouts/buffer.py rollouts/groups.py rollouts/filters.py
         rollouts/scheduler.py rollouts/quarantine.py engines/pool.py engines/handle.py engines/tasks.py
         engines/engine.py environments/episode.py environments/template.py environments/toolbox.py
-        environments/protocol.py rewards/pool.py rewards/worker.py policy/trainer.py policy/exchange.py
-        policy/minibatch.py policy/old_log_probs.py policy/optimizer_steps.py policy/passes.py policy/step.py
-        policy/losses.py policy/predictions.py policy/workload.py data/sequences.py data/packing.py
+        environments/protocol.py rewards/pool.py rewards/worker.py policy/trainer.py
+        policy/minibatch.py policy/old_log_probs.py policy/optimizer.py policy/passes.py policy/predictions.py
+        data/sequences.py data/packing.py
         objective/advantages.py objective/function.py objective/policy_loss.py objective/ratios.py objective/clips.py
         objective/aggregation.py objective/fused.py
     """,

@@ -174,7 +174,7 @@ class ModelFamily:
         return dense, experts
 
     def layer_flops(self, spec: ModelSpec, tokens: int) -> int:
-        """FLOPs of the matrix products of one layer over a sequence, forward; see `policy.flops.forward_flops`."""
+        """FLOPs of the matrix products of one layer over a sequence, forward; see `ModelSpec.forward_flops`."""
         active = sum(
             row.elements * (spec.num_experts_per_token if row.per_expert else 1)
             for row in self.layer(spec)

@@ -54,3 +54,20 @@ class ModelSpec:
             "num_experts_per_tok": self.num_experts_per_token,
             "norm_topk_prob": self.norm_topk_prob,
         }
+
+    def forward_flops(self, tokens: int, predicted: int) -> float:
+        """FLOPs of the matrix products of one forward pass over a sequence; the backward pass needs twice that.
+
+        tokens: length of the sequence. predicted: rows of the output layer, one per response token. Model FLOPs in the
+        sense of MFU (Chowdhery et al., arXiv 2204.02311, appendix B). They exclude recomputation, padding, and
+        everything but matrix products (norms, softmax, rotary embedding, optimizer). With L layers, width H, h heads
+        and g key-value heads of width d, MLP width I, vocabulary V, and T tokens of which P are predicted:
+
+            L * T * (2 H (h + 2 g) d + 2 h d H + 6 H I)   projections and gated MLP
+            L * 2 T (T + 1) h d                           causal attention: T (T + 1) / 2 pairs, two products of width d
+            P * 2 H V                                     output layer
+
+        In a mixture of experts 6 H I becomes 6 H I_e k + 2 H E: k active experts of width I_e, and the router over E.
+        """
+        layers = self.num_layers * self.family.layer_flops(self, tokens)
+        return float(layers + predicted * 2 * self.hidden_size * self.vocab_size)

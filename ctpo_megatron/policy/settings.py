@@ -13,7 +13,7 @@ from ctpo_megatron.config import (
     advantage_from_config,
     objective_from_config,
 )
-from ctpo_megatron.policy.losses import configured_loss
+from ctpo_megatron.policy.predictions import configured_loss
 from ctpo_megatron.policy.reports import Diagnostics
 
 
