@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def checked_sequences(
         raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
     sequences = token_sequences(trajectories, version)
     for sequence in sequences:
-        ids = tokens_of(sequence).token_ids
+        ids = sequence.arrays.token_ids
         beyond = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if beyond.size:
             at = int(beyond[0])
@@ -217,17 +217,10 @@ def share_tokens(
     return own
 
 
-def tokens_of(sequence: TokenSequence) -> TokenArrays:
-    """The tokens of a sequence. Raises ValueError on a rank that has only its sizes."""
-    if sequence.tokens is None:
-        raise ValueError(f"{sequence.name} has no tokens on this rank")
-    return sequence.tokens
-
-
 def _send(
     sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rank: int, layout: Layout
 ) -> Iterator[dist.Work]:
-    arrays = [tokens_of(sequences[index]) for index in shares[layout.dp_ranks[rank]]]
+    arrays = [sequences[index].arrays for index in shares[layout.dp_ranks[rank]]]
     if not arrays:
         return
     for column in _columns(arrays):
@@ -252,11 +245,7 @@ def _receive(own: Sequence[TokenSequence]) -> list[TokenSequence]:
         bits = masks[part]
         response, loss, current = ((bits & bit) != 0 for bit in (_RESPONSE, _LOSS, _CURRENT))
         tokens = TokenArrays(ids[part], response, loss, current, log_probs[part])
-        result.append(
-            TokenSequence(
-                sequence.place, sequence.name, sequence.length, sequence.sampled_tokens, sequence.loss_tokens, tokens
-            )
-        )
+        result.append(replace(sequence, tokens=tokens))
     return result
 
 
