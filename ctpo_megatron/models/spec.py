@@ -1,10 +1,11 @@
-"""The shape of a model, as its family read it from config.json."""
+"""What a family reads from config.json: the shape of a model, or why it is not supported."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ctpo_megatron.models.family import ModelFamily
@@ -71,3 +72,20 @@ class ModelSpec:
         """
         layers = self.num_layers * self.family.layer_flops(self, tokens)
         return float(layers + predicted * 2 * self.hidden_size * self.vocab_size)
+
+
+class Refusal(NamedTuple):
+    """What is not supported in a config.json, and what is."""
+
+    message: str
+    fix: str = ""
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is an integer above 0."""
+    return isinstance(value, int) and is_positive(value)
