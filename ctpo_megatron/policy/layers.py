@@ -182,23 +182,12 @@ def _padded_rows(cu_seqlens: torch.Tensor, members: torch.Tensor) -> tuple[torch
 class PackedCausalAttention(MegatronModule):
     """Core attention for the local spec: block-diagonal causal softmax attention over packed sequences.
 
-    Constructor arguments are megatron's core-attention protocol. Query [t, h, d], key and value [t, g, d] (thd
+    Megatron gives the constructor more keywords than are used here. Query [t, h, d], key and value [t, g, d] (thd
     layout, heads of this tensor-parallel rank, tokens of this context-parallel rank: `ContextSplit`); returns
     [t, 1, h * d]. Other layouts raise ValueError.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
 

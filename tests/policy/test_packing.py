@@ -164,7 +164,7 @@ def test_packed_attention_equals_attention_per_sequence(lengths: list[int], layo
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
     packed.split = ContextSplit.of(cu_seqlens)
-    attention = PackedCausalAttention(SimpleNamespace(), 1, None, "self")
+    attention = PackedCausalAttention(SimpleNamespace())
     found = attention(query, key, value, None, packed_seq_params=packed)
 
     pieces = []
