@@ -6,7 +6,7 @@ All sizes go to every rank, tokens only to the ranks that train on them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,6 +65,11 @@ class MiniBatch:
     micro_batches: list[PackedBatch]
     denominators: Denominators
     work: Workload
+
+
+def all_micro_batches(mini_batches: Iterable[MiniBatch]) -> list[PackedBatch]:
+    """This rank's micro-batches of all optimizer steps, in their order."""
+    return [micro for mini in mini_batches for micro in mini.micro_batches]
 
 
 def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:

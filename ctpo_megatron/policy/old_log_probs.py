@@ -23,7 +23,7 @@ from ctpo_megatron.objective import (
     noise_metrics,
     weight_mean,
 )
-from ctpo_megatron.policy.minibatch import MiniBatch, old_log_probs_of
+from ctpo_megatron.policy.minibatch import MiniBatch, all_micro_batches, old_log_probs_of
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.passes import Passes
 
@@ -67,7 +67,7 @@ def apply_correction(
     policies. Collective.
     """
     correction = config.correction
-    micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches] if layout.is_last_stage else []
+    micro_batches = all_micro_batches(mini_batches) if layout.is_last_stage else []
     rows, left = _over_ranks(mini_batches, [_correct(micro, correction) for micro in micro_batches], layout)
     if correction.normalize and correction.level != "none":
         mean = weight_mean(rows, correction)
@@ -102,7 +102,7 @@ def _over_ranks(
     """The rows of all replicas, and the remaining loss tokens of every sequence of each mini-batch. One read-back."""
     mine = None
     if layout.reports:
-        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
+        micro_batches = all_micro_batches(mini_batches)
         # Alignment padding may form a further sequence at the end of a micro-batch, which is not listed.
         parts = [found.table[: len(m.sequences)] for m, found in zip(micro_batches, corrected, strict=True)]
         counts = [sum(len(micro.sequences) for micro in mini.micro_batches) for mini in mini_batches]
@@ -180,7 +180,7 @@ def start_metrics(mini_batches: Sequence[MiniBatch], layout: Layout) -> dict[str
     Compares the `mismatch/tokens` that the current weights have sampled. The same on every rank; collective. Metrics
     without any token are omitted.
     """
-    micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
+    micro_batches = all_micro_batches(mini_batches)
     own = _totals(micro_batches) if layout.reports else None
     replicas = [totals for totals in gather_objects(own) if totals is not None]
     tokens, compared = (sum(totals[name] for totals in replicas) for name in ("tokens", "compared"))

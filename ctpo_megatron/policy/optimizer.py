@@ -174,6 +174,7 @@ class OptimizerSteps:
             stats, ranks, norms = self._passes.over_ranks(gradient.collected, gradient.mini_batch, gradient.norm)
             rate = learning_rate(self.optimizer)
             losses = {name: value for name, value in summarize(stats).items() if name.endswith("loss")}
+            # Losses and norms of all ranks: either all of them skip the step, or none does.
             if bad := not all(map(math.isfinite, [*losses.values(), *norms])):
                 self.optimizer.zero_grad()
                 self._model.zero_gradients()

@@ -15,7 +15,7 @@ from ctpo_megatron.policy import device
 from ctpo_megatron.policy.context import ContextSplit, Targets
 from ctpo_megatron.policy.device_memory import DeviceMemory
 from ctpo_megatron.policy.layers import packed_sequences
-from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.policy.minibatch import MiniBatch, all_micro_batches
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
 from ctpo_megatron.policy.predictions import LogitsPredictions, LossFunction, Predictions, StreamingPredictions
@@ -98,7 +98,7 @@ class Passes:
 
     def fill_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
         """Store the log-probs and entropies of the current weights in every micro-batch."""
-        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
+        micro_batches = all_micro_batches(mini_batches)
         zero = torch.zeros((), device=self._layout.device)
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
