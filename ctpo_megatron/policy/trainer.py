@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +26,11 @@ from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.passes import Passes
 from ctpo_megatron.policy.predictions import Anchor, LossFunction
 from ctpo_megatron.policy.reports import Diagnostics, Update, gather_diagnostics, summarize_updates
-from ctpo_megatron.policy.settings import PhaseTiming, Reinforcement, TrainResult, TrainSettings
+from ctpo_megatron.policy.settings import Reinforcement, TrainResult, TrainSettings
 from ctpo_megatron.policy.train_state import TrainState
+
+if TYPE_CHECKING:
+    from ctpo_megatron.tracking import Phases
 
 
 class Trainer:
@@ -62,7 +65,7 @@ class Trainer:
         self._optimizer_steps: OptimizerSteps | None = None
         self._rl: Reinforcement | None = None
 
-    def prepare_rl(self, settings: TrainSettings, phases: PhaseTiming) -> None:
+    def prepare_rl(self, settings: TrainSettings, phases: Phases) -> None:
         """Start the RL phase, for `train`: a fresh optimizer with a schedule over all batches.
 
         Raises ExtensionError for a user's objective that cannot be found or called.
