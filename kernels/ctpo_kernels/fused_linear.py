@@ -91,25 +91,9 @@ def fused_linear_ctpo(
     shape = labels.shape
     hidden, labels = flat_operands(hidden, labels, sequence_parallel)
     tensors = LossTensors(
-        old_log_probs=old_log_probs,
-        response_mask=response_mask,
-        advantages=advantages,
-        cu_seqlens=cu_seqlens,
-        loss_mask=loss_mask,
-        weights=weights,
-        batch_num_tokens=batch_num_tokens,
-        global_batch_size=global_batch_size,
+        old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights, batch_num_tokens, global_batch_size
     )
-    spec = LossSpec(
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_c=clip_c,
-        clip_power=clip_power,
-        clip_mode=clip_mode,
-        ratio_mode=ratio_mode,
-        loss_agg_mode=loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-    )
+    spec = LossSpec(clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
     cp_group, group = arguments.effective(cp_group), arguments.effective(tp_group)
     labels = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
     if accumulate_into_main_grad and getattr(weight, "main_grad", None) is None:

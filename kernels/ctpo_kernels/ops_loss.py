@@ -94,7 +94,7 @@ loss_operator.register_autograd(_loss_gradient, setup_context=_keep_gradient)
 def compiled_loss(
     log_probs: Tensor, tensors: LossTensors, spec: LossSpec, cp_group: MaybeGroup, per_token: bool
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
-    """`loss.packed_loss` in a traced call."""
+    """`loss.ctpo_loss` in a traced call."""
     value, vector, _, *details = loss_operator(log_probs, *_flattened(tensors, spec), name_of(cp_group), per_token)
     stats = CTPOStats.from_vector(vector.detach())
     if not per_token:
