@@ -31,15 +31,15 @@ ARGUMENTS, WORDS = 6, 30
 
 WALKS = {
     "row -> loss": """
-        train.py environments/prompts.py data/prompt_set.py data/prompts.py data/sampler.py data/prompt.py
+        train.py environments/prompts.py data/prompts.py data/sampler.py data/prompt.py
         data/trajectory.py data/batch.py run/services.py run/controller.py run/ranks.py rollouts/rollouts.py
         rollouts/request.py rollouts/scoring.py rollouts/buffer.py rollouts/ledger.py rollouts/filters.py
         rollouts/scheduler.py engines/pool.py engines/handle.py engines/tasks.py
         engines/engine.py environments/episode.py environments/template.py environments/toolbox.py
-        environments/protocol.py rewards/pool.py rewards/worker.py policy/trainer.py policy/exchange.py
-        policy/minibatch.py policy/old_log_probs.py policy/optimizer_steps.py policy/passes.py policy/step.py
-        policy/losses.py policy/predictions.py policy/workload.py data/sequences.py data/packing.py
-        objective/advantages.py objective/function.py objective/policy_loss.py objective/ratios.py objective/clips.py
+        environments/protocol.py rewards/pool.py rewards/worker.py policy/trainer.py
+        policy/minibatch.py policy/old_log_probs.py policy/optimizer.py policy/passes.py policy/predictions.py
+        data/packing.py
+        objective/advantages.py objective/function.py objective/policy_loss.py objective/ratios.py
         objective/aggregation.py objective/fused.py
     """,
     "weights -> engines": """

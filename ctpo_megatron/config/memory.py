@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ctpo_kernels.chunks import CHUNK_BYTES, chunk_rows, rows_within
 from ctpo_megatron.config.schema import PolicyConfig
-from ctpo_megatron.models import ModelSpec, padded_vocabulary
+from ctpo_megatron.models import LayerSplit, ModelSpec, padded_vocabulary
 
 GIB = 1 << 30
 GPU_GIB = 80
@@ -145,7 +145,7 @@ def stage_parameters(spec: ModelSpec, split: Split, stage: int) -> tuple[int, in
 
 def layer_activations(spec: ModelSpec, split: Split) -> dict[str, int]:
     """Bytes that one layer keeps for backward, per token of a micro-batch of one rank, by `recompute` module."""
-    return spec.family.layer_activations(spec, split)
+    return spec.family.layer_activations(spec, LayerSplit(split.tensor, split.element, split.sequence_parallel))
 
 
 def in_flight(split: Split, stage: int) -> float:

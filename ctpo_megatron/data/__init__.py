@@ -14,25 +14,32 @@ from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.conversations import batch_order, batches, load_conversations
-    from ctpo_megatron.data.packing import PackedBatch, PackingRules, micro_batch_count, pack, split_evenly
+    from ctpo_megatron.data.packing import (
+        PackedBatch,
+        PackingRules,
+        TokenArrays,
+        TokenSequence,
+        micro_batch_count,
+        pack,
+        split_evenly,
+        token_sequences,
+    )
     from ctpo_megatron.data.problems import DataError
-    from ctpo_megatron.data.prompt_set import Cell, PromptRules, PromptSet
-    from ctpo_megatron.data.prompts import read_prompts
+    from ctpo_megatron.data.prompts import Cell, PromptRules, PromptSet, read_prompts
     from ctpo_megatron.data.sampler import PromptSampler
-    from ctpo_megatron.data.sequences import TokenArrays, TokenSequence, token_sequences
     from ctpo_megatron.data.tables import count_all_rows
     from ctpo_megatron.data.toolmath import prepare
 
 _MODULES = {
-    "Cell": "prompt_set",
+    "Cell": "prompts",
     "DataError": "problems",
     "PackedBatch": "packing",
     "PackingRules": "packing",
-    "PromptRules": "prompt_set",
+    "PromptRules": "prompts",
     "PromptSampler": "sampler",
-    "PromptSet": "prompt_set",
-    "TokenArrays": "sequences",
-    "TokenSequence": "sequences",
+    "PromptSet": "prompts",
+    "TokenArrays": "packing",
+    "TokenSequence": "packing",
     "batch_order": "conversations",
     "batches": "conversations",
     "count_all_rows": "tables",
@@ -42,7 +49,7 @@ _MODULES = {
     "prepare": "toolmath",
     "read_prompts": "prompts",
     "split_evenly": "packing",
-    "token_sequences": "sequences",
+    "token_sequences": "packing",
 }
 
 __all__ = [

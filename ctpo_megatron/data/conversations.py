@@ -20,7 +20,7 @@ from ctpo_megatron.data.messages import (
     plain_tools,
 )
 from ctpo_megatron.data.problems import DataError, Problems
-from ctpo_megatron.data.prompt_set import Location
+from ctpo_megatron.data.prompts import Location
 from ctpo_megatron.data.tables import find_files, read_rows
 from ctpo_megatron.data.trajectory import Trajectory
 

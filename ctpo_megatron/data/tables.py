@@ -15,17 +15,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ctpo_megatron.data.problems import Problems
+from ctpo_megatron.data.problems import DataError, Problems
 
 _BATCH = 1000
 _JSON = (".jsonl", ".ndjson", ".json")
 _DATA = (".parquet", *_JSON, ".arrow")
 _OTHERS = {".csv": "read_csv(FILE)", ".tsv": "read_csv(FILE, sep='\\t')", ".xlsx": "read_excel(FILE)"}
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-
-
-class _UnreadableTable(Exception):
-    """A file does not have the format of its suffix."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ def read_rows(
                     yield row, dict.fromkeys(required) | cells
             elif cells is not None:
                 problems.general(f"{file} row {row}: expected a JSON object, not {type(cells).__name__}")
-    except (_UnreadableTable, pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (DataError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
         kind = "JSON" if file.suffix in _JSON else "Arrow" if file.suffix == ".arrow" else "parquet"
         problems.general(f"{file}: not a readable {kind} file ({error})")
 
@@ -83,7 +79,7 @@ def count_rows(file: Path) -> int:
     """Rows of a file; 0 for one that cannot be read, which `read_rows` reports."""
     try:
         return open_table(file).count
-    except (_UnreadableTable, pa.ArrowException, OSError, UnicodeDecodeError):
+    except (DataError, pa.ArrowException, OSError, UnicodeDecodeError):
         return 0
 
 
@@ -95,17 +91,20 @@ def count_all_rows(patterns: Sequence[str]) -> int | None:
 
 
 def open_table(file: Path) -> Table:
-    """Open a file by its suffix; an unknown suffix is read as parquet. Raises what the reader raises."""
+    """Open a file by its suffix; an unknown suffix is read as parquet.
+
+    Raises DataError for a file that does not have the format of its suffix, else what the reader raises.
+    """
     if file.suffix in _JSON:
         return _open_json(file)
     if file.suffix in _OTHERS:
         how = f"pandas.{_OTHERS[file.suffix]}.to_json(OUT, orient='records', lines=True)"
-        raise _UnreadableTable(f"{file.suffix} is not read; make it JSON lines: {how}")
+        raise DataError(f"{file.suffix} is not read; make it JSON lines: {how}")
     if file.suffix == ".arrow":
         table = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
         return Table(table.column_names, table.num_rows, lambda names: _batches(table.select(names).to_batches(_BATCH)))
     if not file.stat().st_size:
-        raise _UnreadableTable("it is empty: 0 bytes")
+        raise DataError("it is empty: 0 bytes")
     parquet = pq.ParquetFile(file)
     return Table(
         parquet.schema_arrow.names,
@@ -130,7 +129,7 @@ def _open_json(file: Path) -> Table:
             rows = [json.loads(line) if line.strip() else None for line in lines]
     except json.JSONDecodeError as error:
         line = lines.index(error.doc) + 1 if error.doc != text else error.lineno
-        raise _UnreadableTable(f"line {line}: {error.msg} at character {error.colno}") from error
+        raise DataError(f"line {line}: {error.msg} at character {error.colno}") from error
     columns = list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))
     count = sum(row is not None for row in rows)
 

@@ -6,7 +6,12 @@ spec = family.read(raw)
 shapes = family.tensors(spec)                  # of its safetensors files
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
 from ctpo_megatron.models.family import LayerSplit, ModelFamily
+from ctpo_megatron.models.llama import Llama
 from ctpo_megatron.models.mapping import (
     ParamMapping,
     Shape,
@@ -18,9 +23,11 @@ from ctpo_megatron.models.mapping import (
     shard_vocabulary,
     vocabulary,
 )
-from ctpo_megatron.models.refusal import Refusal
-from ctpo_megatron.models.registry import FAMILIES
-from ctpo_megatron.models.spec import ModelSpec
+from ctpo_megatron.models.mistral import Mistral
+from ctpo_megatron.models.qwen2 import Qwen2
+from ctpo_megatron.models.qwen3 import Qwen3
+from ctpo_megatron.models.qwen3_moe import Qwen3Moe
+from ctpo_megatron.models.spec import ModelSpec, Refusal
 
 __all__ = [
     "FAMILIES",
@@ -38,3 +45,8 @@ __all__ = [
     "shard_vocabulary",
     "vocabulary",
 ]
+
+FAMILIES: Mapping[str, ModelFamily] = {
+    family.architecture: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama(), Mistral())
+}
+"""The built-in families, by the architecture in config.json."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from ctpo_megatron.models import mapping
 from ctpo_megatron.models.mapping import ParamMapping, Shape
-from ctpo_megatron.models.refusal import Refusal, is_count, is_positive
 from ctpo_megatron.models.rotary import read_rotary, rotary_options, rotary_refusals
-from ctpo_megatron.models.spec import ModelSpec
+from ctpo_megatron.models.spec import ModelSpec, Refusal, is_count, is_positive
 
 _COUNTS = (
     "num_hidden_layers",
@@ -21,15 +21,13 @@ _COUNTS = (
 )
 
 
-class LayerSplit(Protocol):
-    """How the tensors of a layer are split over ranks; element: bytes of an activation."""
+@dataclass(frozen=True)
+class LayerSplit:
+    """How the tensors of a layer are split over ranks. tensor: number of ranks; element: bytes of an activation."""
 
-    @property
-    def tensor(self) -> int: ...
-    @property
-    def element(self) -> int: ...
-    @property
-    def sequence_parallel(self) -> bool: ...
+    tensor: int
+    element: int
+    sequence_parallel: bool
 
 
 class ModelFamily:
@@ -174,7 +172,7 @@ class ModelFamily:
         return dense, experts
 
     def layer_flops(self, spec: ModelSpec, tokens: int) -> int:
-        """FLOPs of the matrix products of one layer over a sequence, forward; see `policy.flops.forward_flops`."""
+        """FLOPs of the matrix products of one layer over a sequence, forward; see `ModelSpec.forward_flops`."""
         active = sum(
             row.elements * (spec.num_experts_per_token if row.per_expert else 1)
             for row in self.layer(spec)

@@ -9,8 +9,7 @@ from typing import Any
 from ctpo_megatron.models import mapping
 from ctpo_megatron.models.family import LayerSplit, ModelFamily
 from ctpo_megatron.models.mapping import ParamMapping
-from ctpo_megatron.models.refusal import Refusal, is_count
-from ctpo_megatron.models.spec import ModelSpec
+from ctpo_megatron.models.spec import ModelSpec, Refusal, is_count
 
 
 class Qwen3Moe(ModelFamily):

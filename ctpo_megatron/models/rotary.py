@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ctpo_megatron.models.refusal import Refusal, is_positive
-from ctpo_megatron.models.spec import ModelSpec
+from ctpo_megatron.models.spec import ModelSpec, Refusal, is_positive
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Megatron-Core fixes these numbers of the llama3 scaling; only `factor` is free."""

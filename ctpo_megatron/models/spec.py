@@ -1,10 +1,11 @@
-"""The shape of a model, as its family read it from config.json."""
+"""What a family reads from config.json: the shape of a model, or why it is not supported."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ctpo_megatron.models.family import ModelFamily
@@ -54,3 +55,37 @@ class ModelSpec:
             "num_experts_per_tok": self.num_experts_per_token,
             "norm_topk_prob": self.norm_topk_prob,
         }
+
+    def forward_flops(self, tokens: int, predicted: int) -> float:
+        """FLOPs of the matrix products of one forward pass over a sequence; the backward pass needs twice that.
+
+        tokens: length of the sequence. predicted: rows of the output layer, one per response token. Model FLOPs in the
+        sense of MFU (Chowdhery et al., arXiv 2204.02311, appendix B). They exclude recomputation, padding, and
+        everything but matrix products (norms, softmax, rotary embedding, optimizer). With L layers, width H, h heads
+        and g key-value heads of width d, MLP width I, vocabulary V, and T tokens of which P are predicted:
+
+            L * T * (2 H (h + 2 g) d + 2 h d H + 6 H I)   projections and gated MLP
+            L * 2 T (T + 1) h d                           causal attention: T (T + 1) / 2 pairs, two products of width d
+            P * 2 H V                                     output layer
+
+        In a mixture of experts 6 H I becomes 6 H I_e k + 2 H E: k active experts of width I_e, and the router over E.
+        """
+        layers = self.num_layers * self.family.layer_flops(self, tokens)
+        return float(layers + predicted * 2 * self.hidden_size * self.vocab_size)
+
+
+class Refusal(NamedTuple):
+    """What is not supported in a config.json, and what is."""
+
+    message: str
+    fix: str = ""
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is an integer above 0."""
+    return isinstance(value, int) and is_positive(value)

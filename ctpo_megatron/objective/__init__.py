@@ -19,7 +19,6 @@ from ctpo_megatron.config import PRESETS, PolicyObjective, objective_from_config
 from ctpo_megatron.objective.advantages import batch_advantages, group_advantages
 from ctpo_megatron.objective.aggregation import Denominators
 from ctpo_megatron.objective.correction import Corrected, correct
-from ctpo_megatron.objective.diagnostics import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.function import (
     Objective,
     ObjectiveInputs,
@@ -30,9 +29,9 @@ from ctpo_megatron.objective.function import (
 )
 from ctpo_megatron.objective.fused import LinearPolicyLoss, linear_policy_loss
 from ctpo_megatron.objective.mismatch import MismatchRows, correction_metrics, noise_metrics, weight_mean
-from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss
+from ctpo_megatron.objective.policy_loss import PolicyLossOutput, policy_loss, supervised_loss
+from ctpo_megatron.objective.ratios import TokenDiagnostics, token_diagnostics
 from ctpo_megatron.objective.stats import LossStats, merge, summarize
-from ctpo_megatron.objective.supervised import supervised_loss
 
 __all__ = [
     "PRESETS",

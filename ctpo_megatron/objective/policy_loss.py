@@ -1,4 +1,4 @@
-"""The policy loss: ratio, clip, aggregation in plain torch; on CUDA and over split sequences by `ctpo_kernels`."""
+"""The loss of the policy, in plain torch or (on CUDA, over split sequences) by `ctpo_kernels`; the supervised loss."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ctpo_megatron.config import PolicyObjective
 from ctpo_megatron.objective.aggregation import Denominators, token_scale
-from ctpo_megatron.objective.clips import Surrogate, surrogate
 from ctpo_megatron.objective.fused import fused_policy_loss
-from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, TokenRatios, token_ratios
+from ctpo_megatron.objective.ratios import LOG_RATIO_CAP, Surrogate, TokenRatios, surrogate, token_ratios
 from ctpo_megatron.objective.sequences import SequenceBounds
 from ctpo_megatron.objective.stats import LossStats, stats_of
 
@@ -137,3 +136,21 @@ def _stats(loss: Tensor, ratios: TokenRatios, token: Surrogate, model: Tensor, t
             "abs_log_ratio": (log_ratio.abs(), model),
         },
     )
+
+
+def supervised_loss(log_probs: Tensor, loss_mask: Tensor, denominators: Denominators | None = None) -> PolicyLossOutput:
+    """Mean negative log-likelihood over the loss tokens of the step: -(1 / tokens) sum_t l_t log_probs_t.
+
+    log_probs (nats, differentiable), loss_mask: one shape, `[B, T]` or `[N]`; sequence boundaries do not matter; values
+    at masked positions have no effect. denominators: counts of the whole step, or None for this batch alone.
+    Raises ValueError when the shapes differ.
+    """
+    if log_probs.shape != loss_mask.shape:
+        raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; expected {tuple(log_probs.shape)}")
+    trained = loss_mask.to(log_probs.device) != 0
+    dtype = log_probs.dtype if log_probs.dtype == torch.float64 else torch.float32
+    per_token = torch.where(trained, -log_probs.to(dtype), 0.0)
+    tokens = trained.sum()
+    loss = per_token.double().sum() / (tokens.clamp(min=1) if denominators is None else max(denominators.tokens, 1))
+    stats = stats_of({"loss": loss, "loss_tokens": tokens}, kind="supervised")
+    return PolicyLossOutput(loss.to(dtype), per_token, stats)

@@ -22,15 +22,17 @@ from ctpo_megatron.policy.checkpoint_files import CheckpointError
 from ctpo_megatron.policy.checkpoint_files import give_up as discard_checkpoints
 from ctpo_megatron.policy.checkpoint_files import latest as latest_checkpoint
 from ctpo_megatron.policy.checkpoint_files import read_marker as read_checkpoint_marker
-from ctpo_megatron.policy.collectives import pending_collectives
-from ctpo_megatron.policy.correction import apply_correction
-from ctpo_megatron.policy.device import capabilities, max_ranks
-from ctpo_megatron.policy.flops import peak_flops
-from ctpo_megatron.policy.losses import configured_loss, policy_gradient, supervised
+from ctpo_megatron.policy.device import capabilities, max_ranks, peak_flops
 from ctpo_megatron.policy.minibatch import MiniBatch
-from ctpo_megatron.policy.mismatch import check_mismatch
-from ctpo_megatron.policy.old_log_probs import OldLogProbs
-from ctpo_megatron.policy.parallel import Layout, destroy_distributed, gather_objects, init_distributed
+from ctpo_megatron.policy.old_log_probs import OldLogProbs, apply_correction, check_mismatch
+from ctpo_megatron.policy.parallel import (
+    Layout,
+    destroy_distributed,
+    gather_objects,
+    init_distributed,
+    pending_collectives,
+)
+from ctpo_megatron.policy.predictions import configured_loss, policy_gradient, supervised
 from ctpo_megatron.policy.rank_zero import RankLost, RankZero, RankZeroError
 from ctpo_megatron.policy.reports import Diagnostics, Update, summarize_updates
 from ctpo_megatron.policy.settings import TrainResult, TrainSettings

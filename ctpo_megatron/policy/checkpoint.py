@@ -16,14 +16,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
-from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import determine_global_metadata
 
 # torch derives this from BaseException.
 from torch.distributed.checkpoint.api import CheckpointException as DistributedWriteError
@@ -31,34 +32,19 @@ from torch.distributed.checkpoint.api import CheckpointException as DistributedW
 from ctpo_megatron.base.run_paths import step_name
 from ctpo_megatron.base.signals import children_spared
 from ctpo_megatron.config.schema import CheckpointConfig
+from ctpo_megatron.models import ModelSpec, padded_vocabulary
 from ctpo_megatron.policy import checkpoint_files as files
-from ctpo_megatron.policy import random_state
 from ctpo_megatron.policy.checkpoint_files import CheckpointError, Marker
-from ctpo_megatron.policy.checkpoint_fit import check_fit, check_settings, model_settings
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
+from ctpo_megatron.policy.train_state import FORMAT, TrainState, weight_shards
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _CUT_SHORT = ("PytorchStreamWriter failed", "inline_container", "No space left", "Disk quota", "File too large")
-"""Longest part of an error text of torch's writers or of the system that a message quotes."""
-_CONFIGURED = ("max_lr", "min_lr", "betas", "eps")
-# megatron-core 0.16 can no longer save the default format; this one reshards over TP, PP and DP.
-_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """The state of a rank that a checkpoint holds, except its random streams.
-
-    settings: configuration keys that decide which tensors exist, with their values.
-    """
-
-    model: BuiltModel
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    settings: Mapping[str, Any]
+"""In errors of torch's writers or of the system: the file could not be written to its end."""
+_MOST_TENSOR_PARALLEL = 64
 
 
 class Writer:
@@ -99,11 +85,10 @@ class Writer:
         # The state that is neither model nor optimizer is written synchronously, with torch.save.
         with _named_failure(aside, RuntimeError):
             request = dist_checkpointing.save(
-                _shards(state, is_loading=False)
-                | {"scheduler": state.scheduler.state_dict(), "random": _random_streams(self._layout)},
+                state.shards(is_loading=False) | state.unsharded(self._layout),
                 str(aside),
                 async_sharded_save=True,
-                content_metadata=dict(_FORMAT),
+                content_metadata=dict(FORMAT),
             )
         with _named_failure(aside):  # megatron takes a folder that is not empty for a broken checkpoint
             for name, content in attached.items():
@@ -218,23 +203,14 @@ def load(checkpoint: Path, layout: Layout, state: TrainState) -> dict[str, Any]:
     """
     marker = verify(checkpoint, layout)
     check_settings(checkpoint, marker.settings, state.settings)
-    wanted = _shards(state, is_loading=True)
+    wanted = state.shards(is_loading=True)
     check_fit(checkpoint, wanted, state.model.spec.vocab_size)
     check_settings(checkpoint, marker.settings, model_settings(state.model.spec))
     try:
         loaded = dist_checkpointing.load(wanted, str(checkpoint))
     except CheckpointingException as error:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
-    state.model.load_state(loaded["model"])
-    if _inner_adamw(state.optimizer):
-        _name_step_zero(loaded["optimizer"])
-    with _configured(state.optimizer):
-        state.optimizer.load_state_dict(loaded["optimizer"])
-    _separate_steps(state.optimizer)
-    state.scheduler.load_state_dict(loaded["scheduler"])
-    if loaded["random"]["layout"] == _sizes(layout):
-        random_state.restore(loaded["random"]["ranks"][layout.rank])
-    else:
+    if not state.restore(loaded, layout):
         log.info("%s was written in another layout: random streams start again from run.seed", checkpoint)
     log.info("restored %s", checkpoint)
     return marker.run
@@ -247,7 +223,7 @@ def load_weights(checkpoint: Path, layout: Layout, model: BuiltModel) -> dict[st
     Weights of another precision are converted, with a line in the log.
     """
     marker = verify(checkpoint, layout)
-    wanted = {"model": model.sharded_state(_metadata())}
+    wanted = {"model": weight_shards(model)}
     check_fit(checkpoint, wanted, model.spec.vocab_size, weights_only=True)
     check_settings(checkpoint, marker.settings, model_settings(model.spec))
     try:
@@ -275,71 +251,68 @@ def verify(checkpoint: Path, layout: Layout) -> Marker:
     return marker
 
 
-def _metadata() -> dict[str, Any]:
-    return _FORMAT | {
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
-    }
+def model_settings(spec: ModelSpec) -> dict[str, Any]:
+    """Properties of the model other than its tensors, by name, for `check_settings`."""
+    return {f"{name} of model.path": value for name, value in spec.unseen.items()}
 
 
-def _shards(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
-    """This rank's part of model and optimizer as megatron's sharded tensors."""
-    metadata = _metadata()
-    # So that a checkpoint before the first step has the same tensors as any other.
-    _fill_state(state.optimizer)
-    weights = state.model.sharded_state(metadata)
-    optimizer = state.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
-    return {"model": weights, "optimizer": optimizer}
+def check_settings(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises CheckpointError naming the keys whose values differ."""
+    other = [f"{key} was {saved[key]} and is {ours[key]}" for key in saved if key in ours and saved[key] != ours[key]]
+    if other:
+        raise CheckpointError(
+            f"{checkpoint} was written under another configuration; nothing was loaded: {'; '.join(other)}. Give the "
+            "former value, or start a new run from an export of it"
+        )
 
 
-def _random_streams(layout: Layout) -> dict[str, Any]:
-    return {"layout": _sizes(layout), "ranks": gather_objects(random_state.capture())}
+def check_fit(checkpoint: Path, wanted: dict[str, Any], vocab_size: int, *, weights_only: bool = False) -> None:
+    """Compare what all ranks request with what the checkpoint holds; raises CheckpointError with every difference.
 
-
-def _sizes(layout: Layout) -> dict[str, int]:
-    names = (field.name for field in dataclasses.fields(layout) if field.name.endswith("_size"))
-    return {name: getattr(layout, name) for name in names}
-
-
-def _inner_adamw(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [o.optimizer for o in chained if isinstance(o.optimizer, torch.optim.AdamW)]
-
-
-def _fill_state(optimizer: MegatronOptimizer) -> None:
-    """Create the optimizer state that the first step would create, to save it or to load into it."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:  # a rank may have no dense, or no expert parameters
-            part.init_state_fn(part.optimizer, part.config)
-    for inner in _inner_adamw(optimizer):
-        for state in inner.state.values():
-            # Megatron's own function omits the per-parameter `step` of torch's AdamW.
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
-
-
-def _name_step_zero(saved: dict[Any, Any]) -> None:
-    """Megatron omits a step of 0 from a checkpoint (`if step:`), but AdamW cannot be loaded without it."""
-    if isinstance(saved.get("state"), dict) and "param_groups" in saved:
-        saved["state"].setdefault("common_step", torch.zeros((), dtype=torch.float32))
-    for inner in saved.values():
-        if isinstance(inner, dict):
-            _name_step_zero(inner)
-
-
-@contextmanager
-def _configured(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Keep the configured values of every parameter group while a checkpoint is loaded.
-
-    megatron-core restores whole groups from a checkpoint, and its scheduler prefers their rates to its own.
+    weights_only: the rest of the checkpoint is ignored, and the precision may differ.
     """
-    ours = [{name: group[name] for name in _CONFIGURED if name in group} for group in optimizer.param_groups]
-    yield
-    for group, values in zip(optimizer.param_groups, ours, strict=True):
-        group.update(values)
+    sharded, _, _ = load_preprocess(wanted)
+    _, by_rank = determine_global_metadata(extract_sharded_base(sharded)[0])
+    ours = {part.key: part for rank in by_rank for part in rank}
+    saved = {part.key: part for part in load_sharded_metadata(str(checkpoint)).values()}
+    problems = [f"{key} is not in the checkpoint" for key in sorted(ours.keys() - saved.keys())]
+    surplus = [] if weights_only else sorted(saved.keys() - ours.keys())
+    problems += [f"{key} is not in this model and optimizer" for key in surplus]
+    for key in sorted(ours.keys() & saved.keys()):
+        there = _as_converted(saved[key], ours[key]) if weights_only else saved[key]
+        have, want = _form(there), _form(ours[key])
+        # The padding of the vocabulary depends on the tensor-parallel size: megatron truncates or extends it.
+        if have != want and not _padded_differently(there, ours[key], vocab_size):
+            problems.append(f"{key} is {have} in the checkpoint and {want} here")
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint} is of another model, precision or optimizer; nothing was loaded:\n  "
+            + "\n  ".join(problems)
+            + "\nContinue with the model.path and policy of the run that wrote it"
+        )
 
 
-def _separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Loading makes all parameters share one `step` tensor, which would then advance once per parameter."""
-    for inner in _inner_adamw(optimizer):
-        for state in inner.state.values():
-            state["step"] = torch.as_tensor(state["step"]).clone()
+def _as_converted(
+    saved: ShardedTensor | ShardedObject, ours: ShardedTensor | ShardedObject
+) -> ShardedTensor | ShardedObject:
+    """`saved` with the precision of `ours`: torch converts when it copies into a tensor of another dtype."""
+    if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor)) or saved.dtype == ours.dtype:
+        return saved
+    log.info("%s is converted from %s to %s", saved.key, saved.dtype, ours.dtype)
+    return dataclasses.replace(saved, dtype=ours.dtype)
+
+
+def _padded_differently(
+    saved: ShardedTensor | ShardedObject, ours: ShardedTensor | ShardedObject, vocab_size: int
+) -> bool:
+    if not (isinstance(saved, ShardedTensor) and isinstance(ours, ShardedTensor) and ours.allow_shape_mismatch):
+        return False
+    rows = {padded_vocabulary(vocab_size, tensor_parallel) for tensor_parallel in range(1, 1 + _MOST_TENSOR_PARALLEL)}
+    return (
+        saved.dtype == ours.dtype and saved.global_shape[1:] == ours.global_shape[1:] and saved.global_shape[0] in rows
+    )
+
+
+def _form(part: ShardedTensor | ShardedObject) -> str:
+    shape = "x".join(map(str, part.global_shape))
+    return f"{str(part.dtype).removeprefix('torch.')} {shape}" if isinstance(part, ShardedTensor) else f"object {shape}"

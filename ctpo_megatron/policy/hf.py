@@ -68,12 +68,11 @@ def _entries(model: BuiltModel) -> Iterator[ModelParameter]:
 
 def _by_name(mappings: Iterable[ParamMapping], spec: ModelSpec) -> dict[str, tuple[ParamMapping, int]]:
     """Megatron's name -> mapping, and index of the expert on its rank."""
-    return {
-        name.format(expert=expert): (mapping, expert)
-        for mapping in mappings
-        for expert in range(spec.num_experts if mapping.per_expert else 1)
-        for name in mapping.megatron
-    }
+    found: dict[str, tuple[ParamMapping, int]] = {}
+    for mapping in mappings:
+        for expert in range(spec.num_experts if mapping.per_expert else 1):
+            found |= {name.format(expert=expert): (mapping, expert) for name in mapping.megatron}
+    return found
 
 
 class WeightFiles:

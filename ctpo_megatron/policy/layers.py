@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.policy.context import ContextSplit
 from ctpo_megatron.policy.nodes import rms_norm, rotate, take_rows
-from ctpo_megatron.policy.workload import length_classes
+
+SHORTEST_OF_CLASS = 0.95
+"""A sequence joins a class of padded attention rows if it has at least this share of the longest one's length."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -76,6 +79,27 @@ def rotate_packed(
         parts = (angles.cos() * mscale, angles.sin() * mscale)
         turn = cu_seqlens.turn = [part.to(t.dtype).index_select(0, cu_seqlens.positions) for part in parts]
     return rotate(t, *turn)
+
+
+def length_classes(lengths: Sequence[int]) -> list[int]:
+    """Class of each sequence for padded attention: from the longest, lengths within `SHORTEST_OF_CLASS` of it."""
+    classes = [0] * len(lengths)
+    longest, number = None, -1
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if longest is None or lengths[index] < SHORTEST_OF_CLASS * longest:
+            longest, number = lengths[index], number + 1
+        classes[index] = number
+    return classes
+
+
+def padded_tokens(cu_seqlens: torch.Tensor) -> int:
+    """Rows of the local layer spec's attention over these sequences, each padded to the longest of its class."""
+    lengths = [length for length in cu_seqlens.diff().tolist() if length]
+    longest: dict[int, int] = {}
+    classes = length_classes(lengths)
+    for number, length in zip(classes, lengths, strict=True):
+        longest[number] = max(longest.get(number, 0), length)
+    return sum(longest[number] for number in classes)
 
 
 class AttentionPlan:
@@ -158,23 +182,12 @@ def _padded_rows(cu_seqlens: torch.Tensor, members: torch.Tensor) -> tuple[torch
 class PackedCausalAttention(MegatronModule):
     """Core attention for the local spec: block-diagonal causal softmax attention over packed sequences.
 
-    Constructor arguments are megatron's core-attention protocol. Query [t, h, d], key and value [t, g, d] (thd
+    Megatron gives the constructor more keywords than are used here. Query [t, h, d], key and value [t, g, d] (thd
     layout, heads of this tensor-parallel rank, tokens of this context-parallel rank: `ContextSplit`); returns
     [t, 1, h * d]. Other layouts raise ValueError.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
 

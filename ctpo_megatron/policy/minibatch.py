@@ -1,18 +1,25 @@
-"""Splits the sequences of a training step into optimizer steps, and each step into this rank's packed micro-batches."""
+"""From rank zero's trajectories of a step to mini-batches: each rank's packed micro-batches of an optimizer step.
+
+All sizes go to every rank, tokens only to the ranks that train on them.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ctpo_megatron.config import PolicyConfig, sequence_multiple
 from ctpo_megatron.data import (
     DataError,
     PackedBatch,
     PackingRules,
+    TokenArrays,
     TokenSequence,
     Trajectory,
     micro_batch_count,
@@ -22,10 +29,30 @@ from ctpo_megatron.data import (
 )
 from ctpo_megatron.models import ModelSpec
 from ctpo_megatron.objective import Denominators
-from ctpo_megatron.policy.exchange import share_tokens, tokens_of
-from ctpo_megatron.policy.flops import sequence_flops
+from ctpo_megatron.policy.layers import padded_tokens
 from ctpo_megatron.policy.parallel import Layout
-from ctpo_megatron.policy.workload import Workload, padded_tokens
+
+_LOSS, _RESPONSE, _CURRENT = 1, 2, 4
+"""Bits of the byte that carries the masks of a token."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of one optimizer step.
+
+    tokens: of its trajectories, over all ranks. flops: model FLOPs of one forward pass over them. trained_tokens,
+    trained_flops: the same for the trajectories that the passes run over. imbalance: largest over mean model FLOPs of
+    the data-parallel ranks' shares. computed_tokens: rows of attention in this rank's replica, alignment and padding
+    included. packing_s: seconds that this rank spent on packing.
+    """
+
+    tokens: int
+    flops: float
+    trained_tokens: int
+    trained_flops: float
+    imbalance: float
+    computed_tokens: int
+    packing_s: float
 
 
 @dataclass
@@ -38,6 +65,18 @@ class MiniBatch:
     micro_batches: list[PackedBatch]
     denominators: Denominators
     work: Workload
+
+
+def all_micro_batches(mini_batches: Iterable[MiniBatch]) -> list[PackedBatch]:
+    """This rank's micro-batches of all optimizer steps, in their order."""
+    return [micro for mini in mini_batches for micro in mini.micro_batches]
+
+
+def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:
+    """The stored old log-probs. Raises ValueError if no pass has computed them."""
+    if micro.old_log_probs is None:
+        raise ValueError("Trainer.compute_old_log_probs() must run before anything that needs old log-probs")
+    return micro.old_log_probs
 
 
 def checked_sequences(
@@ -55,7 +94,7 @@ def checked_sequences(
         raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
     sequences = token_sequences(trajectories, version)
     for sequence in sequences:
-        ids = tokens_of(sequence).token_ids
+        ids = sequence.arrays.token_ids
         beyond = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if beyond.size:
             at = int(beyond[0])
@@ -64,6 +103,33 @@ def checked_sequences(
                 f"{vocab_size} (vocab_size in config.json): were the tokens made with the tokenizer of this model?"
             )
     return sequences
+
+
+def share_sizes(
+    sequences: Sequence[TokenSequence], advantages: Sequence[float], layout: Layout
+) -> tuple[list[TokenSequence], list[float]]:
+    """The sequences of rank zero without their tokens, and their advantages, on every rank; collective.
+
+    Sends int64 `[3, B]` and float64 `[B]`. Ranks other than zero pass empty sequences. Rank zero keeps its tokens.
+    """
+    if layout.world_size == 1:
+        return list(sequences), list(advantages)
+    count = torch.tensor([len(sequences)])
+    dist.broadcast(count, src=0)
+    sizes = torch.zeros(3, int(count), dtype=torch.int64)
+    values = torch.zeros(int(count), dtype=torch.float64)
+    if layout.is_rank_zero:
+        sizes[:] = torch.tensor([[s.length, s.sampled_tokens, s.loss_tokens] for s in sequences]).T
+        values[:] = torch.tensor(advantages, dtype=torch.float64)
+    dist.broadcast(sizes, src=0)
+    dist.broadcast(values, src=0)
+    if layout.is_rank_zero:
+        return list(sequences), list(advantages)
+    outline = [
+        TokenSequence(place, f"{place} of the step", length, sampled, loss, None)
+        for place, (length, sampled, loss) in enumerate(sizes.T.tolist())
+    ]
+    return outline, values.tolist()
 
 
 def make_mini_batches(
@@ -92,7 +158,7 @@ def make_mini_batches(
         chunk, values = sequences[start : start + size], advantages[start : start + size]
         if len(chunk) < layout.dp_size:
             raise ValueError(f"an optimizer step of {len(chunk)} trajectories cannot feed {layout.dp_size} replicas")
-        flops = sequence_flops(spec, chunk)
+        flops = [spec.forward_flops(each.length, each.sampled_tokens) for each in chunk]
         # Not `abs(a) > 0`: a NaN has to reach the loss.
         trained = [i for i, value in enumerate(values) if not (skip_zero_advantage and value == 0)]
         # Every rank computes all shares: they follow from the sizes alone, so no communication is needed.
@@ -132,3 +198,67 @@ def packing_rules(config: PolicyConfig) -> PackingRules:
 def _equal_count(chunk: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rules: PackingRules) -> int:
     """Micro-batches of the replica that needs most: to exchange experts' tokens, replicas run the same passes."""
     return max(1, *(micro_batch_count([chunk[i] for i in share], rules) for share in shares))
+
+
+def share_tokens(
+    sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], layout: Layout
+) -> list[TokenSequence]:
+    """This rank's share with its tokens; collective.
+
+    sequences: from `share_sizes`. shares: the indices that each data-parallel rank trains on. A token is sent as int32
+    id, one byte of masks and float32 log-prob, to the ranks of the replica that trains on it.
+    """
+    own = [sequences[index] for index in shares[layout.dp_rank]]
+    if layout.world_size == 1:
+        return own
+    if not layout.is_rank_zero:
+        return _receive(own)
+    sending: list[dist.Work] = []
+    for rank in range(1, layout.world_size):
+        sending += _send(sequences, shares, rank, layout)
+    # All sends are queued before the first wait, so that ranks receive in parallel.
+    for work in sending:
+        work.wait()
+    return own
+
+
+def _send(
+    sequences: Sequence[TokenSequence], shares: Sequence[Sequence[int]], rank: int, layout: Layout
+) -> Iterator[dist.Work]:
+    arrays = [sequences[index].arrays for index in shares[layout.dp_ranks[rank]]]
+    if not arrays:
+        return
+    for column in _columns(arrays):
+        work = dist.isend(column, dst=rank)
+        if work is None:
+            raise RuntimeError(f"rank {rank} is not in the job's process group")
+        yield work
+
+
+def _receive(own: Sequence[TokenSequence]) -> list[TokenSequence]:
+    if not own:
+        return []
+    total = sum(len(sequence) for sequence in own)
+    columns = [torch.zeros(total, dtype=dtype) for dtype in (torch.int32, torch.uint8, torch.float32)]
+    for column in columns:
+        dist.recv(column, src=0)
+    ids, masks, log_probs = (column.numpy() for column in columns)
+    ends = np.cumsum([len(sequence) for sequence in own])
+    result = []
+    for sequence, end in zip(own, ends, strict=True):
+        part = slice(end - len(sequence), end)
+        bits = masks[part]
+        response, loss, current = ((bits & bit) != 0 for bit in (_RESPONSE, _LOSS, _CURRENT))
+        tokens = TokenArrays(ids[part], response, loss, current, log_probs[part])
+        result.append(replace(sequence, tokens=tokens))
+    return result
+
+
+def _columns(arrays: Sequence[TokenArrays]) -> tuple[Tensor, Tensor, Tensor]:
+    """int32 ids, uint8 masks, float32 log-probs, each `[N]`, of sequences laid end to end."""
+    ids = np.concatenate([tokens.token_ids for tokens in arrays])
+    masks = np.concatenate(
+        [_LOSS * each.loss_mask + _RESPONSE * each.response_mask + _CURRENT * each.current for each in arrays]
+    )
+    log_probs = np.concatenate([tokens.rollout_log_probs for tokens in arrays])
+    return torch.from_numpy(ids), torch.from_numpy(masks.astype(np.uint8)), torch.from_numpy(log_probs)

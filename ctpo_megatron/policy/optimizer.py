@@ -1,8 +1,10 @@
-"""AdamW and its schedules, as megatron-core builds them."""
+"""Optimizer steps of one phase of training: megatron's AdamW and schedule; each gradient is checked first."""
 
 from __future__ import annotations
 
+import logging
 import math
+from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
@@ -11,8 +13,13 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ctpo_megatron.config import OptimizerConfig, PolicyConfig
+from ctpo_megatron.objective import summarize
 from ctpo_megatron.policy import device
+from ctpo_megatron.policy.minibatch import MiniBatch
 from ctpo_megatron.policy.model import DTYPES, BuiltModel
+from ctpo_megatron.policy.passes import Collected, Passes
+from ctpo_megatron.policy.predictions import LossFunction
+from ctpo_megatron.policy.reports import Clock, Cost, Update
 
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 
@@ -90,3 +97,114 @@ def apply_gradients(optimizer: ChainedOptimizer, norm: float) -> None:
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
     if not optimizer.step_with_ready_grads():
         raise RuntimeError("megatron's optimizer refused to step")
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of a mini-batch, in the gradient buffers of all ranks, before clipping. norm: on this rank."""
+
+    mini_batch: MiniBatch
+    collected: list[Collected]
+    norm: float
+    clock: Clock
+
+
+class BadSteps:
+    """Counts consecutive optimizer steps that were not finite, over all phases of a run.
+
+    limit: `policy.max_bad_steps`.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_a_row = 0
+
+    def reset(self) -> None:
+        """Note a finite step."""
+        self._in_a_row = 0
+
+    def add(self, reason: str) -> None:
+        """Note a step that was not finite. Raises FloatingPointError at the limit."""
+        self._in_a_row += 1
+        if self._in_a_row >= self._limit:
+            raise FloatingPointError(
+                f"an optimizer step is not finite ({reason}), as {self._limit} in a row now (policy.max_bad_steps)"
+            )
+        log.warning("optimizer step skipped: not finite (%s); %d in a row now", reason, self._in_a_row)
+
+
+class OptimizerSteps:
+    """AdamW with fresh state and a schedule over `total_steps` optimizer steps; every method is collective."""
+
+    def __init__(
+        self,
+        model: BuiltModel,
+        policy: PolicyConfig,
+        config: OptimizerConfig,
+        total_steps: int,
+        passes: Passes,
+        bad_steps: BadSteps,
+    ) -> None:
+        self.optimizer, self.scheduler = build_optimizer(model, policy, config, total_steps)
+        self.weight_decay_of = config.weight_decay_of
+        self._model = model
+        self._total_steps = total_steps
+        self._passes = passes
+        self._bad_steps = bad_steps
+
+    def gradient(
+        self, mini_batch: MiniBatch, loss_function: LossFunction, temperature: float | None = None
+    ) -> Gradient:
+        """Run the passes of a step. Neither weights nor optimizer state change."""
+        clock = Clock(mini_batch.work.packing_s)
+        with self._passes.memory.in_use():
+            self.optimizer.zero_grad()
+            with clock.busy():
+                collected = self._passes.accumulate(mini_batch, loss_function, temperature)
+                norm = gradient_norm(self.optimizer)
+        return Gradient(mini_batch, collected, norm, clock)
+
+    def apply(self, gradient: Gradient) -> Update:
+        """Clip the gradient and step. A gradient that is not finite on any rank is dropped; see `Trainer.update`."""
+        clock = gradient.clock
+        with self._passes.memory.in_use():
+            stats, ranks, norms = self._passes.over_ranks(gradient.collected, gradient.mini_batch, gradient.norm)
+            rate = learning_rate(self.optimizer)
+            losses = {name: value for name, value in summarize(stats).items() if name.endswith("loss")}
+            # Losses and norms of all ranks: either all of them skip the step, or none does.
+            if bad := not all(map(math.isfinite, [*losses.values(), *norms])):
+                self.optimizer.zero_grad()
+                self._model.zero_gradients()
+                self._bad_steps.add(f"loss {losses}, gradient norm {gradient.norm}")
+            else:
+                self._bad_steps.reset()
+                with clock.busy():
+                    apply_gradients(self.optimizer, gradient.norm)
+            # A skipped step counts as well: the schedule follows the batches, not the updates.
+            self.scheduler.step(increment=1)
+        cost = Cost(gradient.mini_batch.work, *clock.read(), ranks)
+        return Update(stats, gradient.norm, rate, cost, bad)
+
+    def skip(self, steps: int) -> None:
+        """Advance the schedule over optimizer steps that a short batch lacks."""
+        if steps:
+            self.scheduler.step(increment=steps)
+
+    def set_schedule(self, fraction: float) -> None:
+        """Move the learning-rate schedule to where `fraction` of its optimizer steps are done.
+
+        After a load it is at the step count of the checkpoint's run, whose total may differ from this run's.
+        """
+        steps = round(fraction * self._total_steps)
+        if steps != self.scheduler.num_steps:
+            log.warning(
+                "the schedule continues at optimizer step %d of %d, where the checkpoint's run had made %d",
+                steps,
+                self._total_steps,
+                self.scheduler.num_steps,
+            )
+            self.scheduler.num_steps = steps
+            self.scheduler.step(increment=0)

@@ -1,23 +1,90 @@
-"""Passes of the model over mini-batches: log-probs, gradients, logits, and the reports of all ranks."""
+"""Passes of the model over packed micro-batches, through megatron's pipeline schedules; the reports of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import LossStats, merge
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.context import Targets
+from ctpo_megatron.policy.context import ContextSplit, Targets
 from ctpo_megatron.policy.device_memory import DeviceMemory
-from ctpo_megatron.policy.losses import LossFunction
-from ctpo_megatron.policy.minibatch import MiniBatch
+from ctpo_megatron.policy.layers import packed_sequences
+from ctpo_megatron.policy.minibatch import MiniBatch, all_micro_batches
 from ctpo_megatron.policy.model import BuiltModel
 from ctpo_megatron.policy.parallel import Layout, gather_objects
-from ctpo_megatron.policy.predictions import Predictions
-from ctpo_megatron.policy.step import Collected, run_schedule
-from ctpo_megatron.policy.workload import RankReport
+from ctpo_megatron.policy.predictions import LogitsPredictions, LossFunction, Predictions, StreamingPredictions
+from ctpo_megatron.policy.reports import RankReport
+
+Collected = dict[str, Any]
+MicroLoss = Callable[[Predictions], tuple[torch.Tensor, Collected]]
+"""Predictions of a micro-batch -> (loss to add up, what to keep of it)."""
+
+
+def run_schedule(
+    model: BuiltModel, batches: Sequence[PackedBatch], loss: MicroLoss, *, temperature: float, forward_only: bool
+) -> list[Collected]:
+    """One forward (and backward) pass per micro-batch; gradients are summed, not averaged, over micro-batches and DP.
+
+    Returns what `loss` kept, one entry per micro-batch, on the last pipeline stage; an empty list on the others.
+    """
+    chunks = len(model.wrapped)
+    collected: list[Collected] = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, model=model, loss=loss, temperature=temperature),
+        data_iterator=[iter(batches) for _ in range(chunks)] if chunks > 1 else iter(batches),
+        model=list(model.wrapped),
+        num_microbatches=len(batches),
+        seq_length=max(batch.num_tokens for batch in batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return collected
+
+
+def _forward_step(
+    batches: Iterator[PackedBatch],
+    module: torch.nn.Module,
+    *,
+    model: BuiltModel,
+    loss: MicroLoss,
+    temperature: float,
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    batch = next(batches)
+    split = ContextSplit.of(batch.on_host.cu_seqlens).to(batch.cu_seqlens.device)
+    output = module(
+        input_ids=split.take(batch.token_ids)[None],
+        position_ids=split.take(batch.position_ids)[None],
+        attention_mask=None,
+        packed_seq_params=packed_sequences(batch, split),
+        **model.output_options,
+    )
+
+    def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Collected]:
+        total, kept = loss(_predictions(model, output[0], Targets.of(batch, split), temperature))
+        # Megatron would divide the gradient by the token count; the loss is already divided, so any valid integer
+        # serves.
+        return total, torch.ones((), dtype=torch.int, device=total.device), kept
+
+    return output, loss_function
+
+
+def _predictions(model: BuiltModel, output: torch.Tensor, targets: Targets, temperature: float) -> Predictions:
+    if not model.streaming:
+        return LogitsPredictions(targets, temperature, model.spec.vocab_size, output)
+    return StreamingPredictions(
+        targets,
+        temperature,
+        model.spec.vocab_size,
+        hidden=output,
+        weight=model.output_weight,
+        sequence_parallel=model.config.sequence_parallel,
+        chunk_size=model.head_chunk,
+    )
 
 
 class Passes:
@@ -31,7 +98,7 @@ class Passes:
 
     def fill_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
         """Store the log-probs and entropies of the current weights in every micro-batch."""
-        micro_batches = [micro for mini in mini_batches for micro in mini.micro_batches]
+        micro_batches = all_micro_batches(mini_batches)
         zero = torch.zeros((), device=self._layout.device)
 
         def score(predictions: Predictions) -> tuple[torch.Tensor, Collected]:
@@ -121,10 +188,3 @@ def keep_log_probs(micro_batches: Sequence[PackedBatch], kept: Sequence[Collecte
             micro.old_log_probs, micro.entropy_sum = micro.log_probs, collected["entropy_sum"]
     for micro in micro_batches:
         micro.on_policy = False
-
-
-def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:
-    """The stored old log-probs. Raises ValueError if no pass has computed them."""
-    if micro.old_log_probs is None:
-        raise ValueError("Trainer.compute_old_log_probs() must run before anything that needs old log-probs")
-    return micro.old_log_probs

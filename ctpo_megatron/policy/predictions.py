@@ -1,57 +1,97 @@
-"""The output of the last pipeline stage for one micro-batch, and the log-probs and losses computed from it.
+"""The output of the last pipeline stage for one micro-batch, the log-probs of it, and the losses of an optimizer step.
 
 Rows that predict no response token are not evaluated.
 """
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state as mpu
+from torch import Tensor
 
 from ctpo_kernels import linear_log_probs, vocab_parallel_log_probs
-from ctpo_megatron.objective import Denominators, PolicyLossOutput, PolicyObjective, linear_policy_loss, policy_loss
+from ctpo_megatron.config import ObjectiveConfig
+from ctpo_megatron.objective import (
+    Denominators,
+    Objective,
+    ObjectiveInputs,
+    PolicyLossOutput,
+    PolicyObjective,
+    function_loss,
+    linear_policy_loss,
+    load_objective,
+    objective_from_config,
+    policy_loss,
+    supervised_loss,
+)
 from ctpo_megatron.policy.context import Targets
 
+log = logging.getLogger(__name__)
 
-class Predictions(Protocol):
+Anchor = Literal["proximal", "behaviour", "decoupled"]
+
+
+@dataclass(frozen=True)
+class Predictions(ABC):
     """Log-probs are of softmax(logits / temperature): float32 `[n]` nats, 0 in rows that predict no response token.
 
     n: the rows that this context-parallel rank holds. Losses and statistics are this rank's share.
     """
 
-    @property
-    def targets(self) -> Targets:
-        """The targets of the rows."""
+    targets: Targets
+    temperature: float
+    vocab_size: int
 
-    def log_probs(self) -> torch.Tensor:
+    @abstractmethod
+    def log_probs(self) -> Tensor:
         """`[n]`, differentiable."""
 
-    def log_probs_and_entropy(self) -> tuple[torch.Tensor, torch.Tensor]:
+    @abstractmethod
+    def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
         """`[n]` each, without gradients; entropy in nats. The same bits as the log-probs that a loss uses."""
 
     def policy_loss(
-        self, old_log_probs: torch.Tensor | None, objective: PolicyObjective, denominators: Denominators
+        self, old_log_probs: Tensor | None, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
         """`objective.policy_loss` of the rows, differentiable in the model's output and in the output layer.
 
         Also returns the rows' log-probs, and the entropies if `targets.on_policy`. old_log_probs: None takes the
         log-probs themselves.
         """
+        targets, log_probs = self.targets, self.log_probs()
+        output = policy_loss(
+            log_probs,
+            log_probs.detach() if old_log_probs is None else old_log_probs,
+            targets.advantages,
+            targets.response_mask,
+            objective,
+            loss_mask=targets.loss_mask,
+            weights=targets.weights,
+            cu_seqlens=targets.cu_seqlens,
+            denominators=denominators,
+            cp_group=targets.split.group,
+        )
+        return self.with_rows(output, log_probs)
+
+    def with_rows(self, output: PolicyLossOutput, log_probs: Tensor) -> PolicyLossOutput:
+        """The loss of the given `log_probs`, with them and, if requested, the entropies in the output."""
+        entropy = self.log_probs_and_entropy()[1] if self.targets.on_policy else None
+        return replace(output, log_probs=log_probs.detach(), entropy=entropy)
 
 
 @dataclass(frozen=True)
-class LogitsPredictions:
+class LogitsPredictions(Predictions):
     """From logits `[n, V_padded / tp]` of this rank's vocabulary shard."""
 
-    logits: torch.Tensor
-    targets: Targets
-    temperature: float
-    vocab_size: int
+    logits: Tensor
 
-    def log_probs(self) -> torch.Tensor:
+    def log_probs(self) -> Tensor:
         rows = self.targets.rows
         values: Any = vocab_parallel_log_probs(
             self.logits[rows],  # a copy, so that the gradient may overwrite it
@@ -63,7 +103,7 @@ class LogitsPredictions:
         )
         return self._at(rows, values)
 
-    def log_probs_and_entropy(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
         rows = self.targets.rows
         with torch.no_grad():
             values, entropy = vocab_parallel_log_probs(
@@ -76,41 +116,33 @@ class LogitsPredictions:
             )
         return self._at(rows, values), self._at(rows, entropy)
 
-    def policy_loss(
-        self, old_log_probs: torch.Tensor | None, objective: PolicyObjective, denominators: Denominators
-    ) -> PolicyLossOutput:
-        return _loss_of(self, old_log_probs, objective, denominators)
-
-    def _at(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _at(self, rows: Tensor, values: Tensor) -> Tensor:
         return values.new_zeros(self.targets.labels.numel()).index_put((rows,), values)
 
 
 @dataclass(frozen=True)
-class StreamingPredictions:
+class StreamingPredictions(Predictions):
     """From hidden states `[n, H]` (`[n / tp, H]` under sequence parallelism) and the output layer's weight."""
 
-    hidden: torch.Tensor
+    hidden: Tensor
     weight: torch.nn.Parameter
-    targets: Targets
-    temperature: float
-    vocab_size: int
     sequence_parallel: bool
     chunk_size: int | None
 
-    def log_probs(self) -> torch.Tensor:
-        log_probs: torch.Tensor = self._linear_log_probs()
+    def log_probs(self) -> Tensor:
+        log_probs: Tensor = self._linear_log_probs()
         return log_probs
 
-    def log_probs_and_entropy(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def log_probs_and_entropy(self) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             log_probs, entropy = self._linear_log_probs(return_entropy=True)
         return log_probs, entropy
 
     def policy_loss(
-        self, old_log_probs: torch.Tensor | None, objective: PolicyObjective, denominators: Denominators
+        self, old_log_probs: Tensor | None, objective: PolicyObjective, denominators: Denominators
     ) -> PolicyLossOutput:
         if not objective.on_kernels:
-            return _loss_of(self, old_log_probs, objective, denominators)
+            return super().policy_loss(old_log_probs, objective, denominators)
         targets = self.targets
         found = linear_policy_loss(
             self.hidden,
@@ -153,26 +185,76 @@ class StreamingPredictions:
         )
 
 
-def with_rows(predictions: Predictions, output: PolicyLossOutput, log_probs: torch.Tensor) -> PolicyLossOutput:
-    """The loss of the given `log_probs`, with them and, if requested, the entropies in the output."""
-    entropy = predictions.log_probs_and_entropy()[1] if predictions.targets.on_policy else None
-    return replace(output, log_probs=log_probs.detach(), entropy=entropy)
+LossFunction = Callable[[Predictions, Denominators], PolicyLossOutput]
+"""(predictions of a micro-batch, denominators of the whole optimizer step) -> the loss share of this micro-batch."""
 
 
-def _loss_of(
-    predictions: Predictions, old_log_probs: torch.Tensor | None, objective: PolicyObjective, denominators: Denominators
-) -> PolicyLossOutput:
-    targets, log_probs = predictions.targets, predictions.log_probs()
-    output = policy_loss(
-        log_probs,
-        log_probs.detach() if old_log_probs is None else old_log_probs,
-        targets.advantages,
-        targets.response_mask,
-        objective,
-        loss_mask=targets.loss_mask,
-        weights=targets.weights,
-        cu_seqlens=targets.cu_seqlens,
-        denominators=denominators,
-        cp_group=targets.split.group,
-    )
-    return with_rows(predictions, output, log_probs)
+def configured_loss(config: ObjectiveConfig) -> LossFunction:
+    """The RL loss of a configuration: its preset with overrides, or the user's `objective.function`.
+
+    Raises ExtensionError when that cannot be found or called; `extensions.activate` comes first.
+    """
+    objective = objective_from_config(config)
+    if config.function is not None or not objective.on_kernels:
+        log.info(
+            "objective: %s, given log-probs of the model; the one-sweep head does not support it, so the output layer "
+            "is computed a second time in the backward pass (policy.head=streaming)",
+            config.function or config.preset,
+        )
+    if config.function is None:
+        return policy_gradient(objective, config.anchor)
+    return function_gradient(load_objective(config.function), objective, config.anchor)
+
+
+def policy_gradient(objective: PolicyObjective, anchor: Anchor) -> LossFunction:
+    """The RL loss. proximal: ratios against the trainer's old log-probs; behaviour: against the sampler's.
+
+    decoupled: as proximal; the weights of `apply_correction` account for the difference between the two. In a
+    micro-batch that is `on_policy`, the old log-probs are the log-probs of the pass itself.
+    """
+
+    def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
+        return predictions.policy_loss(_anchor(predictions.targets, anchor), objective, denominators)
+
+    return loss
+
+
+def function_gradient(function: Objective, objective: PolicyObjective, anchor: Anchor) -> LossFunction:
+    """The RL loss by a user's function; `objective` says how its token losses are aggregated."""
+
+    def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
+        targets, log_probs = predictions.targets, predictions.log_probs()
+        old_log_probs = _anchor(targets, anchor)
+        inputs = ObjectiveInputs(
+            log_probs=log_probs,
+            old_log_probs=log_probs.detach() if old_log_probs is None else old_log_probs,
+            rollout_log_probs=targets.rollout_log_probs,
+            advantages=targets.advantages,
+            response_mask=targets.response_mask,
+            loss_mask=targets.loss_mask,
+            weights=targets.weights,
+            cu_seqlens=targets.cu_seqlens,
+            denominators=denominators,
+        )
+        return predictions.with_rows(function_loss(function, inputs, objective), log_probs)
+
+    return loss
+
+
+def _anchor(targets: Targets, anchor: Anchor) -> Tensor | None:
+    """The denominator of the ratios; None: the log-probs of the pass itself."""
+    found = targets.rollout_log_probs if anchor == "behaviour" else targets.old_log_probs
+    if found is None and not targets.on_policy:
+        raise ValueError(f"the {anchor} anchor needs Trainer.compute_old_log_probs() before Trainer.update()")
+    return found
+
+
+def supervised() -> LossFunction:
+    """Negative log-likelihood of the assistant tokens of SFT."""
+
+    def loss(predictions: Predictions, denominators: Denominators) -> PolicyLossOutput:
+        log_probs = predictions.log_probs()
+        output = supervised_loss(log_probs, predictions.targets.loss_mask, denominators)
+        return predictions.with_rows(output, log_probs)
+
+    return loss

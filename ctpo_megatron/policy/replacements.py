@@ -1,13 +1,15 @@
-"""The functions of megatron-core that are replaced: one row each, with the cause and the reason.
+"""Functions of megatron-core that are replaced: one row each, with the cause and the reason, and the substitutes.
 
 megatron-core 0.16.1 assumes CUDA, Transformer Engine and a fused Adam in a few dozen call sites. A row applies wherever
-its cause holds.
+its cause holds. The mode `CudaRequestsToCpu` redirects what then still asks for CUDA (arguments of torch calls).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +17,8 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils
+from torch.overrides import TorchFunctionMode
 
-from ctpo_megatron.policy import cpu_megatron as cpu
 from ctpo_megatron.policy.layers import rotate_packed
 
 log = logging.getLogger(__name__)
@@ -62,18 +64,16 @@ def _replacements() -> tuple[_Replacement, ...]:
     random, dispatcher = "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe.token_dispatcher"
     return (
         _Replacement(
-            "no CUDA", "torch.cuda", "current_device", cpu.current_device, "gradient buffers, RoPE, TP and PP buffers"
+            "no CUDA", "torch.cuda", "current_device", current_device, "gradient buffers, RoPE, TP and PP buffers"
         ),
         _Replacement(
-            "no CUDA", "torch.cuda", "synchronize", cpu.do_nothing, "variable-length pipelines and checkpoints call it"
+            "no CUDA", "torch.cuda", "synchronize", do_nothing, "variable-length pipelines and checkpoints call it"
         ),
-        _Replacement("no CUDA", random, "_get_cuda_rng_state", cpu.rng_state, "activation recompute saves the stream"),
+        _Replacement("no CUDA", random, "_get_cuda_rng_state", rng_state, "activation recompute saves the stream"),
         _Replacement(
-            "no CUDA", random, "_set_cuda_rng_state", cpu.set_rng_state, "activation recompute restores the stream"
+            "no CUDA", random, "_set_cuda_rng_state", set_rng_state, "activation recompute restores the stream"
         ),
-        _Replacement(
-            "no CUDA", random, "CudaRNGStatesTracker", cpu.rng_tracker(), "sequence parallel forks named streams"
-        ),
+        _Replacement("no CUDA", random, "CudaRNGStatesTracker", rng_tracker(), "sequence parallel forks named streams"),
         _Replacement(
             "no CUDA",
             dispatcher,
@@ -85,21 +85,21 @@ def _replacements() -> tuple[_Replacement, ...]:
             "no CUDA",
             dispatcher,
             "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
-            cpu.host_splits,
+            host_splits,
             "split sizes of the all-to-all have to be on the host",
         ),
         _Replacement(
             "no CUDA",
             mappings.__name__,
             "_gather_along_first_dim",
-            cpu.uneven_gather(mappings._gather_along_first_dim),
+            uneven_gather(mappings._gather_along_first_dim),
             "experts under tensor parallelism gather unequal shards",
         ),
         _Replacement(
             "no CUDA",
             mappings.__name__,
             "_reduce_scatter_along_first_dim",
-            cpu.uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim),
+            uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim),
             "and scatter them again",
         ),
         _Replacement(
@@ -155,3 +155,128 @@ def install(*, cuda: bool) -> None:
         if causes[replacement.cause]:
             replacement.apply()
     _installed = True
+
+
+_CPU = torch.device("cpu")
+
+
+class CudaRequestsToCpu(TorchFunctionMode):
+    """Handles `device="cuda"`, `pin_memory=True`, `Tensor.cuda()` and `Tensor.type()` as on a CUDA machine.
+
+    Megatron's gradient clipping and optimizers compare `Tensor.type()` with 'torch.cuda.FloatTensor', so the CPU type
+    name is reported in its CUDA spelling.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs:
+            wanted = kwargs.get("device")
+            if wanted is not None and torch.device(wanted).type == "cuda":
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def current_device() -> torch.device:
+    """The CPU, where megatron-core asks for the current GPU."""
+    return _CPU
+
+
+def do_nothing(*_args: Any) -> None:
+    """A synchronisation, of which a CPU has none."""
+
+
+def rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """State of the CPU's generator."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+    """Inverse of `rng_state`."""
+    torch.set_rng_state(state)
+
+
+def rng_tracker() -> type:
+    """Megatron's named random streams, over the CPU's generator."""
+    from megatron.core.tensor_parallel import random as mcore_random
+
+    class CpuRNGStatesTracker(mcore_random.CudaRNGStatesTracker):
+        """The same named random streams over the CPU generator."""
+
+        def add(self, name: str, seed: int) -> None:
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random stream {name!r} or its seed {seed} exists already")
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if name not in self.states_:
+                raise KeyError(f"random stream {name!r} was never added")
+            outer = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outer)
+
+    return CpuRNGStatesTracker
+
+
+def host_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Give all-to-all its split sizes as numpy arrays (shadows MoEAlltoAllTokenDispatcher's method).
+
+    The original method converts CUDA tensors only, on a side stream.
+    """
+    if point == self.cuda_dtoh_point and not self.drop_and_pad:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            splits = getattr(self, name)
+            if isinstance(splits, torch.Tensor):
+                setattr(self, name, splits.numpy())
+    return tokens_per_expert
+
+
+def uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gather shards of different sizes by padding them, since gloo needs equal ones. Wraps a function of mappings."""
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return gather
+
+
+def uneven_reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same for the reduce-scatter of the backward pass."""
+
+    def reduce_scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return original(input_, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        padded = input_.new_zeros(len(sizes), max(sizes), *input_.shape[1:])
+        for row, part in zip(padded, torch.split(input_, sizes), strict=True):
+            row[: part.shape[0]] = part
+        mine = torch.empty_like(padded[0])
+        torch.distributed.reduce_scatter_tensor(mine, padded.flatten(0, 1), group=group)
+        return mine[: sizes[group.rank()]]
+
+    return reduce_scatter

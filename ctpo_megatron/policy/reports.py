@@ -13,12 +13,43 @@ import torch
 from ctpo_megatron.data import PackedBatch
 from ctpo_megatron.objective import LossStats, PolicyObjective, merge, summarize, token_diagnostics
 from ctpo_megatron.policy import device
-from ctpo_megatron.policy.losses import Anchor
+from ctpo_megatron.policy.minibatch import Workload, old_log_probs_of
 from ctpo_megatron.policy.parallel import gather_on_rank_zero
-from ctpo_megatron.policy.passes import old_log_probs_of
-from ctpo_megatron.policy.workload import Cost, cost_metrics
+from ctpo_megatron.policy.predictions import Anchor
 
 Diagnostics = dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank reports to the others after the passes of an optimizer step.
+
+    computed_tokens, micro_batches: of its replica, which is number `dp_rank`. peak_mib: see `device.peak_memory_mib`.
+    """
+
+    dp_rank: int
+    computed_tokens: int
+    micro_batches: int
+    peak_mib: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one optimizer step.
+
+    seconds: wall time on this rank, packing included. overhead_s: the part outside of the forward and backward passes
+    and the optimizer. ranks: the reports of all ranks, in their order.
+    """
+
+    work: Workload
+    seconds: float
+    overhead_s: float
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def replicas(self) -> list[RankReport]:
+        """One report of each data-parallel replica."""
+        return list({report.dp_rank: report for report in self.ranks}.values())
 
 
 @dataclass(frozen=True)
@@ -107,3 +138,22 @@ def summarize_updates(updates: Sequence[Update]) -> dict[str, float]:
     metrics |= {"actor/grad_norm": sum(norms) / len(norms), "actor/grad_norm_max": max(norms)}
     metrics["actor/bad_steps"] = float(sum(update.bad for update in updates))
     return metrics | {"actor/lr": updates[-1].learning_rate} | cost_metrics([update.cost for update in updates])
+
+
+def cost_metrics(costs: Sequence[Cost]) -> dict[str, float]:
+    """Metrics of all optimizer steps of one batch; see docs/metrics.md."""
+    trained, flops = sum(c.work.trained_tokens for c in costs), sum(c.work.trained_flops for c in costs)
+    replicas = [report for cost in costs for report in cost.replicas]
+    peaks = [report.peak_mib for report in costs[-1].ranks]
+    return {
+        "tokens/total": float(sum(cost.work.tokens for cost in costs)),
+        "tokens/trained": float(trained),
+        "tokens/forward_tflop": sum(cost.work.flops for cost in costs) / 1e12,
+        "tokens/trained_forward_tflop": flops / 1e12,
+        "packing/useful_token_fraction": trained / sum(report.computed_tokens for report in replicas),
+        "packing/micro_batches": float(sum(report.micro_batches for report in replicas)),
+        # Ranks wait for the slowest once per optimizer step, so the largest share counts, weighted by the step's work.
+        "packing/imbalance": sum(c.work.imbalance * c.work.trained_flops for c in costs) / flops if flops else 1.0,
+        "time/update_overhead_fraction": sum(c.overhead_s for c in costs) / sum(c.seconds for c in costs),
+        "memory/trainer_peak_mib": max(peaks),
+    } | {f"memory/rank_{rank}_peak_mib": peak for rank, peak in enumerate(peaks)}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.config import (
     ObjectiveConfig,
@@ -13,15 +12,11 @@ from ctpo_megatron.config import (
     advantage_from_config,
     objective_from_config,
 )
-from ctpo_megatron.policy.losses import configured_loss
+from ctpo_megatron.policy.predictions import configured_loss
 from ctpo_megatron.policy.reports import Diagnostics
 
-
-class PhaseTiming(Protocol):
-    """Times the phases of a step, under the names of `time/*` metrics."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time a part of the current step."""
+if TYPE_CHECKING:
+    from ctpo_megatron.tracking import Phases
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class TrainSettings:
 class Reinforcement:
     """The RL phase of a trainer: its settings, and the objects that it derives from them once."""
 
-    def __init__(self, settings: TrainSettings, phases: PhaseTiming) -> None:
+    def __init__(self, settings: TrainSettings, phases: Phases) -> None:
         self.settings = settings
         self.phases = phases
         self.advantage = advantage_from_config(settings.objective)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,18 +17,20 @@ from ctpo_megatron.models import ModelFamily
 from ctpo_megatron.objective import LossStats, PolicyObjective, batch_advantages
 from ctpo_megatron.policy import checkpoint, device, hf
 from ctpo_megatron.policy.device_memory import DeviceMemory
-from ctpo_megatron.policy.exchange import share_sizes
 from ctpo_megatron.policy.hf_directory import write_directory
-from ctpo_megatron.policy.losses import Anchor, LossFunction
-from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, make_mini_batches
-from ctpo_megatron.policy.mismatch import check_mismatch
+from ctpo_megatron.policy.minibatch import MiniBatch, checked_sequences, make_mini_batches, share_sizes
 from ctpo_megatron.policy.model import build_model, gather_gradient_shards, resolve_layer_spec
-from ctpo_megatron.policy.old_log_probs import OldLogProbs, start_metrics
-from ctpo_megatron.policy.optimizer_steps import BadSteps, OptimizerSteps
+from ctpo_megatron.policy.old_log_probs import OldLogProbs, check_mismatch, start_metrics
+from ctpo_megatron.policy.optimizer import BadSteps, OptimizerSteps
 from ctpo_megatron.policy.parallel import Layout
 from ctpo_megatron.policy.passes import Passes
+from ctpo_megatron.policy.predictions import Anchor, LossFunction
 from ctpo_megatron.policy.reports import Diagnostics, Update, gather_diagnostics, summarize_updates
-from ctpo_megatron.policy.settings import PhaseTiming, Reinforcement, TrainResult, TrainSettings
+from ctpo_megatron.policy.settings import Reinforcement, TrainResult, TrainSettings
+from ctpo_megatron.policy.train_state import TrainState
+
+if TYPE_CHECKING:
+    from ctpo_megatron.tracking import Phases
 
 
 class Trainer:
@@ -63,7 +65,7 @@ class Trainer:
         self._optimizer_steps: OptimizerSteps | None = None
         self._rl: Reinforcement | None = None
 
-    def prepare_rl(self, settings: TrainSettings, phases: PhaseTiming) -> None:
+    def prepare_rl(self, settings: TrainSettings, phases: Phases) -> None:
         """Start the RL phase, for `train`: a fresh optimizer with a schedule over all batches.
 
         Raises ExtensionError for a user's objective that cannot be found or called.
@@ -276,14 +278,14 @@ class Trainer:
         with self._memory.in_use():
             return checkpoint.load_weights(path, self.layout, self._model)
 
-    def _train_state(self) -> checkpoint.TrainState:
+    def _train_state(self) -> TrainState:
         steps = self._steps
         settings = {
             "policy.dtype": self.config.dtype,
             "policy.use_distributed_optimizer": self.config.use_distributed_optimizer,
             "optimizer.weight_decay_of": steps.weight_decay_of,
         }
-        return checkpoint.TrainState(self._model, steps.optimizer, steps.scheduler, settings)
+        return TrainState(self._model, steps.optimizer, steps.scheduler, settings)
 
 
 def _main_gradient(parameter: Any) -> torch.Tensor:

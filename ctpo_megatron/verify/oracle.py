@@ -61,7 +61,8 @@ class Reference:
         def column(field: str) -> Tensor:
             return torch.tensor([value for trajectory in batch for value in getattr(trajectory, field)]).double()
 
-        loss, gradient = {}, {}
+        loss: dict[str, float] = {}
+        gradient: dict[str, dict[str, Tensor]] = {}
         for name, objective in objectives.items():
             out = policy_loss(
                 flat,
@@ -75,9 +76,9 @@ class Reference:
             names, parameters = zip(*self._model.named_parameters(), strict=True)
             found = torch.autograd.grad(out.loss, parameters, retain_graph=True)
             loss[name] = float(out.loss.detach())
-            gradient[name] = dict(
-                pair for name, tensor in zip(names, found, strict=True) for pair in _saved(name, tensor)
-            )
+            gradient[name] = {}
+            for parameter_name, tensor in zip(names, found, strict=True):
+                gradient[name] |= dict(_saved(parameter_name, tensor))
         keys = [(trajectory.prompt_id, trajectory.sample_index) for trajectory in batch]
         return Oracle({key: row.detach() for key, row in zip(keys, rows, strict=True)}, loss, gradient)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
+from ctpo_kernels.linear_head import HeadOptions
 from ctpo_kernels.loss import prepare
 from ctpo_kernels.operands import accumulation_dtype, check_operands, flat_operands, product_dtype
 from ctpo_kernels.packed import LossTensors
@@ -90,38 +91,22 @@ def fused_linear_ctpo(
     shape = labels.shape
     hidden, labels = flat_operands(hidden, labels, sequence_parallel)
     tensors = LossTensors(
-        old_log_probs=old_log_probs,
-        response_mask=response_mask,
-        advantages=advantages,
-        cu_seqlens=cu_seqlens,
-        loss_mask=loss_mask,
-        weights=weights,
-        batch_num_tokens=batch_num_tokens,
-        global_batch_size=global_batch_size,
+        old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights, batch_num_tokens, global_batch_size
     )
-    spec = LossSpec(
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_c=clip_c,
-        clip_power=clip_power,
-        clip_mode=clip_mode,
-        ratio_mode=ratio_mode,
-        loss_agg_mode=loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-    )
+    spec = LossSpec(clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
     cp_group, group = arguments.effective(cp_group), arguments.effective(tp_group)
     labels = check_operands(hidden, weight, labels, group, sequence_parallel, temperature)
     if accumulate_into_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("accumulate_into_main_grad: weight has no main_grad (megatron's DDP makes it)")
-    head = {
-        "group": group,
-        "temperature": temperature,
-        "vocab_size": vocab_size,
-        "chunk_size": chunk_size,
-        "product_dtype": product_dtype(hidden, weight),
-        "softcap": arguments.checked_softcap(softcap),
-        "entropy_gradient": entropy_coef != 0,
-    }
+    head = HeadOptions(
+        group,
+        temperature,
+        vocab_size,
+        chunk_size,
+        product_dtype(hidden, weight),
+        arguments.checked_softcap(softcap),
+        entropy_gradient=entropy_coef != 0,
+    )
     skip_clipped = skip_zero_tiles and (skip_clipped_tiles or hidden.device.type == "cpu")
     if dispatch.compiling(hidden):
         from ctpo_kernels import ops_loss

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ctpo_kernels import dispatch
 from ctpo_kernels import labels as arguments
-from ctpo_kernels.linear_head import LinearHead
+from ctpo_kernels.linear_head import HeadOptions, LinearHead
 from ctpo_kernels.logprob import upstream_of_labels
 from ctpo_kernels.operands import (
     active_rows,
@@ -67,14 +67,9 @@ def linear_log_probs(
     n = labels.numel()
     if mask is not None and mask.shape != shape:
         raise ValueError(f"mask has shape {list(mask.shape)}; expected {list(shape)}")
-    head = {
-        "group": group,
-        "temperature": temperature,
-        "vocab_size": vocab_size,
-        "chunk_size": chunk_size,
-        "product_dtype": product_dtype(hidden, weight),
-        "softcap": arguments.checked_softcap(softcap),
-    }
+    head = HeadOptions(
+        group, temperature, vocab_size, chunk_size, product_dtype(hidden, weight), arguments.checked_softcap(softcap)
+    )
     if dispatch.compiling(hidden):
         from ctpo_kernels import ops
 
@@ -100,11 +95,11 @@ class _LinearLogProbs(torch.autograd.Function):
         n: int,
         sequence_parallel: bool,
         entropy: bool,
-        settings: dict[str, Any],
+        options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
-        log_probs, lse, entropies = forward_pass(hidden, weight, labels, rows, sequence_parallel, entropy, settings)
+        log_probs, lse, entropies = forward_pass(hidden, weight, labels, rows, sequence_parallel, entropy, options)
         ctx.save_for_backward(hidden, weight, labels, rows, lse, entropies)
-        ctx.settings, ctx.n, ctx.sequence_parallel = settings, n, sequence_parallel
+        ctx.options, ctx.n, ctx.sequence_parallel = options, n, sequence_parallel
         ctx.set_materialize_grads(False)
         entropies = scatter(entropies.clone(), rows, n)  # saved and returned must be two tensors
         if not entropy:
@@ -116,7 +111,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, rows, lse, value = ctx.saved_tensors
         saved = (hidden, weight, labels, rows, lse, value)
-        shared = (ctx.n, ctx.sequence_parallel, ctx.settings, ctx.needs_input_grad)
+        shared = (ctx.n, ctx.sequence_parallel, ctx.options, ctx.needs_input_grad)
         d_hidden, d_weight = backward_pass(*saved, upstream, d_entropy, *shared)
         return d_hidden, d_weight, *[None] * 6
 
@@ -129,11 +124,11 @@ def forward_pass(
     rows: Tensor | None,
     sequence_parallel: bool,
     entropy: bool,
-    settings: dict[str, Any],
+    options: HeadOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, lse and entropies `[M]` of the rows; labels: `[M]`."""
-    x = pick(gather_hidden(hidden, settings["group"], sequence_parallel), rows)
-    head = LinearHead(x, weight, labels, **settings)
+    x = pick(gather_hidden(hidden, options.group, sequence_parallel), rows)
+    head = LinearHead(x, weight, labels, options)
     found = [head.log_probs(start, end, entropy=entropy) for start, end in head.chunks()]
     none = x.new_empty(0, dtype=head.dtype)
     log_probs, lse, entropies = (
@@ -154,13 +149,13 @@ def backward_pass(
     d_entropy: Tensor | None,
     n: int,
     sequence_parallel: bool,
-    settings: dict[str, Any],
+    options: HeadOptions,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The requested gradients of hidden and weight. lse, value, labels: `[M]`; upstream, d_entropy: `[N]`."""
-    group = settings["group"]
+    group = options.group
     x = pick(gather_hidden(hidden, group, sequence_parallel), rows)
-    head = LinearHead(x, weight, labels, **settings)
+    head = LinearHead(x, weight, labels, options)
     g = upstream_of_labels(None if upstream is None else pick(upstream, rows), labels, lse)
     entropy = None if d_entropy is None else EntropyGradient(value, pick(d_entropy, rows).contiguous())
     d_hidden = torch.empty_like(x) if wanted[0] else None

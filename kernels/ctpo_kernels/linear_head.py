@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,22 @@ from ctpo_kernels.rows_torch import EntropyGradient, Merged
 from ctpo_kernels.tiles import Runs
 
 
+class HeadOptions(NamedTuple):
+    """How an output layer is computed: the keywords of `linear_log_probs`, checked.
+
+    group: None for one rank. vocab_size, chunk_size: None for all columns, and for the default. softcap: 0 for none.
+    entropy_gradient: whether a gradient of entropies will be requested.
+    """
+
+    group: dist.ProcessGroup | None
+    temperature: float
+    vocab_size: int | None
+    chunk_size: int | None
+    product_dtype: torch.dtype
+    softcap: float = 0.0
+    entropy_gradient: bool = False
+
+
 class LinearHead:
     """Chunked logits of `rows` hidden states, and the two gradients, for this rank's vocabulary shard.
 
@@ -23,28 +40,15 @@ class LinearHead:
     accumulation and stay float32 (float64 operands: float64).
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        *,
-        group: dist.ProcessGroup | None,
-        temperature: float,
-        vocab_size: int | None,
-        chunk_size: int | None,
-        product_dtype: torch.dtype,
-        softcap: float = 0.0,
-        entropy_gradient: bool = False,
-    ) -> None:
-        hidden, weight = hidden.to(product_dtype), weight.to(product_dtype)
-        self.hidden, self.labels, self.group = hidden, labels, group
-        self.temperature, self.softcap = temperature, softcap
-        self.shard = arguments.shard_of(weight.shape[0], vocab_size, group)
+    def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions) -> None:
+        hidden, weight = hidden.to(options.product_dtype), weight.to(options.product_dtype)
+        self.hidden, self.labels, self.group = hidden, labels, options.group
+        self.temperature, self.softcap = options.temperature, options.softcap
+        self.shard = arguments.shard_of(weight.shape[0], options.vocab_size, options.group)
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.triton = dispatch.choose(hidden) == "triton"
         columns = weight.shape[0]
-        rows = chunk_size or rows_within(CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"]), columns)
+        rows = options.chunk_size or rows_within(CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"]), columns)
         self.chunk_size = min(rows, max(1, hidden.shape[0]))
         self._buffer = hidden.new_empty(self.chunk_size, columns, dtype=self.dtype)
         # CUDA multiplies low-precision operands into float32; elsewhere one float32 copy of the weight serves.
@@ -53,7 +57,7 @@ class LinearHead:
         self._parts: Tensor | None = None
         # The torch backend's statistics overwrite the logits with exponentials, from which only the plain gradient
         # follows.
-        self._keep_logits = not self.triton and (softcap != 0 or entropy_gradient)
+        self._keep_logits = not self.triton and (options.softcap != 0 or options.entropy_gradient)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Row ranges in order."""

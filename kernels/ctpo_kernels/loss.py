@@ -71,44 +71,17 @@ def ctpo_loss(
     Raises ValueError or TypeError naming the argument, RuntimeError when a requested backend cannot run.
     """
     tensors = LossTensors(
-        old_log_probs=old_log_probs,
-        response_mask=response_mask,
-        advantages=advantages,
-        cu_seqlens=cu_seqlens,
-        loss_mask=loss_mask,
-        weights=weights,
-        batch_num_tokens=batch_num_tokens,
-        global_batch_size=global_batch_size,
+        old_log_probs, response_mask, advantages, cu_seqlens, loss_mask, weights, batch_num_tokens, global_batch_size
     )
-    spec = LossSpec(
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_c=clip_c,
-        clip_power=clip_power,
-        clip_mode=clip_mode,
-        ratio_mode=ratio_mode,
-        loss_agg_mode=loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-    )
-    return packed_loss(log_probs, tensors, spec, effective(cp_group), return_per_token=return_per_token)
-
-
-def packed_loss(
-    log_probs: Tensor,
-    tensors: LossTensors,
-    spec: LossSpec,
-    cp_group: dist.ProcessGroup | None,
-    *,
-    return_per_token: bool,
-) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
-    """`ctpo_loss` with its arguments as two objects. cp_group: None for a group of one rank."""
+    spec = LossSpec(clip_low, clip_high, clip_c, clip_power, clip_mode, ratio_mode, loss_agg_mode, loss_scale_factor)
+    group = effective(cp_group)
     if dispatch.compiling(log_probs):
         from ctpo_kernels import ops_loss
 
-        return ops_loss.compiled_loss(log_probs, tensors, spec, cp_group, return_per_token)
-    prepared = prepare(log_probs, tensors, spec, cp_group)
+        return ops_loss.compiled_loss(log_probs, tensors, spec, group, return_per_token)
+    prepared = prepare(log_probs, tensors, spec, group)
     loss, out = _Loss.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        log_probs.reshape(-1), lambda: whole_pass(*prepared, cp_group, per_token=return_per_token)
+        log_probs.reshape(-1), lambda: whole_pass(*prepared, group, per_token=return_per_token)
     )
     stats = CTPOStats.from_vector(out.vector)
     return (loss, stats, out.per_token.view(log_probs.shape)) if return_per_token else (loss, stats)

@@ -17,6 +17,7 @@ from torch.library import CustomOpDef
 
 from ctpo_kernels import labels as arguments
 from ctpo_kernels import linear, logprob
+from ctpo_kernels.linear_head import HeadOptions
 from ctpo_kernels.operands import accumulation_dtype, active_rows, pick, scatter
 
 MaybeGroup = dist.ProcessGroup | None
@@ -118,17 +119,18 @@ def compiled_log_probs(
 # Log-probs of hidden states
 
 
-def settings_of(
+def options_of(
     tp_group: str, temperature: float, vocab_size: int, softcap: float, chunk_size: int, product_dtype: torch.dtype
-) -> dict[str, Any]:
-    return {
-        "group": group_of(tp_group),
-        "temperature": temperature,
-        "vocab_size": vocab_size or None,
-        "chunk_size": chunk_size or None,
-        "product_dtype": product_dtype,
-        "softcap": softcap,
-    }
+) -> HeadOptions:
+    """The inverse of `flat_options`."""
+    sizes = vocab_size or None, chunk_size or None
+    return HeadOptions(group_of(tp_group), temperature, *sizes, product_dtype, softcap)
+
+
+def flat_options(head: HeadOptions) -> tuple[Any, ...]:
+    """The arguments of LINEAR but the last; a schema has no None for sizes, so it is 0."""
+    sizes = head.vocab_size or 0, head.chunk_size or 0
+    return name_of(head.group), head.temperature, sizes[0], head.softcap, sizes[1], head.product_dtype
 
 
 @operator(
@@ -139,11 +141,11 @@ def linear_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
     *head, sequence_parallel, entropy = options
-    settings = settings_of(*head)
+    choices = options_of(*head)
     rows = None if mask is None else active_rows(mask != 0)
-    chosen, group = pick(labels, rows), settings["group"]
-    arguments.check_range(chosen, settings["vocab_size"] or weight.shape[0] * (group.size() if group else 1))
-    found = linear.forward_pass(hidden, weight, chosen, rows, sequence_parallel, entropy, settings)
+    chosen, group = pick(labels, rows), choices.group
+    arguments.check_range(chosen, choices.vocab_size or weight.shape[0] * (group.size() if group else 1))
+    found = linear.forward_pass(hidden, weight, chosen, rows, sequence_parallel, entropy, choices)
     values, lse, entropies = (scatter(part, rows, labels.numel()) for part in found)
     return fresh(values, entropies, lse)
 
@@ -173,7 +175,7 @@ def linear_log_probs_backward(
     rows = None if mask is None else active_rows(mask != 0)
     own = (pick(labels, rows), rows, pick(lse, rows), pick(value, rows), g, of_entropy)
     wanted = (want_hidden, want_weight)
-    rest = (labels.numel(), sequence_parallel, settings_of(*head), wanted)
+    rest = (labels.numel(), sequence_parallel, options_of(*head), wanted)
     found = linear.backward_pass(hidden, weight, *own, *rest)
     return dense_gradients(hidden, *found)
 
@@ -218,13 +220,8 @@ def compiled_linear(
     shape: torch.Size,
     sequence_parallel: bool,
     return_entropy: bool,
-    head: dict[str, Any],
+    head: HeadOptions,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`linear_log_probs` of rows `[N, H]`."""
-    found = linear_log_probs(hidden, weight, labels, mask, *head_of(head), sequence_parallel, return_entropy)
+    found = linear_log_probs(hidden, weight, labels, mask, *flat_options(head), sequence_parallel, return_entropy)
     return (found[0].view(shape), found[1].view(shape)) if return_entropy else found[0].view(shape)
-
-
-def head_of(head: dict[str, Any]) -> tuple[Any, ...]:
-    sizes = head["vocab_size"] or 0, head["chunk_size"] or 0
-    return name_of(head["group"]), head["temperature"], sizes[0], head["softcap"], sizes[1], head["product_dtype"]

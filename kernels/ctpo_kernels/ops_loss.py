@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from ctpo_kernels import loss
+from ctpo_kernels.linear_head import HeadOptions
 from ctpo_kernels.operands import accumulation_dtype
 from ctpo_kernels.ops import (
     LINEAR,
     MaybeGroup,
     dense_gradients,
+    flat_options,
     fresh,
     gradients_like,
     group_of,
-    head_of,
     name_of,
     operator,
-    settings_of,
+    options_of,
 )
 from ctpo_kernels.packed import LossTensors
 from ctpo_kernels.spec import LossSpec
@@ -93,7 +94,7 @@ loss_operator.register_autograd(_loss_gradient, setup_context=_keep_gradient)
 def compiled_loss(
     log_probs: Tensor, tensors: LossTensors, spec: LossSpec, cp_group: MaybeGroup, per_token: bool
 ) -> tuple[Tensor, CTPOStats] | tuple[Tensor, CTPOStats, PerToken]:
-    """`loss.packed_loss` in a traced call."""
+    """`loss.ctpo_loss` in a traced call."""
     value, vector, _, *details = loss_operator(log_probs, *_flattened(tensors, spec), name_of(cp_group), per_token)
     stats = CTPOStats.from_vector(vector.detach())
     if not per_token:
@@ -126,7 +127,7 @@ def fused_linear(hidden: Tensor, weight: Tensor, labels: Tensor, *given: Any) ->
         may_learn=None,
         entropy_coef=entropy_coef,
         entropy=entropy or entropy_coef != 0,
-        head=settings_of(*head) | {"entropy_gradient": entropy_coef != 0},
+        head=options_of(*head)._replace(entropy_gradient=entropy_coef != 0),
     )
     plan.check_values(weight)
     d_weight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
@@ -172,7 +173,7 @@ def compiled_fused(
     labels: Tensor,
     tensors: LossTensors,
     spec: LossSpec,
-    head: dict[str, Any],
+    head: HeadOptions,
     options: tuple[Any, ...],
     shape: torch.Size,
 ) -> tuple[Tensor, CTPOStats, Tensor] | tuple[Tensor, CTPOStats, Tensor, Tensor]:
@@ -180,7 +181,7 @@ def compiled_fused(
     cp_group, sequence_parallel, skip, skip_clipped, entropy_coef, entropy = options
     wanted = (x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight))
     rest = (sequence_parallel, name_of(cp_group), skip, skip_clipped, entropy_coef, entropy)
-    found = fused_linear(hidden, weight, labels, *_flattened(tensors, spec), *head_of(head), *rest, *wanted)
+    found = fused_linear(hidden, weight, labels, *_flattened(tensors, spec), *flat_options(head), *rest, *wanted)
     value, vector, log_probs, entropies = found[0], *(part.detach() for part in found[1:4])
     out = (value, CTPOStats.from_vector(vector), log_probs.view(shape))
     return (*out, entropies.view(shape)) if entropy else out

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ctpo_kernels import labels as arguments
 from ctpo_kernels.entropy import EntropyBonus, rows_with_gradient
-from ctpo_kernels.linear_head import LinearHead, leave_out
+from ctpo_kernels.linear_head import HeadOptions, LinearHead, leave_out
 from ctpo_kernels.loss import PreparedLoss, loss_implementation, loss_stream, whole_pass
 from ctpo_kernels.operands import active_rows, gather_hidden, pick, reduce_d_hidden, scatter, without_autocast
 from ctpo_kernels.packed import PackedTokens
@@ -41,7 +41,7 @@ class SweepPlan:
     may_learn: Tensor | None
     entropy_coef: float
     entropy: bool
-    head: dict[str, Any]
+    head: HeadOptions
 
     @classmethod
     def of(
@@ -68,9 +68,9 @@ class SweepPlan:
 
     def check_values(self, weight: Tensor) -> None:
         """Raises ValueError for a label outside the vocabulary (on the CPU only), and as `tiles.check_known`."""
-        group = self.head["group"]
+        group = self.head.group
         columns = weight.shape[0] * (group.size() if group else 1)
-        arguments.check_range(self.labels, self.head["vocab_size"] or columns)
+        arguments.check_range(self.labels, self.head.vocab_size or columns)
         if self.may_learn is not None:
             check_known(self.may_learn, self.batch, entropy=self.entropy_coef != 0)
 
@@ -124,9 +124,9 @@ class _Gradients:
 @without_autocast
 def sweep(hidden: Tensor, weight: Tensor, plan: SweepPlan, *, want_hidden: bool, d_weight: Tensor | None) -> Swept:
     """Run a plan. d_weight: the buffer that the weight's gradient is added to; None when it is not requested."""
-    group = plan.head["group"]
+    group = plan.head.group
     x = pick(gather_hidden(hidden, group, plan.sequence_parallel), plan.rows)
-    head = LinearHead(x, weight, plan.labels, **plan.head)
+    head = LinearHead(x, weight, plan.labels, plan.head)
     gradients = _Gradients(head, plan, torch.empty_like(x) if want_hidden else None, d_weight)
     run = _twice if plan.spec.whole_sequence or plan.cp_group is not None else _once
     bonus = EntropyBonus(plan.batch, plan.spec, plan.inverse, plan.cp_group, plan.entropy_coef)

@@ -43,7 +43,7 @@ def points() -> dict[str, tuple[Any, str, Callable[..., None] | None]]:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     from ctpo_megatron.policy import checkpoint_files
-    from ctpo_megatron.policy.optimizer_steps import OptimizerSteps
+    from ctpo_megatron.policy.optimizer import OptimizerSteps
     from ctpo_megatron.rewards import RewardPool
     from ctpo_megatron.rollouts import Replay
     from ctpo_megatron.tracking import MetricsWriter

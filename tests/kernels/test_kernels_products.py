@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ctpo_kernels import chunk_rows, linear_log_probs, use_backend
-from ctpo_kernels.linear_head import LinearHead
+from ctpo_kernels.linear_head import HeadOptions, LinearHead
 from ctpo_kernels.tiles import TILE, active_runs
 from tests.kernels.heads import Head, eager, random_head, sweep, watched
 from tests.kernels.packings import boundaries, same_bits
@@ -214,7 +214,7 @@ def test_memory_that_is_free_changes_no_bits_by_itself(monkeypatch: pytest.Monke
         torch.zeros(9000, 4, device="meta"),
         torch.zeros(151936, 4, device="meta"),
         torch.zeros(9000, dtype=torch.int64),
-        **{"group": None, "temperature": 1.0, "vocab_size": None, "chunk_size": None, "product_dtype": torch.float32},
+        HeadOptions(None, 1.0, vocab_size=None, chunk_size=None, product_dtype=torch.float32),
     )
     assert head.chunk_size == 2048
 
@@ -265,8 +265,8 @@ def test_low_precision_products_of_a_gpu_add_up_in_float32() -> None:
     rows = 2 * TILE
     hidden, dz = (torch.randn(rows, n).bfloat16() for n in (WIDTH, VOCAB))
     weight, labels = torch.randn(VOCAB, WIDTH).bfloat16(), torch.zeros(rows, dtype=torch.int64)
-    options = {"temperature": 1.0, "vocab_size": None, "chunk_size": rows, "product_dtype": torch.bfloat16}
-    head = LinearHead(hidden, weight, labels, group=None, **options)
+    options = HeadOptions(None, 1.0, vocab_size=None, chunk_size=rows, product_dtype=torch.bfloat16)
+    head = LinearHead(hidden, weight, labels, options)
     head._mixed, head._operand, d_hidden = True, weight, torch.zeros_like(hidden)
     with _Wide() as products:
         head.accumulate(dz, 0, d_hidden, None, [(0, rows)])

@@ -32,7 +32,7 @@ from ctpo_megatron.policy import (
     init_distributed,
     policy_gradient,
 )
-from ctpo_megatron.policy.checkpoint import _inner_adamw
+from ctpo_megatron.policy.train_state import _inner_adamw
 from tests.end_to_end.small_run import Ctpo
 from tests.policy import models
 from tests.support import children

@@ -7,7 +7,7 @@ from typing import Any
 from ctpo_megatron.config import PolicyConfig
 from ctpo_megatron.data import Trajectory, token_sequences
 from ctpo_megatron.policy import destroy_distributed, init_distributed
-from ctpo_megatron.policy.exchange import share_sizes, share_tokens
+from ctpo_megatron.policy.minibatch import share_sizes, share_tokens
 from tests.policy import models
 from tests.support import ranks
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from ctpo_megatron.config import read_spec
 from ctpo_megatron.data import token_sequences
 from ctpo_megatron.models import FAMILIES, ModelSpec
-from ctpo_megatron.policy.flops import forward_flops, known_peak, sequence_flops
+from ctpo_megatron.policy.device import known_peak
 from tests.policy import models
 
 TOKENS = 37
@@ -41,7 +41,7 @@ def test_the_formula_is_what_torch_counts(family: str, backward: bool, tmp_path:
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     spec = read_spec(tmp_path)
     passes = 3 if backward else 1  # each product of the forward pass has two gradients of its size
-    expected = passes * (forward_flops(spec, TOKENS, TOKENS) + masked_pairs(spec))
+    expected = passes * (spec.forward_flops(TOKENS, TOKENS) + masked_pairs(spec))
     assert counted(model, backward) == expected
 
 
@@ -74,7 +74,7 @@ def test_active_experts_and_router_are_what_torch_counts() -> None:
         num_experts_per_token=3,
         moe_intermediate_size=48,
     )
-    expected = forward_flops(spec, TOKENS, TOKENS) + masked_pairs(spec)
+    expected = spec.forward_flops(TOKENS, TOKENS) + masked_pairs(spec)
     assert counted(Qwen3MoeForCausalLM(config), backward=False) == expected
 
 
@@ -82,10 +82,11 @@ def test_prompts_and_tool_output_need_no_output_layer(tmp_path: Path) -> None:
     models.build("qwen3-tied", tmp_path)
     spec = read_spec(tmp_path)
     (trajectory,) = models.trajectories(1)
-    (found,) = sequence_flops(spec, token_sequences([trajectory]))
+    (sequence,) = token_sequences([trajectory])
+    found = spec.forward_flops(sequence.length, sequence.sampled_tokens)
     left_out = len(trajectory) - sum(trajectory.response_mask)
     assert left_out > 0
-    everywhere = forward_flops(spec, len(trajectory), len(trajectory))
+    everywhere = spec.forward_flops(len(trajectory), len(trajectory))
     assert found == everywhere - left_out * 2 * spec.hidden_size * spec.vocab_size
 
 

@@ -26,10 +26,16 @@ from ctpo_megatron.data import (
 from ctpo_megatron.models import FAMILIES, ModelSpec
 from ctpo_megatron.policy import Layout, destroy_distributed, init_distributed
 from ctpo_megatron.policy.context import ContextSplit
-from ctpo_megatron.policy.flops import sequence_flops
-from ctpo_megatron.policy.layers import AttentionPlan, PackedCausalAttention, packed_sequences, rotate_packed
+from ctpo_megatron.policy.layers import (
+    SHORTEST_OF_CLASS,
+    AttentionPlan,
+    PackedCausalAttention,
+    length_classes,
+    packed_sequences,
+    padded_tokens,
+    rotate_packed,
+)
 from ctpo_megatron.policy.minibatch import packing_rules
-from ctpo_megatron.policy.workload import SHORTEST_OF_CLASS, length_classes, padded_tokens
 from tests.policy import models
 
 
@@ -128,11 +134,11 @@ def test_replicas_share_all_trajectories_evenly(lengths: list[int], parts: int, 
 def test_a_long_sequence_weighs_more_than_its_tokens() -> None:
     spec = ModelSpec(FAMILIES["Qwen3ForCausalLM"], 1, 8, 1, 1, 8, 8, 4096, 32)
     trajectories = of_lengths([4000, *[1000] * 4])
-    by_cost = split_evenly(trajectories, 2, sequence_flops(spec, trajectories))
+    by_cost = split_evenly(trajectories, 2, [spec.forward_flops(s.length, s.sampled_tokens) for s in trajectories])
     assert by_cost == [[0], [1, 2, 3, 4]]
     six = of_lengths([4000, *[1000] * 6])
     assert split_evenly(six, 2)[0] != [0]  # 5000 tokens each
-    assert split_evenly(six, 2, sequence_flops(spec, six))[0] == [0]
+    assert split_evenly(six, 2, [spec.forward_flops(s.length, s.sampled_tokens) for s in six])[0] == [0]
 
 
 def test_a_trajectory_beyond_the_budget_names_the_keys() -> None:
@@ -158,7 +164,7 @@ def test_packed_attention_equals_attention_per_sequence(lengths: list[int], layo
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
     packed.split = ContextSplit.of(cu_seqlens)
-    attention = PackedCausalAttention(SimpleNamespace(), 1, None, "self")
+    attention = PackedCausalAttention(SimpleNamespace())
     found = attention(query, key, value, None, packed_seq_params=packed)
 
     pieces = []
