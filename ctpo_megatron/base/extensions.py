@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,36 @@ def load(name: str) -> Any:
             raise ExtensionError(f"{name}: {module_name} has no {attribute!r}")
         found = getattr(found, part)
     return found
+
+
+@contextmanager
+def called(what: str) -> Iterator[None]:
+    """Run users' code: what it raises that is no Exception becomes an ExtensionError that names `what`.
+
+    Otherwise a CancelledError of an HTTP client would end our task, and a KeyboardInterrupt our event loop. What did
+    not come from that code passes: cancellation of the current task, and what signal handlers raise in the main thread.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if _from_outside(error):
+            raise
+        raise ExtensionError(f"{what} raised {type(error).__name__}, which is no Exception: {error}") from error
+
+
+def _from_outside(error: BaseException) -> bool:
+    if isinstance(error, asyncio.CancelledError):
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no loop runs
+            return False
+        return task is not None and task.cancelling() > 0
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    ctrl_c = isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return ctrl_c or isinstance(error, SystemExit)
 
 
 def call_problem(part: Callable[..., Any], positional: Sequence[str], arguments: Mapping[str, Any]) -> str:

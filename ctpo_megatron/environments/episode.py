@@ -6,12 +6,13 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from ctpo_megatron.base.extensions import called
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import FinishReason, Trajectory
 from ctpo_megatron.environments.parsers.thinking import left_open
 from ctpo_megatron.environments.protocol import Environment, Message, ToolUnavailable
 from ctpo_megatron.environments.seeds import turn_seed
-from ctpo_megatron.environments.toolbox import Toolbox
+from ctpo_megatron.environments.toolbox import Toolbox, well_formed
 
 if TYPE_CHECKING:
     from ctpo_megatron.environments.template import TokenizerCodec
@@ -177,7 +178,7 @@ class Episode:
     def finish(self, final_text: str, reason: FinishReason = "answer") -> None:
         """End the episode. final_text: what the reward function sees."""
         self._check_open()
-        self._trajectory.finish_reason, self._trajectory.final_text = reason, final_text
+        self._trajectory.finish_reason, self._trajectory.final_text = reason, well_formed(final_text)
 
     def result(self) -> Trajectory:
         """The trajectory of a finished episode."""
@@ -215,7 +216,8 @@ async def play(environment: Environment, episode: Episode) -> Trajectory:
     Raises ToolUnavailable, naming prompt and sample, and whatever else engine and environment raise.
     """
     try:
-        await environment.run(episode)
+        with called("the environment"):
+            await environment.run(episode)
     except EpisodeOver as over:
         episode.finish("", over.reason)
     except ToolUnavailable as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ctpo_megatron.environments.protocol import Message, Schema
 from ctpo_megatron.environments.tokenizer import TokenizerError
+from ctpo_megatron.environments.toolbox import well_formed
 
 _ASSISTANT = "ASSISTANTPROBE"
 
@@ -75,7 +76,7 @@ class MessageTemplate:
         """
         frame = self.frame(messages)
         contents = [
-            json.dumps(message.content, ensure_ascii=False)[1:-1] if escaped else message.content
+            json.dumps(well_formed(message.content), ensure_ascii=False)[1:-1] if escaped else well_formed(message.content)
             for message, escaped in zip(messages, frame.json_escaped, strict=True)
         ]
         ids: list[int] = []

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.base.extensions import ExtensionError, called
 from ctpo_megatron.data.trajectory import ToolCall
 from ctpo_megatron.environments.protocol import (
     Message,
@@ -21,6 +21,7 @@ from ctpo_megatron.environments.protocol import (
     ToolUnavailable,
 )
 
+_PARSER = "rollout.tool_parser"
 _STATUSES = ("success", "timeout", "runtime_error")
 _A = {
     "string": "a string",
@@ -81,15 +82,18 @@ class Toolbox:
 
     def ends_turn(self, text: str) -> bool:
         """Whether a turn without an end token is over because it contains a complete call."""
-        return bool(self._tools) and isinstance(self._parser, StoppingParser) and self._parser.ends_turn(text)
+        with called(_PARSER):
+            return bool(self._tools) and isinstance(self._parser, StoppingParser) and self._parser.ends_turn(text)
 
     def mentions_call(self, text: str) -> bool:
         """Whether a model turn must be read as tool calls, well-formed or not."""
-        return bool(self._tools) and self._parser.mentions_call(text)
+        with called(_PARSER):
+            return bool(self._tools) and self._parser.mentions_call(text)
 
     def render(self, calls: Sequence[ToolCall]) -> list[Message]:
         """The messages that show the outputs of `calls` to the model. Raises ExtensionError where there are none."""
-        messages = self._parser.render(calls)
+        with called(_PARSER):
+            messages = self._parser.render(calls)
         if not messages or not all(isinstance(message, Message) for message in messages):
             by = f"{type(self._parser).__name__}.render"
             raise ExtensionError(f"{by} gave {messages!r}; it must return the messages (Message) that show the outputs")
@@ -102,9 +106,10 @@ class Toolbox:
         If any call is invalid none is run, and the only record tells the model why.
         """
         try:
-            requests = [self._checked(request) for request in self._parser.parse(text)]
+            with called(_PARSER):
+                requests = [self._checked(request) for request in self._parser.parse(text)]
         except ParseError as error:
-            output = cut_middle(f"[parse_error] {error}", self._max_chars)
+            output = cut_middle(well_formed(f"[parse_error] {error}"), self._max_chars)
             return [ToolCall(turn, "", {}, "parse_error", output, 0.0)], ""
         # An exception is raised once all calls have ended: none may still use the tool when the group is discarded.
         results = await asyncio.gather(*(self._run(request, turn) for request in requests), return_exceptions=True)
@@ -127,15 +132,27 @@ class Toolbox:
     async def _run(self, request: ToolCallRequest, turn: int) -> tuple[ToolCall, str]:
         started = time.monotonic()
         try:
-            result = await self._tools[request.name](request.arguments)
+            with called(f"the tool {request.name!r}"):
+                result = await self._tools[request.name](request.arguments)
             failure = "" if result.status in _STATUSES else f"the tool answered with status {result.status!r}"
         except ToolUnavailable as error:
             failure = f"the tool is unavailable: {error}"
         call = ToolCall(turn, request.name, request.arguments, "infrastructure_error", "", time.monotonic() - started)
         if not failure:
-            call.status, call.output = result.status, cut_middle(result.text, self._max_chars)
+            if not isinstance(result.text, str):
+                raise TypeError(f"the tool {request.name!r} answered with {result.text!r:.80}; its text must be a str")
+            call.status, call.output = result.status, cut_middle(well_formed(result.text), self._max_chars)
             call.exec_s = result.exec_s
         return call, failure
+
+
+def well_formed(text: str) -> str:
+    """The text as tokenizers take it: lone surrogates are replaced by U+FFFD, and pairs of them are joined."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _name(tool: Tool) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ctpo_megatron.base.extensions import call_problem, load
+from ctpo_megatron.base.extensions import call_problem, called, load
 from ctpo_megatron.config import Extension
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
@@ -109,7 +109,8 @@ class Filters:
     def _turns(self, name: str, trajectory: Trajectory, prompt: Prompt) -> set[int]:
         where = f"rollout.filters, {name}, prompt {prompt.id!r} sample {trajectory.sample_index}"
         try:
-            turns = set(self._filters[name](trajectory, prompt))
+            with called("the filter"):
+                turns = set(self._filters[name](trajectory, prompt))
         except Exception as error:  # a user's function may raise anything
             raise ValueError(f"{where}: {error!r}") from error
         if unknown := turns.difference(range(1, max(trajectory.turn) + 1)):

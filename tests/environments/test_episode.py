@@ -65,11 +65,11 @@ class Tool:
 
     schema = PythonTool.schema
 
-    def __init__(self, answer: ToolResult | Exception = ToolResult("1")) -> None:  # noqa: B008 - it is immutable
+    def __init__(self, answer: ToolResult | BaseException = ToolResult("1")) -> None:  # noqa: B008 - it is immutable
         self.answer = answer
 
     async def __call__(self, arguments: dict[str, Any]) -> ToolResult:
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
 
@@ -80,10 +80,11 @@ def play(
     tool: Any = None,
     prompt: Sequence[int] = (5, 6),
     environment: Any = None,
+    parser: Any = None,
     **limits: Any,
 ) -> Trajectory:
     settings = {"max_turns": 3, "max_turn_tokens": None, "max_response_tokens": 100, "max_model_len": 200}
-    toolbox = Toolbox([tool or Tool()], HermesParser(), max_chars=200)
+    toolbox = Toolbox([tool or Tool()], parser or HermesParser(), max_chars=200)
     episode = Episode(
         Prompt("p", "source", (), "42", tuple(prompt)),
         Trajectory("p", 0, 1234),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 import time
@@ -37,7 +38,8 @@ class Fails(Recorder):
 
     def log(self, step, metrics):
         if step in self.arguments["steps"]:
-            raise OSError(f"no route to host, step {step}, key {os.environ.get('TRACKER_API_KEY')}")
+            error = getattr(builtins, self.arguments.get("error", "OSError"))
+            raise error(f"no route to host, step {step}, key {os.environ.get('TRACKER_API_KEY')}")
         super().log(step, metrics)
 
 

@@ -53,6 +53,13 @@ def test_a_failure_is_named_once_and_costs_only_its_step(track, caplog):
     assert "no route to host, step 2" in caplog.text
 
 
+@pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt", "GeneratorExit"])
+def test_what_is_no_exception_costs_only_its_step_as_well(track, caplog, error):
+    recorded = track("Fails", range(1, 4), {"steps": [2], "error": error})
+    assert [line.split()[0] for line in recorded] == ["made", "1", "3", "closed"]
+    assert f"{error}: no route to host, step 2" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["Dies", "CannotStart", "Missing"])
 def test_a_tracker_that_is_gone_is_switched_off_and_the_run_goes_on(track, tmp_path, caplog, name):
     track(name, range(1, 4))

@@ -31,7 +31,7 @@ def main() -> None:
             _reply(replies, "failed", _failure(tracker, line, limit))
         with _deadline(limit):
             tracker.close()
-    except Exception as error:
+    except BaseException as error:  # no signal raises here, so a SystemExit or KeyboardInterrupt is the tracker's own
         _reply(replies, "ended", _text(error))
         sys.exit(1)
 
@@ -45,7 +45,7 @@ def _failure(tracker: Tracker, line: str, limit: float) -> str | None:
                 tracker.log(message["step"], message["metrics"])
             elif rewind := getattr(tracker, "rewind", None):
                 rewind(message["rewind"])
-    except Exception as error:  # the trainer counts and logs it
+    except BaseException as error:  # the trainer counts and logs it
         return _text(error)
     return None
 
@@ -60,7 +60,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     print(hidden("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
     return hidden(f"{type(error).__name__}: {error}")
 
