@@ -111,7 +111,7 @@ def publish(aside: Path, marker: Marker, *, keep_last: int, keep_best: int) -> P
     return final
 
 
-def give_up(directory: Path, after: int) -> list[Path]:
+def discard_checkpoints(directory: Path, after: int) -> list[Path]:
     """Rename the checkpoints of steps beyond `after` to `discarded_step_%06d`, where no search finds them; the new
     paths.
 

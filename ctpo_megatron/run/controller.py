@@ -151,7 +151,7 @@ class Controller:
         """Whether the latest step was logged without an evaluation."""
         return self._evaluation.lacks(self._report.latest)
 
-    def settle(self) -> None:
+    def wait_for_updates(self) -> None:
         """Wait for what is under way behind the training: an evaluation, and engines that take the last weights.
 
         Raises what became of them.

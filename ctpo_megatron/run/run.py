@@ -95,7 +95,7 @@ class Run:
         """No step follows: finish what is under way, and save if the run is to stop. Whether all steps were done."""
         try:
             if not self._trainer.stop_agreed():
-                self._controller.settle()
+                self._controller.wait_for_updates()
         except Cancelled as cancelled:
             log.info("%s", cancelled)
         if self._trainer.stop_agreed():

@@ -59,10 +59,10 @@ def test_a_course_that_is_discarded_is_kept_out_of_sight(tmp_path: Path) -> None
     for step in (2, 4, 6):
         write(tmp_path, step, keep_last=3)
     (tmp_path / "step_000006" / MARKER).unlink()
-    renamed = checkpoint_files.give_up(tmp_path, after=2)
+    renamed = checkpoint_files.discard_checkpoints(tmp_path, after=2)
     assert [path.name for path in renamed] == ["discarded_step_000006", "discarded_step_000004"]
     assert latest_checkpoint(tmp_path) == tmp_path / "step_000002"
-    assert checkpoint_files.give_up(tmp_path, after=2) == []
+    assert checkpoint_files.discard_checkpoints(tmp_path, after=2) == []
     for step in (3, 4):
         write(tmp_path, step, score=0.5, keep_last=1)
     assert steps(tmp_path) == [4] and problems(renamed[1]) == []
@@ -72,7 +72,7 @@ def test_a_course_that_is_discarded_is_kept_out_of_sight(tmp_path: Path) -> None
 def test_of_each_step_the_last_to_be_discarded_is_kept(tmp_path: Path) -> None:
     for score in (0.1, 0.2):
         write(tmp_path, 4, score)
-        (renamed,) = checkpoint_files.give_up(tmp_path, after=-1)
+        (renamed,) = checkpoint_files.discard_checkpoints(tmp_path, after=-1)
     assert [path.name for path in tmp_path.iterdir()] == ["discarded_step_000004"]
     assert checkpoint_files.read_marker(renamed).score == 0.2
 
@@ -89,7 +89,7 @@ def test_an_interruption_of_giving_up_leaves_no_gap(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "rename", interrupted)
-        checkpoint_files.give_up(tmp_path, after=0)
+        checkpoint_files.discard_checkpoints(tmp_path, after=0)
     assert steps(tmp_path) == [2, 4]
 
 

@@ -141,7 +141,7 @@ def a_run_in_this_thread(controller: Controller, recorder: Any) -> list[str]:
         controller.publish(1)
         recorder.batch = None
         assert controller.next_batch(2) is None
-        controller.settle()
+        controller.wait_for_updates()
         recorder.work("save, to end")
     return recorder.calls  # type: ignore[no-any-return]
 
@@ -226,5 +226,5 @@ def test_the_trainer_alone_gives_way_to_engines_that_sample_ahead(ahead: int) ->
 def test_an_evaluation_that_something_needs_is_waited_for_when_sampling_ahead() -> None:
     controller, recorder = a_controller(shared=False, ahead=1)
     controller.evaluate(0, awaited=True)
-    controller.settle()
+    controller.wait_for_updates()
     assert recorder.calls == ["evaluate 0", "engines have them"] and recorder.logged == [{}]
