@@ -75,9 +75,10 @@ class MessageTemplate:
         TokenizerError when the template refuses or drops a role, or renders no known end token before it.
         """
         frame = self.frame(messages)
+        texts = (well_formed(message.content) for message in messages)
         contents = [
-            json.dumps(well_formed(message.content), ensure_ascii=False)[1:-1] if escaped else well_formed(message.content)
-            for message, escaped in zip(messages, frame.json_escaped, strict=True)
+            json.dumps(text, ensure_ascii=False)[1:-1] if escaped else text
+            for text, escaped in zip(texts, frame.json_escaped, strict=True)
         ]
         ids: list[int] = []
         text = (frame.end if end_turn else "") + frame.texts[0]
