@@ -23,6 +23,7 @@ from ctpo_megatron.config import (
     Job,
     Problem,
     RolloutConfig,
+    Sources,
     Split,
     dump,
     load_with_sources,
@@ -44,8 +45,10 @@ from ctpo_megatron.preflight import (
     has_cuda_device,
     memory_table,
     place,
+    play_first,
     run_checks,
     validate,
+    warnings_of,
 )
 from ctpo_sandbox.arguments import positive
 
@@ -117,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
         if is_rank_zero():
             _print_plan(config, job, args.gpu_gib, shapes or spec_for(config))
             _print_data(data, args.full)
+            _play_first(config, data, sources)
         return 0
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO if is_rank_zero() else logging.WARNING)
@@ -170,6 +174,18 @@ def _print_data(data: DataCheck, full: bool) -> None:
     print_table(f"Data: {rows}", ("", "", ""), data.table)
     head = data.first_prompt[:_HEAD]
     print(f"\nThe first prompt, as the model sees it\n{head}{' ...' if len(data.first_prompt) > _HEAD else ''}")
+
+
+def _play_first(config: Config, data: DataCheck, sources: Sources) -> None:
+    """Play the first trajectory, now that nothing else is wrong, and show it. Raises ConfigError."""
+    if data.first is None:
+        return
+    found = play_first(config, *data.first)
+    if found.parts:
+        print("\nThe first trajectory, with a model from a script")
+    for title, text in found.parts:
+        print(f"[{title}] {text[:_HEAD]}{' ...' if len(text) > _HEAD else ''}")
+    _print_warnings(warnings_of(found.problems, sources))
 
 
 def _print_plan(config: Config, job: Job, gpu_gib: float, spec: ModelSpec) -> None:

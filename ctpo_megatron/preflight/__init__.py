@@ -6,11 +6,22 @@
 """
 
 from ctpo_megatron.preflight.admission import DataCheck, check_data
-from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, RunContext, Wanted, failed, place, run_checks
+from ctpo_megatron.preflight.check import (
+    Check,
+    Gpu,
+    MachineContext,
+    RunContext,
+    Wanted,
+    failed,
+    place,
+    run_checks,
+    warnings_of,
+)
 from ctpo_megatron.preflight.configuration import validate, validate_sampling
 from ctpo_megatron.preflight.devices import gpus, has_cuda_device
 from ctpo_megatron.preflight.doctor import diagnose, diagnose_run, install_line, verdict
 from ctpo_megatron.preflight.extensions import check_extensions
+from ctpo_megatron.preflight.first_trajectory import play_first
 from ctpo_megatron.preflight.job import LAUNCH_CHECKS, NODE_CHECKS, LaunchContext, NodeContext
 from ctpo_megatron.preflight.machine import START_CHECKS, weight_bytes
 from ctpo_megatron.preflight.nodes import NoCluster, NodeNeeds, diagnose_nodes
@@ -46,9 +57,11 @@ __all__ = [
     "install_line",
     "memory_table",
     "place",
+    "play_first",
     "run_checks",
     "validate",
     "validate_sampling",
     "verdict",
+    "warnings_of",
     "weight_bytes",
 ]

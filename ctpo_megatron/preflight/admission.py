@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ctpo_megatron.config import Config, DataConfig, Problem, RolloutConfig, will_be_prepared
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data import PromptSet
+    from transformers import PreTrainedTokenizerBase
+
+    from ctpo_megatron.data import Prompt, PromptSet
 
 _NEEDED = ("pyarrow", "transformers", "jinja2", "tokenizers")
 
@@ -22,6 +24,8 @@ class DataCheck:
     problems: list[Problem] = field(default_factory=list)
     table: list[tuple[str, str, str]] = field(default_factory=list)
     first_prompt: str = ""
+    first: tuple[PreTrainedTokenizerBase, Prompt] | None = None
+    """The tokenizer, and the first prompt of `data.train`; None where there is none."""
     not_checked: str = ""
     """Why nothing was read, where nothing was."""
 
@@ -45,7 +49,8 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
     found = training_prompts(config, tokenizer, limit)
     _add(report, "data.train", found, config.data)
     report.problems += check_prompts(config.rollout, sum(found.rows.values()) or None)
-    report.first_prompt = found.texts[0] if found.texts else ""
+    if found.prompts:
+        report.first_prompt, report.first = found.texts[0], (tokenizer, found.prompts[0])
     if config.data.eval:
         _add(report, "data.eval", held_out_prompts(config, tokenizer, limit), config.data)
     if config.sft:

@@ -8,3 +8,4 @@ IMPORT_TIMEOUT_S = 300.0  # to import all packages, in a process that has read n
 MEET_TIMEOUT_S = 120.0  # for ranks to connect and exchange tensors
 NODE_TIMEOUT_S = 180.0  # for the answer of another node
 MOST_SKEW_S = 2.0  # between clocks of nodes; more makes deadlines of jobs and times in logs misleading
+FIRST_CALL_TIMEOUT_S = 15.0  # for the sandbox to run an example call of the parser

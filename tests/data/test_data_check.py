@@ -61,7 +61,13 @@ def test_what_it_shows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "data.train 1,101 rows 1 file; 1,000 prompts read" in lines
     assert "data.eval 1 rows 1 file" in lines
     assert any(line.startswith("tokens ") and line.endswith("data.max_prompt_tokens is 400") for line in lines)
-    head = out.split("The first prompt, as the model sees it\n")[1]
+    head, first = out.split("The first prompt, as the model sees it\n")[1].split("\nThe first trajectory, ")
+    assert [line for line in first.splitlines() if line.startswith("[")] == [
+        "[model] <tool_call>",
+        "[output] ",
+        "[model] The answer is \\boxed{2}.<|im_end|>",
+        "[reward] 1.0 for the ground truth in a box, 0.0 for no answer",
+    ]
     assert head.startswith('{"type": "function"') and head.endswith(
         "<|im_start|>user\n0<|im_end|>\n<|im_start|>assistant\n\n"
     )

@@ -1,0 +1,204 @@
+"""The first trajectory of a run, played before anything starts: an example call, its output, an answer, its reward.
+
+All parts are the run's own, but for the model: its turns come from a script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ctpo_megatron.base.extensions import ExtensionError, activate
+from ctpo_megatron.base.run_paths import LogPaths
+from ctpo_megatron.config import Config, Problem
+from ctpo_megatron.data import Group, Prompt, ToolCall, Trajectory
+from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
+from ctpo_megatron.environments.factory import make_parser, needs_sandbox
+from ctpo_megatron.environments.multi_turn import ToolEnvironment
+from ctpo_megatron.environments.parsers.thinking import CLOSE, left_open
+from ctpo_megatron.environments.protocol import ToolUnavailable
+from ctpo_megatron.environments.python_tool import PythonTool
+from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
+from ctpo_megatron.environments.tokenizer import TokenizerError
+from ctpo_megatron.environments.toolbox import Toolbox, example_call
+from ctpo_megatron.preflight.timeouts import FIRST_CALL_TIMEOUT_S, SANDBOX_START_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NO_ANSWER = "I do not know."
+
+
+@dataclass
+class FirstTrajectory:
+    """What came of it. parts: (title, text) of its turns, outputs and reward, in their order."""
+
+    problems: list[Problem] = field(default_factory=list)
+    parts: list[tuple[str, str]] = field(default_factory=list)
+
+    def doubt(self, key: str, message: str, fix: str = "") -> None:
+        self.problems.append(Problem(key, message, fix, severity="warning"))
+
+
+class _Script:
+    """Stands for the engine: says one text after another, each with an end token."""
+
+    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, end: int) -> None:
+        self._turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in texts]
+
+    async def __call__(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> ModelTurn:
+        ids = self._turns.pop(0)[:max_tokens]
+        return ModelTurn(ids, [0.0] * len(ids), [0] * len(ids))
+
+
+def play_first(config: Config, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> FirstTrajectory:
+    """Play an episode over `prompt`, whose turns are the parser's example call and the ground truth in a box.
+
+    The call runs in the run's sandbox, or in one of the same settings that ends with this; its output is rendered as
+    the engines render it; the answer is scored. Without the tool `python`, or with one turn, nothing is called. An
+    environment of the user's is not played.
+    """
+    found = FirstTrajectory()
+    if config.rollout.environment.is_path:
+        found.parts.append(("not played", f"rollout.environment: {config.rollout.environment} plays its own episodes"))
+        return found
+    activate(config.extensions.path or ())
+    try:
+        with _toolbox(config) as tools:
+            trajectory = _play(config, tokenizer, prompt, tools, found)
+    except (ToolUnavailable, _NoSandbox) as error:
+        found.doubt("sandbox", f"the first call was not tried: {error}")
+        return found
+    except (TokenizerError, ExtensionError, ValueError) as error:
+        found.problems.append(Problem("rollout", f"the first trajectory cannot be played: {error}"))
+        return found
+    _check_call(trajectory.tool_calls, found)
+    _score(config, prompt, trajectory, found)
+    return found
+
+
+class _NoSandbox(Exception):
+    """No sandbox can be started or found here."""
+
+
+@contextmanager
+def _toolbox(config: Config) -> Iterator[Toolbox]:
+    """The code interpreter alone, and the parser: other tools are the user's, and may cost something."""
+    rollout, settings = config.rollout, config.sandbox
+    parser = make_parser(rollout)
+    if not needs_sandbox(rollout):
+        yield Toolbox([], parser, rollout.max_observation_chars)
+        return
+    with _sandbox(config) as url:
+        # A dry run does not wait for as long as a run does.
+        bounded = settings.model_copy(update={"request_timeout_s": FIRST_CALL_TIMEOUT_S})
+        yield Toolbox([PythonTool(bounded, url, 1)], parser, rollout.max_observation_chars)
+
+
+@contextmanager
+def _sandbox(config: Config) -> Iterator[str]:
+    if config.sandbox.url is not None:
+        yield config.sandbox.url
+        return
+    try:
+        from ctpo_sandbox import Limits, SandboxStartError, start_server
+    except ImportError as error:
+        raise _NoSandbox(f"the sandbox does not import: {error}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            server = start_server(
+                slots=1,
+                limits=Limits.of(config.sandbox),
+                start_timeout_s=SANDBOX_START_TIMEOUT_S,
+                log_path=LogPaths(Path(folder)).sandbox,
+                require=config.sandbox.require,
+                tiers=["stdlib"],
+            )
+        except SandboxStartError as error:
+            raise _NoSandbox(f"no sandbox starts here: {error}") from error
+        with server:
+            yield server.url
+
+
+def _play(
+    config: Config, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tools: Toolbox, found: FirstTrajectory
+) -> Trajectory:
+    rollout = config.rollout
+    stops = stop_token_ids(tokenizer, config.model.path)
+    template = MessageTemplate(tokenizer, config.model.chat_template_kwargs, sorted(stops), tools.schemas)
+    codec = TokenizerCodec(tokenizer, template, stops)
+    calls = bool(tools.schemas) and rollout.max_turns > 1
+    close = f"{CLOSE}\n\n" if left_open(codec.decode(prompt.token_ids[-8:])) else ""
+    texts = [f"The answer is \\boxed{{{prompt.answer}}}."]
+    if calls:
+        texts.insert(0, example_call(make_parser(rollout))[0])
+    texts = [close + text for text in texts]
+    trajectory = Trajectory(prompt.id, 0, 0)
+    limits = EpisodeLimits(
+        rollout.max_turns,
+        rollout.max_turn_tokens,
+        rollout.max_response_tokens,
+        rollout.engine.max_model_len,
+        rollout.max_tool_calls,
+        rollout.max_tool_s,
+    )
+    script: Any = _Script(texts, tokenizer, min(stops))
+    episode = Episode(prompt, trajectory, engine=script, codec=codec, tools=tools, limits=limits)
+    asyncio.run(play(ToolEnvironment(), episode))
+    found.parts += _texts(trajectory, codec)
+    if trajectory.finish_reason != "answer":
+        found.doubt(
+            "rollout",
+            f"an example call and an answer already end with {trajectory.finish_reason!r}",
+            "raise max_response_tokens, max_turn_tokens or max_turns",
+        )
+    return trajectory
+
+
+def _texts(trajectory: Trajectory, codec: TokenizerCodec) -> Iterator[tuple[str, str]]:
+    """What the model said and was shown, in the order of the tokens."""
+    tokens = zip(trajectory.token_ids, trajectory.turn, trajectory.response_mask, strict=True)
+    for (turn, sampled), part in groupby(tokens, key=lambda each: each[1:]):
+        if turn > 0:
+            yield "model" if sampled else "output", codec.decode([token for token, *_ in part])
+
+
+def _check_call(calls: Sequence[ToolCall], found: FirstTrajectory) -> None:
+    """The example of a parser is a program that succeeds."""
+    for call in calls:
+        if call.status != "success":
+            message = f"the example call of rollout.tool_parser ends with {call.status}: {call.output[:300]!r}"
+            found.problems.append(Problem("rollout.tools", message))
+
+
+def _score(config: Config, prompt: Prompt, trajectory: Trajectory, found: FirstTrajectory) -> None:
+    """The ground truth in a box earns more than no answer; a function of the user's may read another form of answer."""
+    from ctpo_megatron.rewards import RewardPool
+
+    if trajectory.finish_reason != "answer":
+        return
+    blank = replace(trajectory, sample_index=1, final_text=_NO_ANSWER, tool_calls=[])
+    settings = config.reward.model_copy(update={"workers": 1})
+    with RewardPool(settings, config.extensions.path or ()) as pool:
+        pool.score([Group(prompt, [trajectory, blank])])
+    right, without = trajectory.reward, blank.reward
+    found.parts.append(("reward", f"{right} for the ground truth in a box, {without} for no answer"))
+    if right is not None and right > (0.0 if without is None else without):
+        return
+    function = settings.by_source.get(prompt.data_source, settings.function)
+    message = f"the ground truth {prompt.answer!r} in a box earns {right} by {function}, no answer {without}"
+    built_in = not function.is_path
+    found.problems.append(
+        Problem(
+            "reward.function",
+            message,
+            "see what the function reads" if built_in else "ignore this where it reads another form of answer",
+            severity="error" if built_in else "warning",
+        )
+    )
