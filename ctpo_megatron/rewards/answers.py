@@ -89,7 +89,8 @@ def _same_named(gold: Reading, said: Reading) -> bool:
     if isinstance(gold, Named) and isinstance(said, Named):
         if gold.name == said.name:
             return _same(gold.value, said.value)
-        return _same_formula(gold, said)
+        numbers = all(isinstance(side.value, Quantity) for side in (gold, said))
+        return not numbers and _same_formula(gold, said)
     other = said if isinstance(gold, Named) else gold
     if isinstance(other, Formula) and "=" in other.text:
         return _same_formula(gold, said)

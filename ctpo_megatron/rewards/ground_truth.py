@@ -81,7 +81,7 @@ def _part_problem(part: Reading) -> str:
 
 
 def _words_problem(words: Wording) -> str:
-    numbers = _NUMBER.findall(words.text)
+    numbers = re.findall(r"\d+(?:\.\d+)?", words.text)
     if len(words.text.split()) >= _SENTENCE_WORDS:
         return "is a sentence, which no model writes word for word: keep the answer alone"
     if not numbers or is_date(words):

@@ -234,7 +234,7 @@ def _leading(text: str) -> tuple[Quantity, str] | None:
     written = text[end:after]
     if written.startswith("/"):
         return None
-    what = unit(written, blank=written.startswith(" "))
+    what = unit(written, blank=written.startswith(" ") or after < len(text))
     if what is None or (after < len(text) and not written):
         return None
     if money and not what.words:
@@ -358,16 +358,19 @@ def _words(text: str) -> Reading | None:
     bare = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     said = [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS]
     in_text = re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}", text)
-    short = re.fullmatch(r"[A-Za-z]{2,3}(?:\s+[A-Za-z]{2,})*", bare.strip()) and bare.strip().lower() in _SHORT_WORDS
+    short = (
+        re.fullmatch(r"[A-Z][a-z]{2}|[A-Za-z]{2,}(?: +[A-Za-z]{2,})+", bare.strip())
+        or bare.strip().lower() in _SHORT_WORDS
+    )
     if not (said or in_text or short) or _is_formula(bare):
         return None
     if bare.strip().lower() in _ALIASES:
         return Formula(_ALIASES[bare.strip().lower()])
-    words = re.sub(r"[^\w\s+*/=<>^\\{}()-]", " ", bare).casefold().split()
+    words = re.sub(r"[^\w\s+*/=<>^\\{}().-]|\.(?!\d)", " ", bare).casefold().split()
     return Wording(" ".join(words[words[0] in ("a", "an", "the") :] if len(words) > 1 else words))
 
 
-_SHORT_WORDS = word_set("yes no tie odd bob ann tom amy sam mon tue wed thu fri sat sun red")
+_SHORT_WORDS = word_set("yes no tie odd red")
 
 
 def _is_formula(bare: str) -> bool:

@@ -103,13 +103,14 @@ def unit(text: str, blank: bool = False) -> Unit | None:
     if (ordinal := _ORDINAL.match(text)) and ordinal.end() == len(text):
         return NONE
     text = re.sub(r"\b([apAP])\.\s?[mM]\b\.?", r"\1m", text)
-    bare = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-z]+|\^\\circ(?: ?[CF]\b)?|['\"]", " ", text).split()
+    bare = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-z]+|\^\\circ(?: ?[CF]\b)?|['\"{}]", " ", text).split()
     if not all(_may_stand_bare(word.strip("./()-"), blank) for part in bare for word in re.split(r"[/^\d-]", part)):
         return None
     for symbol, name in _SYMBOLS.items():
         text = text.replace(symbol, f" {name} ")
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"\^\s*\{\s*(-?\d+)\s*\}", r"^\1", text)
+    text = re.sub(r"\bdegrees?\s+(?=(?i:celsius|fahrenheit)\b)", " ", text)
     text = re.sub(r"degree\s+([CF])\b", lambda m: "celsius" if m[1] == "C" else "fahrenheit", text)
     if not re.fullmatch(r"[A-Za-z\u00b5\u03bc_\s./^\d'()-]*|.*\\cdot.*", text) or re.search(r"(?<!\^)(?<!\^-)\d", text):
         return None

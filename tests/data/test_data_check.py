@@ -82,7 +82,7 @@ def test_ground_truths_that_are_words_are_shown(own: Path, capsys: pytest.Captur
 def test_a_word_for_no_answer_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(own / "train.jsonl", *(row(str(number)) for number in range(20)), row("what?", "\\text{Unknown}"))
     status, _, err = dry_run(capsys)
-    assert status == 2 and "row 21" in err and "is no answer" in err
+    assert status == 2 and "row 20" in err and "is no answer" in err
 
 
 def test_nothing_left_is_a_mistake(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_torch_is_not_imported(own: Path) -> None:
 
 
 def test_evaluation_prompts_are_never_left_out(own: Path, capsys: pytest.CaptureFixture[str], caplog) -> None:
-    write(own / "eval.jsonl", row("2+2?", "4"), row("How many clips?", "72 clips"))
+    write(own / "eval.jsonl", row("2+2?", "4"), row("Which room?", "room 72"))
     status, _, err = dry_run(capsys)
     assert status == 2
     assert (

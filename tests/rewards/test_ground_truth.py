@@ -81,7 +81,7 @@ def test_prompts_of_users_functions_are_their_own_affair() -> None:
 
 
 def test_a_ground_truth_that_takes_too_long_is_listed() -> None:
-    found = unverifiable([prompt("\\frac{1}{3}"), prompt("#### 72")], RewardConfig(timeout_s=1e-4))
+    found = unverifiable([prompt("x^2+\\sqrt{3}"), prompt("x^3+\\sqrt{3}")], RewardConfig(timeout_s=1e-4))
     assert set(found) == {0, 1}
     assert "takes longer than reward.timeout_s (0.0001 s)" in found[0]
 
