@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 from ctpo_megatron.rewards import expressions
@@ -14,6 +15,9 @@ from ctpo_megatron.rewards.units import NONE, PERCENT
 
 _PRINTED = 15
 """Digits from which on a decimal is a fraction that a program has printed."""
+
+_LONGEST_DECIMAL = 1000
+"""Digits of a number that is compared with a formula."""
 
 
 def same_answer(gold: str, said: str) -> bool:
@@ -33,7 +37,7 @@ def canonical(answer: str) -> str:
     """A number as a reduced fraction of integers; anything else as its text without meaningless marks.
 
     `0.5`, `1/2` and `\\dfrac12` are "1/2"; `1{,}000` is "1000"; `1000 \\text{ cm}` is "1000 cm". Needs no computer
-    algebra system and takes microseconds. Expressions that are only equal after a calculation, such as `2\\sqrt{2}` and
+    algebra system and takes about 0.1 ms. Expressions that are only equal after a calculation, such as `2\\sqrt{2}` and
     `\\sqrt{8}`, stay different.
     """
     return str(read(answer))
@@ -231,24 +235,32 @@ def _same_value(gold: Fraction | Formula, said: Fraction | Formula) -> bool:
 
 def _printed(decimal: Fraction, fraction: Fraction) -> bool:
     """Whether a decimal is a fraction without an end, as a program prints it."""
-    if _places(decimal) is None or _places(fraction) is not None or len(str(decimal.numerator)) < _PRINTED:
+    if not _ends(decimal) or _ends(fraction) or len(str(decimal.numerator)) < _PRINTED:
         return False
     return float(decimal) == float(fraction)
 
 
-def _places(value: Fraction) -> int | None:
-    """A bound of the decimals of a number; None where they have no end."""
+def _ends(value: Fraction) -> bool:
+    """Whether the number can be written as a decimal."""
     rest = value.denominator
     for factor in (2, 5):
         while rest % factor == 0:
             rest //= factor
-    return value.denominator.bit_length() if rest == 1 else None
+    return rest == 1
+
+
+def _number(value: Fraction) -> str:
+    """As a decimal where it is one: math-verify compares it with a formula by its first decimals."""
+    if value.denominator > 1 and _ends(value):
+        with localcontext(prec=_LONGEST_DECIMAL):
+            return f"{Decimal(value.numerator) / value.denominator:f}"
+    sign, above = "-" if value < 0 else "", abs(value.numerator)
+    return f"{sign}{above}" if value.denominator == 1 else f"{sign}\\frac{{{above}}}{{{value.denominator}}}"
 
 
 def _latex(value: Reading | Fraction) -> str:
     if isinstance(value, Fraction):
-        sign, above = "-" if value < 0 else "", abs(value.numerator)
-        return f"{sign}{above}" if value.denominator == 1 else f"{sign}\\frac{{{above}}}{{{value.denominator}}}"
+        return _number(value)
     if isinstance(value, Formula):
         return str(value)
     if isinstance(value, Quantity):

@@ -148,7 +148,7 @@ _MONTHS = word_set("jan feb mar apr may jun jul aug sep oct nov dec")
 
 @lru_cache(maxsize=4096)
 def read(answer: str) -> Reading:
-    """What an answer says. Needs no computer algebra: takes some ten microseconds."""
+    """What an answer says. Needs no computer algebra: takes about 0.1 ms."""
     text = plain(answer)
     return Formula(text) if len(text) > LONGEST else _read(text)
 

@@ -49,3 +49,7 @@ def test_it_errs_in_a_verdict(gold: str, said: str, upstream_says: bool) -> None
 def test_it_rounds_to_six_decimals() -> None:
     assert sympy_expr_eq(pi / 10**8, Float("0.0000002"), 6, 15), _REMOVE
     assert score_math("\\boxed{0.0000002}", "\\frac{\\pi}{100000000}") == 0
+    assert score_math("\\boxed{0.0000000314159265}", "\\frac{\\pi}{100000000}") == 1
+    assert score_math("\\boxed{1.41421356}", "\\sqrt{2}") == 1
+    assert score_math("\\boxed{1.4142}", "\\sqrt{2}") == 0
+    assert score_math("\\boxed{\\frac{1}{2}}", "\\sin\\frac{\\pi}{6}") == 1
