@@ -8,9 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from ctpo_megatron.data import Prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     report.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     rows = steps.report_rows(read.total(), len(refined.kept), dropped)
     print_table("Problems", ("what", "rows", "which"), rows)
+    if words := _in_words([problem.answer for problem in refined.kept]):
+        print(f"\nanswers that are words: {words}; does each of them say an answer?")
     if not refined.kept:
         print(f"\nnothing remains; all reasons: {report}")
         return 1
@@ -122,10 +128,23 @@ def _columns(pairs: Sequence[str], default: dict[str, str]) -> dict[str, str]:
 
 def _unverifiable(answers: Sequence[str]) -> dict[int, str]:
     from ctpo_megatron.config import RewardConfig
-    from ctpo_megatron.data import Prompt
     from ctpo_megatron.rewards import unverifiable
 
-    return unverifiable([Prompt("", "", (), answer, ()) for answer in answers], RewardConfig())
+    return unverifiable(_with_answers(answers), RewardConfig())
+
+
+def _in_words(answers: Sequence[str]) -> str:
+    """The most frequent answers that are words; "" without any."""
+    from ctpo_megatron.config import RewardConfig
+    from ctpo_megatron.rewards import in_words, shown_words
+
+    return shown_words(in_words(_with_answers(answers), RewardConfig()))
+
+
+def _with_answers(answers: Sequence[str]) -> list[Prompt]:
+    from ctpo_megatron.data import Prompt
+
+    return [Prompt("", "", (), answer, ()) for answer in answers]
 
 
 def _token_counter(model: Path) -> Callable[[Sequence[str]], list[int]]:

@@ -235,7 +235,9 @@ class RewardConfig(Section):
     """Scoring of trajectories by reward functions, in worker processes."""
 
     function: Extension = Field(
-        default=Extension(name="math_verify"), description="reward function: math_verify or package.module:Name"
+        default=Extension(name="math_verify"),
+        description="reward function: math_verify (argument box_in_thinking: whether a box in thinking that has ended "
+        "counts, default true) or package.module:Name",
     )
     by_source: dict[str, Extension] = Field(
         default_factory=dict, description="data_source -> reward function, where another one scores its prompts"

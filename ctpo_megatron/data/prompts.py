@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ from ctpo_megatron.data.messages import (
     plain_messages,
     plain_tools,
 )
+from ctpo_megatron.data.numbers import number_text
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.tables import count_rows, find_files, read_rows
@@ -183,9 +185,12 @@ def _answer(value: object) -> tuple[str, str | None]:
     if not isinstance(value, dict) or "ground_truth" not in value:
         return "", "expected a record with the field 'ground_truth'"
     truth = value["ground_truth"]
-    if isinstance(truth, bool) or not isinstance(truth, int | float | str):
+    if isinstance(truth, bool) or not isinstance(truth, int | float | Decimal | str):
         return "", f"'ground_truth' must be a text or a number, not {type(truth).__name__}"
-    text = str(truth).strip()
+    try:
+        text = truth.strip() if isinstance(truth, str) else number_text(truth)
+    except ValueError as error:
+        return "", f"'ground_truth' {error}"
     return text, None if text else "the answer in 'ground_truth' is empty"
 
 

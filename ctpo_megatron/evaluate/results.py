@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ctpo_megatron.base.files import write_json
-from ctpo_megatron.rewards import canonical, last_boxed, reference_answer
+from ctpo_megatron.rewards import answer_part, last_boxed, reference_answer, votes
 from ctpo_megatron.rollouts import LEVEL, RESAMPLES, Sample, accuracies, bootstrap, by_problem, by_source, conduct
 
 RESULTS_FILE = "results.json"
@@ -28,26 +28,28 @@ class ScoreColumn:
     def problem(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Figures of one problem; see `accuracies`."""
         scores = [self.scores[sample.prompt_id, sample.index] for sample in samples]
-        answers = [self.answer(sample, score) for sample, score in zip(samples, scores, strict=True)]
-        return accuracies(scores, answers)
+        return accuracies(scores, self.answers(samples, scores))
 
-    def answer(self, sample: Sample, score: float) -> str | None:
-        """The answer that the sample votes for; None without an answer.
+    def answers(self, samples: Sequence[Sample], scores: Sequence[float]) -> list[str | None]:
+        """The answer that each sample of one problem votes for; None without an answer.
 
         All correct answers count as one, since the scorer found each equal to the ground truth. Others are the same
-        answer if their canonical forms are equal.
+        answer if they say the same (`votes`).
         """
-        if score == 1.0:
-            return _RIGHT
-        shown = said(sample, self.name)
-        return None if shown is None else canonical(shown)
+        shown = [said(sample, self.name) for sample in samples]
+        wrong = [text for text, score in zip(shown, scores, strict=True) if score != 1.0 and text is not None]
+        voted = iter(votes(wrong))
+        return [
+            _RIGHT if score == 1.0 else None if text is None else next(voted)
+            for text, score in zip(shown, scores, strict=True)
+        ]
 
 
 def said(sample: Sample, scorer: str) -> str | None:
     """The answer as written in the sample: its last box, or, where no box is needed, the answer read from the text."""
     if scorer == REFERENCE_SCORER:
         return reference_answer(sample.text)
-    box = last_boxed(sample.final_text)
+    box = last_boxed(answer_part(sample.final_text))
     return box if box is not None or scorer == "strict" else sample.final_text.strip() or None
 
 

@@ -47,12 +47,12 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
         report.not_checked = "the tokenizer cannot render prompts"
         return report
     found = training_prompts(config, tokenizer, limit)
-    _add(report, "data.train", found, config.data)
+    _add(report, "data.train", found, config)
     report.problems += check_prompts(config.rollout, sum(found.rows.values()) or None)
     if found.prompts:
         report.first_prompt, report.first = found.texts[0], (tokenizer, found.prompts[0])
     if config.data.eval:
-        _add(report, "data.eval", held_out_prompts(config, tokenizer, limit), config.data)
+        _add(report, "data.eval", held_out_prompts(config, tokenizer, limit), config)
     if config.sft:
         _add_conversations(report, config, tokenizer, limit)
     return report
@@ -77,7 +77,9 @@ def _count(data: DataConfig) -> int | None:
     return count_all_rows(data.train)
 
 
-def _add(report: DataCheck, key: str, found: PromptSet, data: DataConfig) -> None:
+def _add(report: DataCheck, key: str, found: PromptSet, config: Config) -> None:
+    from ctpo_megatron.rewards import in_words, shown_words
+
     report.problems += [Problem(key, line) for line in found.problems.shown() if not line.startswith("no such file:")]
     rows, read = sum(found.rows.values()), len(found.prompts) + len(found.left_out)
     files = f"{len(found.rows)} file{'s' * (len(found.rows) != 1)}"
@@ -85,8 +87,11 @@ def _add(report: DataCheck, key: str, found: PromptSet, data: DataConfig) -> Non
     if found.prompts:
         lengths = sorted(len(prompt.token_ids) for prompt in found.prompts)
         shown = " / ".join(f"{value:,}" for value in _quantiles(lengths))
-        of = f"min / median / 95% / max of a prompt; data.max_prompt_tokens is {data.max_prompt_tokens:,}"
+        of = f"min / median / 95% / max of a prompt; data.max_prompt_tokens is {config.data.max_prompt_tokens:,}"
         report.table.append(("  tokens", shown, of))
+    if words := in_words(found.prompts, config.reward):
+        look = f"the most frequent of them: {shown_words(words)}"
+        report.table.append(("  words as ground truth", f"{words.total():,} rows", look))
     for rule in sorted({each.rule for each in found.left_out}):
         those = [each for each in found.left_out if each.rule == rule]
         first = f"{rule}: drop; the first is {those[0].file.name} row {those[0].row}"

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.extensions import ExtensionError, activate
 from ctpo_megatron.base.run_paths import LogPaths
+from ctpo_megatron.base.thinking import CLOSE
 from ctpo_megatron.config import Config, Problem
 from ctpo_megatron.data import Group, Prompt, ToolCall, Trajectory
 from ctpo_megatron.environments.episode import Episode, EpisodeLimits, ModelTurn, play
 from ctpo_megatron.environments.factory import make_parser, needs_sandbox
 from ctpo_megatron.environments.multi_turn import ToolEnvironment
-from ctpo_megatron.environments.parsers.thinking import CLOSE, left_open
+from ctpo_megatron.environments.parsers.thinking import left_open
 from ctpo_megatron.environments.protocol import ToolUnavailable
 from ctpo_megatron.environments.python_tool import PythonTool
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
@@ -60,8 +61,8 @@ class _Script:
 def play_first(config: Config, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> FirstTrajectory:
     """Play an episode over `prompt`, whose turns are the parser's example call and the ground truth in a box.
 
-    The call runs in the run's sandbox, or in one of the same settings that ends with this; its output is rendered as
-    the engines render it; the answer is scored. Without the tool `python`, or with one turn, nothing is called. An
+    The call runs in the run's sandbox, or in one of the same settings that ends with this. Its output is rendered as
+    the engines render it, and the answer is scored. Without the tool `python`, or with one turn, nothing is called. An
     environment of the user's is not played.
     """
     found = FirstTrajectory()

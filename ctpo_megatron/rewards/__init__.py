@@ -1,8 +1,8 @@
 """Rewards: trajectories are scored in separate processes, with hard deadlines; every failure is reported."""
 
-from ctpo_megatron.rewards.answers import canonical
-from ctpo_megatron.rewards.ground_truth import ground_truth_problem, unverifiable
-from ctpo_megatron.rewards.math import last_boxed, score_math
+from ctpo_megatron.rewards.answers import canonical, same_answer, votes
+from ctpo_megatron.rewards.ground_truth import ground_truth_problem, in_words, shown_words, unverifiable
+from ctpo_megatron.rewards.math import answer_part, last_boxed, score_math
 from ctpo_megatron.rewards.overlong import OVERLONG, OverlongPenalty
 from ctpo_megatron.rewards.pool import PendingScores, RewardPool, ScoreReport, reward_metrics
 from ctpo_megatron.rewards.protocol import RESERVED, WORDS, Reward, RewardFunction, reward_problem
@@ -19,13 +19,18 @@ __all__ = [
     "RewardFunction",
     "RewardPool",
     "ScoreReport",
+    "answer_part",
     "canonical",
     "ground_truth_problem",
+    "in_words",
     "last_boxed",
     "reference_answer",
     "reward_metrics",
     "reward_problem",
+    "same_answer",
     "score_math",
     "score_reference",
+    "shown_words",
     "unverifiable",
+    "votes",
 ]

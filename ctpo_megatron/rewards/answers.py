@@ -1,63 +1,280 @@
-"""Canonical form of answers, without a computer algebra system: takes microseconds, so needs no time limit."""
+"""Whether two written answers are the same, and which of many answers are one in a vote."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
-_LONGEST = 1000
-"""In characters; a longer text is not an answer with several spellings."""
+from ctpo_megatron.rewards import expressions
+from ctpo_megatron.rewards.reading import Based, Choice, Formula, Named, Quantity, Reading, Several, Wording, read
+from ctpo_megatron.rewards.units import NONE, PERCENT
 
-_DROPPED = (
-    "\\left", "\\right", "\\displaystyle", "\\limits", "\\!", "\\,", "\\;", "\\:", "\\ ", "{,}", "\\$", "$", "^\\circ",
-    "^{\\circ}", "\\circ", "\\degree", "\\%", "%",
-)  # fmt: skip
-_SAME = (("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\cfrac", "\\frac"), ("\\lbrace", "\\{"), ("\\rbrace", "\\}"))
-_UNIT = re.compile(r"(?<=[\d}])\s*\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$")
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|textrm|boxed|fbox|overline)\s*\{([^{}]*)\}")
-_NAMED = re.compile(r"^\s*(?:[A-Za-z]\w{0,2}|\\[a-z]+)\s*=\s*(?=\S)")
-_BARE_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
-_BARE_ROOT = re.compile(r"\\sqrt\s*(\w)")
-_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d{1,99})?")
-_NUMBER = re.compile(r"[+-]?(?:\d{1,999}(?:\.\d{0,999})?|\.\d{1,999})")
-_FRACTION = re.compile(rf"([+-]?)\\frac\{{({_NUMBER.pattern})\}}\{{({_NUMBER.pattern})\}}")
-_RATIO = re.compile(rf"({_NUMBER.pattern})/({_NUMBER.pattern})")
+_PRINTED = 15
+"""Digits from which on a decimal is a fraction that a program has printed."""
+
+_LONGEST_DECIMAL = 1000
+"""Digits of a number that is compared with a formula."""
+
+
+def same_answer(gold: str, said: str) -> bool:
+    """Whether `said` is the answer `gold`.
+
+    Numbers are compared by their exact values, quantities with their units, several answers part by part, words letter
+    by letter without their case, and what else is mathematics by math-verify. What one side leaves out is not
+    compared: a unit, a name (`x =`), the letter of a choice or what stands next to it.
+
+    Sets no time limit (see `score_math`). Raises any exception of math-verify's comparison.
+    """
+    one, other = read(gold), read(said)
+    return _compact(one) == _compact(other) or _same(one, other)
 
 
 def canonical(answer: str) -> str:
     """A number as a reduced fraction of integers; anything else as its text without meaningless marks.
 
-    `0.5`, `1/2`, `\\dfrac12` and `x = \\frac{1}{2}` are "1/2"; `1{,}000` and `1,000 \\text{ cm}` are "1000".
-    Expressions that are only equal after a calculation, such as `2\\sqrt{2}` and `\\sqrt{8}`, stay different.
+    `0.5`, `1/2` and `\\dfrac12` are "1/2"; `1{,}000` is "1000"; `1000 \\text{ cm}` is "1000 cm". Needs no computer
+    algebra system and takes about 0.1 ms. Expressions that are only equal after a calculation, such as `2\\sqrt{2}` and
+    `\\sqrt{8}`, stay different.
     """
-    text = answer.strip().rstrip(".").strip()
-    if len(text) > _LONGEST:
-        return text
-    for written, meant in _SAME:
-        text = text.replace(written, meant)
-    for mark in _DROPPED:
-        text = text.replace(mark, "")
-    text = _UNIT.sub("", text)
-    while (plain := _WRAPPED.sub(r"\1", text)) != text:
-        text = plain
-    text = _NAMED.sub("", text)
-    text = _BARE_FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2] or ''}}}{{{m[3] or m[4] or ''}}}", text)
-    text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
-    text = re.sub(r"\s+", "", text)
-    number = _value(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
-    return text if number is None else str(number)
+    return str(read(answer))
 
 
-def _value(text: str) -> Fraction | None:
-    if _NUMBER.fullmatch(text):
-        return Fraction(text)
-    if match := _RATIO.fullmatch(text):
-        return _quotient(Fraction(match[1]), Fraction(match[2]))
-    if match := _FRACTION.fullmatch(text):
-        value = _quotient(Fraction(match[2]), Fraction(match[3]))
-        return -value if value is not None and match[1] == "-" else value
-    return None
+def votes(answers: Iterable[str]) -> list[str]:
+    """What each of several answers to one problem votes for, in a canonical form.
+
+    An answer without unit and name votes for the one that has them, if there is one alone: `3` and `x=3` are one
+    answer, as long as none is `y=3`.
+    """
+    readings = [read(answer) for answer in answers]
+    full: dict[str, set[str]] = defaultdict(set)
+    for reading in readings:
+        if str(bare := _bare(reading)) != str(reading):
+            full[str(bare)].add(str(reading))
+    return [str(_bare(each)) if len(full[str(_bare(each))]) < 2 else str(each) for each in readings]
 
 
-def _quotient(above: Fraction, below: Fraction) -> Fraction | None:
-    return above / below if below else None
+def _compact(reading: Reading) -> str:
+    """Its text without blanks between a number and a letter: `6 m` and `6m` are one."""
+    return re.sub(r"(?<=\d) (?=[A-Za-z])|(?<=[A-Za-z]) (?=\d)", "", str(reading))
+
+
+def _bare(reading: Reading) -> Reading:
+    if isinstance(reading, Named):
+        return _bare(reading.value)
+    return replace(reading, unit=NONE) if isinstance(reading, Quantity) else reading
+
+
+def _same(gold: Reading, said: Reading) -> bool:
+    if isinstance(gold, Choice) or isinstance(said, Choice):
+        return _same_choice(gold, said)
+    if isinstance(gold, Named) or isinstance(said, Named):
+        return _same_named(gold, said)
+    if isinstance(gold, Several) or isinstance(said, Several):
+        return _same_several(gold, said)
+    if isinstance(gold, Wording | Based) or isinstance(said, Wording | Based):
+        return str(gold) == str(said)
+    one, other = (side if isinstance(side, Quantity) else Quantity(side) for side in (gold, said))
+    return _same_quantity(one, other)
+
+
+def _same_choice(gold: Reading, said: Reading) -> bool:
+    if not isinstance(gold, Choice):
+        return isinstance(said, Choice) and said.value is not None and _same(gold, said.value)
+    if not isinstance(said, Choice):
+        return gold.value is not None and _same(gold.value, said)
+    return gold.letter == said.letter and (gold.value is None or said.value is None or _same(gold.value, said.value))
+
+
+def _same_named(gold: Reading, said: Reading) -> bool:
+    if isinstance(gold, Named) and isinstance(said, Named):
+        if gold.name == said.name:
+            return _same(gold.value, said.value)
+        numbers = all(isinstance(side.value, Quantity) for side in (gold, said))
+        return not numbers and _same_formula(gold, said)
+    other = said if isinstance(gold, Named) else gold
+    if isinstance(other, Formula) and "=" in other.text:
+        return _same_formula(gold, said)
+    one, two = (side.value if isinstance(side, Named) else side for side in (gold, said))
+    return _same(one, two)
+
+
+def _same_several(gold: Reading, said: Reading) -> bool:
+    one, other = _summed(gold), _summed(said)
+    if not isinstance(one, Several) and not isinstance(other, Several):
+        return _same(one, other)
+    if isinstance(one, Several) and isinstance(other, Several):
+        kinds = {one.brackets, other.brackets}
+        if " " in kinds:
+            return len(kinds) == 1 and _in_order(one, other)
+        if kinds == {":"}:
+            return _same_ratio(one, other)
+        if kinds <= {"", "{}"}:
+            return _in_order(one, other) or _in_any_order(one, other)
+        if len(kinds) == 1 or kinds in ({"", "()"}, {":", "clock"}):
+            return _in_order(one, other)
+        if kinds <= {"()", "[]", "(]", "[)"}:
+            return False
+    ratio, number = (one, other) if isinstance(one, Several) else (other, one)
+    if isinstance(ratio, Several) and ratio.brackets == ":":
+        return _is_ratio(ratio, number)
+    if isinstance(ratio, Several) and ratio.brackets == " ":
+        return False
+    relations, region = (gold, said) if _are_relations(gold) else (said, gold)
+    if isinstance(relations, Several) and _are_relations(relations):
+        return expressions.equal_to_any([_latex(item) for item in relations.items], _latex(region))
+    return _same_formula(gold, said)
+
+
+def _are_relations(reading: Reading) -> bool:
+    """Whether it is a list of inequalities, of which any may hold."""
+    if not isinstance(reading, Several) or reading.brackets:
+        return False
+    return all(isinstance(item, Formula) and re.search(r"[<>]|\\[lg]e(?![a-z])", item.text) for item in reading.items)
+
+
+def _summed(reading: Reading) -> Reading:
+    """One quantity in several units as one in the largest of them."""
+    if not isinstance(reading, Several) or reading.brackets != "+":
+        return reading
+    first, total = reading.items[0], Fraction(0)
+    for item in reading.items:
+        if not isinstance(item, Quantity) or not isinstance(item.value, Fraction):
+            return reading
+        total += item.value * item.unit.factor
+    return Quantity(total / first.unit.factor, first.unit) if isinstance(first, Quantity) else reading
+
+
+def _in_order(gold: Several, said: Several) -> bool:
+    return len(gold.items) == len(said.items) and all(map(_same, gold.items, said.items))
+
+
+def _in_any_order(gold: Several, said: Several) -> bool:
+    """Each item found once, as in a set. Items that differ in what they are of must say it."""
+    items, left = ([*{_compact(item): item for item in side.items}.values()] for side in (gold, said))
+    if len(items) != len(left) or _kinds(items) != _kinds(left):
+        return False
+    for item in items:
+        found = next((index for index, other in enumerate(left) if _same(item, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _kinds(items: Sequence[Reading]) -> bool:
+    """Whether the items differ in their names or units."""
+    return len({i.name if isinstance(i, Named) else str(i.unit) if isinstance(i, Quantity) else "" for i in items}) > 1
+
+
+def _same_ratio(gold: Several, said: Several) -> bool:
+    if _in_order(gold, said):
+        return True
+    one, other = _numbers(gold), _numbers(said)
+    if not one or not other or len(one) != len(other) or (_is_clock(gold) and _is_clock(said)):
+        return False
+    return all(a * other[0] == b * one[0] for a, b in zip(one, other, strict=True))
+
+
+def _is_ratio(ratio: Several, number: Reading) -> bool:
+    """Whether a fraction is the value of a ratio: 3/2 of 3:2, but never 50 of 50:1."""
+    parts = _numbers(ratio)
+    value = number.value if isinstance(number, Quantity) and not number.unit else None
+    if len(parts) != 2 or not parts[1] or not isinstance(value, Fraction) or _is_clock(ratio):
+        return False
+    return value.denominator > 1 and value == parts[0] / parts[1]
+
+
+def _numbers(ratio: Several) -> list[Fraction]:
+    values = [item.value for item in ratio.items if isinstance(item, Quantity) and not item.unit]
+    numbers = [value for value in values if isinstance(value, Fraction)]
+    return numbers if len(numbers) == len(ratio.items) else []
+
+
+def _is_clock(ratio: Several) -> bool:
+    hours, *others = _numbers(ratio) or [Fraction(99)]
+    return hours < 25 and bool(others) and all(10 <= other < 60 for other in others)
+
+
+def _same_quantity(gold: Quantity, said: Quantity) -> bool:
+    percentages = [side.unit == PERCENT for side in (gold, said)]
+    if gold.unit and said.unit:
+        if any(percentages):
+            return all(percentages) and _same_value(gold.value, said.value)
+        if not gold.unit.of_kind(said.unit):
+            return False
+        if gold.unit.factor != said.unit.factor:
+            return _same_value(_scaled(gold), _scaled(said))
+    if any(percentages):  # 50 % is 50 of a hundred, and 1/2
+        shares = [
+            _scaled(side, 100) if is_percent else side.value
+            for side, is_percent in zip((gold, said), percentages, strict=True)
+        ]
+        if percentages[0] != percentages[1] and _same_value(*shares):
+            return True
+        small = isinstance(gold.value, Fraction) and abs(gold.value) < 1
+        return not (percentages[1] and small) and _same_value(gold.value, said.value)
+    return _same_value(gold.value, said.value)
+
+
+def _scaled(quantity: Quantity, divisor: int = 1) -> Fraction | Formula:
+    factor = quantity.unit.factor / divisor
+    if isinstance(quantity.value, Fraction):
+        return quantity.value * factor
+    return Formula(rf"({quantity.value}) \cdot \frac{{{factor.numerator}}}{{{factor.denominator}}}")
+
+
+def _same_value(gold: Fraction | Formula, said: Fraction | Formula) -> bool:
+    if isinstance(gold, Fraction) and isinstance(said, Fraction):
+        return gold == said or _printed(gold, said) or _printed(said, gold)
+    return str(gold) == str(said) or expressions.equal(_latex(gold), _latex(said))
+
+
+def _printed(decimal: Fraction, fraction: Fraction) -> bool:
+    """Whether a decimal is a fraction without an end, as a program prints it."""
+    if not _ends(decimal) or _ends(fraction) or len(str(decimal.numerator)) < _PRINTED:
+        return False
+    return float(decimal) == float(fraction)
+
+
+def _ends(value: Fraction) -> bool:
+    """Whether the number can be written as a decimal."""
+    rest = value.denominator
+    for factor in (2, 5):
+        while rest % factor == 0:
+            rest //= factor
+    return rest == 1
+
+
+def _number(value: Fraction) -> str:
+    """As a decimal where it is one: math-verify compares it with a formula by its first decimals."""
+    if value.denominator > 1 and _ends(value):
+        with localcontext(prec=_LONGEST_DECIMAL):
+            return f"{Decimal(value.numerator) / value.denominator:f}"
+    sign, above = "-" if value < 0 else "", abs(value.numerator)
+    return f"{sign}{above}" if value.denominator == 1 else f"{sign}\\frac{{{above}}}{{{value.denominator}}}"
+
+
+def _latex(value: Reading | Fraction) -> str:
+    if isinstance(value, Fraction):
+        return _number(value)
+    if isinstance(value, Formula):
+        return str(value)
+    if isinstance(value, Quantity):
+        return _latex(value.value)
+    if isinstance(value, Named):
+        return f"{value.name}={_latex(value.value)}"
+    if isinstance(value, Several):
+        inner = (":" if value.brackets in (":", "clock") else ", ").join(map(_latex, value.items))
+        if len(value.brackets) != 2:
+            return inner
+        opening, closing = ("\\{", "\\}") if value.brackets == "{}" else tuple(value.brackets)
+        return f"{opening}{inner}{closing}"
+    return str(value)
+
+
+def _same_formula(gold: Reading, said: Reading) -> bool:
+    return expressions.equal(_latex(gold), _latex(said))

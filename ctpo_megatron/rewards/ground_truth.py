@@ -6,54 +6,122 @@ import logging
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from ctpo_megatron.rewards import expressions
 from ctpo_megatron.rewards.fork_server import fork_server
-from ctpo_megatron.rewards.math import parse_expression, score_math
+from ctpo_megatron.rewards.layout import word_set
+from ctpo_megatron.rewards.math import score_math
+from ctpo_megatron.rewards.reading import Formula, Quantity, Reading, Wording, is_date, leaves, read
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import RewardConfig
     from ctpo_megatron.data.prompt import Prompt
 
 _PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
-_NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?!\w)")
-_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|operatorname)\s*\{[^}]*\}|\\[a-zA-Z]+")
-_WORD = re.compile(r"[A-Za-z]{2,}")
-_NOTHING = {"none", "nan", "null", "n/a"}
+_NUMBER = re.compile(r"\d+")
+_NOTHING = word_set(
+    "none, null, nil, nan, unknown, missing, empty, error, unanswered, notfound, tbd, tba, todo, idk, proof, "
+    "omitted, unavailable, unspecified, unsolved, answer, solution, placeholder, na, n/a, n.a, undetermined, "
+    "noanswer, no answer, no answer given, no answer provided, no final answer, no response, no result, not "
+    "found, not given, not provided, not available, not applicable, not specified, not known, not stated, not "
+    "answered, not solved, to be determined, to be done, to be added, i do not know, i don't know, don't know, "
+    "see solution, see explanation, see proof, see above, see below, see image, see figure, see the solution, "
+    "see the explanation, see the proof, proof required, proof needed, proof omitted, answer not found, answer "
+    "not given, answer not available, answer unknown, unknown answer, the proof, answer not provided, no "
+    "numerical answer, not a number, answers vary, answers will vary, varies, proof problem, solution not "
+    "found, unable to determine, unable to answer, cannot answer",
+    ", ",
+)
+"""Words for there being no answer."""
 _SENTENCE_WORDS = 5
+_CHANGES = 4
+"""Numbers of a formula that are changed to see whether they are read, of those that are not seen in what was read."""
 _PER_PROCESS = 64
+_SHOWN = 10
 
 
 def ground_truth_problem(answer: str) -> str:
-    """Why `math_verify` would score every correct answer 0 for this ground truth, or "".
+    """Why `math_verify` would judge answers to this ground truth wrongly, or "".
 
-    It must score 1 against itself, and be an answer rather than a text around one. If it contains a single number among
-    words, that number in a box must score 1, too.
+    It must be an answer, rather than a text around one or a word for there being none. It must score 1 against itself
+    in other spellings, and be read as another answer when any of its numbers is changed.
     """
     if "####" in answer:
         final = answer.rsplit("####", 1)[1].strip()
         return f"holds a worked solution (GSM8K): keep what follows `####`, here {final!r}"
-    if not any(character.isalnum() for character in answer) or answer.lower() in _NOTHING:
+    if not any(character.isalnum() for character in answer) or _is_nothing(answer):
         return "is no answer"
-    text = _COMMAND.sub(" ", answer)
-    words, numbers = _WORD.findall(text), _NUMBER.findall(text)
-    if len(words) >= _SENTENCE_WORDS:
-        return "is a sentence, which no model writes word for word: keep the answer alone"
+    reading = read(answer)
     try:
         if not score_math(f"\\boxed{{{answer}}}", answer):
-            return "scores 0 against itself: math-verify cannot read it"
-        if len(numbers) != 1 or not text.replace(numbers[0], "").strip(" $%\\{}()"):
-            return ""
-        is_text = words or len(parse_expression(answer)) < 2  # not an expression: compared as text
-        if is_text and not score_math(f"\\boxed{{{numbers[0]}}}", answer):
-            return f"has words or signs around a number, and \\boxed{{{numbers[0]}}} scores 0: write the answer alone"
+            return "scores 0 against itself: its brackets do not match, so that it cannot stand in a box"
+        return next(filter(None, map(_part_problem, leaves(reading))), "")
     except Exception as error:  # math-verify raises any exception of sympy, antlr and its own code
         return f"cannot be compared with itself: {type(error).__name__}: {error}"
+
+
+def _is_nothing(answer: str) -> bool:
+    """Whether it is a word for there being no answer."""
+    text = re.sub(r"\\[a-zA-Z]+|[{}()\[\]$<>*_\"?!:-]", " ", answer.replace("\u2019", "'"))
+    words = re.sub(r"\.(?=\s|$)", " ", text).casefold().split()
+    return " ".join(words) in _NOTHING or "".join(words) in _NOTHING
+
+
+def _part_problem(part: Reading) -> str:
+    if isinstance(part, Wording):
+        return _words_problem(part)
+    formula = part.value if isinstance(part, Quantity) else part
+    return _formula_problem(str(formula)) if isinstance(formula, Formula) else ""
+
+
+def _words_problem(words: Wording) -> str:
+    numbers = re.findall(r"\d+(?:\.\d+)?", words.text)
+    if len(words.text.split()) >= _SENTENCE_WORDS:
+        return "is a sentence, which no model writes word for word: keep the answer alone"
+    if not numbers or is_date(words):
+        return ""
+    return f"has words or signs around a number, and \\boxed{{{numbers[-1]}}} scores 0: write the answer alone"
+
+
+def _formula_problem(text: str) -> str:
+    found = expressions.parse(text)
+    if found is None:
+        return f"cannot be read: math-verify takes {text!r} for no formula, so no other spelling of it would count"
+    expressions.equal(text, text)
+    for number in _not_seen(text, found):
+        changed = f"{text[: number.start()]}{int(number[0]) + 1}{text[number.end() :]}"
+        if expressions.parse(changed) == found:
+            return f"is not read to its end: math-verify reads {text!r} as {found}, without its {number[0]}"
     return ""
+
+
+def _not_seen(text: str, found: Any) -> list[re.Match[str]]:
+    """The first numbers of a formula that do not stand as they are in what was read of it."""
+    left = expressions.integers(found)
+    left.subtract(int(number) for number in _NUMBER.findall(text))
+    return [number for number in _NUMBER.finditer(text) if left[int(number[0])] < 0][:_CHANGES]
+
+
+def in_words(prompts: Iterable[Prompt], config: RewardConfig) -> Counter[str]:
+    """How often `math_verify` scores against which words. Look at them: a word may say that there is no answer."""
+    answers = Counter(prompt.answer for prompt in prompts if _is_ours(prompt, config))
+    found: Counter[str] = Counter()
+    for answer, count in answers.items():
+        if not _PLAIN.fullmatch(answer) and isinstance(words := read(answer), Wording):
+            found[words.text] += count
+    return found
+
+
+def shown_words(found: Counter[str]) -> str:
+    """The most frequent of some words with their counts, for a person to look at."""
+    shown = ", ".join(f"{words!r} {count:,}" for words, count in found.most_common(_SHOWN))
+    return f"{shown}, ..." if len(found) > _SHOWN else shown
 
 
 def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, str]:
@@ -63,11 +131,7 @@ def unverifiable(prompts: Sequence[Prompt], config: RewardConfig) -> dict[int, s
     number is always readable. One that takes longer than `config.timeout_s` is listed, too: its rewards would be
     timeouts.
     """
-    ours = [
-        (index, prompt.answer)
-        for index, prompt in enumerate(prompts)
-        if config.by_source.get(prompt.data_source, config.function).name == "math_verify"
-    ]
+    ours = [(index, prompt.answer) for index, prompt in enumerate(prompts) if _is_ours(prompt, config)]
     reasons = _reasons({answer for _, answer in ours if not _PLAIN.fullmatch(answer)}, config)
     return {index: reasons[answer] for index, answer in ours if reasons.get(answer)}
 
@@ -89,6 +153,10 @@ def _reasons(answers: Iterable[str], config: RewardConfig) -> Mapping[str, str]:
             except ProcessExpired as died:
                 reasons[answer] = f"ends the process that compares it with itself ({died})"
     return reasons
+
+
+def _is_ours(prompt: Prompt, config: RewardConfig) -> bool:
+    return config.by_source.get(prompt.data_source, config.function).name == "math_verify"
 
 
 def _start() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from ctpo_megatron.base.thinking import CLOSE, OPEN
+from ctpo_megatron.rewards.answers import same_answer
+from ctpo_megatron.rewards.layout import plain
 from ctpo_megatron.rewards.protocol import Reward
 
 if TYPE_CHECKING:
@@ -29,35 +32,31 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def score_math(final_text: str, answer: str) -> float:
-    """1.0 when math-verify finds the last box of `final_text` equal to `answer`, else 0.0.
+def answer_part(final_text: str, *, box_in_thinking: bool = True) -> str:
+    """The part of a final turn in which a box counts: nothing of one that ends within its thinking.
+
+    box_in_thinking: whether thinking that has ended counts, too.
+    """
+    before, closed, after = final_text.rpartition(CLOSE)
+    if OPEN in after:
+        return ""
+    return after if closed and not box_in_thinking else before + closed + after
+
+
+def score_math(final_text: str, answer: str, *, box_in_thinking: bool = True) -> float:
+    """1.0 when the last box of `final_text` is the answer `answer` (`same_answer`), else 0.0.
+
+    Thinking that never ended earns nothing. box_in_thinking: whether a box counts in thinking that has ended, where
+    none follows it.
 
     Sets no time limit: math-verify's own uses signal alarms, which cannot stop a loop in C. Run it in a process that
     can be killed (RewardPool). Raises ValueError when `answer` itself cannot be read, and any exception of
     math-verify's comparison. A prediction that cannot be parsed is a wrong answer, not an error.
     """
-    from math_verify import verify
-
-    box = last_boxed(final_text)
-    if box is None or not box.strip():
-        return 0.0
-    gold = parse_expression(answer)
-    if not gold:
-        raise ValueError(f"math-verify cannot read the ground truth {answer!r}")
-    return float(verify(gold, parse_expression(box, raise_on_error=False), timeout_seconds=None, raise_on_error=True))
-
-
-def parse_expression(expression: str, *, raise_on_error: bool = True) -> list[object]:
-    """The result of math-verify's parser: an expression and its text, the text alone, or nothing."""
-    from math_verify import LatexExtractionConfig, parse
-
-    found: list[object] = parse(
-        f"\\boxed{{{expression}}}",
-        extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
-        parsing_timeout=None,
-        raise_on_error=raise_on_error,
-    )
-    return found
+    box = last_boxed(answer_part(final_text, box_in_thinking=box_in_thinking))
+    if not plain(answer):
+        raise ValueError(f"cannot read the ground truth {answer!r}")
+    return float(box is not None and bool(box.strip()) and same_answer(answer, box))
 
 
 class MathVerify:
@@ -68,14 +67,15 @@ class MathVerify:
 
     text_only = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, box_in_thinking: bool = True) -> None:
         """Import math-verify and build its grammar, so that the first answer does not have to wait for it."""
+        self._box_in_thinking = box_in_thinking
         # Hides its warning that timeouts are off, as intended here.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-        score_math("\\boxed{1}", "1")
+        score_math("\\boxed{\\sqrt{4}}", "\\pi")
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:
-        text = trajectory.final_text
+        text = answer_part(trajectory.final_text, box_in_thinking=self._box_in_thinking)
         return Reward(score_math(text, prompt.answer), metrics={"no_box": last_boxed(text) is None})
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ctpo_megatron.rewards.answers import canonical
+from ctpo_megatron.rewards.answers import same_answer
+from ctpo_megatron.rewards.layout import plain
 from ctpo_megatron.rewards.math import last_boxed
 from ctpo_megatron.rewards.protocol import Reward
 
@@ -33,11 +34,10 @@ def score_reference(text: str, answer: str) -> float:
 
     text: the whole response. Like `score_math` it sets no time limit. Raises ValueError when `answer` cannot be read.
     """
-    truth = canonical(answer)
-    box, line = last_boxed(text), _answer_line(text)
-    if (box is not None and canonical(box) == truth) or (line is not None and canonical(line) == truth):
-        return 1.0
-    return _math_verify(text, answer)
+    if not plain(answer):
+        raise ValueError(f"cannot read the ground truth {answer!r}")
+    found = (last_boxed(text), _answer_line(text), _found(text))
+    return float(any(each is not None and each.strip() and same_answer(answer, each) for each in found))
 
 
 def reference_answer(text: str) -> str | None:
@@ -56,7 +56,7 @@ class ReferenceMath:
     def __init__(self) -> None:
         """Import math-verify now, so that the first answer does not have to wait for it."""
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # see MathVerify
-        _math_verify("1", "1")
+        score_reference("1", "\\pi")
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Reward:
         return Reward(score_reference(trajectory.final_text, prompt.answer))
@@ -67,14 +67,12 @@ def _answer_line(text: str) -> str | None:
     return str(lines[-1]).rpartition("=")[2] if lines else None
 
 
-def _math_verify(text: str, answer: str) -> float:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+def _found(text: str) -> str | None:
+    """What math-verify takes for the answer in a text: only its search is used, since its comparison rounds."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    def read(expression: str, *kinds: Any) -> list[Any]:
-        found: list[Any] = parse(expression, extraction_config=kinds, parsing_timeout=None)
-        return found
-
-    gold = read(f"\\boxed{{{answer}}}", LatexExtractionConfig())
-    if not gold:
-        raise ValueError(f"math-verify cannot read the ground truth {answer!r}")
-    return float(verify(gold, read(text, ExprExtractionConfig(), LatexExtractionConfig()), timeout_seconds=None))
+    layout = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True)  # without dropping units
+    kinds = [ExprExtractionConfig(), LatexExtractionConfig(normalization_config=layout)]
+    found = parse(text, extraction_config=kinds, parsing_timeout=None)
+    return next((each for each in reversed(found) if isinstance(each, str)), None)

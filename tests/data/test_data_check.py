@@ -77,6 +77,20 @@ def test_what_it_shows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "left out 1 rows data.overlong: drop; the first is train.jsonl row 1100" in lines
 
 
+def test_ground_truths_that_are_words_are_shown(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    truths = [*("Evelyn", "\\text{evelyn}", "yes"), *("7" for _ in range(17))]
+    write(own / "train.jsonl", *(row(str(number), truth) for number, truth in enumerate(truths)))
+    status, out, err = dry_run(capsys)
+    assert (status, err) == (0, "")
+    assert "words as ground truth 3 rows the most frequent of them: 'evelyn' 2, 'yes' 1" in " ".join(out.split())
+
+
+def test_a_word_for_no_answer_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(own / "train.jsonl", *(row(str(number)) for number in range(20)), row("what?", "\\text{Unknown}"))
+    status, _, err = dry_run(capsys)
+    assert status == 2 and "row 20" in err and "is no answer" in err
+
+
 def test_nothing_left_is_a_mistake(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = dry_run(capsys, "data.overlong=drop", "data.max_prompt_tokens=10", "data.eval=[]")
     assert status == 2
@@ -155,7 +169,7 @@ def test_torch_is_not_imported(own: Path) -> None:
 
 
 def test_evaluation_prompts_are_never_left_out(own: Path, capsys: pytest.CaptureFixture[str], caplog) -> None:
-    write(own / "eval.jsonl", row("2+2?", "4"), row("How many clips?", "72 clips"))
+    write(own / "eval.jsonl", row("2+2?", "4"), row("Which room?", "room 72"))
     status, _, err = dry_run(capsys)
     assert status == 2
     assert (

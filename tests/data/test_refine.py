@@ -148,6 +148,16 @@ def test_a_wrong_request_is_one_message(tmp_path: Path, monkeypatch, capsys, arg
     assert not (tmp_path / "out.parquet").exists()
 
 
+def test_answers_that_are_words_are_listed(tmp_path: Path, capsys) -> None:
+    rows = [
+        {"problem": f"Who was number {n} of the {n + 7}?", "answer": a}
+        for n, a in enumerate(("Ann Lee", "ann lee", "7"))
+    ]
+    source = write(tmp_path / "raw.jsonl", rows)
+    assert cli.main(["data", "prepare", source, "--output", str(tmp_path / "o.parquet")]) == 0
+    assert "answers that are words: 'ann lee' 2;" in capsys.readouterr().out
+
+
 def test_nothing_left_is_a_failure(tmp_path: Path, capsys) -> None:
     source = write(tmp_path / "a.jsonl", [{"problem": "1+1?", "answer": ""}])
     assert cli.main(["data", "prepare", source, "--output", str(tmp_path / "o.parquet")]) == 1

@@ -6,7 +6,7 @@ import pytest
 
 from ctpo_megatron.config import Extension, RewardConfig
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.rewards import ground_truth_problem, unverifiable
+from ctpo_megatron.rewards import ground_truth_problem, in_words, score_math, unverifiable
 
 READABLE = (
     *("72", "-3.5", "+5", "050", "1,000", "1{,}000", "\\$72", "$72$", "50\\%", "72 %", "5%", "0.5", "10^{99}", "9!"),
@@ -14,22 +14,36 @@ READABLE = (
     *("(1,2)", "[0,1)", "\\{1,2,3\\}", "3 and 5", "4\\text{ and }5", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
     *("x^2+3x-5", "x=12", "x\\le 3", "5x", "p - q", "f(x)=2x", "6+9i"),
     *("\\text{(A)}", "A", "(A)", "\\text{Evelyn}", "Evelyn", "\\text{even}", "no solution"),
+    *("\\{x \\mid x\\ge 0\\}", "\\frac{1\\pm\\sqrt{5}}{2}", "100+5\\%", "\\text{June 20}", "x^2+x^2", "2\\cdot 2"),
     *("10\\text{ cm}", "10 \\mathrm{~cm}", "18 \\text{ inches}", "2 hours"),
 )
+IN_OTHER_WORDS = {
+    "72 clips": "72",
+    "72.": "72",
+    "7 p.m.": "7",
+    "A) 5": "5",
+    "answer: 5": "5",
+    "The answer is 72": "72",
+    "sqrt(7)": "\\sqrt{7}",
+}
+"""Ground truth -> an answer that counts."""
 UNREADABLE = {
     "#### 72": "keep what follows `####`, here '72'",
     "48/2 = <<48/2=24>>24 more.\n#### 72": "keep what follows `####`, here '72'",
-    "72 clips": "\\boxed{72} scores 0: write the answer alone",
-    "72.": "\\boxed{72} scores 0",
-    "7 p.m.": "\\boxed{7} scores 0",
-    "A) 5": "\\boxed{5} scores 0",
-    "answer: 5": "\\boxed{5} scores 0",
     "<answer>5</answer>": "\\boxed{5} scores 0",
     "see the textbook, page 5 %%$$": "\\boxed{5} scores 0",
-    "sqrt(7)": "\\boxed{7} scores 0",
     "all real numbers greater than x": "a sentence",
     "}{": "is no answer",
     "?": "is no answer",
+    "unknown": "is no answer",
+    "\\text{Unknown.}": "is no answer",
+    "N/A": "is no answer",
+    "n.a.": "is no answer",
+    "Not given": "is no answer",
+    "Don\u2019t know": "is no answer",
+    "5 \\mid n": "cannot be read",
+    "1/\\sqrt{3} \\approx 58": "is not read to its end",
+    "room 12": "\\boxed{12} scores 0",
     "nan": "is no answer",
     "None": "is no answer",
     "1/0": "cannot be compared with itself: ValueError",
@@ -40,6 +54,12 @@ UNREADABLE = {
 @pytest.mark.parametrize("answer", READABLE)
 def test_readable(answer: str) -> None:
     assert ground_truth_problem(answer) == ""
+
+
+@pytest.mark.parametrize("answer", IN_OTHER_WORDS)
+def test_the_answer_alone_counts(answer: str) -> None:
+    assert ground_truth_problem(answer) == ""
+    assert score_math(f"\\boxed{{{IN_OTHER_WORDS[answer]}}}", answer) == 1
 
 
 @pytest.mark.parametrize("answer", UNREADABLE)
@@ -61,6 +81,13 @@ def test_prompts_of_users_functions_are_their_own_affair() -> None:
 
 
 def test_a_ground_truth_that_takes_too_long_is_listed() -> None:
-    found = unverifiable([prompt("\\frac{1}{3}"), prompt("#### 72")], RewardConfig(timeout_s=1e-4))
+    found = unverifiable([prompt("x^2+\\sqrt{3}"), prompt("x^3+\\sqrt{3}")], RewardConfig(timeout_s=1e-4))
     assert set(found) == {0, 1}
     assert "takes longer than reward.timeout_s (0.0001 s)" in found[0]
+
+
+def test_ground_truths_that_are_words_are_counted() -> None:
+    prompts = [prompt(answer) for answer in ("Evelyn", "\\text{evelyn}", "Yes", "72", "x^2", "1/2")]
+    prompts.append(prompt("unclear", "theirs"))
+    config = RewardConfig(by_source={"theirs": Extension(name="a.b:C")})
+    assert in_words(prompts, config) == {"evelyn": 2, "yes": 1}

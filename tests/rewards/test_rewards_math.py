@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ctpo_megatron.data import Prompt, Trajectory
 from ctpo_megatron.rewards import last_boxed, score_math
+from ctpo_megatron.rewards.math import MathVerify
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,27 @@ def test_score_math(text, answer, reward):
 def test_an_unreadable_ground_truth_is_an_error():
     with pytest.raises(ValueError, match="cannot read the ground truth"):
         score_math(r"\boxed{1}", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "in_thinking", "outside"),
+    [
+        (r"\boxed{5}", 1, 1),
+        (r"<think>\boxed{4}</think>\boxed{5}", 1, 1),
+        (r"<think>\boxed{5}</think>I do not know.", 1, 0),
+        (r"<think>\boxed{5}</think>It is \boxed{4}.", 0, 0),
+        (r"<think>first guess \boxed{5}, let me check", 0, 0),
+        (r"\boxed{5}<think>is that so?", 0, 0),
+        (r"<think>a</think>\boxed{5}<think>b", 0, 0),
+        (r"<think>\boxed{5}</think><think>b", 0, 0),
+        (r"\boxed{5}</think>", 1, 0),
+    ],
+)
+def test_thinking_that_never_ended_earns_nothing(text: str, in_thinking: float, outside: float) -> None:
+    assert score_math(text, "5") == in_thinking
+    assert score_math(text, "5", box_in_thinking=False) == outside
+    for box_in_thinking, reward in ((True, in_thinking), (False, outside)):
+        scored = MathVerify(box_in_thinking=box_in_thinking)(
+            Trajectory("p", 0, 0, final_text=text), Prompt("p", "s", (), "5", ())
+        )
+        assert (scored.value, scored.metrics["no_box"]) == (reward, reward == 0 and "{4}" not in text)

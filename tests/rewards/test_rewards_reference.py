@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ctpo_megatron.rewards import canonical, reference_answer, score_math, score_reference
+from ctpo_megatron.rewards import canonical, reference_answer, score_math, score_reference, votes
 
 
 @pytest.mark.parametrize(
@@ -19,16 +19,36 @@ from ctpo_megatron.rewards import canonical, reference_answer, score_math, score
         (["\\text{(B)}", "(B)"], "(B)"),
     ],
 )
-def test_forms_of_one_answer_are_one(forms: list[str], one: str) -> None:
-    assert {canonical(form) for form in forms} == {one}
+def test_forms_of_one_answer_are_one_in_a_vote(forms: list[str], one: str) -> None:
+    for form in forms:  # each beside a plain form: several units or names would be several answers
+        assert len(set(votes([one, form]))) == 1
+    assert one in {canonical(form) for form in forms}
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [("1/2", "1/3"), ("(1,234)", "1234"), ("1/0", "2/0"), ("2\\sqrt{2}", "\\sqrt{8}"), ("1,2,3", "123"), ("3", "-3")],
-)
+DIFFERENT = [
+    *(("1/2", "1/3"), ("(1,234)", "1234"), ("1,2,3", "123"), ("3", "-3")),
+    *(("0.\\overline{3}", "0.3"), ("x=3", "y=3"), ("1 2", "12"), ("1 1/2", "11/2"), ("\\overline{z}", "z")),
+    *(("5 \\text{ cm}", "5 \\text{ m}"), ("5 \\text{ cm}", "5 \\text{ cm}^2"), ("50_8", "50_9"), ("50_8", "50")),
+    *(("50:1", "50"), ("A", "a"), ("A", "B"), ("0.0000001", "0.0000002"), ("2x+3t", "2x+3"), ("50!", "50")),
+    *(("0.333333", "1/3"), ("10^{22}", "10^{21}"), ("1, 2", "1 2"), ("[0,1]", "(0,1)"), ("1+2i", "1-2i")),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), [*DIFFERENT, ("1/0", "2/0"), ("2\\sqrt{2}", "\\sqrt{8}")])
 def test_different_answers_stay_different(a: str, b: str) -> None:
     assert canonical(a) != canonical(b)
+    assert len(set(votes([a, b]))) == 2
+
+
+@pytest.mark.parametrize(("a", "b"), DIFFERENT)
+def test_the_reference_takes_no_different_answers_for_equal(a: str, b: str) -> None:
+    assert score_reference(f"\\boxed{{{a}}}", b) == 0
+
+
+def test_an_answer_without_a_name_votes_with_the_only_named_one() -> None:
+    assert len(set(votes(["3", "x=3", "x = 3.0", "3."]))) == 1
+    assert len(set(votes(["3", "x=3", "y=3"]))) == 3
+    assert len(set(votes(["5", "5 \\text{ cm}", "7"]))) == 2
 
 
 @pytest.mark.parametrize("text", ["", "9" * 5000, "\\text{a" * 300 + "}" * 300, "\\frac" * 500, "{" * 900])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ctpo_megatron.base.files import aside
+from ctpo_megatron.data.numbers import number_text
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.refine.report import Dropped
 from ctpo_megatron.data.tables import find_files, read_rows
@@ -109,5 +112,9 @@ def _row(problem: RawProblem) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """A cell as text; "" for a list, a bool or a null."""
-    return str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    """A cell as text; "" for a list, a bool, a null or a number that is not finite."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
+        return ""
+    return number_text(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-OPEN, CLOSE = "<think>", "</think>"
+from ctpo_megatron.base.thinking import CLOSE, OPEN
 
 
 def left_open(context: str) -> str:

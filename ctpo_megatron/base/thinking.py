@@ -1,0 +1,3 @@
+"""The tags around a model's thinking."""
+
+OPEN, CLOSE = "<think>", "</think>"

@@ -1,0 +1,110 @@
+"""math-verify, with its errors mended: reads a formula, and says whether two are equal.
+
+Each of the errors has a test in tests/rewards/test_math_verify.py that fails once it is mended there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\{_])i(?![A-Za-z])|(?<=\d)i(?![A-Za-z])|(?<=\{)i(?![A-Za-z}])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|[A-Za-z]|\\[a-z]+)\s*\^\\circ(?![a-z])")
+_SMALLEST_SHARE = 1e-6
+"""Two numbers of which one is a decimal are equal if they differ by less than this share."""
+
+
+def parse(text: str) -> Any:
+    """The expression that LaTeX text says, as sympy's object; None for text that cannot be read.
+
+    It can take long: run it in a process that can be killed.
+    """
+    complex_numbers = bool(_IMAGINARY.search(text))
+    return _parsed(_IMAGINARY.sub(" i ", text), complex_numbers)
+
+
+def equal(gold: str, said: str) -> bool:
+    """Whether two formulas are equal; False where one cannot be read. Raises any exception of math-verify's comparison.
+
+    Not symmetric: a relation may be said for a set, and an equation for the value on its right side.
+    """
+    from math_verify import verify
+
+    complex_numbers = bool(_IMAGINARY.search(gold) or _IMAGINARY.search(said))
+    one, other = (_parsed(_IMAGINARY.sub(" i ", text), complex_numbers) for text in (gold, said))
+    if one is None or other is None:
+        return False
+    found = verify(one, other, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True)
+    return bool(found) and not _differ(one, other)
+
+
+def integers(expression: Any) -> Counter[int]:
+    """How often each integer stands in an expression, without signs."""
+    from sympy import MatrixBase, Rational, preorder_traversal
+
+    parts = list(expression) if isinstance(expression, MatrixBase) else [expression]
+    numbers = [each for part in parts for each in preorder_traversal(part) if isinstance(each, Rational)]
+    return Counter(abs(int(part)) for each in numbers for part in (each.p, each.q))
+
+
+def equal_to_any(relations: Sequence[str], region: str) -> bool:
+    """Whether a region, such as a union of intervals, holds the numbers for which one of some inequalities is true.
+
+    Raises any exception of sympy.
+    """
+    from sympy import Set, Union
+
+    sets, other = [parse(relation) for relation in relations], parse(region)
+    if other is None or any(each is None for each in sets) or not isinstance(other, Set):
+        return False
+    return bool(Union(*(each.as_set() for each in sets)) == other)
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str, complex_numbers: bool) -> Any:
+    _mend_percent()
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
+    from math_verify.parser import get_last_eq
+    from sympy import I
+
+    # Its list of units takes variables for units (`3t`), and its symbols would lose their case (`A`, `a`).
+    layout = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+    symbols = ConversionConfig(lowercase_symbols=False)
+    text = normalize_latex(_DEGREES.sub(r" (\1 \\cdot \\frac{\\pi}{180})", text), layout)
+    for formula in dict.fromkeys((text, get_last_eq(text))):
+        try:
+            found = latex2sympy(
+                formula, is_real=not complex_numbers, normalization_config=None, conversion_config=symbols
+            )
+        except Exception:  # it raises any exception of antlr, sympy and its own code for text that is no formula
+            continue
+        if complex_numbers and hasattr(found, "free_symbols"):
+            return found.subs({symbol: I for symbol in found.free_symbols if symbol.name == "i"})
+        return found
+    return None
+
+
+@lru_cache(maxsize=1)
+def _mend_percent() -> None:
+    """In its grammar for antlr 4.9.3 one method is missing, which is called before a percentage is read."""
+    from latex2sympy2_extended.antlr_parser import PSParser
+
+    if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
+        PSParser.AtomContext.FUNC_GAMMA = lambda self: None
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two expressions that math-verify calls equal are numbers that differ: it rounds to six decimals."""
+    from sympy import Eq, Expr, Float, Rational
+
+    one, other = (side.rhs if isinstance(side, Eq) else side for side in (one, other))
+    if one == other or not all(isinstance(side, Expr) and side.is_number for side in (one, other)):
+        return False
+    decimal = one.has(Float) or other.has(Float)
+    one, other = (side.xreplace({each: Rational(str(each)) for each in side.atoms(Float)}) for side in (one, other))
+    difference = abs((one - other).evalf(30, chop=True))
+    largest = max(abs(one.evalf(30)), abs(other.evalf(30)))
+    return bool(difference > (_SMALLEST_SHARE if decimal else 1e-14) * largest)

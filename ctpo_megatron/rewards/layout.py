@@ -1,0 +1,190 @@
+"""Takes from a written answer what is layout, and writes what has several spellings in one."""
+
+from __future__ import annotations
+
+import re
+
+LONGEST = 1000
+"""In characters; a longer text is not an answer with several spellings."""
+
+_CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys(
+            "\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000", " "
+        ),
+        **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
+        **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
+        **dict.fromkeys("\u2019\u2032\u02b9", "'"),
+        **dict.fromkeys("\u201c\u201d\u2033", '"'),
+        **{chr(0xFF01 + offset): chr(0x21 + offset) for offset in range(94) if offset != 12},  # full width
+        **{"\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00f7": "/", "\u2044": "/"},
+        **{"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm "},
+        **{"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u00b0": r"^\circ ", "\u00ba": r"^\circ ", "\u2026": r"\ldots "},
+        **{"\u00b2": "^{2}", "\u00b3": "^{3}", "\u221a": r"\sqrt ", "\u222a": r"\cup ", "\u2208": r"\in "},
+        **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u2153": r"\frac{1}{3}"},
+        **{"\u2154": r"\frac{2}{3}", "\u2205": r"\emptyset ", "\u20ac": r"\euro ", "\u00a3": r"\pounds "},
+    }
+)
+_TEXT = re.compile(r"\\(?:text(?:normal|up|rm)?|mathrm|mbox|hbox|operatorname)\s*(?=\{)|(?<=\{)\\rm\s+")
+_FONT = re.compile(r"\\(?:text|math)(?:bf|it|sf|tt)|\\(?:emph|bold|bm|boldsymbol|underline|boxed|fbox|mathbf)(?![a-z])")
+_DOUBLED = re.compile(r"\\\\(?=[A-Za-z%$])")
+"""A backslash that a JSON or Python text has doubled."""
+_RULES = (
+    (r"\{\\rm\s+([^{}]*)\}", r"\\text{\1}"),
+    (
+        r"\\(?:text)?color\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}|\\(?:bf|it|large|Large|small|normalsize)(?![a-z])",
+        "",
+    ),
+    (
+        r"\\(?:display|text|script)style(?![a-z])|\\(?:limits|checkmark|blacksquare)(?![a-z])|\\!\s*|\\(?:left|right)\.",
+        "",
+    ),
+    (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-z])\s*", ""),
+    (r"\\(?:quad|qquad|thinspace|enspace|space|nobreakspace)(?![a-z])|(?<!\\)\\[,;: \n]|(?<!\\)~", " "),
+    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+    (r"[\[(]\s*\\begin\{array\}\s*\{[^{}]*\}", r"\\begin{pmatrix}"),
+    (r"\\end\{array\}\s*[\])]", r"\\end{pmatrix}"),
+    (r"\\lbrace(?![a-z])", r"\\{"),
+    (r"\\rbrace(?![a-z])", r"\\}"),
+    (r"\\leq(?:slant)?(?![a-z])", r"\\le"),
+    (r"\\geq(?:slant)?(?![a-z])", r"\\ge"),
+    (r"<=", r"\\le "),
+    (r">=", r"\\ge "),
+    (r"\\(?:lt|gt)(?![a-z])", lambda m: " < " if m[0] == r"\lt" else " > "),
+    (r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![a-z])|\\(?:degree|circ)(?![a-z])", r"^\\circ "),
+    (r"\^\s*\{\s*\\prime\s*\\prime\s*\}|\^\s*\\prime\s*\\prime(?![a-z])|''", '"'),
+    (r"\^\s*\{\s*\\prime\s*\}|\^\s*\\prime(?![a-z])", "'"),
+    (r"\\?%|\\text\{\s*(?:\\?%|per ?cent(?:age)?|pct)\s*\}|(?<=[\d}\s])(?:per ?cent(?:age)?|pct)\b", r"\\%"),
+    (r"\\(?:overline|bar)\s*(?=[\d{])", r"\\overline"),
+    (r"\\d?[lc]?dots[bcmio]?(?![a-z])|\.\.\.", r"\\ldots "),
+    (r"\\text\{\s*\}|\*\*", " "),
+    (r"\\text\{\s*\\dollar\s*\}", r"\\dollar "),
+    (r"\\text\{([^{}]*),\s*\}", r"\\text{\1}, "),
+    (r"\\text\{\s*([+-]?\d[^{}]*)\}", r"\1"),
+    (r"(?<=\d)\s+\(\s*([A-Za-z][A-Za-z'. -]{2,}|[mgslhL]|[ckm]m|k?g|ml|ft|in)\)", r" \\text{\1}"),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+    (r"(?<=\\text)\{([^{}]*)\^\s*\{\s*(-?\d)\s*\}([^{}]*)\}", r"{\1^\2\3}"),
+    (r"(?<![\\A-Za-z])(?:infinity|infty|inf)(?![A-Za-z])", r"\\infty"),
+    (r"\\mathrm\{([ie])\}|\\text\{([ie])\}", lambda m: f" {m[1] or m[2]} "),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
+    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+    (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+)
+_COMPILED = tuple((re.compile(pattern), replacement) for pattern, replacement in _RULES)
+_BEFORE = re.compile(
+    r"\s*(?:\\(?:approx|simeq|sim|therefore|#)(?![a-z])|[#=]"
+    r"|(?:\\text\{)?\s*(?:approximately|approx\.?|about|(?i:(?:the )?(?:final )?answer\s*(?:is|:|=)))"
+    r"\s*\}?(?![a-z]))\s*"
+)
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|(?<=\d)[ '](?=\d{3})|_)\d{3})+(?!\d)")
+_COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|(?<![\d.,])\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])")
+_DECIMALS = re.compile(r"(?<=\d)\.\d{3}(?: \d{3})*(?: \d{1,3})(?!\d)")
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def plain(answer: str) -> str:
+    """The answer without fonts, colours, dollar signs of formulas, blanks that mean nothing and a full stop.
+
+    Digits in groups become one number, a percentage ends with `\\%`, degrees with `^\\circ`, words in any upright font
+    stand in `\\text{}`.
+    """
+    text = answer.strip()
+    if len(text) > LONGEST:
+        return text
+    text = _dollars(text.translate(_CHARACTERS))
+    for command, replacement in ((_TEXT, r"\\text"), (_FONT, _font)):
+        text = command.sub(replacement, text)
+    text = text.replace("{\\text ", "{\\rm ")
+    if "\\begin" not in text:  # of a matrix, which has them between rows
+        text = _DOUBLED.sub(r"\\", text)
+    for pattern, replacement in _COMPILED:
+        text = pattern.sub(replacement, text)
+    text = re.sub(r"\s+", " ", text).strip()
+    while (shorter := _ends_stripped(text)) != text:
+        text = shorter
+    return _joined(text)
+
+
+def word_set(text: str, separator: str = " ") -> frozenset[str]:
+    """The words, or phrases, of a text."""
+    return frozenset(text.split(separator))
+
+
+def split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """The parts of a text between separators that stand in no bracket."""
+    parts, start, depths = [], 0, _depths(text)
+    for found in separator.finditer(text):
+        if depths[found.start()] == 0 and found.start() >= start:
+            parts.append(text[start : found.start()])
+            start = found.end()
+    return [part.strip() for part in (*parts, text[start:])]
+
+
+def enclosed(text: str) -> str:
+    """The brackets around a whole text, such as `()` or `[)`; "" without them."""
+    if len(text) < 2 or text[0] not in _OPENING or text[-1] not in _CLOSING or text[-2:-1] == "\\":
+        return ""
+    return text[0] + text[-1] if all(depth > 0 for depth in _depths(text)[1:-1]) and _depths(text)[-1] == 1 else ""
+
+
+def _depths(text: str) -> list[int]:
+    """How many brackets are open before each character."""
+    depths, depth = [], 0
+    for character in text:
+        depths.append(depth)
+        depth += (character in _OPENING) - (character in _CLOSING)
+    return depths
+
+
+def _font(found: re.Match[str]) -> str:
+    return r"\text" if found[0].startswith(("\\text", "\\emph")) else ""
+
+
+def _dollars(text: str) -> str:
+    """Without the dollar signs around formulas; one that is left over is money."""
+    bare = text.replace("\\$", "\\dollar ")
+    if bare.count("$") % 2 == 0:
+        return bare.replace("$", "")
+    return bare.replace("$", "\\dollar ")
+
+
+def _ends_stripped(text: str) -> str:
+    text = _BEFORE.sub("", text, count=1) if _BEFORE.match(text) else text
+    for opening, closing in (("\\(", "\\)"), ("\\[", "\\]")):
+        if text.startswith(opening) and text.endswith(closing):
+            text = text[2:-2]
+    if enclosed(text) == "{}":
+        text = text[1:-1]
+    if text.endswith(("\\ldots", "\\ldots ")):
+        return text.strip()
+    return text.strip().rstrip(".,;").rstrip("\\" if text.rstrip(".,;").endswith("\\ ") else "").strip()
+
+
+def _joined(text: str) -> str:
+    """The text with the digits of each number together."""
+    text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = _DECIMALS.sub(lambda found: found[0].replace(" ", ""), text)
+    depths = _depths(text)
+
+    def one(found: re.Match[str]) -> str:
+        if any(
+            text[i] in "([" or (text[i : i + 1] == "{" and text[i - 1 : i] == "\\") for i in _open(text, found.start())
+        ):
+            return found[0]
+        is_list = ",0" not in found[0] and not re.fullmatch(r"\d{1,3}(?:,\d{3})+", found[0])
+        return found[0] if is_list else found[0].replace(",", "")
+
+    return _COMMAS.sub(one, text).replace("{,}", ",") if "," in text and depths else text
+
+
+def _open(text: str, end: int) -> list[int]:
+    """Where the brackets begin that are open at `end`."""
+    found: list[int] = []
+    for index, character in enumerate(text[:end]):
+        if character in _OPENING:
+            found.append(index)
+        elif character in _CLOSING and found:
+            found.pop()
+    return found

@@ -1,0 +1,378 @@
+"""What a written answer says: a quantity, several of them, a choice, words, or a formula."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+
+from ctpo_megatron.rewards.layout import LONGEST, enclosed, plain, split, word_set
+from ctpo_megatron.rewards.numerals import numeral
+from ctpo_megatron.rewards.units import NONE, Unit, unit
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """What only a computer algebra system can compare. text: LaTeX."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return re.sub(r"(?<![A-Za-z\d]) | (?![A-Za-z\d])|(?<=\d) (?=[A-Za-z])|(?<=[A-Za-z]) (?=\d)", "", self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number, or a formula for one, with its unit."""
+
+    value: Fraction | Formula
+    unit: Unit = NONE
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.unit}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """Words as an answer, in lower case."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Based:
+    """Digits in another base than ten."""
+
+    digits: str
+    base: str
+
+    def __str__(self) -> str:
+        return f"{self.digits}_{self.base}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A letter of multiple choice, and what stands next to it."""
+
+    letter: str
+    value: Reading | None = None
+
+    def __str__(self) -> str:
+        return f"({self.letter})" if self.value is None else f"({self.letter}) {self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """`name = value` or `name \\in value`."""
+
+    name: str
+    value: Reading
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Several answers. brackets: around them; "" for a list, " " for numbers with blanks between.
+
+    ":" stands for a ratio or a time, "clock" for a time, "+" for one quantity in several units.
+    """
+
+    items: tuple[Reading, ...]
+    brackets: str = ""
+
+    def __str__(self) -> str:
+        between = {":": ":", "clock": ":", "+": " ", " ": " "}.get(self.brackets, ",")
+        inner = between.join(map(str, self.items))
+        return f"{self.brackets[0]}{inner}{self.brackets[1]}" if len(self.brackets) == 2 else inner
+
+
+Reading = Formula | Quantity | Wording | Based | Choice | Named | Several
+
+_LIST = re.compile(
+    r"[,;]?\s*\\text\{\s*(?:,?\s*and|,?\s*or|,)\s*\}\s*|[,;]?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]"
+)
+_AND_INSIDE = re.compile(
+    r"\\text\{([^{}]*?)\s(and|or)\s([^{}]*)\}|\\text\{\s*(and|or)\s([^{}]+)\}|\\text\{([^{}]+?)\s(and|or)\s*\}"
+)
+_COLON = re.compile(r"\s*(?:\\colon(?![a-z])|:|(?<=\d )to(?= \d)|\\text\{\s*to\s*\})\s*")
+_CLOCK = re.compile(r"\d{1,2}:0\d(?!\d).*")
+_NAME = (
+    r"(?:\\text\{[^{}=]*\}|\\?[A-Za-z]+|\|?[A-Z]{2,3}\|?|\\(?:angle|overline|vec)\s*\{?[A-Z]+\}?)"
+    r"(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()]*\))?"
+)
+_NAMED = re.compile(rf"({_NAME})\s*(?:=|\\in(?![a-z]))\s*([^=<>]+)")
+_LABELLED = re.compile(
+    r"(?:\\text\{\s*([^{}:\d]+):\s*\}|\\text\{\s*([^{}:\d]+)\}\s*:|([A-Za-z]{2,}(?: [A-Za-z]+)*):)\s*(.+)"
+)
+_RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|equiv|subset)(?![a-z])")
+_CHOICES = tuple(
+    re.compile(form)
+    for form in (
+        r"\\text\{\s*\(?([A-J])\)?[.:]?\s*\}\s*(.*)",
+        r"\\text\{\s*\(([A-J])\)\s*(.+)\}()",
+        r"\(\s*(?:\\text\{)?\s*([A-J])\s*\}?\s*\)[.:]?\s*(.*)",
+        r"([A-J])(?:[.)]\s*|:\s+)(.*)",
+        r"([A-J])()",
+        r"(?:\\text\{\s*)?(?i:option|choice|answer)[\s:]*\}?\s*(?:\\text\{)?\s*\(?([A-J])\)?\s*\}?()",
+    )
+)
+_LETTERS = re.compile(r"(?:\\text\{)?([A-H]{2,8})\}?")
+_BASED = re.compile(r"(?:\(\s*(\d+)\s*\)|(\d+))\s*_\s*(?:\{\s*(?:\\text\{)?([^{}]+)\}?\s*\}|(\d))")
+_BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_TRAILING = re.compile(
+    r"(?<=[\d})!\s])((?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|\d))?(?:\s*/(?=\s*\\text))?|\^\\circ|\\%|\\dollar)+"
+    r"|\s[A-Za-z]{2,}(?:[ /][A-Za-z]+)*(?:\^(?:\{\d\}|\d))?)$"
+)
+_MONEY = re.compile(
+    r"([+-]?)\s*(\\dollar|\\euro|\\pounds|(?:\\text\{)?\s*(?:Rs\.?|USD|EUR)\s*\}?)\s*([+-]?)\s*(?=[\d.\\])"
+)
+_UNIT = re.compile(
+    r"(?:\\text\{[^{}]*\}|\\(?:%|dollar|euro|pounds|cdot)(?![a-z])|\^\\circ(?:\s*[CF](?![a-z]))?|[A-Za-z\u00b5\u03bc'\"./]|\s"
+    r"|\^\s*(?:\{\s*(?:-?\d|\\text\{[a-z]*\}|[a-z]{2})\s*\}|-?\d|\\text\{[a-z]*\}|[a-z]{2})|-(?=[A-Za-z]))*"
+)
+_SET = re.compile(r"\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\||:)\s*(.+)")
+_TRIGONOMETRIC = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
+_FUNCTIONS = word_set("sinh cosh tanh sqrt arcsin arccos arctan frac")
+_ALIASES = {"all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "empty set": r"\emptyset"}
+_MONTHS = word_set("jan feb mar apr may jun jul aug sep oct nov dec")
+
+
+@lru_cache(maxsize=4096)
+def read(answer: str) -> Reading:
+    """What an answer says. Needs no computer algebra: takes about 0.1 ms."""
+    text = plain(answer)
+    return Formula(text) if len(text) > LONGEST else _read(text)
+
+
+def leaves(reading: Reading) -> list[Reading]:
+    """The parts that are compared each on its own."""
+    if isinstance(reading, Several):
+        return [leaf for item in reading.items for leaf in leaves(item)]
+    if isinstance(reading, Named | Choice) and reading.value is not None:
+        return leaves(reading.value)
+    return [reading]
+
+
+def is_date(words: Wording) -> bool:
+    """Whether the words name a day, such as `June 20`."""
+    return any(word[:3] in _MONTHS for word in words.text.split())
+
+
+def _read(text: str) -> Reading:
+    text = text.strip()
+    if enclosed(text) == "{}":
+        return _read(text[1:-1])
+    return (
+        _choice(text)
+        or _based(text)
+        or _quantities(text)
+        or _listed(text)
+        or _bracketed(text)
+        or _plus_minus(text)
+        or _named(text)
+        or _ratio(text)
+        or _measured(text)
+        or _words(text)
+        or Formula(text)
+    )
+
+
+def _choice(text: str) -> Reading | None:
+    for form in _CHOICES:
+        if found := form.fullmatch(text):
+            return Choice(found[1], _read(found[2]) if found[2].strip() else None)
+    letters = _LETTERS.fullmatch(text)
+    if letters and list(letters[1]) == sorted(set(letters[1])):
+        return Several(tuple(map(Choice, letters[1])))
+    return None
+
+
+def _based(text: str) -> Reading | None:
+    found = _BASED.fullmatch(text)
+    if found is None:
+        return None
+    base = (found[3] or found[4]).strip().casefold()
+    return Based(found[1] or found[2], str(_BASES.index(base)) if base in _BASES else base)
+
+
+def _quantities(text: str) -> Reading | None:
+    """A number with its unit, one quantity in several units such as `2 kg 300 g`, or numbers with blanks between."""
+    parts: list[Quantity] = []
+    rest = text
+    while rest:
+        found = _leading(rest) if not parts or rest[0] in "0123456789.\\" else None
+        if found is None:
+            return None
+        parts.append(found[0])
+        rest = found[1]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    if not any(part.unit for part in parts):
+        return Several(tuple(parts), " ")
+    return _together(parts, text) if all(part.unit for part in parts) else None
+
+
+def _leading(text: str) -> tuple[Quantity, str] | None:
+    """The quantity that a text begins with, and what follows it."""
+    money = _MONEY.match(text)
+    sign, start = (money[1] or money[3], money.end()) if money else ("", 0)
+    found = numeral(sign + text[start:])
+    if found is None:
+        return None
+    value, end = found[0], found[1] + start - len(sign)
+    named = _UNIT.match(text, end)
+    after = named.end() if named else end
+    written = text[end:after]
+    if written.startswith("/"):
+        return None
+    what = unit(written, blank=written.startswith(" ") or after < len(text))
+    if what is None or (after < len(text) and not written):
+        return None
+    if money and not what.words:
+        what = replace(unit(money[2]) or NONE, scale=what.scale)
+    return Quantity(value * what.scale, replace(what, scale=1)), text[after:].strip()
+
+
+def _together(parts: Sequence[Quantity], text: str) -> Several:
+    """Quantities as one, if each is in a smaller unit of the same kind than the one before; else as a list."""
+    units = [part.unit for part in parts]
+    pairs = list(pairwise(units))
+    if units[0].dimension is None or not all(a.dimension == b.dimension and a.factor > b.factor for a, b in pairs):
+        return Several(tuple(parts))
+    if not text.startswith("-"):
+        return Several(tuple(parts), "+")
+    signed = [replace(part, value=-part.value) if isinstance(part.value, Fraction) else part for part in parts[1:]]
+    return Several((parts[0], *signed), "+")  # the sign belongs to the whole
+
+
+def _listed(text: str) -> Reading | None:
+    parts = split(_AND_INSIDE.sub(_apart, text), _LIST)
+    if len(parts) < 2 or not all(parts):
+        return None
+    items = tuple(item for part in map(_read, parts) for item in _flat(part))
+    if all(isinstance(item, Quantity) for item in items):
+        return _together([item for item in items if isinstance(item, Quantity)], text)
+    return Several(items)
+
+
+def _flat(reading: Reading) -> tuple[Reading, ...]:
+    return reading.items if isinstance(reading, Several) and reading.brackets == "" else (reading,)
+
+
+def _plus_minus(text: str) -> Reading | None:
+    """Both values of a text with `\\pm`."""
+    if "\\pm" not in text:
+        return None
+    signs = (("\\pm", "\\mp"), ("\\mp", "\\pm"))
+    both = [text.replace(plus, " + ").replace(minus, " - ").strip().removeprefix("+ ") for plus, minus in signs]
+    name, equals, _ = text.partition("=")
+    both = [each.replace(f"{name}= +", f"{name}=") for each in both] if equals else both
+    return Several(tuple(map(_read, both)))
+
+
+def _apart(found: re.Match[str]) -> str:
+    """`\\text{4 boys and 5 girls}` in parts."""
+    before, word, after = found[1] or found[6] or "", found[2] or found[4] or found[7], found[3] or found[5] or ""
+    left, right = (rf"\text{{{part}}}" if part.strip() else "" for part in (before, after))
+    return rf"{left} \text{{ {word} }} {right}"
+
+
+def _bracketed(text: str) -> Reading | None:
+    brackets = enclosed(text)
+    inner = text[1:-1]
+    if text.startswith("\\{") and text.endswith("\\}"):
+        brackets, inner = "{}", text[2:-2]
+    if not brackets or not inner.strip():
+        return None
+    if brackets == "{}" and (condition := _SET.fullmatch(inner)):
+        return _read(condition[1])
+    parts = split(inner, _LIST)
+    if not all(parts) or (brackets == "{}" and re.search(r"\\mid|\||:", inner)):
+        return None
+    if len(parts) == 1:
+        return (
+            _read(inner)
+            if brackets == "()" and not _RELATION.search(inner)
+            else Several((_read(inner),), brackets)
+            if brackets == "{}"
+            else None
+        )
+    return Several(tuple(map(_read, parts)), brackets)
+
+
+def _named(text: str) -> Reading | None:
+    if label := _LABELLED.fullmatch(text):
+        return Named((label[1] or label[2] or label[3]).strip().casefold(), _read(label[4]))
+    found = _NAMED.fullmatch(text)
+    if found is None or _RELATION.search(found[2]):
+        return None
+    name = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\1", found[1])
+    return Named(name, _read(found[2]))
+
+
+def _ratio(text: str) -> Reading | None:
+    parts = split(text, _COLON)
+    if len(parts) < 2 or not all(re.match(r"[+-]?[\d.\\(A-Za-z]", part) for part in parts):
+        return None
+    return Several(tuple(map(_read, parts)), "clock" if _CLOCK.fullmatch(text) else ":")
+
+
+def _measured(text: str) -> Reading | None:
+    """A formula for a number with a unit after it, such as `2\\pi \\text{ cm}`."""
+    found = _TRAILING.search(text)
+    if found is None:
+        return None
+    before = text[: found.start()].strip()
+    what = unit(found[1], blank=True)
+    if (
+        what is None
+        or not before
+        or "\\text" in before
+        or _TRIGONOMETRIC.search(before)
+        or _RELATION.search(before)
+        or before[-1] in "+-*/^=("
+    ):
+        return None
+    if what.percent and re.search(r".\s*[+-]", before):
+        return None
+    letters = re.sub(r"\\[A-Za-z]+", "", before)
+    if not re.search(r"\d|\\pi|\\sqrt|\\frac", before) and what.dimension is None:
+        return None
+    if re.search(r"[A-Za-z]", letters) and (
+        what.dimension is None or len(letters.split()) > 3 or _WORD.search(letters)
+    ):
+        return None
+    return Quantity(Formula(before), what)
+
+
+def _words(text: str) -> Reading | None:
+    bare = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    said = [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS]
+    in_text = re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}", text)
+    short = (
+        re.fullmatch(r"[A-Z][a-z]{2}|[A-Za-z]{2,}(?: +[A-Za-z]{2,})+", bare.strip())
+        or bare.strip().lower() in _SHORT_WORDS
+    )
+    if not (said or in_text or short) or _is_formula(bare):
+        return None
+    if bare.strip().lower() in _ALIASES:
+        return Formula(_ALIASES[bare.strip().lower()])
+    words = re.sub(r"[^\w\s+*/=<>^\\{}().-]|\.(?!\d)", " ", bare).casefold().split()
+    return Wording(" ".join(words[words[0] in ("a", "an", "the") :] if len(words) > 1 else words))
+
+
+_SHORT_WORDS = word_set("yes no tie odd red")
+
+
+def _is_formula(bare: str) -> bool:
+    """Whether a text with words is a formula all the same: `max(a,b)`, `3\\sin x`."""
+    return bool(re.search(r"\\(?:frac|sqrt|sum|int|begin|mathbb)|[\^_]", bare))

@@ -1,0 +1,106 @@
+"""The table of ground truths: right answers earn 1, wrong ones 0, and what cannot be scored is refused with its reason.
+
+`python -m tests.rewards.test_ground_truth_table` prints the rates of every class, and what is judged wrongly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ctpo_megatron.data.prompts import _answer
+from ctpo_megatron.rewards import ground_truth_problem, score_math, score_reference
+
+TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(
+    Path(__file__).with_name("ground_truths.yaml").read_text(encoding="utf-8")
+)
+RIGHT = 0.98
+"""Least share of right answers that must earn 1; of wrong ones all must earn 0."""
+
+
+def reading(row: dict[str, Any]) -> tuple[str, str]:
+    """The ground truth as the run sees it, and why it is refused."""
+    text, reason = _answer({"ground_truth": row["gold"]})
+    return text, reason or ground_truth_problem(text)
+
+
+def verdicts(row: dict[str, Any], score: Any = score_math) -> Iterator[tuple[str, str, bool]]:
+    """(kind, answer, judged as it should be) of every answer of a row."""
+    gold, _ = reading(row)
+    for kind, reward in (("right", 1.0), ("wrong", 0.0)):
+        for answer in row[kind]:
+            yield kind, answer, _scored(score, answer, gold) == reward
+
+
+def _scored(score: Any, answer: str, gold: str) -> float:
+    try:
+        return float(score(f"The answer is \\boxed{{{answer}}}", gold))
+    except Exception:  # a ground truth that is refused elsewhere
+        return -1.0
+
+
+def scored_rows(name: str) -> list[dict[str, Any]]:
+    return [row for row in TABLE[name] if "refused" not in row]
+
+
+def errors(name: str, score: Any = score_math) -> dict[str, list[str]]:
+    """kind -> the answers that are judged wrongly."""
+    found: dict[str, list[str]] = {"right": [], "wrong": []}
+    for row in scored_rows(name):
+        for kind, answer, ok in verdicts(row, score):
+            if not ok:
+                found[kind].append(f"{row['gold']!r}: {answer!r}")
+    return found
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_is_wide_enough(name: str) -> None:
+    rows = scored_rows(name)
+    assert len(rows) >= 12
+    assert len({row["style"] for row in rows}) >= 3
+    assert all(len(row["right"]) >= 2 and len(row["wrong"]) >= 3 for row in rows)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_right_answers_earn_one(name: str) -> None:
+    total = sum(len(row["right"]) for row in scored_rows(name))
+    wrongly = errors(name)["right"]
+    assert 1 - len(wrongly) / total >= RIGHT, wrongly
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("score", [score_math, score_reference])
+def test_wrong_answers_earn_nothing(name: str, score: Any) -> None:
+    assert errors(name, score)["wrong"] == []
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_only_what_is_no_answer_is_refused(name: str) -> None:
+    for row in TABLE[name]:
+        reason = reading(row)[1]
+        assert row.get("refused", "") in reason and bool(reason) == ("refused" in row), (row["gold"], reason)
+
+
+def _print_rates() -> None:
+    for score in (score_math, score_reference):
+        print(f"{score.__name__:17} right        wrong        refused")
+        for name in TABLE:
+            rows, found = scored_rows(name), errors(name, score)
+            totals = Counter({kind: sum(len(row[kind]) for row in rows) for kind in found})
+            shares = [f"{totals[kind] - len(found[kind]):3} of {totals[kind]:3}" for kind in ("right", "wrong")]
+            refused = [row for row in TABLE[name] if bool(reading(row)[1]) != ("refused" in row)]
+            print(
+                f"  {name:15} {shares[0]:12} {shares[1]:12} {len(refused)} of {len(TABLE[name])} refused wrongly or not"
+            )
+            for kind, answers in found.items():
+                print(*(f"      {kind} {answer}" for answer in answers), sep="\n")
+            print(*(f"      {row['gold']!r} {reading(row)[1] or 'is not refused'}" for row in refused), sep="\n")
+
+
+if __name__ == "__main__":
+    _print_rates()
