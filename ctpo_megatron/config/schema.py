@@ -105,6 +105,11 @@ class DataConfig(Section):
         description="text before every conversation, or a .txt or .md file that holds it; null: from "
         'rollout.tool_parser (`fenced` has one); "": none',
     )
+    rerender: bool = Field(
+        default=False,
+        description="on a resume, render all rows again instead of using the tokens that the run directory keeps "
+        "(docs/data.md)",
+    )
 
 
 class OptimizerConfig(Section):

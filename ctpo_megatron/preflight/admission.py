@@ -1,16 +1,25 @@
-"""Admission of data: what a dry run reads of prompts, tokenizer and chat template, as training would; without torch."""
+"""Admission of data: one pass over every row, shared by dry run, training and `ctpo eval`; without torch.
+
+Rows are rendered once, or taken from where a run keeps them, and checked (`row_checks`). Errors refuse, doubts warn.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from ctpo_megatron.config import Config, DataConfig, Problem, RolloutConfig, will_be_prepared
+from ctpo_megatron.config import Config, ConfigError, DataConfig, Problem, RolloutConfig, spec_for, will_be_prepared
+from ctpo_megatron.models import ModelSpec
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data import PromptSet
+    from transformers import PreTrainedTokenizerBase
+
+    from ctpo_megatron.data import ConversationSet, PromptSet, RowSet, StoredRows
+    from ctpo_megatron.preflight.stored import Kind, RowStore
+
+RowsT = TypeVar("RowsT", bound="RowSet")
 
 _NEEDED = ("pyarrow", "transformers", "jinja2", "tokenizers")
 
@@ -26,31 +35,109 @@ class DataCheck:
     """Why nothing was read, where nothing was."""
 
 
+@dataclass(frozen=True)
+class Admission:
+    """Reads every row of a configuration, and says what is wrong with it.
+
+    spec: of the model; None: ids and lengths are not compared with it. store: where rendered rows are kept. limit: rows
+    to read from each file.
+    """
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    spec: ModelSpec | None
+    store: RowStore
+    limit: int | None = None
+
+    @classmethod
+    def of(cls, config: Config, directory: Path | None, limit: int | None = None) -> Admission:
+        """Of a run, or of `ctpo eval`, that keeps its rows in `directory`.
+
+        Raises TokenizerError for a chat template that cannot be used.
+        """
+        from ctpo_megatron.environments.factory import offered_schemas
+        from ctpo_megatron.environments.prompts import chat_tokenizer
+        from ctpo_megatron.preflight.stored import RowStore
+
+        tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
+        return cls(config, tokenizer, _spec(config), RowStore.of(config, tokenizer, directory), limit)
+
+    def training(self) -> PromptSet:
+        """The prompts of `data.train`. Raises DamagedFileError for stored rows that are damaged; so do the others."""
+        from ctpo_megatron.environments.prompts import training_prompts
+
+        stored = self.store.read("train")
+        found = training_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
+        return self._admitted("train", found, stored)
+
+    def held_out(self) -> PromptSet:
+        """The prompts of `data.eval`."""
+        from ctpo_megatron.environments.prompts import held_out_prompts
+
+        stored = self.store.read("eval")
+        found = held_out_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
+        return self._admitted("eval", found, stored)
+
+    def conversations(self) -> ConversationSet:
+        """The conversations of `sft.data`."""
+        from ctpo_megatron.data import ConversationRules, read_conversations
+        from ctpo_megatron.environments.factory import offered_schemas, system_prompt
+
+        config, stored = self.config, self.store.read("sft")
+        rules = ConversationRules(
+            tool_schemas=offered_schemas(config.data, config.rollout),
+            chat_template_kwargs=config.model.chat_template_kwargs,
+            system_prompt=system_prompt(config.data, config.rollout),
+            limit=self.limit,
+            stored=self._used(stored),
+        )
+        found = read_conversations(config.sft.data if config.sft else (), self.tokenizer, rules)
+        return self._admitted("sft", found, stored)
+
+    def _used(self, stored: StoredRows | None) -> StoredRows | None:
+        return None if self.store.rerender else stored
+
+    def _admitted(self, kind: Kind, found: RowsT, stored: StoredRows | None) -> RowsT:
+        if used := self._used(stored):
+            found.doubts.lines += used.warnings
+        self.store.compare(kind, found, stored, whole=self.limit is None)
+        if not found.problems.lines:
+            self.store.write(kind, found, stored)
+        found.doubts.lines += self.store.differences(kind, stored)
+        return found
+
+
 def check_data(config: Config, limit: int | None) -> DataCheck:
-    """Read the first `limit` rows of every data file, or all, and render them as training would. Imports no torch."""
+    """Admit the first `limit` rows of every data file, or all, as training would. Imports no torch."""
     report = DataCheck(not_checked=_why_not(config))
     if report.not_checked:
         report.problems += check_prompts(config.rollout, _count(config.data))
         return report
-    from ctpo_megatron.environments.factory import offered_schemas
-    from ctpo_megatron.environments.prompts import chat_tokenizer, held_out_prompts, training_prompts
     from ctpo_megatron.environments.tokenizer import TokenizerError
 
     try:
-        tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
+        admission = Admission.of(config, None, limit)
     except TokenizerError as error:
         report.problems.append(Problem("model.path", str(error)))
         report.not_checked = "the tokenizer cannot render prompts"
         return report
-    found = training_prompts(config, tokenizer, limit)
+    found = admission.training()
     _add(report, "data.train", found, config.data)
     report.problems += check_prompts(config.rollout, sum(found.rows.values()) or None)
     report.first_prompt = found.texts[0] if found.texts else ""
     if config.data.eval:
-        _add(report, "data.eval", held_out_prompts(config, tokenizer, limit), config.data)
+        _add(report, "data.eval", admission.held_out(), config.data)
     if config.sft:
-        _add_conversations(report, config, tokenizer, limit)
+        _add(report, "sft.data", admission.conversations(), config.data)
     return report
+
+
+def _spec(config: Config) -> ModelSpec | None:
+    """The model's; None where it cannot be read, which other checks report."""
+    try:
+        return spec_for(config)
+    except ConfigError:
+        return None
 
 
 def _why_not(config: Config) -> str:
@@ -72,16 +159,18 @@ def _count(data: DataConfig) -> int | None:
     return count_all_rows(data.train)
 
 
-def _add(report: DataCheck, key: str, found: PromptSet, data: DataConfig) -> None:
+def _add(report: DataCheck, key: str, found: RowSet, data: DataConfig) -> None:
     report.problems += [Problem(key, line) for line in found.problems.shown() if not line.startswith("no such file:")]
-    rows, read = sum(found.rows.values()), len(found.prompts) + len(found.left_out)
+    report.problems += [Problem(key, line, severity="warning") for line in found.doubts.lines]
+    rows, read = sum(found.rows.values()), len(found.places) + len(found.left_out)
     files = f"{len(found.rows)} file{'s' * (len(found.rows) != 1)}"
-    report.table.append((key, f"{rows:,} rows", files if read == rows else f"{files}; {read:,} prompts read"))
-    if found.prompts:
-        lengths = sorted(len(prompt.token_ids) for prompt in found.prompts)
+    report.table.append((key, f"{rows:,} rows", files if read == rows else f"{files}; {read:,} {found.called} read"))
+    if found.places:
+        lengths = sorted(len(found.tokens(index)) for index in range(len(found.places)))
         shown = " / ".join(f"{value:,}" for value in _quantiles(lengths))
-        of = f"min / median / 95% / max of a prompt; data.max_prompt_tokens is {data.max_prompt_tokens:,}"
-        report.table.append(("  tokens", shown, of))
+        of = f"min / median / 95% / max of a {found.called.removesuffix('s')}"
+        limit = f"; data.max_prompt_tokens is {data.max_prompt_tokens:,}" if key != "sft.data" else ""
+        report.table.append(("  tokens", shown, of + limit))
     for rule in sorted({each.rule for each in found.left_out}):
         those = [each for each in found.left_out if each.rule == rule]
         first = f"{rule}: drop; the first is {those[0].file.name} row {those[0].row}"
@@ -91,30 +180,6 @@ def _add(report: DataCheck, key: str, found: PromptSet, data: DataConfig) -> Non
 def _quantiles(lengths: list[int]) -> list[int]:
     at = [0, len(lengths) // 2, int(0.95 * len(lengths)), len(lengths) - 1]
     return [lengths[min(index, len(lengths) - 1)] for index in at]
-
-
-def _add_conversations(report: DataCheck, config: Config, tokenizer: Any, limit: int | None) -> None:
-    from ctpo_megatron.data import DataError, load_conversations
-    from ctpo_megatron.environments.factory import offered_schemas, system_prompt
-
-    if config.sft is None:
-        return
-    try:
-        conversations = load_conversations(
-            config.sft.data,
-            tokenizer,
-            tool_schemas=offered_schemas(config.data, config.rollout),
-            chat_template_kwargs=config.model.chat_template_kwargs,
-            system_prompt=system_prompt(config.data, config.rollout),
-            limit=limit,
-        )
-    except DataError as error:
-        lines = str(error).splitlines()
-        report.problems += [Problem("sft.data", line.strip()) for line in (lines[1:] or lines)]
-        return
-    lengths = sorted(map(len, conversations))
-    shown = " / ".join(f"{value:,}" for value in _quantiles(lengths))
-    report.table.append(("sft.data", f"{len(conversations):,} conversations", f"tokens {shown}"))
 
 
 def check_prompts(rollout: RolloutConfig, count: int | None) -> list[Problem]:
