@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     config, sources = read_config(target, _overrides(args), visible_gpus())
     _check(config, sources)
     data = "-".join(Path(file).stem for file in config.data.eval)
-    outcome = _evaluate(config, args.output or Path("evaluations", f"{args.model.resolve().name}-{data}"), args)
+    output = args.output or Path("evaluations", f"{args.model.resolve().name}-{data}")
+    outcome = _evaluate(config, output, args, of_run=target.config is not None)
     _print(outcome)
     if not outcome.left_out:
         return 0
@@ -86,7 +87,8 @@ def _check(config: Config, sources: Sources) -> None:
     check_extensions(config, sources)
 
 
-def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome:
+def _evaluate(config: Config, output: Path, args: argparse.Namespace, *, of_run: bool) -> Outcome:
+    """of_run: the model is one that a run has trained, whatever its prompts show."""
     from ctpo_megatron.engines import check_tokenizer
     from ctpo_megatron.environments.prompts import usable
     from ctpo_megatron.evaluate import evaluate
@@ -94,7 +96,7 @@ def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO)
-    admission = Admission.of(config, output)
+    admission = Admission.of(config, output, taught=of_run)
     check_tokenizer(config, len(admission.tokenizer))
     prompts = usable(admission.held_out())
     try:

@@ -20,7 +20,7 @@ from ctpo_megatron.data.messages import (
 )
 from ctpo_megatron.data.rows import Cell, Location, Offered, RowSet, RowTokens, encode, render, row_key
 from ctpo_megatron.data.stored import StoredRows
-from ctpo_megatron.data.tables import count_rows, find_files, read_rows
+from ctpo_megatron.data.tables import find_files, read_rows
 from ctpo_megatron.data.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class ConversationSet(RowSet):
         """The whole conversation."""
         return self.conversations[index].token_ids
 
+    def said(self, index: int) -> Sequence[ChatMessage]:
+        """The conversation's messages."""
+        return self.messages[index]
+
     def keep(self, indices: Sequence[int]) -> None:
         """See `RowSet.keep`."""
         super().keep(indices)
@@ -102,7 +106,7 @@ def read_conversations(
     found, tools = ConversationSet(), list[Offered]()
     offered = [dict(schema) for schema in rules.tool_schemas] or None
     for file in find_files(files, found.problems):
-        found.rows[file] = count_rows(file)
+        found.open(file)
         for row, cells in read_rows(file, ("messages",), ("tools",), found.problems, rules.limit):
             messages, own = cells["messages"], cells.get("tools")
             reason = check_messages(messages)

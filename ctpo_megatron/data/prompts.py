@@ -21,7 +21,7 @@ from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.rows import Cell, Location, Offered, RowSet, RowTokens, Rule, encode, render, row_key
 from ctpo_megatron.data.stored import StoredRows
-from ctpo_megatron.data.tables import count_rows, find_files, read_rows
+from ctpo_megatron.data.tables import find_files, read_rows
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ class PromptSet(RowSet):
         """The rendered prompt."""
         return self.prompts[index].token_ids
 
+    def said(self, index: int) -> Sequence[ChatMessage]:
+        """The prompt's messages."""
+        return self.prompts[index].messages
+
     def keep(self, indices: Sequence[int]) -> None:
         """See `RowSet.keep`."""
         super().keep(indices)
@@ -84,7 +88,7 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
     found, tools = PromptSet(), list[Offered]()
     offered = [dict(schema) for schema in rules.tool_schemas] or None
     for file in find_files(files, found.problems):
-        found.rows[file] = count_rows(file)
+        found.open(file)
         for row, cells in read_rows(file, _REQUIRED, _OPTIONAL, found.problems, rules.limit):
             prompt = _parse(file, row, cells, rules.system_prompt, found.problems)
             if prompt is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ctpo_megatron.data.messages import ChatMessage
 from ctpo_megatron.data.problems import Problems
+from ctpo_megatron.data.tables import outline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +59,7 @@ class RowSet:
 
     rows: number of rows of each file, read or not. keys: `row_key` of each. texts: rendered; empty where the tokens
     were stored. made: of every row that was rendered, also of those left out, by its key. problems: what refuses the
-    data; doubts: what deserves a warning.
+    data; doubts: what deserves a warning. ignored: columns of a file that would change what the rows mean.
     """
 
     called: ClassVar[str] = "rows"
@@ -71,6 +72,13 @@ class RowSet:
     problems: Problems = field(default_factory=Problems)
     doubts: Problems = field(default_factory=Problems)
     left_out: list[LeftOut] = field(default_factory=list)
+    ignored: dict[Path, list[str]] = field(default_factory=dict)
+
+    def open(self, file: Path) -> None:
+        """Note how many rows a file has, and what in it is not read."""
+        self.rows[file], media = outline(file)
+        if media:
+            self.ignored[file] = media
 
     def exclude(self, cells: Mapping[int, Cell], key: str = "", rule: Rule = "refuse") -> None:
         """Report rows by their index, for a cell of each, as errors; or leave them out, as the key says.
@@ -109,6 +117,10 @@ class RowSet:
         for index, (key, place) in enumerate(zip(self.keys, self.places, strict=True)):
             row = made.get(index) or stored[key]
             self.made[key] = row if row.place == place else replace(row, place=place)
+
+    def said(self, index: int) -> Sequence[ChatMessage]:
+        """The messages of a row, as the chat template gets them."""
+        raise NotImplementedError
 
     def keep(self, indices: Sequence[int]) -> None:
         """Forget all other rows."""

@@ -20,6 +20,7 @@ from ctpo_megatron.data.problems import DataError, Problems
 _BATCH = 1000
 _JSON = (".jsonl", ".ndjson", ".json")
 _DATA = (".parquet", *_JSON, ".arrow")
+_MEDIA = ("image", "video", "audio")
 _OTHERS = {".csv": "read_csv(FILE)", ".tsv": "read_csv(FILE, sep='\\t')", ".xlsx": "read_excel(FILE)"}
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -77,10 +78,16 @@ def read_rows(
 
 def count_rows(file: Path) -> int:
     """Rows of a file; 0 for one that cannot be read, which `read_rows` reports."""
+    return outline(file)[0]
+
+
+def outline(file: Path) -> tuple[int, list[str]]:
+    """Rows of a file, and its columns of images, videos or sounds, which nothing reads; no rows if it is unreadable."""
     try:
-        return open_table(file).count
+        table = open_table(file)
     except (DataError, pa.ArrowException, OSError, UnicodeDecodeError):
-        return 0
+        return 0, []
+    return table.count, [name for name in table.columns if name.rstrip("s") in _MEDIA]
 
 
 def count_all_rows(patterns: Sequence[str]) -> int | None:

@@ -231,6 +231,7 @@ class RolloutEngine:
         template = MessageTemplate(tokenizer, kwargs, sorted(stops), self._tools.schemas)
         if self._tools.schemas:  # a chat template without tool messages is refused now, not at the first call
             template.frame(self._tools.render([ToolCall(1, "", {}, "success", "", 0.0)]))
+        template.check_end()
         return TokenizerCodec(tokenizer, template, stops)
 
     def _turn_generator(self, sampling: Sampling, step: int) -> Callable[..., Awaitable[ModelTurn]]:

@@ -5,6 +5,7 @@ Rows are rendered once, or taken from where a run keeps them, and checked (`row_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ctpo_megatron.config import Config, ConfigError, DataConfig, Problem, RolloutConfig, spec_for, will_be_prepared
 from ctpo_megatron.models import ModelSpec
+from ctpo_sandbox.libraries import absent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,28 +41,39 @@ class DataCheck:
 class Admission:
     """Reads every row of a configuration, and says what is wrong with it.
 
-    spec: of the model; None: ids and lengths are not compared with it. store: where rendered rows are kept. limit: rows
-    to read from each file.
+    spec: of the model; None: ids and lengths are not compared with it. store: where rendered rows are kept. taught: SFT
+    shows the model how to call tools and to answer, so that prompts need not. limit: rows to read from each file.
     """
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec | None
     store: RowStore
+    taught: bool
     limit: int | None = None
 
     @classmethod
-    def of(cls, config: Config, directory: Path | None, limit: int | None = None) -> Admission:
+    def of(
+        cls, config: Config, directory: Path | None, limit: int | None = None, *, taught: bool | None = None
+    ) -> Admission:
         """Of a run, or of `ctpo eval`, that keeps its rows in `directory`.
 
-        Raises TokenizerError for a chat template that cannot be used.
+        taught: None: if there is a supervised stage. Raises TokenizerError for a chat template or a tokenizer that
+        cannot be used.
         """
         from ctpo_megatron.environments.factory import offered_schemas
         from ctpo_megatron.environments.prompts import chat_tokenizer
+        from ctpo_megatron.environments.tokenizer import TokenizerError
         from ctpo_megatron.preflight.stored import RowStore
 
         tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
-        return cls(config, tokenizer, _spec(config), RowStore.of(config, tokenizer, directory), limit)
+        store = RowStore.of(config, tokenizer, directory)
+        admission = cls(
+            config, tokenizer, _spec(config), store, config.sft is not None if taught is None else taught, limit
+        )
+        if problem := admission.problem():
+            raise TokenizerError(problem)
+        return admission
 
     def training(self) -> PromptSet:
         """The prompts of `data.train`. Raises DamagedFileError for stored rows that are damaged; so do the others."""
@@ -68,7 +81,9 @@ class Admission:
 
         stored = self.store.read("train")
         found = training_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
-        return self._admitted("train", found, stored)
+        if self._used(stored) is None:
+            self._compare_readers(found)
+        return self._prompts("train", found, stored)
 
     def held_out(self) -> PromptSet:
         """The prompts of `data.eval`."""
@@ -76,26 +91,79 @@ class Admission:
 
         stored = self.store.read("eval")
         found = held_out_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
-        return self._admitted("eval", found, stored)
+        return self._prompts("eval", found, stored)
 
     def conversations(self) -> ConversationSet:
         """The conversations of `sft.data`."""
         from ctpo_megatron.data import ConversationRules, read_conversations
         from ctpo_megatron.environments.factory import offered_schemas, system_prompt
+        from ctpo_megatron.environments.template import end_tokens
+        from ctpo_megatron.preflight import row_checks
 
         config, stored = self.config, self.store.read("sft")
         rules = ConversationRules(
             tool_schemas=offered_schemas(config.data, config.rollout),
             chat_template_kwargs=config.model.chat_template_kwargs,
             system_prompt=system_prompt(config.data, config.rollout),
+            end_tokens=end_tokens(self.tokenizer, config.model.path),
             limit=self.limit,
             stored=self._used(stored),
         )
         found = read_conversations(config.sft.data if config.sft else (), self.tokenizer, rules)
+        self._rows("messages", found, ("system", "user", "tool", "assistant"))
+        row_checks.check_own_words(found)
+        row_checks.check_lengths(found, config, self.spec)
+        row_checks.check_count(found, config)
         return self._admitted("sft", found, stored)
+
+    def problem(self) -> str:
+        """Why no row could be used: end tokens or calls that would not be recognized; or ""."""
+        from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
+        from ctpo_megatron.environments.tokenizer import TokenizerError
+        from ctpo_megatron.preflight import row_checks
+
+        model = self.config.model
+        try:
+            stops = sorted(stop_token_ids(self.tokenizer, model.path))
+            MessageTemplate(self.tokenizer, model.chat_template_kwargs, stops).check_end()
+        except TokenizerError as error:
+            return str(error)
+        return row_checks.check_call(self.tokenizer, self.config.rollout)
+
+    def _compare_readers(self, found: PromptSet) -> None:
+        """Whether vLLM, which reads what the directory names, has the ids of tokenizer.json."""
+        from ctpo_megatron.environments.factory import make_parser
+        from ctpo_megatron.environments.tokenizer import different_to_others
+
+        path = self.config.model.path
+        if difference := different_to_others(self.tokenizer, path):
+            stops = hasattr(make_parser(self.config.rollout), "stop")  # which vLLM looks for in what it decodes
+            (found.problems if stops else found.doubts).general(f"the tokenizer of {path}: {difference}")
 
     def _used(self, stored: StoredRows | None) -> StoredRows | None:
         return None if self.store.rerender else stored
+
+    def _prompts(self, kind: Kind, found: PromptSet, stored: StoredRows | None) -> PromptSet:
+        from ctpo_megatron.preflight import row_checks
+
+        config = self.config
+        self._rows("prompt", found, ("system", "user", "tool"))
+        if not self.taught:
+            row_checks.check_answer_form(found, config.reward)
+            row_checks.check_call_form(found, config.rollout)
+        return self._admitted(kind, found, stored)
+
+    def _rows(self, column: str, found: RowSet, roles: Sequence[str]) -> None:
+        from ctpo_megatron.environments.factory import needs_sandbox
+        from ctpo_megatron.preflight import row_checks
+
+        row_checks.check_ids(found, column, self.spec)
+        row_checks.check_shown(found, column, roles)
+        row_checks.check_round_trip(found, column, self.tokenizer)
+        row_checks.check_control_tokens(found, column, self.tokenizer)
+        row_checks.check_media(found, column)
+        if needs_sandbox(self.config.rollout):
+            row_checks.check_libraries(found, column, absent())
 
     def _admitted(self, kind: Kind, found: RowsT, stored: StoredRows | None) -> RowsT:
         if used := self._used(stored):
