@@ -106,8 +106,8 @@ def read_conversations(
     found, tools = ConversationSet(), list[Offered]()
     offered = [dict(schema) for schema in rules.tool_schemas] or None
     for file in find_files(files, found.problems):
-        found.open(file)
-        for row, cells in read_rows(file, ("messages",), ("tools",), found.problems, rules.limit):
+        found.rows[file] = 0
+        for row, cells in read_rows(file, ("messages",), ("tools",), found.problems, rules.limit, found.see):
             messages, own = cells["messages"], cells.get("tools")
             reason = check_messages(messages)
             if reason is None and messages[-1]["role"] != "assistant":

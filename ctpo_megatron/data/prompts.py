@@ -88,8 +88,8 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
     found, tools = PromptSet(), list[Offered]()
     offered = [dict(schema) for schema in rules.tool_schemas] or None
     for file in find_files(files, found.problems):
-        found.open(file)
-        for row, cells in read_rows(file, _REQUIRED, _OPTIONAL, found.problems, rules.limit):
+        found.rows[file] = 0
+        for row, cells in read_rows(file, _REQUIRED, _OPTIONAL, found.problems, rules.limit, found.see):
             prompt = _parse(file, row, cells, rules.system_prompt, found.problems)
             if prompt is not None:
                 found.prompts.append(prompt)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ctpo_megatron.data.messages import ChatMessage
 from ctpo_megatron.data.problems import Problems
-from ctpo_megatron.data.tables import outline
+from ctpo_megatron.data.tables import Table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,11 +74,11 @@ class RowSet:
     left_out: list[LeftOut] = field(default_factory=list)
     ignored: dict[Path, list[str]] = field(default_factory=dict)
 
-    def open(self, file: Path) -> None:
+    def see(self, file: Path, table: Table) -> None:
         """Note how many rows a file has, and what in it is not read."""
-        self.rows[file], media = outline(file)
-        if media:
-            self.ignored[file] = media
+        self.rows[file] = table.count
+        if table.media:
+            self.ignored[file] = table.media
 
     def exclude(self, cells: Mapping[int, Cell], key: str = "", rule: Rule = "refuse") -> None:
         """Report rows by their index, for a cell of each, as errors; or leave them out, as the key says.

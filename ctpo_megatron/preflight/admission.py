@@ -5,7 +5,9 @@ Rows are rendered once, or taken from where a run keeps them, and checked (`row_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,8 +81,9 @@ class Admission:
         """The prompts of `data.train`. Raises DamagedFileError for stored rows that are damaged; so do the others."""
         from ctpo_megatron.environments.prompts import training_prompts
 
-        stored = self.store.read("train")
-        found = training_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
+        with _uncollected():
+            stored = self.store.read("train")
+            found = training_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
         if self._used(stored) is None:
             self._compare_readers(found)
         return self._prompts("train", found, stored)
@@ -89,8 +92,9 @@ class Admission:
         """The prompts of `data.eval`."""
         from ctpo_megatron.environments.prompts import held_out_prompts
 
-        stored = self.store.read("eval")
-        found = held_out_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
+        with _uncollected():
+            stored = self.store.read("eval")
+            found = held_out_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
         return self._prompts("eval", found, stored)
 
     def conversations(self) -> ConversationSet:
@@ -109,7 +113,8 @@ class Admission:
             limit=self.limit,
             stored=self._used(stored),
         )
-        found = read_conversations(config.sft.data if config.sft else (), self.tokenizer, rules)
+        with _uncollected():
+            found = read_conversations(config.sft.data if config.sft else (), self.tokenizer, rules)
         self._rows("messages", found, ("system", "user", "tool", "assistant"))
         row_checks.check_own_words(found)
         row_checks.check_lengths(found, config, self.spec)
@@ -173,6 +178,18 @@ class Admission:
             self.store.write(kind, found, stored)
         found.doubts.lines += self.store.differences(kind, stored)
         return found
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No collections of garbage: rows are many and stay, and to look at them again and again costs a third more."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def check_data(config: Config, limit: int | None) -> DataCheck:

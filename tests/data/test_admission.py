@@ -215,7 +215,9 @@ def test_libraries_that_the_sandbox_lacks(own: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ctpo_sandbox.libraries.PROMISED", ("numpy", "no_such_package"))
     prompt = "data.system_prompt='You may use numpy and no_such_package.'"
     (doubt,) = admit(own, "train", prompt).doubts.lines
-    assert "the system prompt names no_such_package, which the sandbox's environment lacks: pip install no_such" in doubt
+    assert (
+        "the system prompt names no_such_package, which the sandbox's environment lacks: pip install no_such" in doubt
+    )
     assert admit(own, "train", prompt, "rollout.tools=[]").doubts.lines == []
 
 
@@ -306,3 +308,32 @@ def test_a_tools_output_among_the_models_words(own: Path, content: str) -> None:
 def test_words_that_are_the_models(own: Path, content: str) -> None:
     write(own / "sft.jsonl", talk("a", "b"), talk("a", content))
     assert admit(own, "sft").problems.lines == []
+
+
+# --- collections that are no prompt files ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ({"problem": "a", "answer": "1"}, "ctpo data prepare train.jsonl --output FILE.parquet (docs/data.md)"),
+        ({"source": "a", "problem": "a", "solution": "1"}, "--output FILE.parquet --map answer=solution (docs"),
+        ({"question": "a", "final_answer": "1"}, "--map problem=question answer=final_answer"),
+        ({"question": "a", "answer": "1"}, "--map problem=question (docs"),
+        ({"data_sources": "a"}, "no column 'data_source'; the columns are data_sources; did you mean 'data_sources'?"),
+    ],
+)
+def test_how_a_collection_becomes_a_prompt_file(own: Path, cells: dict[str, Any], message: str) -> None:
+    write(own / "train.jsonl", cells)
+    problems = admit(own, "train").problems.lines
+    assert message in problems[0] and len(problems) == 3
+    assert "source'?" not in problems[0] or "data_source" in message
+
+
+def test_rows_that_are_lists(own: Path) -> None:
+    (own / "train.json").write_text(json.dumps([[{"from": "human", "value": "1+1?"}]]))
+    problems = admit(own, "train", "data.train=[train.json]").problems.lines
+    assert (
+        'since a row is no object; write each as {"data_source": ..., "prompt": ..., "reward_model": ...}'
+        in problems[0]
+    )
