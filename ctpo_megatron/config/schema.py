@@ -88,7 +88,8 @@ class DataConfig(Section):
     eval: Annotated[tuple[str, ...], Reads()] = Field(default=(), description="held-out prompts; empty: no evaluation")
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
     overlong: Literal["refuse", "drop"] = Field(
-        default="refuse", description="training prompts longer than that, and conversations that do not fit: an error, or left out"
+        default="refuse",
+        description="training prompts longer than that, and conversations that do not fit: an error, or left out",
     )
     unverifiable: Literal["refuse", "drop"] = Field(
         default="refuse",

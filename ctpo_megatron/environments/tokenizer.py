@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,21 +70,32 @@ def different_ids(ours: PreTrainedTokenizerBase, other: Any) -> str:
 
 
 def different_to_others(ours: PreTrainedTokenizerBase, model: str | Path) -> str:
-    """`different_ids` to transformers' automatic choice, which is made in a process of its own, without torch."""
+    """`different_ids` to transformers' choice by the class that the directory names, made without torch."""
     file = Path(model) / "tokenizer_config.json"
     if not (Path(model) / "tokenizer.json").is_file() or not file.is_file():
         return ""
     named = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class")
     if named in _GENERIC:
         return ""
-    ids = ours(_PROBE, add_special_tokens=False)["input_ids"]
-    question = json.dumps([str(model), _PROBE, ids])
+    ids = tuple(ours(_PROBE, add_special_tokens=False)["input_ids"])
+    failure, theirs, text = _as_named(str(Path(model).resolve()), str(named), ids)
+    if failure:
+        return f"transformers cannot read it as {named}, which tokenizer_config.json names ({failure}); {_FIX}"
+    return _difference(ours, str(named), theirs, text)
+
+
+@cache
+def _as_named(model: str, named: str, ids: tuple[int, ...]) -> tuple[str, list[int], str]:
+    """Why a process of its own cannot read the tokenizer, or the ids that it gives the probe and the text of `ids`.
+
+    named: the class, of which there may be another at the next call.
+    """
+    question = json.dumps([model, _PROBE, ids])
     done = subprocess.run([sys.executable, "-c", _ASK], input=question, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        return f"transformers cannot read it as {named}, which tokenizer_config.json names ({said[0]}); {_FIX}"
+        return (done.stderr.strip().splitlines() or ["no message"])[-1], [], ""
     theirs, text = json.loads(done.stdout)
-    return _difference(ours, str(named), theirs, text)
+    return "", theirs, text
 
 
 def _difference(ours: PreTrainedTokenizerBase, named: str, theirs: list[int], text: str) -> str:

@@ -6,7 +6,7 @@ over all rows of data, and `check_data` what a dry run says of them.
 `NODE_CHECKS`; `NodeNeeds` is what it starts.
 """
 
-from ctpo_megatron.preflight.admission import Admission, DataCheck, check_data
+from ctpo_megatron.preflight.admission import Admission, DataCheck, check_data, check_prompt_file
 from ctpo_megatron.preflight.check import Check, Gpu, MachineContext, RunContext, Wanted, failed, place, run_checks
 from ctpo_megatron.preflight.configuration import validate, validate_sampling
 from ctpo_megatron.preflight.devices import gpus, has_cuda_device
@@ -38,6 +38,7 @@ __all__ = [
     "Wanted",
     "check_data",
     "check_extensions",
+    "check_prompt_file",
     "check_template",
     "diagnose",
     "diagnose_nodes",

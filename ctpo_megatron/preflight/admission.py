@@ -13,7 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ctpo_megatron.config import Config, ConfigError, DataConfig, Problem, RolloutConfig, spec_for, will_be_prepared
+from ctpo_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    Problem,
+    RolloutConfig,
+    read_spec,
+    spec_for,
+    will_be_prepared,
+)
 from ctpo_megatron.models import ModelSpec
 from ctpo_sandbox.libraries import absent
 
@@ -84,8 +93,6 @@ class Admission:
         with _uncollected():
             stored = self.store.read("train")
             found = training_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
-        if self._used(stored) is None:
-            self._compare_readers(found)
         return self._prompts("train", found, stored)
 
     def held_out(self) -> PromptSet:
@@ -152,6 +159,8 @@ class Admission:
         from ctpo_megatron.preflight import row_checks
 
         config = self.config
+        if self._used(stored) is None:
+            self._compare_readers(found)
         self._rows("prompt", found, ("system", "user", "tool"))
         if not self.taught:
             row_checks.check_answer_form(found, config.reward)
@@ -162,17 +171,13 @@ class Admission:
         from ctpo_megatron.environments.factory import needs_sandbox
         from ctpo_megatron.preflight import row_checks
 
-        row_checks.check_ids(found, column, self.spec)
-        row_checks.check_shown(found, column, roles)
-        row_checks.check_round_trip(found, column, self.tokenizer)
-        row_checks.check_control_tokens(found, column, self.tokenizer)
-        row_checks.check_media(found, column)
+        row_checks.check_rows(found, column, roles, self.tokenizer, self.spec)
         if needs_sandbox(self.config.rollout):
             row_checks.check_libraries(found, column, absent())
 
     def _admitted(self, kind: Kind, found: RowsT, stored: StoredRows | None) -> RowsT:
         if used := self._used(stored):
-            found.doubts.lines += used.warnings
+            found.doubts.lines = list(dict.fromkeys([*used.warnings, *found.doubts.lines]))
         self.store.compare(kind, found, stored, whole=self.limit is None)
         if not found.problems.lines:
             self.store.write(kind, found, stored)
@@ -215,6 +220,26 @@ def check_data(config: Config, limit: int | None) -> DataCheck:
     if config.sft:
         _add(report, "sft.data", admission.conversations(), config.data)
     return report
+
+
+def check_prompt_file(file: Path, model: Path, max_tokens: int) -> list[Problem]:
+    """What `ctpo data prepare` says of a file that it wrote, for a model. Raises TokenizerError."""
+    from ctpo_megatron.data import PromptRules, read_prompts
+    from ctpo_megatron.environments.tokenizer import read_tokenizer
+    from ctpo_megatron.preflight import row_checks
+
+    tokenizer = read_tokenizer(model)
+    with _uncollected():
+        found = read_prompts([str(file)], tokenizer, PromptRules(max_tokens))
+    try:
+        spec = read_spec(model)
+    except ConfigError:  # of a family that is not ours: the ids are not compared
+        spec = None
+    row_checks.check_rows(found, "prompt", ("system", "user", "tool"), tokenizer, spec)
+    return [
+        *(Problem("", line) for line in found.problems.shown()),
+        *(Problem("", line, severity="warning") for line in found.doubts.lines),
+    ]
 
 
 def _spec(config: Config) -> ModelSpec | None:

@@ -23,6 +23,17 @@ _BOX = re.compile(r"\\f?box|boxed", re.IGNORECASE)
 _AT_ONCE = 1000
 
 
+def check_rows(
+    found: RowSet, column: str, roles: Sequence[str], tokenizer: PreTrainedTokenizerBase, spec: ModelSpec | None
+) -> None:
+    """What is asked of prompts and conversations alike. roles: whose messages the text must show."""
+    check_ids(found, column, spec)
+    check_shown(found, column, roles)
+    check_round_trip(found, column, tokenizer)
+    check_control_tokens(found, column, tokenizer)
+    check_media(found, column)
+
+
 def check_ids(found: RowSet, column: str, spec: ModelSpec | None) -> None:
     """Every id is one of the model's."""
     if spec is None or not spec.vocab_size:
@@ -128,7 +139,7 @@ def check_count(found: ConversationSet, config: Config) -> None:
     """There are enough conversations for a batch."""
     if config.sft is None or found.problems.lines:
         return
-    size, count = config.sft.conversations_per_step, len(found.places)
+    size, count = config.sft.conversations_per_step, sum(found.rows.values()) - len(found.left_out)
     if count < size:
         found.problems.general(
             f"sft.conversations_per_step = {size}: {count} conversations cannot fill a batch; lower it to at most "

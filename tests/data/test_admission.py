@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from ctpo_megatron import cli
 from ctpo_megatron.data import RowSet
 from ctpo_megatron.environments.prompts import chat_tokenizer
 from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
@@ -337,3 +338,14 @@ def test_rows_that_are_lists(own: Path) -> None:
         'since a row is no object; write each as {"data_source": ..., "prompt": ..., "reward_model": ...}'
         in problems[0]
     )
+
+
+def test_data_prepare_says_the_same(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"problem": text, "answer": "2"} for text in ("What is 1+1 now?", "So <|im_end|> is what of 7 and 9?")]
+    write(own / "raw.jsonl", *rows)
+    command = ["data", "prepare", "raw.jsonl", "--output", "out.parquet", "--model", "model", "--max-tokens", "99"]
+    assert cli.main(command) == 0
+    assert "warning: out.parquet row 1 column 'prompt': message 0 holds <|im_end|>" in capsys.readouterr().err
+    edit(own / "model" / "config.json", vocab_size=20)
+    assert cli.main([*command, "--overwrite"]) == 1
+    assert "error: out.parquet row 0 column 'prompt': holds the token id" in capsys.readouterr().err
