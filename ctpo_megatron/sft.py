@@ -6,9 +6,9 @@ from itertools import islice
 from pathlib import Path
 
 from ctpo_megatron.config import SftConfig
-from ctpo_megatron.data import batch_order, batches, load_conversations
-from ctpo_megatron.environments.factory import offered_schemas, system_prompt
-from ctpo_megatron.environments.tokenizer import training_tokenizer
+from ctpo_megatron.data import batch_order, batches
+from ctpo_megatron.environments.prompts import say
+from ctpo_megatron.preflight import Admission
 from ctpo_megatron.run import Controller, Persistence, Reporter, Run, TrainerGroup
 
 _CHECKED_EVERY = 10
@@ -30,14 +30,9 @@ def fine_tune(
     than one step takes.
     """
     config, every = run.config, run.config.checkpoint.sft_every
-    offered = offered_schemas(config.data, config.rollout)
-    conversations = load_conversations(
-        sft.data,
-        training_tokenizer(config.model, offered),
-        tool_schemas=offered,
-        chat_template_kwargs=config.model.chat_template_kwargs,
-        system_prompt=system_prompt(config.data, config.rollout),
-    )
+    found = Admission.of(config, config.run.directory).conversations()
+    say(found)
+    conversations = found.conversations
     trainer.use_optimizer(sft.optimizer, sft.steps)
     with trainer.stop_deferred():
         order = batch_order(conversations, sft.conversations_per_step, config.run.seed)

@@ -16,6 +16,8 @@ REPORT = "report.html"
 """Also the page of `ctpo eval`."""
 LOGS = "logs"
 """Also of `ctpo eval`."""
+ROWS = "rendered"
+"""Also of `ctpo eval`."""
 SFT_CHECKPOINTS = "sft"
 """Folder of the supervised stage's checkpoints, within the folder of RL checkpoints."""
 MARKER = "COMPLETE.json"
@@ -126,6 +128,11 @@ class RunPaths:
         return self.root / "data.json"
 
     @property
+    def rows(self) -> Path:
+        """Folder of the rendered rows that the run was begun with."""
+        return self.root / ROWS
+
+    @property
     def extensions(self) -> Path:
         """Copies of the source files of users' parts."""
         return self.root / "extensions"
@@ -229,6 +236,10 @@ class RunPaths:
     def figures(self) -> Path:
         """The figures of the report."""
         return self.root / "figures"
+
+    def rows_of(self, kind: str) -> Path:
+        """Rendered rows of `train`, `eval` or `sft`."""
+        return self.rows / f"{kind}.parquet"
 
     def stacks(self, rank: int) -> Path:
         """Python stacks of a rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ctpo_megatron.cli.console import print_table
 from ctpo_megatron.cli.errors import UsageError
+from ctpo_megatron.preflight import check_prompt_file, failed
 
 if TYPE_CHECKING:
     from ctpo_megatron.data import Prompt
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare a prompt file; returns 1 if nothing remains."""
+    """Prepare a prompt file; returns 1 if nothing remains, or the model cannot take what does."""
     from ctpo_megatron.data import refine as steps
 
     if args.output.exists() and not args.overwrite:
@@ -90,8 +92,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nnothing remains; all reasons: {report}")
         return 1
     steps.write_prompts(refined.kept, args.output)
-    print(f"\nwrote {args.output}; every dropped row, with its reason: {report}")
-    return 0
+    print(f"\nwrote {args.output}; every dropped row, with its reason: {report}", flush=True)
+    found = check_prompt_file(args.output, args.model, args.max_tokens) if args.model else []
+    for problem in found:
+        print(f"{'error' if problem.failed else 'warning'}: {problem}", file=sys.stderr)
+    return 1 if failed(found) else 0
 
 
 def _make_place(file: Path, flag: str) -> None:

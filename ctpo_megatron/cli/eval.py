@@ -18,7 +18,7 @@ from ctpo_megatron.base.signals import ENDING, heeded
 from ctpo_megatron.cli.errors import UsageError
 from ctpo_megatron.cli.machine import torch_has_cuda, visible_gpus
 from ctpo_megatron.config import Config, Sources
-from ctpo_megatron.preflight import START_CHECKS, check_extensions, run_checks, validate_sampling
+from ctpo_megatron.preflight import START_CHECKS, Admission, check_extensions, run_checks, validate_sampling
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     config, sources = read_config(target, _overrides(args), visible_gpus())
     _check(config, sources)
     data = "-".join(Path(file).stem for file in config.data.eval)
-    outcome = _evaluate(config, args.output or Path("evaluations", f"{args.model.resolve().name}-{data}"), args)
+    output = args.output or Path("evaluations", f"{args.model.resolve().name}-{data}")
+    outcome = _evaluate(config, output, args, of_run=target.config is not None)
     _print(outcome)
     if not outcome.left_out:
         return 0
@@ -86,24 +87,23 @@ def _check(config: Config, sources: Sources) -> None:
     check_extensions(config, sources)
 
 
-def _evaluate(config: Config, output: Path, args: argparse.Namespace) -> Outcome:
+def _evaluate(config: Config, output: Path, args: argparse.Namespace, *, of_run: bool) -> Outcome:
+    """of_run: the model is one that a run has trained, whatever its prompts show."""
     from ctpo_megatron.engines import check_tokenizer
-    from ctpo_megatron.environments.factory import offered_schemas
-    from ctpo_megatron.environments.prompts import held_out_prompts, usable
-    from ctpo_megatron.environments.tokenizer import training_tokenizer
+    from ctpo_megatron.environments.prompts import usable
     from ctpo_megatron.evaluate import evaluate
     from ctpo_megatron.tracking import Display
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ctpo_megatron").setLevel(logging.INFO)
-    tokenizer = training_tokenizer(config.model, offered_schemas(config.data, config.rollout))
-    check_tokenizer(config, len(tokenizer))
-    prompts = usable(held_out_prompts(config, tokenizer))
+    admission = Admission.of(config, output, taught=of_run)
+    check_tokenizer(config, len(admission.tokenizer))
+    prompts = usable(admission.held_out())
     try:
         with _ended_by_signals(), Display(config.tracking.live, 0, title=f"ctpo eval {config.model.path}") as display:
             display.note(f"evaluating {config.model.path}, writing to {output}")
             reference = args.scorer == "reference"
-            return evaluate(config, prompts, tokenizer, output, reference=reference, display=display)
+            return evaluate(config, prompts, admission.tokenizer, output, reference=reference, display=display)
     except SystemExit:
         advice = f"finished samples are in {output}, and the same command continues from them"
         print(f"the evaluation is MISSING: it was stopped; {advice}", file=sys.stderr)

@@ -55,7 +55,7 @@ from ctpo_sandbox.arguments import positive
 _STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _ROWS, _HEAD = 1000, 2000
 """Rows of a data file that a dry run checks, and characters of the prompt that it shows."""
-_OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=")
+_OF_ONE_START = ("run.resume=", "run.overwrite=", "run.deadline=", "data.rerender=")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

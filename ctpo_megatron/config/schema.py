@@ -88,7 +88,8 @@ class DataConfig(Section):
     eval: Annotated[tuple[str, ...], Reads()] = Field(default=(), description="held-out prompts; empty: no evaluation")
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest rendered prompt in tokens")
     overlong: Literal["refuse", "drop"] = Field(
-        default="refuse", description="training prompts longer than that: an error, or left out and counted"
+        default="refuse",
+        description="training prompts longer than that, and conversations that do not fit: an error, or left out",
     )
     unverifiable: Literal["refuse", "drop"] = Field(
         default="refuse",
@@ -104,6 +105,11 @@ class DataConfig(Section):
         default=None,
         description="text before every conversation, or a .txt or .md file that holds it; null: from "
         'rollout.tool_parser (`fenced` has one); "": none',
+    )
+    rerender: bool = Field(
+        default=False,
+        description="on a resume, render all rows again instead of using the tokens that the run directory keeps "
+        "(docs/data.md)",
     )
 
 

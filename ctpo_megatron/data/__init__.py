@@ -13,7 +13,14 @@ from ctpo_megatron.data.prompt import Prompt
 from ctpo_megatron.data.trajectory import ToolCall, Trajectory
 
 if TYPE_CHECKING:
-    from ctpo_megatron.data.conversations import batch_order, batches, load_conversations
+    from ctpo_megatron.data.conversations import (
+        ConversationRules,
+        ConversationSet,
+        batch_order,
+        batches,
+        load_conversations,
+        read_conversations,
+    )
     from ctpo_megatron.data.packing import (
         PackedBatch,
         PackingRules,
@@ -25,19 +32,26 @@ if TYPE_CHECKING:
         token_sequences,
     )
     from ctpo_megatron.data.problems import DataError
-    from ctpo_megatron.data.prompts import Cell, PromptRules, PromptSet, read_prompts
+    from ctpo_megatron.data.prompts import PromptRules, PromptSet, read_prompts
+    from ctpo_megatron.data.rows import Cell, RowSet, RowTokens
     from ctpo_megatron.data.sampler import PromptSampler
+    from ctpo_megatron.data.stored import StoredRows
     from ctpo_megatron.data.tables import count_all_rows
     from ctpo_megatron.data.toolmath import prepare
 
 _MODULES = {
-    "Cell": "prompts",
+    "Cell": "rows",
+    "ConversationRules": "conversations",
+    "ConversationSet": "conversations",
     "DataError": "problems",
     "PackedBatch": "packing",
     "PackingRules": "packing",
     "PromptRules": "prompts",
     "PromptSampler": "sampler",
     "PromptSet": "prompts",
+    "RowSet": "rows",
+    "RowTokens": "rows",
+    "StoredRows": "stored",
     "TokenArrays": "packing",
     "TokenSequence": "packing",
     "batch_order": "conversations",
@@ -47,6 +61,7 @@ _MODULES = {
     "micro_batch_count": "packing",
     "pack": "packing",
     "prepare": "toolmath",
+    "read_conversations": "conversations",
     "read_prompts": "prompts",
     "split_evenly": "packing",
     "token_sequences": "packing",
@@ -55,6 +70,8 @@ _MODULES = {
 __all__ = [
     "Batch",
     "Cell",
+    "ConversationRules",
+    "ConversationSet",
     "DataError",
     "Group",
     "PackedBatch",
@@ -63,6 +80,9 @@ __all__ = [
     "PromptRules",
     "PromptSampler",
     "PromptSet",
+    "RowSet",
+    "RowTokens",
+    "StoredRows",
     "TokenArrays",
     "TokenSequence",
     "ToolCall",
@@ -74,6 +94,7 @@ __all__ = [
     "micro_batch_count",
     "pack",
     "prepare",
+    "read_conversations",
     "read_prompts",
     "split_evenly",
     "token_sequences",

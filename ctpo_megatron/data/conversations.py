@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,8 @@ from ctpo_megatron.data.messages import (
     plain_messages,
     plain_tools,
 )
-from ctpo_megatron.data.problems import DataError, Problems
-from ctpo_megatron.data.prompts import Location
+from ctpo_megatron.data.rows import Cell, Location, Offered, RowSet, RowTokens, encode, render, row_key
+from ctpo_megatron.data.stored import StoredRows
 from ctpo_megatron.data.tables import find_files, read_rows
 from ctpo_megatron.data.trajectory import Trajectory
 
@@ -33,13 +32,49 @@ Segment = tuple[str, bool]
 """A piece of the rendered text, and whether it is the assistant's."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Conversation:
-    """One row: its file and row number, its messages, and the tools passed to the template."""
+@dataclass(frozen=True)
+class ConversationRules:
+    """How rows become conversations to train on.
 
-    place: Location
-    messages: tuple[ChatMessage, ...]
-    tools: list[dict[str, Any]] | None
+    tool_schemas: passed to the chat template for rows without their own tools. end_tokens: texts of the tokens that end
+    a turn, as engines know them; empty: the tokenizer's end token. limit: rows to read from each file. stored: rows
+    that were rendered before, and are not rendered again.
+    """
+
+    tool_schemas: Sequence[Mapping[str, Any]] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: SystemPrompt = SystemPrompt()  # noqa: RUF009 - it is immutable
+    end_tokens: Sequence[str] = ()
+    limit: int | None = None
+    stored: StoredRows | None = None
+
+
+@dataclass
+class ConversationSet(RowSet):
+    """The conversations of some files: their messages as the template gets them, and as trajectories."""
+
+    called = "conversations"
+
+    messages: list[tuple[ChatMessage, ...]] = field(default_factory=list)
+    conversations: list[Trajectory] = field(default_factory=list)
+
+    def name(self, index: int) -> str:
+        """`<file stem>/<row>`."""
+        return _name(self.places[index])
+
+    def tokens(self, index: int) -> Sequence[int]:
+        """The whole conversation."""
+        return self.conversations[index].token_ids
+
+    def said(self, index: int) -> Sequence[ChatMessage]:
+        """The conversation's messages."""
+        return self.messages[index]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """See `RowSet.keep`."""
+        super().keep(indices)
+        self.messages = [self.messages[index] for index in indices]
+        self.conversations = [self.conversations[index] for index in indices]
 
 
 def load_conversations(
@@ -51,41 +86,51 @@ def load_conversations(
     system_prompt: SystemPrompt = SystemPrompt(),  # noqa: B008 - it is immutable
     limit: int | None = None,
 ) -> list[Trajectory]:
+    """See `read_conversations`. Raises DataError listing all bad rows."""
+    rules = ConversationRules(tool_schemas, chat_template_kwargs or {}, system_prompt, limit=limit)
+    found = read_conversations(files, tokenizer, rules)
+    found.problems.raise_if_any()
+    return found.conversations
+
+
+def read_conversations(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules: ConversationRules
+) -> ConversationSet:
     """Read files (column `messages`, and `tools` if any) and tokenize every conversation as a rollout would produce it.
 
     The text is split where the assistant starts and after its end-of-turn token, and each piece is encoded separately.
     Assistant pieces have response_mask = loss_mask = 1, log-probability 0.0 and weight version 0; the rest is context.
-    tool_schemas: for rows without their own tools. limit: rows to read from each file. Raises DataError listing all bad
-    rows. Also for a template that does not render the start of a conversation as the start of its text, or ignores
-    `tool_calls`.
+    What is wrong is in the result, also a template that does not render the start of a conversation as the start of its
+    text, or ignores `tool_calls`. With problems there may be no conversations.
     """
-    problems = Problems()
-    offered = [dict(schema) for schema in tool_schemas] or None
-    conversations: list[_Conversation] = []
-    for file in find_files(files, problems):
-        for row, cells in read_rows(file, ("messages",), ("tools",), problems, limit):
-            messages, tools = cells["messages"], cells.get("tools")
+    found, tools = ConversationSet(), list[Offered]()
+    offered = [dict(schema) for schema in rules.tool_schemas] or None
+    for file in find_files(files, found.problems):
+        found.rows[file] = 0
+        for row, cells in read_rows(file, ("messages",), ("tools",), found.problems, rules.limit, found.see):
+            messages, own = cells["messages"], cells.get("tools")
             reason = check_messages(messages)
             if reason is None and messages[-1]["role"] != "assistant":
                 reason = "must end with an assistant message"
             said: tuple[ChatMessage, ...] = ()
             if reason is None:
                 try:
-                    said = system_prompt.before(plain_messages(messages))
+                    said = rules.system_prompt.before(plain_messages(messages))
                 except ValueError as error:
                     reason = str(error)
             if reason:
-                problems.row(file, row, "messages", messages, reason)
-            elif tools and (reason := check_tools(tools)):
-                problems.row(file, row, "tools", tools, reason)
+                found.problems.row(file, row, "messages", messages, reason)
+            elif own and (reason := check_tools(own)):
+                found.problems.row(file, row, "tools", own, reason)
             else:
-                own = plain_tools(tools) if tools else offered
-                conversations.append(_Conversation((file, row), said, own))
-    problems.raise_if_any()
-    if not conversations:
-        raise DataError(f"no conversations in {', '.join(files)}")
-    cut = _segments(conversations, tokenizer, chat_template_kwargs or {})
-    return _encode(cut, [conversation.place for conversation in conversations], tokenizer)
+                found.places.append((file, row))
+                found.keys.append(row_key(cells))
+                found.messages.append(said)
+                tools.append(plain_tools(own) if own else offered)
+    if not found.places and not found.problems.lines:
+        found.problems.general(f"no conversations in {', '.join(files)}")
+    _tokenize(found, tools, tokenizer, rules)
+    return found
 
 
 def batches(conversations: Sequence[Trajectory], per_step: int, seed: int) -> Iterator[list[Trajectory]]:
@@ -139,121 +184,103 @@ def _endless_batches(conversations: Sequence[Trajectory], per_step: int, rng: Ra
             yield [conversations[index] for index in ranked[start : start + per_step]]
 
 
+def _tokenize(
+    found: ConversationSet, tools: Sequence[Offered], tokenizer: PreTrainedTokenizerBase, rules: ConversationRules
+) -> None:
+    stored = rules.stored.rows if rules.stored else {}
+    new = [index for index, key in enumerate(found.keys) if key not in stored]
+    found.texts = [""] * len(found.places)
+    found.conversations = [Trajectory(found.name(index), 0, 0) for index in range(len(found.places))]
+    found.take(_encode(found, new, _segments(found, new, tools, tokenizer, rules), tokenizer), stored)
+    for conversation, key in zip(found.conversations, found.keys, strict=True):
+        _append(conversation, found.made[key].token_ids, found.made[key].pieces)
+
+
+def _append(conversation: Trajectory, token_ids: Sequence[int], lengths: Sequence[int]) -> None:
+    start = 0
+    for number, length in enumerate(lengths):
+        ids, turn = token_ids[start : start + length], (number + 1) // 2
+        start += length
+        if number % 2:
+            conversation.append_model(ids, [0.0] * length, [0] * length, turn)
+        else:
+            conversation.append_context(ids, turn)
+
+
 def _segments(
-    conversations: Sequence[_Conversation], tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]
+    found: ConversationSet,
+    new: Sequence[int],
+    tools: Sequence[Offered],
+    tokenizer: PreTrainedTokenizerBase,
+    rules: ConversationRules,
 ) -> list[list[Segment]]:
-    """Each conversation's text, split where the assistant starts and after it ends its turn."""
+    """Each new conversation's text, split where the assistant starts and after it ends its turn."""
     turns = [
         (index, at)
-        for index, conversation in enumerate(conversations)
-        for at, message in enumerate(conversation.messages)
+        for index in new
+        for at, message in enumerate(found.messages[index])
         if message["role"] == "assistant"
     ]
-    asked = _rendered(conversations, turns, tokenizer, {"add_generation_prompt": True, **kwargs})
-    after = [(index, at + 1) for index, at in turns]
-    said = _rendered(conversations, after, tokenizer, {"add_generation_prompt": False, **kwargs})
-    end_of_turn = str(tokenizer.eos_token)
-    cut: list[list[Segment]] = [[] for _ in conversations]
-    done = [0] * len(conversations)
-    text = [""] * len(conversations)
-    for (index, at), prefix, whole in zip(turns, asked, said, strict=True):
-        place, message = conversations[index].place, conversations[index].messages[at]
-        if not (prefix.startswith(text[index]) and whole.startswith(prefix)):
-            raise _not_a_prefix(place, at)
-        end = whole.rfind(end_of_turn, len(prefix))
-        if end < 0:
-            raise DataError(f"{_named(place)}: the chat template does not end message {at} with {end_of_turn}")
-        if names := dropped_calls([message], whole[len(prefix) :]):
-            shown = f"the calls of message {at} in `tool_calls`: {', '.join(names)}"
-            raise DataError(f"{_named(place)}: the chat template does not show {shown}")
-        end += len(end_of_turn)
-        cut[index] += [(prefix[done[index] :], False), (whole[len(prefix) : end], True)]
-        done[index], text[index] = end, whole
-    return cut
-
-
-def _rendered(
-    conversations: Sequence[_Conversation],
-    beginnings: Sequence[tuple[int, int]],
-    tokenizer: PreTrainedTokenizerBase,
-    kwargs: Mapping[str, Any],
-) -> list[str]:
-    """The text of the first `count` messages of a conversation, for each (conversation, count)."""
-    import jinja2
-
-    together: dict[str, list[int]] = {}
-    for place, (index, _) in enumerate(beginnings):
-        together.setdefault(json.dumps(conversations[index].tools), []).append(place)
-    texts = [""] * len(beginnings)
-    # One call for all conversations with the same tools: the template is looked up and compiled once.
-    for places in together.values():
-        alike = [beginnings[place] for place in places]
-        messages = [list(conversations[index].messages[:count]) for index, count in alike]
-        tools = conversations[alike[0][0]].tools
-        try:
-            rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
-        except (jinja2.TemplateError, TypeError):
-            _name_refused(conversations, beginnings, tokenizer, kwargs)
-            raise
-        for place, text in zip(places, rendered, strict=True):
-            texts[place] = text
-    return texts
-
-
-def _name_refused(
-    conversations: Sequence[_Conversation],
-    beginnings: Sequence[tuple[int, int]],
-    tokenizer: PreTrainedTokenizerBase,
-    kwargs: Mapping[str, Any],
-) -> None:
-    """Raises DataError listing all rows that the template refuses; returns if it accepts each of them separately."""
-    import jinja2
-
-    problems = Problems()
-    refused: set[int] = set()
-    for index, count in beginnings:
+    offers, kwargs = [tools[index] for index, _ in turns], rules.chat_template_kwargs
+    asked = [found.messages[index][:at] for index, at in turns]
+    after = [found.messages[index][: at + 1] for index, at in turns]
+    before, refused_before = render(asked, offers, tokenizer, {"add_generation_prompt": True, **kwargs})
+    whole, refused_after = render(after, offers, tokenizer, {"add_generation_prompt": False, **kwargs})
+    ends = tuple(rules.end_tokens) or (str(tokenizer.eos_token),)
+    cut: dict[int, list[Segment]] = {index: [] for index in new}
+    refused: dict[int, Cell] = {}
+    done = dict.fromkeys(new, 0)
+    for place, (index, at) in enumerate(turns):
         if index in refused:
             continue
-        messages, tools = list(conversations[index].messages[:count]), conversations[index].tools
-        try:
-            tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
-        except (jinja2.TemplateError, TypeError) as error:
-            refused.add(index)
-            reason = f"the chat template refuses it: {error}"
-            problems.row(*conversations[index].place, "messages", messages, reason)
-    problems.raise_if_any()
+        prefix, text, message = before[place], whole[place], found.messages[index][at]
+        reason = refused_before.get(place) or refused_after.get(place)
+        if reason is None and not (prefix.startswith(found.texts[index]) and text.startswith(prefix)):
+            reason = _NOT_A_PREFIX.format(at=at)
+        if reason is None and (names := dropped_calls([message], text[len(prefix) :])):
+            reason = f"the chat template does not show the calls of message {at} in `tool_calls`: {', '.join(names)}"
+        end = _end_of_turn(text, len(prefix), ends)
+        if reason is None and end is None:
+            reason = f"the chat template does not end message {at} with {' or '.join(ends)}"
+        if reason is not None or end is None:
+            refused[index] = ("messages", list(found.messages[index]), reason or "")
+            continue
+        cut[index] += [(prefix[done[index] :], False), (text[len(prefix) : end], True)]
+        done[index], found.texts[index] = end, text
+    found.exclude(refused)
+    return list(cut.values())
 
 
-def _not_a_prefix(place: Location, message: int) -> DataError:
-    return DataError(
-        f"{_named(place)}: the chat template renders the conversation up to message {message} differently from the "
-        "start of the whole, so supervised tokens would not be those the model sees when it speaks. Templates that "
-        "rewrite earlier turns (dropped thinking, for instance) do this: set model.chat_template to one that keeps "
-        "the history as it was said, such as qwen3 (`ctpo doctor CONFIG --template` shows the difference)"
-    )
+def _end_of_turn(text: str, start: int, ends: Sequence[str]) -> int | None:
+    """Where a turn that begins at `start` is over: behind the first of the end tokens that the template writes."""
+    found = [(at, end) for end in ends if (at := text.rfind(end, start)) >= 0]
+    return min(at for at, _ in found) + len(min(found)[1]) if found else None
 
 
-def _named(place: Location) -> str:
-    return f"{place[0]} row {place[1]} column 'messages'"
+_NOT_A_PREFIX = (
+    "the chat template renders the conversation up to message {at} differently from the start of the whole, so "
+    "supervised tokens would not be those the model sees when it speaks. Templates that rewrite earlier turns (dropped "
+    "thinking, for instance) do this: set model.chat_template to one that keeps the history as it was said, such as "
+    "qwen3 (`ctpo doctor CONFIG --template` shows the difference)"
+)
+
+
+def _name(place: Location) -> str:
+    return f"{place[0].stem}/{place[1]}"
 
 
 def _encode(
-    cut: Sequence[Sequence[Segment]], places: Sequence[Location], tokenizer: PreTrainedTokenizerBase
-) -> list[Trajectory]:
-    # Cached: questions, tool outputs and the template's own texts repeat often.
-    pieces = list(dict.fromkeys(text for segments in cut for text, _ in segments))
-    encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    token_ids = dict(zip(pieces, encoded, strict=True))
-    conversations: list[Trajectory] = []
-    for (file, row), segments in zip(places, cut, strict=True):
-        record = Trajectory(prompt_id=f"{file.stem}/{row}", sample_index=0, seed=0)
-        turn = 0
-        for text, is_model in segments:
-            ids = token_ids[text]
-            if is_model:
-                turn += 1
-                record.append_model(ids, [0.0] * len(ids), [0] * len(ids), turn)
-            else:
-                record.append_context(ids, turn)
-        conversations.append(record)
-    return conversations
+    found: ConversationSet,
+    new: Sequence[int],
+    cut: Sequence[Sequence[Segment]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[int, RowTokens]:
+    # Each text once: questions, tool outputs and the template's own texts repeat often.
+    texts = list(dict.fromkeys(text for segments in cut for text, _ in segments))
+    token_ids = dict(zip(texts, encode(texts, tokenizer), strict=True))
+    made: dict[int, RowTokens] = {}
+    for index, segments in zip(new, cut, strict=True):
+        parts = [token_ids[text] for text, _ in segments]
+        ids, lengths = tuple(token for part in parts for token in part), tuple(map(len, parts))
+        made[index] = RowTokens(found.places[index], ids, lengths)
+    return made

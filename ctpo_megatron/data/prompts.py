@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.config import SystemPrompt
 from ctpo_megatron.data.messages import (
@@ -21,15 +21,9 @@ from ctpo_megatron.data.messages import (
 from ctpo_megatron.data.numbers import number_text
 from ctpo_megatron.data.problems import Problems
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.tables import count_rows, find_files, read_rows
-
-_EXAMPLES = 5
-
-Rule = Literal["refuse", "drop"]
-Location = tuple[Path, int]
-"""File, and row in it."""
-Cell = tuple[str, object, str]
-"""Column, value, and the problem."""
+from ctpo_megatron.data.rows import Cell, Location, Offered, RowSet, RowTokens, Rule, encode, render, row_key
+from ctpo_megatron.data.stored import StoredRows
+from ctpo_megatron.data.tables import find_files, read_rows
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class PromptRules:
     tool_schemas: passed to the chat template for rows without their own `tools`.
     held_out: an id must be unique within its file only (if files share ids, every id is prefixed by the file's name),
     and no rows are left out. limit: rows to read from each file. system_prompt: becomes part of the messages of every
-    prompt.
+    prompt. stored: rows that were rendered before, and are not rendered again.
     """
 
     max_prompt_tokens: int
@@ -50,53 +44,33 @@ class PromptRules:
     held_out: bool = False
     limit: int | None = None
     system_prompt: SystemPrompt = SystemPrompt()  # noqa: RUF009 - it is immutable
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A row that was left out, the configuration key responsible, and the reason."""
-
-    file: Path
-    row: int
-    id: str
-    rule: str
-    reason: str
+    stored: StoredRows | None = None
 
 
 @dataclass
-class PromptSet:
-    """The prompts of some files with their locations, problems, and rows that were left out.
+class PromptSet(RowSet):
+    """The prompts of some files."""
 
-    rows: number of rows of each file, read or not. texts: the rendered prompts.
-    """
+    called = "prompts"
 
     prompts: list[Prompt] = field(default_factory=list)
-    places: list[Location] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    rows: dict[Path, int] = field(default_factory=dict)
-    problems: Problems = field(default_factory=Problems)
-    left_out: list[LeftOut] = field(default_factory=list)
 
-    def exclude(self, cells: Mapping[int, Cell], key: str = "", rule: Rule = "refuse") -> None:
-        """Report prompts by their index, for a cell of each, as errors; or leave them out, as the key says.
+    def name(self, index: int) -> str:
+        """The prompt's id."""
+        return self.prompts[index].id
 
-        key: of the configuration, if leaving them out is offered.
-        """
-        fix = f"; or set {key}: drop" if key else ""
-        for count, (index, (column, value, reason)) in enumerate(cells.items()):
-            file, row = self.places[index]
-            if rule == "drop":
-                self.left_out.append(LeftOut(file, row, self.prompts[index].id, key, reason))
-            elif count < _EXAMPLES:
-                self.problems.row(file, row, column, value, reason + fix)
-        if rule == "refuse" and len(cells) > _EXAMPLES:
-            self.problems.general(f"{len(cells) - _EXAMPLES} more rows with such a {column!r}, {len(cells)} in all")
-        if rule == "refuse":
-            return
-        kept = [index for index in range(len(self.prompts)) if index not in cells]
-        self.prompts = [self.prompts[index] for index in kept]
-        self.places = [self.places[index] for index in kept]
-        self.texts = [self.texts[index] for index in kept]
+    def tokens(self, index: int) -> Sequence[int]:
+        """The rendered prompt."""
+        return self.prompts[index].token_ids
+
+    def said(self, index: int) -> Sequence[ChatMessage]:
+        """The prompt's messages."""
+        return self.prompts[index].messages
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """See `RowSet.keep`."""
+        super().keep(indices)
+        self.prompts = [self.prompts[index] for index in indices]
 
 
 if TYPE_CHECKING:
@@ -113,15 +87,17 @@ def read_prompts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, rules
     files: paths, folders or glob patterns (docs/data.md). What is wrong, and what was left out, is in the result:
     `problems.raise_if_any` raises DataError that lists all bad rows.
     """
-    found, tools = PromptSet(), []
+    found, tools = PromptSet(), list[Offered]()
+    offered = [dict(schema) for schema in rules.tool_schemas] or None
     for file in find_files(files, found.problems):
-        found.rows[file] = count_rows(file)
-        for row, cells in read_rows(file, _REQUIRED, _OPTIONAL, found.problems, rules.limit):
+        found.rows[file] = 0
+        for row, cells in read_rows(file, _REQUIRED, _OPTIONAL, found.problems, rules.limit, found.see):
             prompt = _parse(file, row, cells, rules.system_prompt, found.problems)
             if prompt is not None:
                 found.prompts.append(prompt)
                 found.places.append((file, row))
-                tools.append(plain_tools(cells["tools"]) if cells.get("tools") else None)
+                found.keys.append(row_key(cells))
+                tools.append(plain_tools(cells["tools"]) if cells.get("tools") else offered)
     if not found.prompts and not found.problems.lines:
         found.problems.general(f"no prompts in {', '.join(files)}")
     if rules.held_out:
@@ -222,32 +198,29 @@ def _refuse_twins(found: PromptSet) -> None:
             found.problems.row(*place, "id", prompt.id, f"already used by {file} row {row}")
 
 
-def _render(
-    found: PromptSet,
-    tools: Sequence[list[dict[str, Any]] | None],
-    tokenizer: PreTrainedTokenizerBase,
-    rules: PromptRules,
-) -> None:
+def _render(found: PromptSet, tools: Sequence[Offered], tokenizer: PreTrainedTokenizerBase, rules: PromptRules) -> None:
     """Text and token ids of every prompt; a template's refusal is a problem of its row."""
-    import jinja2
-
-    offered = [dict(schema) for schema in rules.tool_schemas] or None
+    stored = rules.stored.rows if rules.stored else {}
+    found.texts = [""] * len(found.prompts)
+    new = [index for index, key in enumerate(found.keys) if key not in stored]
+    messages = [found.prompts[index].messages for index in new]
+    options = {"add_generation_prompt": True, **rules.chat_template_kwargs}
+    texts, reasons = render(messages, [tools[index] for index in new], tokenizer, options)
     refused: dict[int, Cell] = {}
-    for index, (prompt, own) in enumerate(zip(found.prompts, tools, strict=True)):
-        messages, text = list(prompt.messages), ""
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tools=own or offered, tokenize=False, add_generation_prompt=True, **rules.chat_template_kwargs
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            refused[index] = ("prompt", messages, f"the chat template refuses it: {error}")
-        found.texts.append(text)
-        if index not in refused and (names := dropped_calls(messages, text)):
+    for place, (index, said, text) in enumerate(zip(new, messages, texts, strict=True)):
+        found.texts[index] = text
+        reason = reasons.get(place)
+        if reason is None and (names := dropped_calls(said, text)):
             reason = f"the chat template does not show the calls in `tool_calls`: {', '.join(names)}"
-            refused[index] = ("prompt", messages, reason)
+        if reason:
+            refused[index] = ("prompt", list(said), reason)
     found.exclude(refused)
-    ids = tokenizer(found.texts, add_special_tokens=False)["input_ids"] if found.texts else []
-    found.prompts = [replace(prompt, token_ids=tuple(i)) for prompt, i in zip(found.prompts, ids, strict=True)]
+    ids = zip(new, encode(texts, tokenizer), strict=True)
+    found.take({index: RowTokens(found.places[index], tuple(row)) for index, row in ids}, stored)
+    found.prompts = [
+        replace(prompt, token_ids=found.made[key].token_ids)
+        for prompt, key in zip(found.prompts, found.keys, strict=True)
+    ]
     overlong = dict(_overlong(found.prompts, rules.max_prompt_tokens))
     found.exclude(overlong, "" if rules.held_out else "data.overlong", rules.overlong)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from random import Random
 from typing import Any
 
 from ctpo_megatron.data.prompt import Prompt
+
+log = logging.getLogger(__name__)
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
@@ -21,13 +24,15 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 class PromptSampler:
     """Endless stream over `prompts`: every epoch visits each once, in an order that depends on seed and epoch only."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
-        """Raises ValueError when there is nothing to sample from."""
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, *, rerendered: bool = False) -> None:
+        """rerendered: go on from a state whose prompts had other tokens. Raises ValueError when there is nothing to
+        sample from."""
         if not prompts:
             raise ValueError("a prompt sampler needs at least one prompt")
         self._prompts = prompts
         self._shuffle = shuffle
         self._seed = seed
+        self._rerendered = rerendered
         self._digest = _digest(prompts)
         self._start(epoch=0, cursor=0)
 
@@ -82,12 +87,15 @@ class PromptSampler:
                     f"prompt {place + 1} of epoch {state['epoch']} was {saved!r}, these data give {ours!r}: "
                     "give the run the data.train and data.shuffle that it was begun with"
                 )
-        if state["digest"] != self._digest and (state["epoch"], state["cursor"]) != (0, 0):
+        if state["digest"] == self._digest or (state["epoch"], state["cursor"]) == (0, 0):
+            return
+        if not self._rerendered:
             raise ValueError(
                 "prompts have other tokens or answers under the same ids, or there are others: give the run the "
                 "data.train, data.system_prompt, data.tool_in_prompt, tokenizer and chat template that it was begun "
-                "with"
+                "with; data.rerender=true goes on with the prompts as they are rendered now"
             )
+        log.warning("data.rerender=true: going on with prompts that have other tokens or answers than before")
 
     def _start(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor

@@ -20,17 +20,30 @@ from ctpo_megatron.data.problems import DataError, Problems
 _BATCH = 1000
 _JSON = (".jsonl", ".ndjson", ".json")
 _DATA = (".parquet", *_JSON, ".arrow")
+_MEDIA = ("image", "video", "audio")
 _OTHERS = {".csv": "read_csv(FILE)", ".tsv": "read_csv(FILE, sep='\\t')", ".xlsx": "read_excel(FILE)"}
+_QUESTIONS = ("problem", "question", "query", "instruction", "input")
+_ANSWERS = ("answer", "final_answer", "expected_answer", "solution", "output", "response")
+"""Columns of collections of problems, the likeliest first."""
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True)
 class Table:
-    """An opened file: its columns, how many rows it has, and the rows with the named columns."""
+    """An opened file: its columns, how many rows it has, and the rows with the named columns.
+
+    escapes: whether it may hold half of a character, as an escape of JSON.
+    """
 
     columns: list[str]
     count: int
     rows: Callable[[Sequence[str]], Iterator[Any]]
+    escapes: bool = False
+
+    @property
+    def media(self) -> list[str]:
+        """Columns of images, videos or sounds, which nothing reads."""
+        return [name for name in self.columns if name.rstrip("s") in _MEDIA]
 
 
 def find_files(patterns: Sequence[str], problems: Problems) -> list[Path]:
@@ -50,20 +63,27 @@ def find_files(patterns: Sequence[str], problems: Problems) -> list[Path]:
 
 
 def read_rows(
-    file: Path, required: Sequence[str], optional: Sequence[str], problems: Problems, limit: int | None = None
+    file: Path,
+    required: Sequence[str],
+    optional: Sequence[str],
+    problems: Problems,
+    limit: int | None = None,
+    seen: Callable[[Path, Table], None] = lambda _, __: None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number, cells of the named columns that exist) of the first `limit` rows, or of all.
 
-    Yields nothing when a required column is missing. In JSON lines, a row number is a line number.
+    Yields nothing when a required column is missing. In JSON lines, a row number is a line number. seen: called with
+    the file and its table, if it can be opened.
     """
     try:
         table = open_table(file)
+        seen(file, table)
         if not table.count or _lacks(file, table.columns, required, problems):
             return
         wanted = [column for column in (*required, *optional) if column in table.columns]
         for row, cells in enumerate(islice(table.rows(wanted), limit)):
             if isinstance(cells, dict):
-                halves = [name for name in wanted if file.suffix in _JSON and not _is_text(cells.get(name))]
+                halves = [name for name in wanted if table.escapes and not _is_text(cells.get(name))]
                 for name in halves:
                     problems.row(file, row, name, cells[name], "holds half of a character (\\ud800 to \\udfff)")
                 if not halves:
@@ -137,7 +157,7 @@ def _open_json(file: Path) -> Table:
         for row in rows:
             yield {name: row.get(name) for name in names} if isinstance(row, dict) else row
 
-    return Table(columns, count, read)
+    return Table(columns, count, read, escapes="\\ud" in text or "\\uD" in text)
 
 
 def _is_text(cell: Any) -> bool:
@@ -151,13 +171,28 @@ def _is_text(cell: Any) -> bool:
 
 def _lacks(file: Path, columns: Sequence[str], required: Sequence[str], problems: Problems) -> bool:
     missing = [column for column in required if column not in columns]
+    known = ", ".join(columns) or f"none, since a row is no object; write each as {_object(required)}"
     for column in missing:
-        near = difflib.get_close_matches(column, columns, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        if {"question", "answer"} <= set(columns) or {"problem", "answer"} <= set(columns):
-            hint = "; make the columns with `ctpo data prepare` (docs/data.md)"
-        problems.general(f"{file}: no column {column!r}; the columns are {', '.join(columns)}{hint}")
+        problems.general(f"{file}: no column {column!r}; the columns are {known}{_hint(file, column, columns)}")
     return bool(missing)
+
+
+def _object(names: Sequence[str]) -> str:
+    return "{" + ", ".join(f'"{name}": ...' for name in names) + "}"
+
+
+def _hint(file: Path, column: str, columns: Sequence[str]) -> str:
+    """How to get a column that is missing: where there are a question and an answer, from these."""
+    found = [next((name for name in names if name in columns), None) for names in (_QUESTIONS, _ANSWERS)]
+    if column != "messages" and all(found):
+        pairs = zip(("problem", "answer"), found, strict=True)
+        mapped = " ".join(f"{ours}={theirs}" for ours, theirs in pairs if ours != theirs)
+        return (
+            f"; make a prompt file: ctpo data prepare {file} --output FILE.parquet{' --map ' * bool(mapped)}{mapped} "
+            "(docs/data.md)"
+        )
+    near = difflib.get_close_matches(column, columns, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _files_of(folder: Path, problems: Problems) -> list[Path]:

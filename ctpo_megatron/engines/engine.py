@@ -36,7 +36,12 @@ from ctpo_megatron.environments.factory import make_environment, make_toolbox
 from ctpo_megatron.environments.protocol import ToolUnavailable
 from ctpo_megatron.environments.seeds import trajectory_seed
 from ctpo_megatron.environments.template import MessageTemplate, TokenizerCodec, stop_token_ids
-from ctpo_megatron.environments.tokenizer import use_chat_template
+from ctpo_megatron.environments.tokenizer import (
+    TokenizerError,
+    different_ids,
+    read_tokenizer,
+    use_chat_template,
+)
 
 
 class RolloutEngine:
@@ -216,13 +221,17 @@ class RolloutEngine:
         """Stop the engine core."""
         self._llm.shutdown(timeout=CORE_SHUTDOWN_S)
 
-    def _make_codec(self, tokenizer: Any) -> TokenizerCodec:
+    def _make_codec(self, of_vllm: Any) -> TokenizerCodec:
+        tokenizer = read_tokenizer(self._spec.model_path)
+        if self._tools.stop and (difference := different_ids(tokenizer, of_vllm)):  # vLLM looks for stop strings
+            raise TokenizerError(f"{self._spec.model_path}: {difference}")
         use_chat_template(tokenizer, self._config.model)
         stops = stop_token_ids(tokenizer, self._spec.model_path)
         kwargs = self._config.model.chat_template_kwargs
         template = MessageTemplate(tokenizer, kwargs, sorted(stops), self._tools.schemas)
         if self._tools.schemas:  # a chat template without tool messages is refused now, not at the first call
             template.frame(self._tools.render([ToolCall(1, "", {}, "success", "", 0.0)]))
+        template.check_end()
         return TokenizerCodec(tokenizer, template, stops)
 
     def _turn_generator(self, sampling: Sampling, step: int) -> Callable[..., Awaitable[ModelTurn]]:

@@ -6,13 +6,15 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ctpo_megatron import __version__
 from ctpo_megatron.base.run_paths import RunPaths
 from ctpo_megatron.config import Config, ModelConfig, RewardConfig
-from ctpo_megatron.data import Cell, Prompt, PromptRules, PromptSet, read_prompts
+from ctpo_megatron.data import Cell, Prompt, PromptRules, PromptSet, RowSet, StoredRows, read_prompts
 from ctpo_megatron.environments.factory import offered_schemas, system_prompt
 from ctpo_megatron.environments.protocol import Schema
 from ctpo_megatron.environments.tokenizer import check_chat_template, read_tokenizer, use_chat_template
@@ -25,30 +27,37 @@ log = logging.getLogger(__name__)
 
 
 def chat_tokenizer(model: ModelConfig, offered: Sequence[Schema]) -> PreTrainedTokenizerBase:
-    """`training_tokenizer`, read without torch. Raises TokenizerError."""
+    """The tokenizer of a run, with the chat template that the run trains with.
+
+    offered: `factory.offered_schemas`. Raises TokenizerError when the template renders nothing, or omits these tools.
+    """
     tokenizer = read_tokenizer(model.path)
     use_chat_template(tokenizer, model)
     check_chat_template(tokenizer, model, offered)
     return tokenizer
 
 
-def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> PromptSet:
+def training_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, stored: StoredRows | None = None
+) -> PromptSet:
     """The prompts of `data.train`, and the rows that `data.overlong` and `data.unverifiable` leave out."""
     data = config.data
-    found = read_prompts(data.train, tokenizer, _rules(config, overlong=data.overlong, limit=limit))
-    found.exclude(_ground_truths(found, config.reward), "data.unverifiable", data.unverifiable)
+    found = read_prompts(data.train, tokenizer, _rules(config, overlong=data.overlong, limit=limit, stored=stored))
+    found.exclude(_ground_truths(found, config.reward, stored), "data.unverifiable", data.unverifiable)
     if not found.prompts and not found.problems.lines:
         found.problems.general(f"every prompt was left out; the first: {found.left_out[0].reason}")
     return found
 
 
-def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> PromptSet:
+def held_out_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, stored: StoredRows | None = None
+) -> PromptSet:
     """All prompts of `data.eval`: without some of its rows it would be another benchmark.
 
     If `data.unverifiable` is `drop`, prompts that no answer can match are kept, score 0, and are logged.
     """
-    found = read_prompts(config.data.eval, tokenizer, _rules(config, held_out=True, limit=limit))
-    cells = _ground_truths(found, config.reward)
+    found = read_prompts(config.data.eval, tokenizer, _rules(config, held_out=True, limit=limit, stored=stored))
+    cells = _ground_truths(found, config.reward, stored)
     if config.data.unverifiable == "refuse":
         found.exclude(cells, "data.unverifiable")
     elif cells:
@@ -58,21 +67,28 @@ def held_out_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, limit: 
 
 
 def usable(found: PromptSet, directory: Path | None = None) -> list[Prompt]:
-    """The prompts of a set without problems; rows left out go to the log and to `<directory>/data.json`.
+    """The prompts of a set without problems; doubts and rows left out go to the log, these to `<directory>/data.json`.
 
     Raises DataError with all problems.
     """
-    total = len(found.prompts) + len(found.left_out)
-    for rule, count in Counter(each.rule for each in found.left_out).items():
-        first = next(each for each in found.left_out if each.rule == rule)
-        log.warning(
-            "%s: drop left out %d of %d prompts, first %s row %d: %s",
-            *(rule, count, total, first.file, first.row, first.reason),
-        )
-    found.problems.raise_if_any()
+    say(found)
     if directory is not None:
         RunPaths(directory).data.write_text(json.dumps(_record(found), indent=1) + "\n", encoding="utf-8")
     return found.prompts
+
+
+def say(found: RowSet) -> None:
+    """Log the doubts of a set, and the rows that were left out. Raises DataError with all problems."""
+    total = len(found.places) + len(found.left_out)
+    for rule, count in Counter(each.rule for each in found.left_out).items():
+        first = next(each for each in found.left_out if each.rule == rule)
+        log.warning(
+            "%s: drop left out %d of %d %s, first %s row %d: %s",
+            *(rule, count, total, found.called, first.file, first.row, first.reason),
+        )
+    for line in found.doubts.lines:
+        log.warning("%s", line)
+    found.problems.raise_if_any()
 
 
 def _rules(config: Config, **rules: Any) -> PromptRules:
@@ -85,10 +101,24 @@ def _rules(config: Config, **rules: Any) -> PromptRules:
     )
 
 
-def _ground_truths(found: PromptSet, reward: RewardConfig) -> dict[int, Cell]:
+def scorer_of(reward: RewardConfig) -> str:
+    """What a verdict on a ground truth depends on besides it, as a text to compare."""
+    settings = reward.model_dump(mode="json", include={"function", "by_source", "timeout_s"})
+    return json.dumps([settings, __version__, version("math-verify")], sort_keys=True)
+
+
+def _ground_truths(found: PromptSet, reward: RewardConfig, stored: StoredRows | None) -> dict[int, Cell]:
+    """Prompts that no answer can match. Every verdict is kept in `found.made`, and one that is stored is not asked."""
+    known = found.made if stored and stored.scorer == scorer_of(reward) else {}
+    asked = [index for index, key in enumerate(found.keys) if key not in known or known[key].verdict is None]
+    reasons = unverifiable([found.prompts[index] for index in asked], reward)
+    for place, index in enumerate(asked):
+        key = found.keys[index]
+        found.made[key] = replace(found.made[key], verdict=reasons.get(place, ""))
     return {
-        index: ("reward_model", found.prompts[index].answer, f"the ground truth {reason}")
-        for index, reason in unverifiable(found.prompts, reward).items()
+        index: ("reward_model", found.prompts[index].answer, f"the ground truth {verdict}")
+        for index, key in enumerate(found.keys)
+        if (verdict := found.made[key].verdict)
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,27 @@ _ASSISTANT = "ASSISTANTPROBE"
 
 
 def stop_token_ids(tokenizer: Any, model_path: str | Path) -> frozenset[int]:
-    """Ids that end a model turn: the tokenizer's eos and every eos of the model's generation_config.json."""
+    """Ids that end a model turn: the tokenizer's eos and every eos of the model's generation_config.json.
+
+    Without one there, those of its config.json, as transformers has it.
+    """
     found: set[int] = set()
     if tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
-    file = Path(model_path) / "generation_config.json"
-    if file.is_file():
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        found.update(int(i) for i in (eos if isinstance(eos, list) else [eos] if eos is not None else []))
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if eos is not None:
+            found.update(map(int, eos if isinstance(eos, list) else [eos]))
+            break
     if not found:
         raise TokenizerError(f"{model_path}: neither the tokenizer nor generation_config.json names an end token")
     return frozenset(found)
+
+
+def end_tokens(tokenizer: Any, model_path: str | Path) -> tuple[str, ...]:
+    """The texts of `stop_token_ids`. Raises TokenizerError."""
+    return tuple(tokenizer.convert_ids_to_tokens(sorted(stop_token_ids(tokenizer, model_path))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,10 @@ class MessageTemplate:
                 text += content + after
         return ids + self._ids(text)
 
+    def check_end(self) -> None:
+        """Raises TokenizerError when no end token closes an assistant's message, so that no turn would ever end."""
+        self.frame([Message("user", "")])
+
     def frame(self, messages: Sequence[Message]) -> Frame:
         """The frame of messages with these roles and tool names."""
         key = tuple((message.role, message.name) for message in messages)
@@ -98,7 +112,8 @@ class MessageTemplate:
             # The quote shows whether the template writes contents as JSON: then it comes back escaped.
             holes = [f'HOLE{place}"PROBE' for place in range(len(messages))]
             rendered = self._render([Message(role, hole, name) for (role, name), hole in zip(key, holes, strict=True)])
-            self._frames[key] = _split(rendered, holes, [message.role for message in messages], self._stop_texts)
+            roles = [message.role for message in messages]
+            self._frames[key] = _split(rendered, holes, roles, self._stop_texts, self._advice)
         return self._frames[key]
 
     def _render(self, messages: Sequence[Message]) -> str:
@@ -126,11 +141,25 @@ class MessageTemplate:
         roles = ", ".join(f'"{message.role}"' for message in messages)
         raise TokenizerError(f"the chat template cannot render a message of role {roles}: {last}") from last
 
+    def _advice(self, text: str) -> str:
+        """What to do when `text`, which follows an assistant's message, holds no end token."""
+        closing = min(((at, token) for token in self._special if (at := text.find(token)) >= 0), default=None)
+        if closing is None:
+            return "set model.chat_template to one that closes messages"
+        number = self._tokenizer.convert_tokens_to_ids(closing[1])
+        return f"it writes {closing[1]}: add {number}, the id of that, to eos_token_id of generation_config.json"
+
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
-def _split(rendered: str, holes: Sequence[str], roles: Sequence[str], stop_texts: Sequence[str]) -> Frame:
+def _split(
+    rendered: str,
+    holes: Sequence[str],
+    roles: Sequence[str],
+    stop_texts: Sequence[str],
+    advice: Callable[[str], str],
+) -> Frame:
     """The texts around the placeholders, starting at the end token of the assistant's message."""
     if rendered.count(_ASSISTANT) != 1:
         raise TokenizerError("the chat template does not show an assistant message exactly once")
@@ -146,7 +175,8 @@ def _split(rendered: str, holes: Sequence[str], roles: Sequence[str], stop_texts
     ends = [(texts[0].find(stop), stop) for stop in stop_texts if stop in texts[0]]
     if not ends:
         raise TokenizerError(
-            f"the chat template writes none of the model's end tokens {list(stop_texts)} after an assistant message"
+            f"the chat template writes none of the model's end tokens {list(stop_texts)} after an assistant message; "
+            f"{advice(texts[0])}"
         )
     position, stop = min(ends)
     return Frame((texts[0][position + len(stop) :], *texts[1:], rest), tuple(escaped), stop)

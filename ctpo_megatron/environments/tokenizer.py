@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +17,94 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_PROBE = 'Find  x:\n  f(12, 3.5) != "a b", x_1 = -7 \\frac{1}{2} <tool_call>\n{"n": 1}\n\tend.'
+"""Digits, blanks, line ends and signs, by which readers of a tokenizer differ."""
+_GENERIC = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that read tokenizer.json as it is."""
+_FIX = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
+_ASK = """
+import json, sys
+sys.modules["torch"] = None
+from transformers import AutoTokenizer
+model, text, ids = json.load(sys.stdin)
+tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+print(json.dumps([tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.decode(ids)]))
+"""
+
+
 class TokenizerError(ValueError):
     """The tokenizer or the chat template of a model cannot be read, or cannot render a message."""
 
 
 def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory from its tokenizer.json, with its chat template, if any.
+    """The tokenizer of a model directory as its tokenizer.json has it, with its chat template, if any.
 
-    transformers renders and encodes, so text and ids are the same as in training. Uses its generic class for a
-    tokenizer.json, since AutoTokenizer would import torch (3 CPU-seconds). Reads files only. Raises TokenizerError.
+    The one reader of dry run, trainer and engines. AutoTokenizer would import torch (3 CPU-seconds), and some of its
+    classes rebuild a tokenizer from the vocabulary alone, so that ids differ from those the model was trained with. It
+    is used where there is no tokenizer.json. Reads files only. Raises TokenizerError.
     """
     from transformers import PreTrainedTokenizerFast
 
     try:
+        if not (Path(model) / "tokenizer.json").is_file() and Path(model).is_dir():
+            return automatic_tokenizer(model)
         return PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
     except Exception as error:  # tokenizers raises plain Exception for a file that it cannot parse
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TokenizerError(f"{model}: the tokenizer cannot be read: {reason}") from error
+
+
+def automatic_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer as transformers reads it for whoever loads the directory, vLLM included. Raises what it raises."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+    return tokenizer
+
+
+def different_ids(ours: PreTrainedTokenizerBase, other: Any) -> str:
+    """Where another reader of the same directory gives other ids or another text than ours, with advice, or ""."""
+    ids = ours(_PROBE, add_special_tokens=False)["input_ids"]
+    theirs, text = other(_PROBE, add_special_tokens=False)["input_ids"], other.decode(ids)
+    return _difference(ours, type(other).__name__, theirs, text)
+
+
+def different_to_others(ours: PreTrainedTokenizerBase, model: str | Path) -> str:
+    """`different_ids` to transformers' choice by the class that the directory names, made without torch."""
+    file = Path(model) / "tokenizer_config.json"
+    if not (Path(model) / "tokenizer.json").is_file() or not file.is_file():
+        return ""
+    named = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class")
+    if named in _GENERIC:
+        return ""
+    ids = tuple(ours(_PROBE, add_special_tokens=False)["input_ids"])
+    failure, theirs, text = _as_named(str(Path(model).resolve()), str(named), ids)
+    if failure:
+        return f"transformers cannot read it as {named}, which tokenizer_config.json names ({failure}); {_FIX}"
+    return _difference(ours, str(named), theirs, text)
+
+
+@cache
+def _as_named(model: str, named: str, ids: tuple[int, ...]) -> tuple[str, list[int], str]:
+    """Why a process of its own cannot read the tokenizer, or the ids that it gives the probe and the text of `ids`.
+
+    named: the class, of which there may be another at the next call.
+    """
+    question = json.dumps([model, _PROBE, ids])
+    done = subprocess.run([sys.executable, "-c", _ASK], input=question, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["no message"])[-1], [], ""
+    theirs, text = json.loads(done.stdout)
+    return "", theirs, text
+
+
+def _difference(ours: PreTrainedTokenizerBase, named: str, theirs: list[int], text: str) -> str:
+    ids = ours(_PROBE, add_special_tokens=False)["input_ids"]
+    if theirs != ids:
+        return f"as {named} it gives other ids than its tokenizer.json, {theirs[:8]}, not {ids[:8]}; {_FIX}"
+    if text != ours.decode(ids):
+        return f"as {named} it decodes another text than its tokenizer.json; {_FIX}"
+    return ""
 
 
 def template_problem(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -48,19 +123,6 @@ def template_problem(tokenizer: PreTrainedTokenizerBase) -> str:
     except Exception as error:  # templates may raise anything
         return f"the chat template cannot render one user message: {error}"
     return ""
-
-
-def training_tokenizer(model: ModelConfig, offered: Sequence[Schema]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with the chat template that the run trains with.
-
-    offered: `factory.offered_schemas`. Raises TokenizerError when the template renders nothing, or omits these tools.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model.path)
-    use_chat_template(tokenizer, model)
-    check_chat_template(tokenizer, model, offered)
-    return tokenizer
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:

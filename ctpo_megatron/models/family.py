@@ -19,6 +19,16 @@ _COUNTS = (
     "max_position_embeddings",
     "vocab_size",
 )
+_OF_THE_ENGINE = {
+    "ada_rms_norm_t_cond": False,
+    "bias": False,
+    "dual_chunk_attention_config": None,
+    "is_causal": True,
+    "llama_4_scaling": None,
+    "logit_scale": 1,
+}
+"""Keys of config.json that vLLM's classes of our families obey and the trainer does not, each with what changes
+nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,17 @@ class ModelFamily:
         if raw.get("hidden_act", "silu") != "silu":
             yield Refusal(f"activation {raw['hidden_act']!r} is not supported", "supported: silu")
         yield from (Refusal(f"{name} is not supported") for name in self.not_supported if raw.get(name))
+        without = _OF_THE_ENGINE | {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm}
+        for name in sorted(without.keys() & raw.keys()):
+            if raw[name] is not None and raw[name] != without[name]:
+                message = f"{name} {raw[name]!r} is not supported: vLLM obeys it, and the trainer does not"
+                yield Refusal(message, "take a model without it; where it only extends the context, remove it")
         if self.slides(raw):
-            yield Refusal("sliding-window attention is not supported", "the trainer would attend to everything")
+            fix = (
+                "the trainer would attend to everything. Where rollout.engine.max_model_len is within the window, both "
+                "are the same: set sliding_window null and use_sliding_window false, and remove layer_types"
+            )
+            yield Refusal("sliding-window attention is not supported", fix)
         if raw.get("quantization_config"):
             yield Refusal("quantized weights cannot be trained", "use the unquantized model")
 

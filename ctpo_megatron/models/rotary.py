@@ -9,6 +9,8 @@ from ctpo_megatron.models.spec import ModelSpec, Refusal, is_positive
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Megatron-Core fixes these numbers of the llama3 scaling; only `factor` is free."""
+_EXTENDING = ("yarn", "longrope", "dynamic")
+"""Types that extend a model's context beyond what it was first trained for."""
 _KEYS = {"default": (), "linear": ("factor",), "llama3": ("factor", *_LLAMA3)}
 """Keys allowed for each type of rotary embedding, in addition to `rope_type`, `rope_theta` and a factor of 1."""
 
@@ -43,7 +45,10 @@ def rotary_refusals(raw: Mapping[str, Any]) -> Iterator[Refusal]:
     rope = read_rotary(raw)
     kind = rope["rope_type"]
     if not isinstance(kind, str) or kind not in _KEYS:
-        yield Refusal(f"rope type {kind!r} is not supported", f"supported: {', '.join(_KEYS)}")
+        fix = f"supported: {', '.join(_KEYS)}"
+        if kind in _EXTENDING:
+            fix += "; for sequences within the original positions remove it, with max_position_embeddings set to those"
+        yield Refusal(f"rope type {kind!r} is not supported", fix)
         return
     if not is_positive(rope["rope_theta"]):
         yield Refusal(f"rope_theta {rope['rope_theta']!r} is no positive number")

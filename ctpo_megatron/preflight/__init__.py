@@ -1,11 +1,12 @@
 """Preflight: every check before something starts, each a `Check` that yields `Problem`s. No torch unless needed.
 
-`validate` checks a configuration for the dry run and a start, `check_extensions` users' parts, `check_data` prompts.
+`validate` checks a configuration for the dry run and a start, `check_extensions` users' parts. `Admission` is the pass
+over all rows of data, and `check_data` what a dry run says of them.
 `diagnose`, `diagnose_run` and `diagnose_nodes` are `ctpo doctor`. `ctpo launch` runs `LAUNCH_CHECKS`, the node program
 `NODE_CHECKS`; `NodeNeeds` is what it starts.
 """
 
-from ctpo_megatron.preflight.admission import DataCheck, check_data
+from ctpo_megatron.preflight.admission import Admission, DataCheck, check_data, check_prompt_file
 from ctpo_megatron.preflight.check import (
     Check,
     Gpu,
@@ -33,6 +34,7 @@ __all__ = [
     "LAUNCH_CHECKS",
     "NODE_CHECKS",
     "START_CHECKS",
+    "Admission",
     "Check",
     "DataCheck",
     "Gpu",
@@ -47,6 +49,7 @@ __all__ = [
     "Wanted",
     "check_data",
     "check_extensions",
+    "check_prompt_file",
     "check_template",
     "diagnose",
     "diagnose_nodes",

@@ -1,18 +1,39 @@
-"""Admission of data: what a dry run reads of prompts, tokenizer and chat template, as training would; without torch."""
+"""Admission of data: one pass over every row, shared by dry run, training and `ctpo eval`; without torch.
+
+Rows are rendered once, or taken from where a run keeps them, and checked (`row_checks`). Errors refuse, doubts warn.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from ctpo_megatron.config import Config, DataConfig, Problem, RolloutConfig, will_be_prepared
+from ctpo_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    Problem,
+    RewardConfig,
+    RolloutConfig,
+    read_spec,
+    spec_for,
+    will_be_prepared,
+)
+from ctpo_megatron.models import ModelSpec
+from ctpo_sandbox.libraries import absent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ctpo_megatron.data import Prompt, PromptSet
+    from ctpo_megatron.data import ConversationSet, Prompt, PromptSet, RowSet, StoredRows
+    from ctpo_megatron.preflight.stored import Kind, RowStore
+
+RowsT = TypeVar("RowsT", bound="RowSet")
 
 _NEEDED = ("pyarrow", "transformers", "jinja2", "tokenizers")
 
@@ -30,32 +51,210 @@ class DataCheck:
     """Why nothing was read, where nothing was."""
 
 
+@dataclass(frozen=True)
+class Admission:
+    """Reads every row of a configuration, and says what is wrong with it.
+
+    spec: of the model; None: ids and lengths are not compared with it. store: where rendered rows are kept. taught: SFT
+    shows the model how to call tools and to answer, so that prompts need not. limit: rows to read from each file.
+    """
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    spec: ModelSpec | None
+    store: RowStore
+    taught: bool
+    limit: int | None = None
+
+    @classmethod
+    def of(
+        cls, config: Config, directory: Path | None, limit: int | None = None, *, taught: bool | None = None
+    ) -> Admission:
+        """Of a run, or of `ctpo eval`, that keeps its rows in `directory`.
+
+        taught: None: if there is a supervised stage. Raises TokenizerError for a chat template or a tokenizer that
+        cannot be used.
+        """
+        from ctpo_megatron.environments.factory import offered_schemas
+        from ctpo_megatron.environments.prompts import chat_tokenizer
+        from ctpo_megatron.environments.tokenizer import TokenizerError
+        from ctpo_megatron.preflight.stored import RowStore
+
+        tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
+        store = RowStore.of(config, tokenizer, directory)
+        admission = cls(
+            config, tokenizer, _spec(config), store, config.sft is not None if taught is None else taught, limit
+        )
+        if problem := admission.problem():
+            raise TokenizerError(problem)
+        return admission
+
+    def training(self) -> PromptSet:
+        """The prompts of `data.train`. Raises DamagedFileError for stored rows that are damaged; so do the others."""
+        from ctpo_megatron.environments.prompts import training_prompts
+
+        with _uncollected():
+            stored = self.store.read("train")
+            found = training_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
+        return self._prompts("train", found, stored)
+
+    def held_out(self) -> PromptSet:
+        """The prompts of `data.eval`."""
+        from ctpo_megatron.environments.prompts import held_out_prompts
+
+        with _uncollected():
+            stored = self.store.read("eval")
+            found = held_out_prompts(self.config, self.tokenizer, self.limit, self._used(stored))
+        return self._prompts("eval", found, stored)
+
+    def conversations(self) -> ConversationSet:
+        """The conversations of `sft.data`."""
+        from ctpo_megatron.data import ConversationRules, read_conversations
+        from ctpo_megatron.environments.factory import offered_schemas, system_prompt
+        from ctpo_megatron.environments.template import end_tokens
+        from ctpo_megatron.preflight import row_checks
+
+        config, stored = self.config, self.store.read("sft")
+        rules = ConversationRules(
+            tool_schemas=offered_schemas(config.data, config.rollout),
+            chat_template_kwargs=config.model.chat_template_kwargs,
+            system_prompt=system_prompt(config.data, config.rollout),
+            end_tokens=end_tokens(self.tokenizer, config.model.path),
+            limit=self.limit,
+            stored=self._used(stored),
+        )
+        with _uncollected():
+            found = read_conversations(config.sft.data if config.sft else (), self.tokenizer, rules)
+        self._rows("messages", found, ("system", "user", "tool", "assistant"))
+        row_checks.check_own_words(found)
+        row_checks.check_lengths(found, config, self.spec)
+        row_checks.check_count(found, config)
+        return self._admitted("sft", found, stored)
+
+    def problem(self) -> str:
+        """Why no row could be used: end tokens or calls that would not be recognized; or ""."""
+        from ctpo_megatron.environments.template import MessageTemplate, stop_token_ids
+        from ctpo_megatron.environments.tokenizer import TokenizerError
+        from ctpo_megatron.preflight import row_checks
+
+        model = self.config.model
+        try:
+            stops = sorted(stop_token_ids(self.tokenizer, model.path))
+            MessageTemplate(self.tokenizer, model.chat_template_kwargs, stops).check_end()
+        except TokenizerError as error:
+            return str(error)
+        return row_checks.check_call(self.tokenizer, self.config.rollout)
+
+    def _compare_readers(self, found: PromptSet) -> None:
+        """Whether vLLM, which reads what the directory names, has the ids of tokenizer.json."""
+        from ctpo_megatron.environments.factory import make_parser
+        from ctpo_megatron.environments.tokenizer import different_to_others
+
+        path = self.config.model.path
+        if difference := different_to_others(self.tokenizer, path):
+            stops = hasattr(make_parser(self.config.rollout), "stop")  # which vLLM looks for in what it decodes
+            (found.problems if stops else found.doubts).general(f"the tokenizer of {path}: {difference}")
+
+    def _used(self, stored: StoredRows | None) -> StoredRows | None:
+        return None if self.store.rerender else stored
+
+    def _prompts(self, kind: Kind, found: PromptSet, stored: StoredRows | None) -> PromptSet:
+        from ctpo_megatron.preflight import row_checks
+
+        config = self.config
+        if self._used(stored) is None:
+            self._compare_readers(found)
+        self._rows("prompt", found, ("system", "user", "tool"))
+        if not self.taught:
+            row_checks.check_answer_form(found, config.reward)
+            row_checks.check_call_form(found, config.rollout)
+        return self._admitted(kind, found, stored)
+
+    def _rows(self, column: str, found: RowSet, roles: Sequence[str]) -> None:
+        from ctpo_megatron.environments.factory import needs_sandbox
+        from ctpo_megatron.preflight import row_checks
+
+        row_checks.check_rows(found, column, roles, self.tokenizer, self.spec)
+        if needs_sandbox(self.config.rollout):
+            row_checks.check_libraries(found, column, absent())
+
+    def _admitted(self, kind: Kind, found: RowsT, stored: StoredRows | None) -> RowsT:
+        if used := self._used(stored):
+            found.doubts.lines = list(dict.fromkeys([*used.warnings, *found.doubts.lines]))
+        self.store.compare(kind, found, stored, whole=self.limit is None)
+        if not found.problems.lines:
+            self.store.write(kind, found, stored)
+        found.doubts.lines += self.store.differences(kind, stored)
+        return found
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No collections of garbage: rows are many and stay, and to look at them again and again costs a third more."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def check_data(config: Config, limit: int | None) -> DataCheck:
-    """Read the first `limit` rows of every data file, or all, and render them as training would. Imports no torch."""
+    """Admit the first `limit` rows of every data file, or all, as training would. Imports no torch."""
     report = DataCheck(not_checked=_why_not(config))
     if report.not_checked:
         report.problems += check_prompts(config.rollout, _count(config.data))
         return report
-    from ctpo_megatron.environments.factory import offered_schemas
-    from ctpo_megatron.environments.prompts import chat_tokenizer, held_out_prompts, training_prompts
     from ctpo_megatron.environments.tokenizer import TokenizerError
 
     try:
-        tokenizer = chat_tokenizer(config.model, offered_schemas(config.data, config.rollout))
+        admission = Admission.of(config, None, limit)
     except TokenizerError as error:
         report.problems.append(Problem("model.path", str(error)))
         report.not_checked = "the tokenizer cannot render prompts"
         return report
-    found = training_prompts(config, tokenizer, limit)
+    found = admission.training()
     _add(report, "data.train", found, config)
+    _add_words(report, found, config.reward)
     report.problems += check_prompts(config.rollout, sum(found.rows.values()) or None)
     if found.prompts:
-        report.first_prompt, report.first = found.texts[0], (tokenizer, found.prompts[0])
+        report.first_prompt, report.first = found.texts[0], (admission.tokenizer, found.prompts[0])
     if config.data.eval:
-        _add(report, "data.eval", held_out_prompts(config, tokenizer, limit), config)
+        held_out = admission.held_out()
+        _add(report, "data.eval", held_out, config)
+        _add_words(report, held_out, config.reward)
     if config.sft:
-        _add_conversations(report, config, tokenizer, limit)
+        _add(report, "sft.data", admission.conversations(), config)
     return report
+
+
+def check_prompt_file(file: Path, model: Path, max_tokens: int) -> list[Problem]:
+    """What `ctpo data prepare` says of a file that it wrote, for a model. Raises TokenizerError."""
+    from ctpo_megatron.data import PromptRules, read_prompts
+    from ctpo_megatron.environments.tokenizer import read_tokenizer
+    from ctpo_megatron.preflight import row_checks
+
+    tokenizer = read_tokenizer(model)
+    with _uncollected():
+        found = read_prompts([str(file)], tokenizer, PromptRules(max_tokens))
+    try:
+        spec = read_spec(model)
+    except ConfigError:  # of a family that is not ours: the ids are not compared
+        spec = None
+    row_checks.check_rows(found, "prompt", ("system", "user", "tool"), tokenizer, spec)
+    return [
+        *(Problem("", line) for line in found.problems.shown()),
+        *(Problem("", line, severity="warning") for line in found.doubts.lines),
+    ]
+
+
+def _spec(config: Config) -> ModelSpec | None:
+    """The model's; None where it cannot be read, which other checks report."""
+    try:
+        return spec_for(config)
+    except ConfigError:
+        return None
 
 
 def _why_not(config: Config) -> str:
@@ -77,54 +276,36 @@ def _count(data: DataConfig) -> int | None:
     return count_all_rows(data.train)
 
 
-def _add(report: DataCheck, key: str, found: PromptSet, config: Config) -> None:
-    from ctpo_megatron.rewards import in_words, shown_words
-
+def _add(report: DataCheck, key: str, found: RowSet, config: Config) -> None:
     report.problems += [Problem(key, line) for line in found.problems.shown() if not line.startswith("no such file:")]
-    rows, read = sum(found.rows.values()), len(found.prompts) + len(found.left_out)
+    report.problems += [Problem(key, line, severity="warning") for line in found.doubts.lines]
+    rows, read = sum(found.rows.values()), len(found.places) + len(found.left_out)
     files = f"{len(found.rows)} file{'s' * (len(found.rows) != 1)}"
-    report.table.append((key, f"{rows:,} rows", files if read == rows else f"{files}; {read:,} prompts read"))
-    if found.prompts:
-        lengths = sorted(len(prompt.token_ids) for prompt in found.prompts)
+    report.table.append((key, f"{rows:,} rows", files if read == rows else f"{files}; {read:,} {found.called} read"))
+    if found.places:
+        lengths = sorted(len(found.tokens(index)) for index in range(len(found.places)))
         shown = " / ".join(f"{value:,}" for value in _quantiles(lengths))
-        of = f"min / median / 95% / max of a prompt; data.max_prompt_tokens is {config.data.max_prompt_tokens:,}"
-        report.table.append(("  tokens", shown, of))
-    if words := in_words(found.prompts, config.reward):
-        look = f"the most frequent of them: {shown_words(words)}"
-        report.table.append(("  words as ground truth", f"{words.total():,} rows", look))
+        of = f"min / median / 95% / max of a {found.called.removesuffix('s')}"
+        limit = f"; data.max_prompt_tokens is {config.data.max_prompt_tokens:,}" if key != "sft.data" else ""
+        report.table.append(("  tokens", shown, of + limit))
     for rule in sorted({each.rule for each in found.left_out}):
         those = [each for each in found.left_out if each.rule == rule]
         first = f"{rule}: drop; the first is {those[0].file.name} row {those[0].row}"
         report.table.append(("  left out", f"{len(those):,} rows", first))
 
 
+def _add_words(report: DataCheck, found: PromptSet, reward: RewardConfig) -> None:
+    """Ground truths in words, of which some may say that there is no answer."""
+    from ctpo_megatron.rewards import in_words, shown_words
+
+    if words := in_words(found.prompts, reward):
+        look = f"the most frequent of them: {shown_words(words)}"
+        report.table.append(("  words as ground truth", f"{words.total():,} rows", look))
+
+
 def _quantiles(lengths: list[int]) -> list[int]:
     at = [0, len(lengths) // 2, int(0.95 * len(lengths)), len(lengths) - 1]
     return [lengths[min(index, len(lengths) - 1)] for index in at]
-
-
-def _add_conversations(report: DataCheck, config: Config, tokenizer: Any, limit: int | None) -> None:
-    from ctpo_megatron.data import DataError, load_conversations
-    from ctpo_megatron.environments.factory import offered_schemas, system_prompt
-
-    if config.sft is None:
-        return
-    try:
-        conversations = load_conversations(
-            config.sft.data,
-            tokenizer,
-            tool_schemas=offered_schemas(config.data, config.rollout),
-            chat_template_kwargs=config.model.chat_template_kwargs,
-            system_prompt=system_prompt(config.data, config.rollout),
-            limit=limit,
-        )
-    except DataError as error:
-        lines = str(error).splitlines()
-        report.problems += [Problem("sft.data", line.strip()) for line in (lines[1:] or lines)]
-        return
-    lengths = sorted(map(len, conversations))
-    shown = " / ".join(f"{value:,}" for value in _quantiles(lengths))
-    report.table.append(("sft.data", f"{len(conversations):,} conversations", f"tokens {shown}"))
 
 
 def check_prompts(rollout: RolloutConfig, count: int | None) -> list[Problem]:

@@ -209,7 +209,11 @@ def _describe(directory: Path, settings: Mapping[str, Any]) -> None:
 
     And code, command and machine of this start.
     """
-    lasting = {"run": settings["run"] | _ONE_TIME, "checkpoint": settings["checkpoint"] | {"load": None}}
+    lasting = {
+        "run": settings["run"] | _ONE_TIME,
+        "data": settings["data"] | {"rerender": False},
+        "checkpoint": settings["checkpoint"] | {"load": None},
+    }
     paths = RunPaths(directory)
     write_text(paths.config, yaml.safe_dump({**settings, **lasting}, sort_keys=False, allow_unicode=True), durable=True)
     write_json(paths.environment, describe_environment(), durable=True)
@@ -223,7 +227,7 @@ def _changes(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[An
         log.warning("%s: which values differ from those of the run is unknown", error)
         return None
     current = dict(_flatten(settings))
-    not_compared = {"checkpoint.load", *(f"run.{name}" for name in _ONE_TIME)}
+    not_compared = {"checkpoint.load", "data.rerender", *(f"run.{name}" for name in _ONE_TIME)}
     return {
         key: (former.get(key), current.get(key))
         for key in sorted(former.keys() | current.keys())

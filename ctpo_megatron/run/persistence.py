@@ -77,7 +77,7 @@ class Persistence:
         if checkpoint is not None:
             state = self._trainer.load(checkpoint)
             _check_version(checkpoint, state, "order")
-            _check_order(checkpoint, state["order"], order)
+            _check_order(checkpoint, state["order"], order, self._config.data.rerender)
             done = state["step"]
             self._trainer.set_schedule(done / total_steps)
         self._rewind_sft(checkpoint, done)
@@ -207,16 +207,16 @@ def _check_version(checkpoint: Path, state: Mapping[str, Any], key: str) -> None
         raise CheckpointError(written_by_another_version(checkpoint, checkpoints.parent))
 
 
-def _check_order(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def _check_order(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, Any], rerendered: bool) -> None:
     changed = [
         f"{name} ({saved.get(key)}, now {ours[key]})"
         for key, name in _ORDERED_BY.items()
-        if ours[key] != saved.get(key)
+        if ours[key] != saved.get(key) and not (rerendered and key == "conversations")
     ]
     if changed:
         raise CheckpointError(
             f"{checkpoint} is in the middle of other batches: changed {'; '.join(changed)}. Give SFT what it was begun "
-            "with, or begin it again in a run of another name"
+            "with, or begin it again in a run of another name; data.rerender=true goes on with other tokens"
         )
 
 

@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import AutoTokenizer
-
 from ctpo_megatron.base.run_paths import EVALUATION, SFT_METRICS, TRAJECTORIES, RunPaths
 from ctpo_megatron.config import Config, engine_count
 from ctpo_megatron.data import Batch, Group
+from ctpo_megatron.environments.tokenizer import read_tokenizer
 from ctpo_megatron.policy import peak_flops
 from ctpo_megatron.tracking import (
     Decode,
@@ -239,7 +238,7 @@ def decoder(model_path: str) -> Decode:
 
     @functools.cache
     def read() -> Decode:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        tokenizer = read_tokenizer(model_path)
         fast = getattr(tokenizer, "backend_tokenizer", None)
         if fast is None or tokenizer.clean_up_tokenization_spaces:
             return tokenizer.decode  # type: ignore[no-any-return]

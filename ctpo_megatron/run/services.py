@@ -12,10 +12,9 @@ from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import Config, Job, Placement, RewardConfig, RolloutConfig, node_ranks, world_size
 from ctpo_megatron.data import PromptSampler
 from ctpo_megatron.engines import EnginePool, check_tokenizer, open_engines
-from ctpo_megatron.environments.factory import offered_schemas
-from ctpo_megatron.environments.prompts import held_out_prompts, training_prompts, usable
-from ctpo_megatron.environments.tokenizer import training_tokenizer
+from ctpo_megatron.environments.prompts import usable
 from ctpo_megatron.policy import capabilities
+from ctpo_megatron.preflight import Admission
 from ctpo_megatron.rewards import OverlongPenalty, RewardPool
 from ctpo_megatron.rollouts import Evaluation, Generator, Replay, Rollouts, RolloutSettings, Scheduler, Scorer
 from ctpo_megatron.tracking import Phases, recorded_trajectories, trajectory_files
@@ -36,15 +35,16 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
     """Read the prompts and start sandbox, engines and scorers; the engines load in the background.
 
     stop: checked while engines start and groups are sampled. Raises DataError for bad prompts, TokenizerError for a
-    chat template that cannot be used, ConfigError for a tokenizer of more tokens than the model has.
+    chat template that cannot be used, ConfigError for a tokenizer of more tokens than the model has, DamagedFileError
+    for stored rows that are damaged.
     """
-    tokenizer = training_tokenizer(config.model, offered_schemas(config.data, config.rollout))
-    check_tokenizer(config, len(tokenizer))
-    train = usable(training_prompts(config, tokenizer), directory)
+    admission = Admission.of(config, directory)
+    check_tokenizer(config, len(admission.tokenizer))
+    train = usable(admission.training(), directory)
     # A recording has no answers of these weights to the held-out prompts.
     replayed = config.rollout.replay is not None
-    held_out = [] if replayed or not config.data.eval else usable(held_out_prompts(config, tokenizer))
-    prompts = PromptSampler(train, config.run.seed, config.data.shuffle)
+    held_out = [] if replayed or not config.data.eval else usable(admission.held_out())
+    prompts = PromptSampler(train, config.run.seed, config.data.shuffle, rerendered=config.data.rerender)
     with ExitStack() as stack:
         pool = None
         if not replayed:

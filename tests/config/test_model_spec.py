@@ -122,6 +122,9 @@ def test_spec_of_the_other_families(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"logit_scale": 0.5}, "logit_scale 0.5 is not supported: vLLM obeys it, and the trainer does not"),
+        ({"dual_chunk_attention_config": {"chunk_size": 1}}, "dual_chunk_attention_config {'chunk_size': 1} is not"),
+        ({"is_causal": False}, "is_causal False is not supported"),
         ({"use_sliding_window": True}, "sliding-window attention is not supported"),
         (MISTRAL | {"sliding_window": 4096}, "sliding-window attention is not supported"),
         (MISTRAL | {"sliding_window": "drop"}, "sliding-window attention is not supported"),  # transformers' default

@@ -13,7 +13,7 @@ import pytest
 
 from ctpo_megatron import cli
 
-TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}Call one in <tool_call>, and answer in \\boxed{}.\n"
 
 
 def row(question: str = "1+1?", truth: str = "2", **changes: Any) -> dict[str, Any]:

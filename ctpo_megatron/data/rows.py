@@ -1,0 +1,181 @@
+"""Rows of data files: where each stands, its digest, its rendered text, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ctpo_megatron.data.messages import ChatMessage
+from ctpo_megatron.data.problems import Problems
+from ctpo_megatron.data.tables import Table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_EXAMPLES = 5
+_AT_ONCE = 1000
+"""Texts encoded by one call: an encoding takes a hundred bytes a token until its ids are taken out."""
+
+Rule = Literal["refuse", "drop"]
+Location = tuple[Path, int]
+"""File, and row in it."""
+Cell = tuple[str, object, str]
+"""Column, value, and the problem."""
+Offered = list[dict[str, Any]] | None
+"""Tool schemas as a chat template receives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A row that was left out, the configuration key responsible, and the reason."""
+
+    file: Path
+    row: int
+    id: str
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """What one row became. pieces: lengths of what the model does not say and what it says, in turn; of a prompt: none.
+
+    verdict: why its ground truth cannot be scored; empty if it can, None if it was not asked.
+    """
+
+    place: Location
+    token_ids: tuple[int, ...]
+    pieces: tuple[int, ...] = ()
+    verdict: str | None = None
+
+
+@dataclass
+class RowSet:
+    """The usable rows of some files, in their order; what is made of them is in a subclass.
+
+    rows: number of rows of each file, read or not. keys: `row_key` of each. texts: rendered; empty where the tokens
+    were stored. made: of every row that was rendered, also of those left out, by its key. problems: what refuses the
+    data; doubts: what deserves a warning. ignored: columns of a file that would change what the rows mean.
+    """
+
+    called: ClassVar[str] = "rows"
+
+    places: list[Location] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    made: dict[bytes, RowTokens] = field(default_factory=dict)
+    rows: dict[Path, int] = field(default_factory=dict)
+    problems: Problems = field(default_factory=Problems)
+    doubts: Problems = field(default_factory=Problems)
+    left_out: list[LeftOut] = field(default_factory=list)
+    ignored: dict[Path, list[str]] = field(default_factory=dict)
+
+    def see(self, file: Path, table: Table) -> None:
+        """Note how many rows a file has, and what in it is not read."""
+        self.rows[file] = table.count
+        if table.media:
+            self.ignored[file] = table.media
+
+    def exclude(self, cells: Mapping[int, Cell], key: str = "", rule: Rule = "refuse") -> None:
+        """Report rows by their index, for a cell of each, as errors; or leave them out, as the key says.
+
+        key: of the configuration, if leaving them out is offered.
+        """
+        if rule == "refuse":
+            fix = f"; or set {key}: drop" if key else ""
+            for index, (column, value, reason) in list(cells.items())[:_EXAMPLES]:
+                self.problems.row(*self.places[index], column, value, reason + fix)
+            if (more := len(cells) - _EXAMPLES) > 0:
+                column = next(iter(cells.values()))[0]
+                self.problems.general(f"{_more(more)} with such a {column!r}, {len(cells)} in all")
+            return
+        for index, (_, _, reason) in cells.items():
+            file, row = self.places[index]
+            self.left_out.append(LeftOut(file, row, self.name(index), key, reason))
+        self.keep([index for index in range(len(self.places)) if index not in cells])
+
+    def doubt(self, cells: Mapping[int, Cell]) -> None:
+        """Warn of rows by their index: the first of them, and how many more there are."""
+        for index, (column, value, reason) in list(cells.items())[:1]:
+            others = f"; so it is in {_more(len(cells) - 1)}" if len(cells) > 1 else ""
+            self.doubts.row(*self.places[index], column, value, reason + others)
+
+    def name(self, index: int) -> str:
+        """The id of a row."""
+        raise NotImplementedError
+
+    def tokens(self, index: int) -> Sequence[int]:
+        """The token ids of a row."""
+        raise NotImplementedError
+
+    def take(self, made: Mapping[int, RowTokens], stored: Mapping[bytes, RowTokens]) -> None:
+        """Set `made`, of new rows by index and stored ones by key."""
+        for index, (key, place) in enumerate(zip(self.keys, self.places, strict=True)):
+            row = made.get(index) or stored[key]
+            self.made[key] = row if row.place == place else replace(row, place=place)
+
+    def said(self, index: int) -> Sequence[ChatMessage]:
+        """The messages of a row, as the chat template gets them."""
+        raise NotImplementedError
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Forget all other rows."""
+        self.places = [self.places[index] for index in indices]
+        self.keys = [self.keys[index] for index in indices]
+        self.texts = [self.texts[index] for index in indices]
+
+
+def _more(count: int) -> str:
+    return f"{count:,} more row{'s' * (count > 1)}"
+
+
+def row_key(cells: Mapping[str, Any]) -> bytes:
+    """blake2b-128 of what a row holds in the columns that are read, whatever file format it came from."""
+    plain = {name: cell for name, cell in cells.items() if cell is not None}
+    text = json.dumps(plain, sort_keys=True, default=str, separators=(",", ":"))
+    return blake2b(text.encode(), digest_size=16).digest()
+
+
+def render(
+    conversations: Sequence[Sequence[ChatMessage]],
+    tools: Sequence[Offered],
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+) -> tuple[list[str], dict[int, str]]:
+    """The text of every conversation, and why the chat template refuses some of them, by index."""
+    import jinja2
+
+    texts, refused = [""] * len(conversations), dict[int, str]()
+    together: dict[str, list[int]] = {}
+    for index, offered in enumerate(tools):
+        together.setdefault(json.dumps(offered), []).append(index)
+    # One call for all conversations with the same tools: the template is looked up and compiled once.
+    for indices in together.values():
+        offered = tools[indices[0]]
+        try:
+            alike = [list(conversations[index]) for index in indices]
+            rendered = tokenizer.apply_chat_template(alike, tools=offered, tokenize=False, **options)
+        except (jinja2.TemplateError, TypeError):
+            for index in indices:
+                try:
+                    alone = list(conversations[index])
+                    texts[index] = tokenizer.apply_chat_template(alone, tools=offered, tokenize=False, **options)
+                except (jinja2.TemplateError, TypeError) as error:
+                    refused[index] = f"the chat template refuses it: {error}"
+            continue
+        for index, text in zip(indices, rendered, strict=True):
+            texts[index] = text
+    return texts, refused
+
+
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of every text, without special tokens around it."""
+    ids: list[list[int]] = []
+    for start in range(0, len(texts), _AT_ONCE):
+        some = list(texts[start : start + _AT_ONCE])
+        ids += tokenizer(some, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return ids
