@@ -87,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
         return 1
     steps.write_prompts(refined.kept, args.output)
     print(f"\nwrote {args.output}; every dropped row, with its reason: {report}", flush=True)
-    problems = check_prompt_file(args.output, args.model, args.max_tokens) if args.model else []
-    for problem in problems:
+    findings = check_prompt_file(args.output, args.model, args.max_tokens) if args.model else []
+    for problem in findings:
         print(f"{'error' if problem.failed else 'warning'}: {problem}", file=sys.stderr)
-    return 1 if failed(problems) else 0
+    return 1 if failed(findings) else 0
 
 
 def _make_place(file: Path, flag: str) -> None:
