@@ -25,7 +25,7 @@ class PromptSampler:
     """Endless stream over `prompts`: every epoch visits each once, in an order that depends on seed and epoch only."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, *, rerendered: bool = False) -> None:
-        """rerendered: go on from a state whose prompts had other tokens. Raises ValueError when there is nothing to
+        """rerendered: continue from a state whose prompts had other tokens. Raises ValueError when there is nothing to
         sample from."""
         if not prompts:
             raise ValueError("a prompt sampler needs at least one prompt")
@@ -93,9 +93,9 @@ class PromptSampler:
             raise ValueError(
                 "prompts have other tokens or answers under the same ids, or there are others: give the run the "
                 "data.train, data.system_prompt, data.tool_in_prompt, tokenizer and chat template that it was begun "
-                "with; data.rerender=true goes on with the prompts as they are rendered now"
+                "with; data.rerender=true continues with the prompts as they are rendered now"
             )
-        log.warning("data.rerender=true: going on with prompts that have other tokens or answers than before")
+        log.warning("data.rerender=true: continuing with prompts that have other tokens or answers than before")
 
     def _start(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor

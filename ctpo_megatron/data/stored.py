@@ -1,4 +1,4 @@
-"""Rendered rows as a run keeps them, so that it goes on with the tokens that it was begun with."""
+"""Rendered rows as a run keeps them, so that it continues with the tokens that it was begun with."""
 
 from __future__ import annotations
 

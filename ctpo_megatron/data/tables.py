@@ -187,10 +187,8 @@ def _hint(file: Path, column: str, columns: Sequence[str]) -> str:
     if column != "messages" and all(found):
         pairs = zip(("problem", "answer"), found, strict=True)
         mapped = " ".join(f"{ours}={theirs}" for ours, theirs in pairs if ours != theirs)
-        return (
-            f"; make a prompt file: ctpo data prepare {file} --output FILE.parquet{' --map ' * bool(mapped)}{mapped} "
-            "(docs/data.md)"
-        )
+        command = f"ctpo data prepare {file} --output FILE.parquet{' --map ' * bool(mapped)}{mapped}"
+        return f"; make the columns with `ctpo data prepare` (docs/data.md): {command}"
     near = difflib.get_close_matches(column, columns, n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -18,7 +18,7 @@ _ASSISTANT = "ASSISTANTPROBE"
 def stop_token_ids(tokenizer: Any, model_path: str | Path) -> frozenset[int]:
     """Ids that end a model turn: the tokenizer's eos and every eos of the model's generation_config.json.
 
-    Without one there, those of its config.json, as transformers has it.
+    Without one there, every eos of config.json, as transformers has it.
     """
     found: set[int] = set()
     if tokenizer.eos_token_id is not None:

@@ -55,7 +55,7 @@ def read_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
 
 def automatic_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer as transformers reads it for whoever loads the directory, vLLM included. Raises what it raises."""
+    """The tokenizer as transformers reads it for any other program, vLLM included. Raises what it raises."""
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model), local_files_only=True)

@@ -216,7 +216,7 @@ def _check_order(checkpoint: Path, saved: Mapping[str, Any], ours: Mapping[str, 
     if changed:
         raise CheckpointError(
             f"{checkpoint} is in the middle of other batches: changed {'; '.join(changed)}. Give SFT what it was begun "
-            "with, or begin it again in a run of another name; data.rerender=true goes on with other tokens"
+            "with, or begin it again in a run of another name; data.rerender=true continues with other tokens"
         )
 
 

@@ -35,8 +35,8 @@ def start_services(config: Config, directory: Path, phases: Phases, stop: Stop) 
     """Read the prompts and start sandbox, engines and scorers; the engines load in the background.
 
     stop: checked while engines start and groups are sampled. Raises DataError for bad prompts, TokenizerError for a
-    chat template that cannot be used, ConfigError for a tokenizer of more tokens than the model has, DamagedFileError
-    for stored rows that are damaged.
+    chat template that cannot be used, and ConfigError for a tokenizer of more tokens than the model has. Raises
+    DamagedFileError for stored rows that are damaged.
     """
     admission = Admission.of(config, directory)
     check_tokenizer(config, len(admission.tokenizer))

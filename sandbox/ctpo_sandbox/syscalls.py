@@ -1,7 +1,7 @@
 """The rules of the seccomp filters: what a single-process Python program needs, and nothing else.
 
 Two layers, because loading a long filter takes the kernel most of a millisecond. A worker loads the allow-list once:
-other system calls, including those of future kernels, do not exist (ENOSYS) for it and its children. Calls that
+other system calls, including future ones, do not exist (ENOSYS) for it and its children. Calls that
 programs make deliberately are refused with EPERM, which Python reports as PermissionError. Each child adds a short
 filter that refuses calls that only its worker needs.
 """

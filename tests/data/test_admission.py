@@ -317,10 +317,13 @@ def test_words_that_are_the_models(own: Path, content: str) -> None:
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ({"problem": "a", "answer": "1"}, "ctpo data prepare train.jsonl --output FILE.parquet (docs/data.md)"),
-        ({"source": "a", "problem": "a", "solution": "1"}, "--output FILE.parquet --map answer=solution (docs"),
+        (
+            {"problem": "a", "answer": "1"},
+            "`ctpo data prepare` (docs/data.md): ctpo data prepare train.jsonl --output FILE.parquet",
+        ),
+        ({"source": "a", "problem": "a", "solution": "1"}, "--output FILE.parquet --map answer=solution"),
         ({"question": "a", "final_answer": "1"}, "--map problem=question answer=final_answer"),
-        ({"question": "a", "answer": "1"}, "--map problem=question (docs"),
+        ({"question": "a", "answer": "1"}, "--map problem=question"),
         ({"data_sources": "a"}, "no column 'data_source'; the columns are data_sources; did you mean 'data_sources'?"),
     ],
 )

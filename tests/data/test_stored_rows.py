@@ -185,7 +185,7 @@ def test_a_sampler_goes_on_over_rerendered_prompts(own: Path) -> None:
 
 
 def test_verdicts_on_ground_truths_are_kept(own: Path) -> None:
-    write(own / "train.jsonl", row("a", r"\frac{1}{2}"), row("b", "72 clips"), row("c", "3"))
+    write(own / "train.jsonl", row("a", r"\frac{1}{2}"), row("b", "room 12"), row("c", "3"))
     drop = "data.unverifiable=drop"
     first, again = admitted(own, "train", drop), admitted(own, "train", drop)
     assert tokens(first) == tokens(again) and first.left_out == again.left_out
