@@ -60,6 +60,9 @@ def run(args: argparse.Namespace) -> int:
     data = "-".join(Path(file).stem for file in config.data.eval)
     outcome = _evaluate(config, args.output or Path("evaluations", f"{args.model.resolve().name}-{data}"), args)
     _print(outcome)
+    if outcome.no_verdict:
+        what = f"{outcome.no_verdict} samples have no verdict and count neither as right nor as wrong"
+        print(f"{what}; the same command tries them again", file=sys.stderr)
     if not outcome.left_out:
         return 0
     print(f"{len(outcome.left_out)} prompts are left out; the same command tries them again", file=sys.stderr)
