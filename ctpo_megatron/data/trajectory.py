@@ -36,7 +36,7 @@ class ToolCall:
         return None if self.exec_s is None else max(0.0, self.wall_s - self.exec_s)
 
 
-Cause = Literal["timeout", "exception", "crash", "none", "not_finite"]
+MissingCause = Literal["timeout", "exception", "crash", "none", "not_finite"]
 """Why there is no verdict: the reward function took too long, raised, its process died, or it returned None or a figure
 that is NaN or infinite."""
 
@@ -45,7 +45,7 @@ that is NaN or infinite."""
 class NoVerdict:
     """Stands for the reward of a trajectory that was not judged. reason: one line for people."""
 
-    cause: Cause
+    cause: MissingCause
     reason: str
 
 

@@ -21,7 +21,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.base.redact import hidden
-from ctpo_megatron.data.trajectory import Cause, NoVerdict
+from ctpo_megatron.data.trajectory import MissingCause, NoVerdict
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
 from ctpo_megatron.rewards.protocol import COUNTS, RESERVED, Reward
@@ -49,12 +49,12 @@ class ScoreReport:
     """
 
     scored: int
-    missing: Mapping[Cause, int] = field(default_factory=dict)
+    missing: Mapping[MissingCause, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, scored: int, missing: Mapping[Cause, int], values: Mapping[str, list[float]]) -> ScoreReport:
+    def of(cls, scored: int, missing: Mapping[MissingCause, int], values: Mapping[str, list[float]]) -> ScoreReport:
         """The report of the given counts and values."""
         metrics = {name: _count_or_mean(numbers) for name, numbers in values.items()}
         return cls(scored, dict(missing), metrics, values)
@@ -69,20 +69,29 @@ class ScoreReport:
 def reward_metrics(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
     """`reward/*` of scored groups; mean and standard deviation are over the verdicts, and absent without any.
 
-    Also the share of groups with a signal, what has no verdict and why, and the metrics of the reward functions.
+    Also the share of groups with a signal, the metrics of the reward functions, and what has no verdict and why, of
+    which `timeouts` and `failures` are there where nothing is missing, too.
     """
     verdicts: list[float] = []
     for group in groups:
         verdicts += group.verdicts
-    missing = sum(report.missing.values())
     spread = {"reward/mean": statistics.fmean(verdicts), "reward/std": statistics.pstdev(verdicts)} if verdicts else {}
     return {
         **spread,
         "reward/groups_mixed": sum(len(set(group.verdicts)) > 1 for group in groups) / len(groups),
+        "reward/timeouts": 0.0,
+        "reward/failures": 0.0,
+        **(_missing(groups, report) if report.missing else {}),
+        **{f"reward/{name}": value for name, value in report.metrics.items()},
+    }
+
+
+def _missing(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
+    missing = sum(report.missing.values())
+    return {
         "reward/groups_unjudged": float(sum(group.unjudged for group in groups)),
         "reward/no_verdict": missing / (report.scored + missing),
         **{f"reward/{name}": float(report.missing.get(cause, 0)) for cause, name in COUNTS.items()},
-        **{f"reward/{name}": value for name, value in report.metrics.items()},
     }
 
 
@@ -187,7 +196,7 @@ class RewardPool:
 
     def _collect(self, tasks: Sequence[_Task]) -> ScoreReport:
         rewards: list[Reward] = []
-        missing: Counter[Cause] = Counter()
+        missing: Counter[MissingCause] = Counter()
         for task in tasks:
             for (trajectory, _), outcome in zip(task.chunk.pairs, self._outcomes(task), strict=True):
                 if isinstance(outcome, NoVerdict):

@@ -12,12 +12,12 @@ from ctpo_megatron.rewards.overlong import OVERLONG
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.prompt import Prompt
-    from ctpo_megatron.data.trajectory import Cause, Trajectory
+    from ctpo_megatron.data.trajectory import MissingCause, Trajectory
 
 WORDS: Mapping[str, str] = {"math_verify": "ctpo_megatron.rewards.math:MathVerify"}
 """Built-in reward functions by their name in a configuration."""
 
-COUNTS: Mapping[Cause, str] = {
+COUNTS: Mapping[MissingCause, str] = {
     "timeout": "timeouts",
     "exception": "failures",
     "crash": "crashes",

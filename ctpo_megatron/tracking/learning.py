@@ -104,8 +104,9 @@ def learning_checks(run: RunData) -> Iterator[Indicator]:
     if mixed := run.series("reward/groups_mixed"):
         note = "no group had both outcomes: compare `final_text` and `answer` in trajectories/"
         yield _steps("Steps without signal", mixed, note)
-    if (missing := run.series("reward/no_verdict")) and any(missing.values):
-        yield _share("Trajectories without a verdict", missing, "they teach nothing: see `no_verdict` in trajectories/")
+    if missing := run.series("reward/no_verdict"):  # of the steps that miss any
+        most, note = max(missing.values), f"largest share of a step, in {len(missing.values)} steps; they teach nothing"
+        yield Indicator("Without a verdict", f"{most:.0%}", most < MANY, f"{note}: see `no_verdict` in trajectories/")
     if norm := run.series("actor/grad_norm_max"):
         note = "in all optimizer steps: no signal, or rollout.filters took every token out of the loss"
         yield _steps("Steps with zero gradient", norm, note)

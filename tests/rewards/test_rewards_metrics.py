@@ -27,8 +27,9 @@ def test_reward_metrics_count_groups_with_a_signal():
     assert metrics["reward/mean"] == pytest.approx(3 / 8)
     assert metrics["reward/groups_mixed"] == 1 / 4
     assert metrics["reward/no_box"] == 3
-    assert all(metrics[f"reward/{name}"] == 0 for name in ("no_verdict", "groups_unjudged", *COUNTS.values()))
-    assert set(metrics) == {"reward/no_box"} | {f"reward/{name}" for name in RESERVED - {OVERLONG}}
+    counts = {"reward/timeouts", "reward/failures"}
+    assert set(metrics) == {"reward/no_box", "reward/mean", "reward/std", "reward/groups_mixed", *counts}
+    assert all(metrics[name] == 0 for name in counts)
 
 
 def test_what_has_no_verdict_is_in_no_figure_but_its_own():
@@ -44,6 +45,7 @@ def test_what_has_no_verdict_is_in_no_figure_but_its_own():
     assert (metrics["reward/groups_mixed"], metrics["reward/groups_unjudged"]) == (1 / 4, 2)
     assert metrics["reward/no_verdict"] == 7 / 12
     assert {cause: metrics[f"reward/{COUNTS[cause]}"] for cause in counts} == counts
+    assert set(metrics) == {f"reward/{name}" for name in RESERVED - {OVERLONG}}
 
 
 def test_without_any_verdict_there_is_no_mean():

@@ -18,7 +18,7 @@ from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.config.schema import RewardConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Cause, ToolCall, Trajectory
+from ctpo_megatron.data.trajectory import MissingCause, ToolCall, Trajectory
 from ctpo_megatron.rewards import RewardPool, ScoreReport
 from tests.rewards.misbehaving_reward import RAISED
 from tests.support.deadlines import scaled
@@ -114,7 +114,7 @@ def test_a_hang_is_killed_and_costs_only_itself(
     ],
 )
 def test_what_is_no_verdict_is_counted_by_cause_and_named(
-    unruly: RewardPool, how: str, cause: Cause, shown: str, caplog: pytest.LogCaptureFixture
+    unruly: RewardPool, how: str, cause: MissingCause, shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = [group("2"), group(how, name="bad"), group("2")]
     with caplog.at_level(logging.WARNING):
@@ -191,7 +191,7 @@ def test_an_async_reward_that_raises_what_is_no_exception_is_counted(how: str, t
 
 
 @pytest.mark.parametrize(("how", "cost"), [("sleep", "timeout"), ("die", "crash")])
-def test_an_async_reward_that_blocks_or_kills_its_worker_costs_only_itself(how: str, cost: Cause) -> None:
+def test_an_async_reward_that_blocks_or_kills_its_worker_costs_only_itself(how: str, cost: MissingCause) -> None:
     groups = [group("2", how, "2", "5", "2")]
     with misbehaving("misbehaving_async", 1.0) as pool:
         assert pool.score(groups) == ScoreReport(4, {cost: 1})
