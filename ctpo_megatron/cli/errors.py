@@ -17,6 +17,7 @@ _USER_ERRORS = {  # their message is all the user needs
     "ctpo_megatron.environments.tokenizer": ("TokenizerError",),
     "ctpo_megatron.base.extensions": ("ExtensionError",),
     "ctpo_megatron.run.directory": ("RunDirectoryError",),
+    "ctpo_megatron.run.verdicts": ("TooManyFailed",),
     "ctpo_megatron.base.files": ("DamagedFileError",),
     "ctpo_megatron.policy": ("CheckpointError",),
     "ctpo_megatron.rollouts": ("ReplayError", "TooManyQuarantined"),

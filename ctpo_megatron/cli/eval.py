@@ -61,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or Path("evaluations", f"{args.model.resolve().name}-{data}")
     outcome = _evaluate(config, output, args, of_run=target.config is not None)
     _print(outcome)
+    if outcome.no_verdict:
+        what = f"{outcome.no_verdict} samples have no verdict and count neither as right nor as wrong"
+        print(f"{what}; the same command tries them again", file=sys.stderr)
     if not outcome.left_out:
         return 0
     print(f"{len(outcome.left_out)} prompts are left out; the same command tries them again", file=sys.stderr)

@@ -255,6 +255,13 @@ class RewardConfig(Section):
     timeout_s: Seconds = Field(
         default=5.0, description="hard limit per trajectory; a reward function that exceeds it is killed"
     )
+    max_failed: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="largest share of samples without a verdict, as a mean over three batches; above it the run saves "
+        "its state and ends",
+    )
     overlong_penalty: OverlongPenaltyConfig | None = Field(
         default=None, description="subtracted from the rewards of long responses in training; null: nothing"
     )

@@ -22,12 +22,22 @@ class Group:
     dropped: bool = False
 
     @property
-    def rewards(self) -> list[float]:
-        """Rewards in sample order; raises ValueError when a trajectory was not scored."""
-        missing = [t.sample_index for t in self.trajectories if t.reward is None]
+    def rewards(self) -> list[float | None]:
+        """Rewards in sample order, None without a verdict; raises ValueError when a trajectory was not scored."""
+        missing = [t.sample_index for t in self.trajectories if t.reward is None and t.no_verdict is None]
         if missing:
             raise ValueError(f"group {self.prompt.id}: samples {missing} have no reward")
-        return [float(t.reward) for t in self.trajectories]  # type: ignore[arg-type]
+        return [None if t.reward is None else float(t.reward) for t in self.trajectories]
+
+    @property
+    def verdicts(self) -> list[float]:
+        """The rewards of the trajectories that were judged, in sample order; raises ValueError as `rewards`."""
+        return [reward for reward in self.rewards if reward is not None]
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether verdicts are missing, and no two trajectories are left to compare."""
+        return len(self.verdicts) < min(2, len(self.trajectories))
 
 
 @dataclass(slots=True)

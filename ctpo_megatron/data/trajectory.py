@@ -36,6 +36,19 @@ class ToolCall:
         return None if self.exec_s is None else max(0.0, self.wall_s - self.exec_s)
 
 
+MissingCause = Literal["timeout", "exception", "crash", "none", "not_finite"]
+"""Why there is no verdict: the reward function took too long, raised, its process died, or it returned None or a figure
+that is NaN or infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoVerdict:
+    """Stands for the reward of a trajectory that was not judged. reason: one line for people."""
+
+    cause: MissingCause
+    reason: str
+
+
 @dataclass(slots=True)
 class Trajectory:
     """Append-only token record of one episode: the prompt, then alternating model turns and observations.
@@ -67,6 +80,8 @@ class Trajectory:
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
     """The parts of the reward by name, if the reward function returns any."""
+    no_verdict: NoVerdict | None = None
+    """Why a scored trajectory has no reward: it is no wrong answer, and nothing is learned from it."""
 
     def append_model(
         self, token_ids: Sequence[int], rollout_log_probs: Sequence[float], weight_version: Sequence[int], turn: int
@@ -112,10 +127,14 @@ class Trajectory:
     def to_json(self) -> dict[str, Any]:
         """A plain-JSON form that `from_json` restores exactly (Python floats round-trip through JSON)."""
         # `asdict` of the trajectory would copy every number separately.
-        record = {each.name: copy.copy(getattr(self, each.name)) for each in fields(self)}
+        record = {each.name: copy.copy(getattr(self, each.name)) for each in fields(self) if each.name != "no_verdict"}
+        if self.no_verdict is not None:
+            record["no_verdict"] = asdict(self.no_verdict)
         return record | {"tool_calls": [asdict(call) for call in self.tool_calls]}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Trajectory:
         """Inverse of `to_json`."""
-        return cls(**{**record, "tool_calls": [ToolCall(**call) for call in record["tool_calls"]]})
+        calls = [ToolCall(**call) for call in record["tool_calls"]]
+        missing = record.get("no_verdict")
+        return cls(**{**record, "tool_calls": calls, "no_verdict": None if missing is None else NoVerdict(**missing)})

@@ -87,11 +87,12 @@ def answer(
         display.note(f"[evaluation] {there} of {there + total} samples are there already")
     if not lacking:
         return
-    scores: list[float] = []
+    scores: list[float | None] = []
 
     def finished(added: Sequence[Sample]) -> None:
         scores.extend(sample.score for sample in added)
-        display.progress(len(scores), total, {"score so far": statistics.fmean(scores)})
+        judged = [score for score in scores if score is not None]
+        display.progress(len(scores), total, {"score so far": statistics.fmean(judged)} if judged else {})
 
     display.stage("start")
     with ExitStack() as stack:
@@ -130,12 +131,12 @@ def reference_scores(
     prompts: Sequence[Prompt],
     samples: Sequence[Sample],
     display: Display,
-) -> dict[tuple[str, int], float]:
-    """Scores of the reference's scorer, of the whole responses, by prompt id and index.
+) -> dict[tuple[str, int], float | None]:
+    """Scores of the reference's scorer, of the whole responses, by prompt id and index; None without a verdict.
 
     settings: workers and deadlines; the reward functions in them are replaced. search_path: `extensions.path`.
     """
-    by_id, scores = {prompt.id: prompt for prompt in prompts}, dict[tuple[str, int], float]()
+    by_id, scores = {prompt.id: prompt for prompt in prompts}, dict[tuple[str, int], float | None]()
     reward = settings.model_copy(update={"function": Extension(name=REFERENCE), "by_source": {}})
     display.stage("reference scorer")
     with RewardPool(reward, search_path) as pool:

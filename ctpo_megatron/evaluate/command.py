@@ -16,6 +16,7 @@ from ctpo_megatron.evaluate.page import write_evaluation_page
 from ctpo_megatron.evaluate.results import REFERENCE_SCORER, ScoreColumn, results, write_results
 from ctpo_megatron.evaluate.store import SampleStore
 from ctpo_megatron.evaluate.target import settings_of
+from ctpo_megatron.rollouts import unjudged
 from ctpo_megatron.tracking import Display
 
 if TYPE_CHECKING:
@@ -26,10 +27,14 @@ STRICT = Extension(name="math_verify")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of `ctpo eval`. left_out: ids of prompts with missing samples."""
+    """Results of `ctpo eval`. left_out: ids of prompts with missing samples, or without a verdict of a scorer.
+
+    no_verdict: samples of the other prompts without a verdict.
+    """
 
     results: dict[str, Any]
     left_out: list[str]
+    no_verdict: int
     page: Path
 
 
@@ -51,16 +56,25 @@ def evaluate(
         answer(config, prompts, store, tokenizer, output / LOGS, display)
         problems = {prompt.id: store.complete(prompt.id, config.eval.samples) for prompt in prompts}
     samples = [sample for problem in problems.values() for sample in problem]
-    left_out = [prompt_id for prompt_id, problem in problems.items() if not problem]
     if not samples:
         raise RuntimeError(f"no prompt has all of its {config.eval.samples} samples; see {output / LOGS}")
     scorers = [ScoreColumn(_first_scorer(config.reward), {(s.prompt_id, s.index): s.score for s in samples})]
     if reference:
         scores = reference_scores(config.reward, config.extensions.path, prompts, samples, display)
         scorers.append(ScoreColumn(REFERENCE_SCORER, scores))
+    for prompt_id, problem in problems.items():
+        if not all(scorer.judges(problem) for scorer in scorers):
+            problems[prompt_id] = []
+    left_out = [prompt_id for prompt_id, problem in problems.items() if not problem]
+    samples = [sample for problem in problems.values() for sample in problem]
+    if not samples:
+        raise RuntimeError(
+            "no prompt has a sample with a verdict: the lines above say why; the same command tries again"
+        )
     found = _facts(config, scorers, left_out) | results(samples, scorers, config.run.seed)
     write_results(output, found)
-    return Outcome(found, left_out, write_evaluation_page(output, found, prompts, problems, scorers[0]))
+    page = write_evaluation_page(output, found, prompts, problems, scorers[0])
+    return Outcome(found, left_out, unjudged(samples), page)
 
 
 def _first_scorer(reward: RewardConfig) -> str:

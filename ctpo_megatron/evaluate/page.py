@@ -89,6 +89,8 @@ def _tiles(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield f"{name}, {scorer}", f"{figure['value']:.1%}", f"{figure['low']:.1%} to {figure['high']:.1%}"
     yield "Tool use", f"{overall['tool_use']:.0%}", "samples with a successful call"
     yield "Cut off", f"{overall['truncated']:.1%}", "ended by the token budget"
+    if "no_verdict" in overall:
+        yield "No verdict", f"{overall['no_verdict']:,}", "samples that the reward function did not judge"
     yield "Response", f"{overall['response_length_mean']:,.0f}", "tokens on average, tool output included"
 
 
@@ -146,7 +148,8 @@ def _draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _row(prompt: Prompt, samples: Sequence[Sample], scorer: ScoreColumn) -> Row:
-    scores = [scorer.scores[sample.prompt_id, sample.index] for sample in samples]
+    found = [scorer.scores[sample.prompt_id, sample.index] for sample in samples]
+    scores = [score for score in found if score is not None]
     shown = [said(sample, scorer.name) for sample in samples]
     answers = Counter("(no answer)" if text is None else text[:200] for text in shown)
     question = prompt.messages[-1]["content"] if prompt.messages else prompt.id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,17 @@ import numpy as np
 
 from ctpo_megatron.base.files import write_json
 from ctpo_megatron.rewards import answer_part, last_boxed, reference_answer, votes
-from ctpo_megatron.rollouts import LEVEL, RESAMPLES, Sample, accuracies, bootstrap, by_problem, by_source, conduct
+from ctpo_megatron.rollouts import (
+    LEVEL,
+    RESAMPLES,
+    Sample,
+    accuracies,
+    bootstrap,
+    by_problem,
+    by_source,
+    conduct,
+    unjudged,
+)
 
 RESULTS_FILE = "results.json"
 REFERENCE_SCORER = "reference"
@@ -20,17 +30,21 @@ _RIGHT = "\0right"
 
 @dataclass(frozen=True)
 class ScoreColumn:
-    """A column of the results. scores: of every sample, by prompt id and index."""
+    """A column of the results. scores: of every sample, by prompt id and index; None without a verdict."""
 
     name: str
-    scores: Mapping[tuple[str, int], float]
+    scores: Mapping[tuple[str, int], float | None]
+
+    def judges(self, samples: Iterable[Sample]) -> bool:
+        """Whether any of the samples has a verdict."""
+        return any(self.scores[sample.prompt_id, sample.index] is not None for sample in samples)
 
     def problem(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Figures of one problem; see `accuracies`."""
         scores = [self.scores[sample.prompt_id, sample.index] for sample in samples]
         return accuracies(scores, self.answers(samples, scores))
 
-    def answers(self, samples: Sequence[Sample], scores: Sequence[float]) -> list[str | None]:
+    def answers(self, samples: Sequence[Sample], scores: Sequence[float | None]) -> list[str | None]:
         """The answer that each sample of one problem votes for; None without an answer.
 
         All correct answers count as one, since the scorer found each equal to the ground truth. Others are the same
@@ -54,7 +68,10 @@ def said(sample: Sample, scorer: str) -> str | None:
 
 
 def results(samples: Sequence[Sample], scorers: Sequence[ScoreColumn], seed: int) -> dict[str, Any]:
-    """`overall` and `sources`, each {problems, samples, conduct..., <scorer>: {<figure>: {value, low, high}}}."""
+    """`overall` and `sources`, each {problems, samples, conduct..., <scorer>: {<figure>: {value, low, high}}}.
+
+    samples: of problems that every scorer judges (`ScoreColumn.judges`). `no_verdict` counts those without one, if any.
+    """
     sources = {source: _figures(of_source, scorers, seed) for source, of_source in by_source(samples).items()}
     return {
         "overall": _figures(samples, scorers, seed),
@@ -66,7 +83,8 @@ def results(samples: Sequence[Sample], scorers: Sequence[ScoreColumn], seed: int
 def _figures(samples: Sequence[Sample], scorers: Sequence[ScoreColumn], seed: int) -> dict[str, Any]:
     problems = by_problem(samples)
     columns = {by.name: _with_intervals([by.problem(problem) for problem in problems], seed) for by in scorers}
-    return {"problems": len(problems), "samples": len(samples), **conduct(samples), **columns}
+    missing = {"no_verdict": count} if (count := unjudged(samples)) else {}
+    return {"problems": len(problems), "samples": len(samples), **missing, **conduct(samples), **columns}
 
 
 def _with_intervals(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, dict[str, float]]:

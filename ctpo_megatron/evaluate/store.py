@@ -37,7 +37,8 @@ class SampleStore:
             ) from error
         # As JSON returns them, with lists for tuples: compared with what was stored.
         self._agree(directory, json.loads(json.dumps(settings)))
-        self._samples = {(sample.prompt_id, sample.index): sample for sample in self._read()}
+        # One without a verdict is sampled again: the judge may answer the next time.
+        self._samples = {(each.prompt_id, each.index): each for each in self._read() if each.score is not None}
 
     def _agree(self, directory: Path, settings: Mapping[str, Any]) -> None:
         file = directory / SETTINGS_FILE

@@ -14,15 +14,25 @@ from ctpo_megatron.config import AdvantageConfig
 STD_EPSILON = 1e-6
 
 
-def batch_advantages(groups: Sequence[Sequence[float]], config: AdvantageConfig) -> list[float]:
+def batch_advantages(groups: Sequence[Sequence[float | None]], config: AdvantageConfig) -> list[float | None]:
     """Advantages of a whole batch, one per trajectory in the order of `groups`, each the rewards of one prompt.
 
     `mean_baseline` compares every trajectory with the mean of the whole batch, so it works with one sample per prompt;
-    `group` and `rloo` compare the samples of one prompt. Raises ValueError as `group_advantages` does.
+    `group` and `rloo` compare the samples of one prompt. A reward of None is no verdict: nothing is compared with it,
+    and its advantage is None, so the trajectory takes no part in the step. Nor do the others of its group, if fewer
+    than two verdicts are left. Raises ValueError as `group_advantages` does.
     """
     if config.kind == "mean_baseline" and groups:  # ranks other than zero have no groups
         groups = [[reward for group in groups for reward in group]]
-    return [advantage for rewards in groups for advantage in group_advantages(rewards, config).tolist()]
+    return [advantage for rewards in groups for advantage in _of_verdicts(rewards, config)]
+
+
+def _of_verdicts(rewards: Sequence[float | None], config: AdvantageConfig) -> list[float | None]:
+    verdicts = [reward for reward in rewards if reward is not None]
+    if len(verdicts) < min(2, len(rewards)):
+        return [None] * len(rewards)
+    advantages = iter(group_advantages(verdicts, config).tolist())
+    return [None if reward is None else next(advantages) for reward in rewards]
 
 
 def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig) -> Tensor:
@@ -35,7 +45,7 @@ def group_advantages(rewards: Sequence[float] | Tensor, config: AdvantageConfig)
     Equal rewards give exactly 0, and so does a group of one, with one warning.
     Raises ValueError for an empty group and for a reward that is not finite, naming its index and value.
     """
-    r = torch.as_tensor(rewards).detach().to(torch.float64)
+    r = torch.as_tensor(rewards, dtype=torch.float64).detach()  # a list of floats would become float32 first
     if r.dim() != 1 or r.numel() == 0:
         raise ValueError(f"rewards must be a non-empty list of numbers; got shape {tuple(r.shape)}")
     for index, value in enumerate(r.tolist()):

@@ -81,7 +81,7 @@ def old_log_probs_of(micro: PackedBatch) -> torch.Tensor:
 
 def checked_sequences(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[float],
+    advantages: Sequence[float | None],
     vocab_size: int,
     version: int | None = None,
 ) -> list[TokenSequence]:
@@ -106,35 +106,37 @@ def checked_sequences(
 
 
 def share_sizes(
-    sequences: Sequence[TokenSequence], advantages: Sequence[float], layout: Layout
-) -> tuple[list[TokenSequence], list[float]]:
+    sequences: Sequence[TokenSequence], advantages: Sequence[float | None], layout: Layout
+) -> tuple[list[TokenSequence], list[float | None]]:
     """The sequences of rank zero without their tokens, and their advantages, on every rank; collective.
 
-    Sends int64 `[3, B]` and float64 `[B]`. Ranks other than zero pass empty sequences. Rank zero keeps its tokens.
+    Sends int64 `[4, B]` and float64 `[B]`. Ranks other than zero pass empty sequences. Rank zero keeps its tokens.
     """
     if layout.world_size == 1:
         return list(sequences), list(advantages)
     count = torch.tensor([len(sequences)])
     dist.broadcast(count, src=0)
-    sizes = torch.zeros(3, int(count), dtype=torch.int64)
+    sizes = torch.zeros(4, int(count), dtype=torch.int64)
     values = torch.zeros(int(count), dtype=torch.float64)
     if layout.is_rank_zero:
-        sizes[:] = torch.tensor([[s.length, s.sampled_tokens, s.loss_tokens] for s in sequences]).T
-        values[:] = torch.tensor(advantages, dtype=torch.float64)
+        pairs = zip(sequences, advantages, strict=True)
+        sizes[:] = torch.tensor([[s.length, s.sampled_tokens, s.loss_tokens, a is not None] for s, a in pairs]).T
+        values[:] = torch.tensor([0.0 if a is None else a for a in advantages], dtype=torch.float64)
     dist.broadcast(sizes, src=0)
     dist.broadcast(values, src=0)
     if layout.is_rank_zero:
         return list(sequences), list(advantages)
     outline = [
         TokenSequence(place, f"{place} of the step", length, sampled, loss, None)
-        for place, (length, sampled, loss) in enumerate(sizes.T.tolist())
+        for place, (length, sampled, loss, _) in enumerate(sizes.T.tolist())
     ]
-    return outline, values.tolist()
+    known = zip(values.tolist(), sizes[3].tolist(), strict=True)
+    return outline, [advantage if takes_part else None for advantage, takes_part in known]
 
 
 def make_mini_batches(
     sequences: Sequence[TokenSequence],
-    advantages: Sequence[float],
+    advantages: Sequence[float | None],
     *,
     size: int,
     config: PolicyConfig,
@@ -146,8 +148,9 @@ def make_mini_batches(
     """Consecutive runs of `size` sequences, one per optimizer step, each distributed over data-parallel ranks.
 
     sequences, advantages: from `share_sizes`. Rank zero sends the tokens to the ranks that train on them. Shares are
-    balanced by model FLOPs. skip_zero_advantage: sequences whose advantage is 0 are in the denominators but in no
-    micro-batch. A rank without any sequence runs one masked sequence.
+    balanced by model FLOPs. A sequence whose advantage is None takes no part: it is in no micro-batch and in no
+    denominator. skip_zero_advantage: those whose advantage is 0 are in the denominators but in no micro-batch. A rank
+    without any sequence runs one masked sequence.
     padded_attention: attention pads within length classes (the local layer spec), which counts as computed tokens.
     Raises ValueError when an optimizer step has fewer sequences than there are data-parallel ranks. Collective.
     """
@@ -160,14 +163,15 @@ def make_mini_batches(
             raise ValueError(f"an optimizer step of {len(chunk)} trajectories cannot feed {layout.dp_size} replicas")
         flops = [spec.forward_flops(each.length, each.sampled_tokens) for each in chunk]
         # Not `abs(a) > 0`: a NaN has to reach the loss.
-        trained = [i for i, value in enumerate(values) if not (skip_zero_advantage and value == 0)]
+        taking_part = {i: value for i, value in enumerate(values) if value is not None}
+        trained = [i for i, value in taking_part.items() if not (skip_zero_advantage and value == 0)]
         # Every rank computes all shares: they follow from the sizes alone, so no communication is needed.
         parts = split_evenly([chunk[i] for i in trained], layout.dp_size, [flops[i] for i in trained])
         shares = [[trained[i] for i in part] for part in parts]
         own = share_tokens(chunk, shares, layout)
         at_least = _equal_count(chunk, shares, rules) if layout.ep_size > 1 else 1
-        packed = pack(own, [values[i] for i in shares[layout.dp_rank]], rules, at_least=at_least)
-        denominators = Denominators.of_counts(sequence.loss_tokens for sequence in chunk)
+        packed = pack(own, [taking_part[i] for i in shares[layout.dp_rank]], rules, at_least=at_least)
+        denominators = Denominators.of_counts(chunk[i].loss_tokens for i in taking_part)
         micro_batches = [micro.to(layout.device) for micro in packed]
         loads = [sum(flops[i] for i in share) for share in shares]
         work = Workload(

@@ -135,7 +135,7 @@ class Trainer:
     def distribute(
         self,
         trajectories: Sequence[Trajectory],
-        advantages: Sequence[float] | None,
+        advantages: Sequence[float | None] | None,
         size: int,
         *,
         version: int | None = None,
@@ -143,11 +143,12 @@ class Trainer:
     ) -> list[MiniBatch]:
         """Optimizer steps of `size` trajectories each, in order, from the trajectories of rank zero.
 
-        Ranks other than zero may pass none; each rank gets what it trains on. advantages: None for a supervised loss.
+        Ranks other than zero may pass none; each rank gets what it trains on. advantages: None for a supervised loss;
+        a trajectory whose advantage is None takes no part.
         version: of the current weights; tokens of other versions are not compared. None: all are compared.
         See `checked_sequences` and `make_mini_batches`.
         """
-        known: Sequence[float] = [0.0] * len(trajectories) if advantages is None else advantages
+        known: Sequence[float | None] = [0.0] * len(trajectories) if advantages is None else advantages
         checked = self.layout.keep_on_rank_zero(
             lambda: checked_sequences(trajectories, known, self.spec.vocab_size, version)
         )

@@ -30,8 +30,10 @@ class OverlongPenalty:
         return max(-self.penalty, min(0.0, (self.budget - self.buffer - tokens) / self.buffer * self.penalty))
 
     def apply(self, groups: Sequence[Group]) -> None:
-        """Add the penalty to the reward of every scored trajectory, and to its components."""
+        """Add the penalty to the reward of every trajectory that was judged, and to its components."""
         for trajectory in itertools.chain.from_iterable(group.trajectories for group in groups):
+            if trajectory.no_verdict is not None:
+                continue
             if trajectory.reward is None:
                 raise ValueError(f"prompt {trajectory.prompt_id} sample {trajectory.sample_index} has no reward yet")
             shaping = self.of(trajectory.response_tokens)

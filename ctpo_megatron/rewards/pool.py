@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from ctpo_megatron.base.extensions import ExtensionError
+from ctpo_megatron.base.redact import hidden
+from ctpo_megatron.data.trajectory import MissingCause, NoVerdict
 from ctpo_megatron.rewards import worker
 from ctpo_megatron.rewards.fork_server import fork_server
-from ctpo_megatron.rewards.protocol import RESERVED, Reward
+from ctpo_megatron.rewards.protocol import COUNTS, RESERVED, Reward
 from ctpo_megatron.rewards.timeouts import GRACE_S, START_TIMEOUT_S, WORKERS_POLL_S, WORKERS_RETRIES
-from ctpo_megatron.rewards.worker import Failure, Pair, Routes, Scored
+from ctpo_megatron.rewards.worker import Pair, Routes, Scored
 
 if TYPE_CHECKING:
     from ctpo_megatron.config import Extension, RewardConfig
@@ -41,44 +43,55 @@ log = logging.getLogger(__name__)
 class ScoreReport:
     """Outcome of one call of `RewardPool.score`, in trajectories.
 
-    scored: the function returned a reward. timeouts: the deadline passed. failures: the function raised or its process
-    died twice. scored + timeouts + failures is the number of trajectories; timeouts and failures have reward 0.0.
+    scored: the function gave a verdict. missing: how many have none, by cause; only causes that occurred.
     metrics: means and counts of the components and metrics that the functions returned, by name (`Reward`).
     values: the inputs of metrics. The sum of two reports is the report of one call for all their trajectories.
     """
 
     scored: int
-    timeouts: int
-    failures: int
+    missing: Mapping[MissingCause, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, scored: int, timeouts: int, failures: int, values: Mapping[str, list[float]]) -> ScoreReport:
+    def of(cls, scored: int, missing: Mapping[MissingCause, int], values: Mapping[str, list[float]]) -> ScoreReport:
         """The report of the given counts and values."""
         metrics = {name: _count_or_mean(numbers) for name, numbers in values.items()}
-        return cls(scored, timeouts, failures, metrics, values)
+        return cls(scored, dict(missing), metrics, values)
 
     def __add__(self, other: ScoreReport) -> ScoreReport:
         names = dict.fromkeys([*self.values, *other.values])
         values = {name: [*self.values.get(name, ()), *other.values.get(name, ())] for name in names}
-        timeouts, failures = self.timeouts + other.timeouts, self.failures + other.failures
-        return ScoreReport.of(self.scored + other.scored, timeouts, failures, values)
+        missing = Counter(self.missing) + Counter(other.missing)
+        return ScoreReport.of(self.scored + other.scored, missing, values)
 
 
 def reward_metrics(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
-    """`reward/*`: mean and standard deviation over trajectories, share of groups with a signal, counts, and the metrics
-    of the reward functions."""
-    rewards: list[float] = []
+    """`reward/*` of scored groups; mean and standard deviation are over the verdicts, and absent without any.
+
+    Also the share of groups with a signal, the metrics of the reward functions, and counts of what has no verdict, by
+    cause. `timeouts` and `failures` are there even where nothing is missing.
+    """
+    verdicts: list[float] = []
     for group in groups:
-        rewards += group.rewards
+        verdicts += group.verdicts
+    spread = {"reward/mean": statistics.fmean(verdicts), "reward/std": statistics.pstdev(verdicts)} if verdicts else {}
     return {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/groups_mixed": sum(len(set(group.rewards)) > 1 for group in groups) / len(groups),
-        "reward/timeouts": float(report.timeouts),
-        "reward/failures": float(report.failures),
+        **spread,
+        "reward/groups_mixed": sum(len(set(group.verdicts)) > 1 for group in groups) / len(groups),
+        "reward/timeouts": 0.0,
+        "reward/failures": 0.0,
+        **(_missing(groups, report) if report.missing else {}),
         **{f"reward/{name}": value for name, value in report.metrics.items()},
+    }
+
+
+def _missing(groups: Sequence[Group], report: ScoreReport) -> dict[str, float]:
+    missing = sum(report.missing.values())
+    return {
+        "reward/groups_unjudged": float(sum(group.unjudged for group in groups)),
+        "reward/no_verdict": missing / (report.scored + missing),
+        **{f"reward/{name}": float(report.missing.get(cause, 0)) for cause, name in COUNTS.items()},
     }
 
 
@@ -168,9 +181,9 @@ class RewardPool:
     def score(self, groups: Sequence[Group]) -> ScoreReport:
         """Set `reward` and `reward_components` of every trajectory, and count the outcomes.
 
-        Timeouts, exceptions and crashes give 0.0 and are logged with prompt and sample. A crash is retried once,
-        because something else may have killed the process. Raises ValueError when a function returns a number that is
-        not finite, or a name that cannot be a metric; RuntimeError when all workers die repeatedly.
+        Timeouts, exceptions, crashes, None and figures that are not finite are no verdict (`Trajectory.no_verdict`),
+        logged with prompt and sample. A crash is retried once, because something else may have killed the process.
+        Raises ValueError for a name that cannot be a metric; RuntimeError when all workers die repeatedly.
         """
         return self.begin(groups).result()
 
@@ -183,18 +196,18 @@ class RewardPool:
 
     def _collect(self, tasks: Sequence[_Task]) -> ScoreReport:
         rewards: list[Reward] = []
-        failures: list[Failure] = []
+        missing: Counter[MissingCause] = Counter()
         for task in tasks:
             for (trajectory, _), outcome in zip(task.chunk.pairs, self._outcomes(task), strict=True):
-                if isinstance(outcome, Failure):
-                    self._fail(trajectory, outcome)
-                    failures.append(outcome)
+                if isinstance(outcome, NoVerdict):
+                    _leave_unjudged(trajectory, outcome)
+                    missing[outcome.cause] += 1
                     continue
-                _check(outcome, trajectory)
+                _check_names(outcome, trajectory)
                 trajectory.reward, trajectory.reward_components = outcome.value, dict(outcome.components)
+                trajectory.no_verdict = None
                 rewards.append(outcome)
-        timeouts = sum(failure.timed_out for failure in failures)
-        return ScoreReport.of(len(rewards), timeouts, len(failures) - timeouts, _values(rewards))
+        return ScoreReport.of(len(rewards), missing, _values(rewards))
 
     def _chunks(self, groups: Sequence[Group]) -> Iterator[_Chunk]:
         """One trajectory each; with an `async` function several: at most the limit, a worker's fair share, or a group.
@@ -247,7 +260,9 @@ class RewardPool:
                 return self._score_each_again(chunk)
             if again and isinstance(error, ProcessExpired):
                 return self._outcomes(self._schedule(chunk), False, renewals)
-            return [Failure(repr(error), timed_out=isinstance(error, FutureTimeoutError))]
+            if isinstance(error, FutureTimeoutError):
+                return [worker.late_after(self._config.timeout_s)]
+            return [NoVerdict("crash", f"the scorer failed ({error!r})")]
         except BrokenProcessPool as error:
             if renewals:
                 return self._outcomes(self._schedule(chunk), again, renewals - 1)
@@ -256,7 +271,7 @@ class RewardPool:
                 f"({error}); is something killing them?"
             ) from error
         except Exception as error:  # not picklable: must neither end the run nor go unnoticed
-            return [Failure(repr(error)) for _ in chunk.pairs]
+            return [worker.raised(repr(error)) for _ in chunk.pairs]
 
     def _score_each_again(self, chunk: _Chunk) -> list[Scored]:
         """Score each trajectory of a chunk by itself: one of them stopped the worker, and nothing says which."""
@@ -267,13 +282,6 @@ class RewardPool:
         for task in tasks:  # after all are scheduled, so that they run at once
             outcomes += self._outcomes(task)
         return outcomes
-
-    def _fail(self, trajectory: Trajectory, failure: Failure) -> None:
-        trajectory.reward, trajectory.reward_components = 0.0, {}
-        if failure.timed_out:
-            log.warning("%s: the scorer was killed after %g s, reward 0", _name(trajectory), self._config.timeout_s)
-        else:
-            log.warning("%s: the scorer failed (%s), reward 0", _name(trajectory), failure.reason)
 
     def close(self) -> None:
         """Stop the workers at once; idempotent."""
@@ -300,14 +308,17 @@ def _text_of(pair: Pair) -> Pair:
     return replace(trajectory, **empty), replace(prompt, token_ids=())
 
 
-def _check(reward: Reward, trajectory: Trajectory) -> None:
-    """Raises ValueError for a reward that must not reach the advantages or the metrics file."""
-    if not math.isfinite(reward.value):
-        raise ValueError(f"{_name(trajectory)}: the scorer returned {reward.value}")
+def _leave_unjudged(trajectory: Trajectory, why: NoVerdict) -> None:
+    reason = hidden(why.reason)  # it is dumped, and an exception may quote the address of a judge with its login
+    trajectory.reward, trajectory.reward_components = None, {}
+    trajectory.no_verdict = replace(why, reason=reason)
+    log.warning("%s: %s, no verdict", _name(trajectory), reason)
+
+
+def _check_names(reward: Reward, trajectory: Trajectory) -> None:
+    """Raises ValueError for a name that must not reach the metrics file."""
     names = [*reward.components, *reward.metrics]
-    for name, value in (*reward.components.items(), *reward.metrics.items()):
-        if not math.isfinite(value):
-            raise ValueError(f"{_name(trajectory)}: the scorer returned {name}={value}")
+    for name in names:
         if name in RESERVED or names.count(name) > 1 or not _NAME.fullmatch(name):
             raise ValueError(
                 f"{_name(trajectory)}: the scorer returned a component or metric named {name!r}. Names must be unique, "

@@ -12,12 +12,21 @@ from ctpo_megatron.rewards.overlong import OVERLONG
 
 if TYPE_CHECKING:
     from ctpo_megatron.data.prompt import Prompt
-    from ctpo_megatron.data.trajectory import Trajectory
+    from ctpo_megatron.data.trajectory import MissingCause, Trajectory
 
 WORDS: Mapping[str, str] = {"math_verify": "ctpo_megatron.rewards.math:MathVerify"}
 """Built-in reward functions by their name in a configuration."""
 
-RESERVED = frozenset({"mean", "std", "groups_mixed", "timeouts", "failures", OVERLONG})
+COUNTS: Mapping[MissingCause, str] = {
+    "timeout": "timeouts",
+    "exception": "failures",
+    "crash": "crashes",
+    "none": "nones",
+    "not_finite": "not_finite",
+}
+"""Metrics `reward/<name>` that count the trajectories without a verdict, by cause."""
+
+RESERVED = frozenset({"mean", "std", "groups_mixed", "no_verdict", "groups_unjudged", *COUNTS.values(), OVERLONG})
 """Reserved names `reward/<name>`, which no component or metric may use."""
 
 
@@ -25,14 +34,15 @@ RESERVED = frozenset({"mean", "std", "groups_mixed", "timeouts", "failures", OVE
 class Reward:
     """What a reward function may return instead of a plain number.
 
-    value: the reward that is trained on; finite.
+    value: the reward that is trained on. None, or any figure that is not finite, is no verdict: the trajectory is
+    counted, and nothing is learned from it.
     components: the parts of the value by name. Stored with the trajectory; their means over the step's trajectories are
     the metrics `reward/<name>`.
     metrics: other values by name, also reported as `reward/<name>`: a number is averaged over the trajectories that
     have it, a bool is counted.
     """
 
-    value: float
+    value: float | None
     components: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float | bool] = field(default_factory=dict)
 
@@ -46,7 +56,7 @@ class RewardFunction(Protocol):
 
     def __call__(
         self, trajectory: Trajectory, prompt: Prompt, /, **arguments: Any
-    ) -> float | Reward | Awaitable[float | Reward]: ...
+    ) -> float | Reward | Awaitable[float | Reward | None] | None: ...
 
 
 def reward_problem(part: Any, arguments: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 import signal
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctpo_megatron.base.extensions import activate, load
 from ctpo_megatron.base.signals import ENDING
+from ctpo_megatron.data.trajectory import NoVerdict
 from ctpo_megatron.rewards.protocol import WORDS, Reward
 
 if TYPE_CHECKING:
@@ -26,15 +28,7 @@ Routes = Mapping[str | None, tuple[str, Mapping[str, Any]]]
 """Data source -> name and arguments of its reward function; None: all other sources."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A trajectory without a reward: the function raised, its process died, or it took too long."""
-
-    reason: str
-    timed_out: bool = False
-
-
-Scored = Reward | Failure
+Scored = Reward | NoVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +108,15 @@ def _called(function: Callable[..., Any], trajectory: Trajectory, prompt: Prompt
         result = function(trajectory, prompt)
         if inspect.isawaitable(result):
             return _setup.loop.run_until_complete(_awaited(result))
-        return _reward(result)
+        return _scored(result)
     except BaseException as error:  # this process ignores signals, so a KeyboardInterrupt is the function's own
-        return Failure(_described(error))
+        return raised(_described(error))
 
 
 async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair], timeout_s: float) -> list[Scored]:
     tasks = [asyncio.ensure_future(_awaited(function(*pair))) for pair in pairs]
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
-    outcomes = [Failure("", timed_out=True) if task in late else task.result() for task in tasks]
+    outcomes = [late_after(timeout_s) if task in late else task.result() for task in tasks]
     for task in late:
         task.cancel()
     await asyncio.sleep(0)  # let cancelled calls end before the next task of this worker
@@ -131,18 +125,33 @@ async def _awaited_together(function: Callable[..., Any], pairs: Sequence[Pair],
 
 async def _awaited(result: Awaitable[Any]) -> Scored:
     try:
-        return _reward(await result)
+        return _scored(await result)
     except BaseException as error:  # not left to the event loop, which a KeyboardInterrupt or SystemExit would stop
-        return Failure(_described(error))
+        return raised(_described(error))
 
 
-def _reward(result: Any) -> Reward:
-    """Convert the result to plain Python numbers; raises TypeError or ValueError for anything else."""
-    if not isinstance(result, Reward):
-        return Reward(float(result))
-    components = {name: float(value) for name, value in result.components.items()}
-    metrics = {name: bool(value) if _is_flag(value) else float(value) for name, value in result.metrics.items()}
-    return Reward(float(result.value), components, metrics)
+def raised(error: str) -> NoVerdict:
+    """No verdict, because the function raised this."""
+    return NoVerdict("exception", f"the scorer failed ({error})")
+
+
+def late_after(timeout_s: float) -> NoVerdict:
+    """No verdict within this time."""
+    return NoVerdict("timeout", f"the scorer was killed after {timeout_s:g} s")
+
+
+def _scored(result: Any) -> Scored:
+    """The result as plain Python numbers; raises TypeError or ValueError for what is neither a number nor None."""
+    found = result if isinstance(result, Reward) else Reward(result)
+    if found.value is None:
+        return NoVerdict("none", "the scorer returned None")
+    value = float(found.value)
+    components = {name: float(part) for name, part in found.components.items()}
+    metrics = {name: bool(part) if _is_flag(part) else float(part) for name, part in found.metrics.items()}
+    for name, figure in (("", value), *components.items(), *metrics.items()):
+        if not math.isfinite(figure):
+            return NoVerdict("not_finite", f"the scorer returned {name}{'=' * bool(name)}{figure}")
+    return Reward(value, components, metrics)
 
 
 def _is_flag(value: Any) -> bool:

@@ -25,6 +25,7 @@ from ctpo_megatron.rollouts.samples import (
     by_problem,
     by_source,
     conduct,
+    unjudged,
     validation_metrics,
 )
 from ctpo_megatron.rollouts.scoring import Scorer
@@ -58,6 +59,7 @@ __all__ = [
     "filter_problem",
     "rollout_metrics",
     "ticks",
+    "unjudged",
     "validation_metrics",
 ]
 

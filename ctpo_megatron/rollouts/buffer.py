@@ -18,8 +18,11 @@ Slot = tuple[int, int]
 
 
 def is_uniform(group: Group) -> bool:
-    """Whether all rewards that are trained on, shaping included, are equal: every advantage is 0 then."""
-    return len(set(group.rewards)) == 1
+    """Whether all rewards that are trained on, shaping included, are equal: every advantage is 0 then.
+
+    So is a group of fewer than two verdicts, which has no advantage at all.
+    """
+    return len(set(group.verdicts)) < 2
 
 
 class UniformGroups:
@@ -43,11 +46,12 @@ class UniformGroups:
     def drop(self, groups: Sequence[Group]) -> None:
         """Set `dropped` of the uniform groups that are not trained on, given all sampled ones.
 
-        As many stay, the last ones, as the last optimizer step needs to be full; at least one step is made.
+        As many stay, the last ones, as the last optimizer step needs to be full; at least one step is made. Groups
+        without verdicts to compare are the first to leave.
         """
         if self._config.uniform_groups == "keep":
             return
-        uniform = [group for group in groups if is_uniform(group)]
+        uniform = sorted((group for group in groups if is_uniform(group)), key=lambda group: not group.unjudged)
         mixed = len(groups) - len(uniform)
         steps = max(1, math.ceil(mixed / self._size))
         count = len(groups) - steps * self._size

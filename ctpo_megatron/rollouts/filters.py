@@ -86,11 +86,17 @@ class Filters:
     def apply(self, groups: Sequence[Group]) -> dict[str, float]:
         """Write the `loss_mask` of every trajectory: its model tokens, without the turns that a filter names.
 
+        One without a verdict has no token in the loss; no filter sees it, and none of the figures counts it.
+
         Returns `rollout/masked_tokens` (share of masked model tokens), `rollout/masked_trajectories` (share without a
         token in the loss) and `filter/<name>` (trajectories with tokens masked by the filter). Empty without filters.
         Raises ValueError when a filter fails or returns a turn that does not exist.
         """
-        pairs = [(trajectory, group.prompt) for group in groups for trajectory in group.trajectories]
+        everything = [(trajectory, group.prompt) for group in groups for trajectory in group.trajectories]
+        pairs = [pair for pair in everything if pair[0].no_verdict is None]
+        for trajectory, _ in everything:
+            if trajectory.no_verdict is not None:
+                _mask(trajectory, set(trajectory.turn))
         taken: Counter[str] = Counter(dict.fromkeys(self._filters, 0))
         for trajectory, prompt in pairs:
             turns = {name: self._turns(name, trajectory, prompt) for name in self._filters}

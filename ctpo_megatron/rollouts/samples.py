@@ -23,15 +23,16 @@ _CHUNK = 500
 class Sample:
     """What an evaluation keeps of a trajectory: no tokens.
 
-    index: which of the prompt's samples. score: of the reward function. response_tokens: after the prompt, tool output
-    included; model_tokens: tokens written by the model. calls: status of each tool call. final_text: of the final turn.
-    text: of the whole response, tool output included, without special tokens; "" unless requested.
+    index: which of the prompt's samples. score: of the reward function; None without a verdict. response_tokens: after
+    the prompt, tool output included; model_tokens: tokens written by the model. calls: status of each tool call.
+    final_text: of the final turn. text: of the whole response, tool output included, without special tokens; "" unless
+    requested.
     """
 
     prompt_id: str
     source: str
     index: int
-    score: float
+    score: float | None
     finish_reason: FinishReason
     response_tokens: int
     model_tokens: int
@@ -43,7 +44,8 @@ class Sample:
     @classmethod
     def of(cls, prompt: Prompt, trajectory: Trajectory, text: str = "") -> Sample:
         """Of a trajectory that is complete and scored. Raises ValueError for any other."""
-        if trajectory.reward is None or trajectory.finish_reason is None:
+        judged = trajectory.reward is not None or trajectory.no_verdict is not None
+        if not judged or trajectory.finish_reason is None:
             raise ValueError(f"prompt {prompt.id} sample {trajectory.sample_index} is not finished and scored")
         return cls(
             prompt_id=prompt.id,
@@ -60,13 +62,20 @@ class Sample:
         )
 
 
-def accuracies(scores: Sequence[float], answers: Sequence[str | None] | None = None) -> dict[str, float]:
-    """Figures of one problem with k scored samples: avg@k, best@k, worst@k, pass@j for all j; with `answers` maj@k."""
-    k = len(scores)
-    figures = {f"avg@{k}": statistics.fmean(scores), f"best@{k}": max(scores), f"worst@{k}": min(scores)}
+def accuracies(scores: Sequence[float | None], answers: Sequence[str | None] | None = None) -> dict[str, float]:
+    """Figures of one problem with k samples: avg@k, best@k, worst@k, pass@j for all j; with `answers` maj@k.
+
+    A score of None is no verdict and no wrong answer: the figures are over the other samples, and pass@j takes no more
+    than were judged. Empty without any verdict.
+    """
+    k, judged = len(scores), [score for score in scores if score is not None]
+    if not judged:
+        return {}
+    figures = {f"avg@{k}": statistics.fmean(judged), f"best@{k}": max(judged), f"worst@{k}": min(judged)}
     if answers is not None:
-        figures[f"maj@{k}"] = majority(scores, answers)
-    return figures | {f"pass@{draws}": expected_best(scores, draws) for draws in range(1, k + 1)}
+        votes = [answer for score, answer in zip(scores, answers, strict=True) if score is not None]
+        figures[f"maj@{k}"] = majority(judged, votes)
+    return figures | {f"pass@{draws}": expected_best(judged, min(draws, len(judged))) for draws in range(1, k + 1)}
 
 
 def conduct(samples: Sequence[Sample]) -> dict[str, float]:
@@ -84,6 +93,11 @@ def conduct(samples: Sequence[Sample]) -> dict[str, float]:
     return figures | ({"tool_error_rate": 1.0 - calls.count("success") / len(calls)} if calls else {})
 
 
+def unjudged(samples: Iterable[Sample]) -> int:
+    """How many samples have no verdict."""
+    return sum(sample.score is None for sample in samples)
+
+
 def by_source(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     """The samples of each data source, sources in alphabetical order."""
     return dict(sorted(_split(samples, lambda sample: sample.source).items()))
@@ -96,14 +110,21 @@ def by_problem(samples: Iterable[Sample]) -> list[list[Sample]]:
 
 
 def validation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`val/<data_source>/...` of an evaluation in training: acc/mean@k, for k > 1 acc/best@k, and the conduct."""
+    """`val/<data_source>/...` of an evaluation in training: acc/mean@k, for k > 1 acc/best@k, and the conduct.
+
+    The accuracies are means over the problems with a verdict; `no_verdict` is the share of samples without one, if any.
+    """
     metrics: dict[str, float] = {}
     for source, of_source in by_source(samples).items():
-        problems = [[sample.score for sample in problem] for problem in by_problem(of_source)]
+        problems = by_problem(of_source)
         k = len(problems[0])
-        metrics[f"val/{source}/acc/mean@{k}"] = statistics.fmean(map(statistics.fmean, problems))
-        if k > 1:
-            metrics[f"val/{source}/acc/best@{k}"] = statistics.fmean(map(max, problems))
+        judged = [scores for problem in problems if (scores := [s.score for s in problem if s.score is not None])]
+        if judged:
+            metrics[f"val/{source}/acc/mean@{k}"] = statistics.fmean(map(statistics.fmean, judged))
+        if judged and k > 1:
+            metrics[f"val/{source}/acc/best@{k}"] = statistics.fmean(map(max, judged))
+        if missing := unjudged(of_source):
+            metrics[f"val/{source}/no_verdict"] = missing / len(of_source)
         metrics |= {f"val/{source}/{name}": value for name, value in conduct(of_source).items()}
     return metrics
 

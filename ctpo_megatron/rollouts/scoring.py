@@ -56,6 +56,7 @@ class Scorer:
         """`reward/*` of scored groups, given the reports of all calls that scored them."""
         metrics = reward_metrics(groups, reduce(add, reports))
         if self._penalty is not None:
-            shaping = [t.reward_components[OVERLONG] for group in groups for t in group.trajectories]
-            metrics[f"reward/{OVERLONG}"] = statistics.fmean(shaping)
+            judged = [t for group in groups for t in group.trajectories if t.no_verdict is None]
+            if judged:
+                metrics[f"reward/{OVERLONG}"] = statistics.fmean(t.reward_components[OVERLONG] for t in judged)
         return metrics

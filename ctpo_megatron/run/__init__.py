@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ctpo_megatron.run.run import Run
     from ctpo_megatron.run.scheduler import stop_signal
     from ctpo_megatron.run.services import Services, start_services
+    from ctpo_megatron.run.verdicts import TooManyFailed
 
 _MODULES = {
     "Controller": "controller",
@@ -25,6 +26,7 @@ _MODULES = {
     "Run": "run",
     "Services": "services",
     "StopOrLostRank": "controller",
+    "TooManyFailed": "verdicts",
     "TrainerGroup": "ranks",
     "is_finished": "directory",
     "open_run_directory": "directory",
@@ -40,6 +42,7 @@ __all__ = [
     "Run",
     "Services",
     "StopOrLostRank",
+    "TooManyFailed",
     "TrainerGroup",
     "is_finished",
     "open_run_directory",

@@ -14,6 +14,7 @@ from ctpo_megatron.run.controller import Controller
 from ctpo_megatron.run.persistence import Persistence
 from ctpo_megatron.run.ranks import TrainerGroup
 from ctpo_megatron.run.reporter import Reporter
+from ctpo_megatron.run.verdicts import TooManyFailed, Verdicts
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Run:
     ) -> None:
         self.config, self._trainer, self._controller = config, trainer, controller
         self._persistence, self._report, self._stop = persistence, report, stop
+        self._verdicts = Verdicts(config.reward.max_failed)
         self.done = 0
         self.resumed = False
 
@@ -73,13 +75,20 @@ class Run:
         return self._trainer.stop_agreed()
 
     def finish_step(self, step: int, batch: Batch, result: TrainResult) -> None:
-        """A step's updates are done: log it; evaluate and save when due."""
+        """A step's updates are done: log it; evaluate and save when due.
+
+        Raises TooManyFailed, once the state is saved, when `reward.max_failed` is exceeded.
+        """
         self.done = step
         # Before the line of this step begins: its result belongs to the line of an earlier one.
         self._controller.end_evaluation()
         self._report.log_step(step, batch, result.metrics, result.diagnostics)
+        self._verdicts.add(step, batch)
         if self.stopped:
             return
+        if problem := self._verdicts.problem:
+            self._persistence.ensure_saved(step)
+            raise TooManyFailed(problem)
         self._evaluate()
         if self.stopped:
             return

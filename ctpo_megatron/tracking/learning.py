@@ -34,6 +34,7 @@ def first_batch_warnings(metrics: Mapping[str, float], dump: str, *, tools: bool
     metrics: of the step; missing ones are not judged. dump: the file with its trajectories. tools: whether the model
     has any.
     """
+    yield from _no_verdict(metrics, dump)
     yield from _no_signal(metrics, dump)
     yield from _no_answer(metrics, dump)
     yield from _no_tool(metrics, dump, tools)
@@ -42,7 +43,16 @@ def first_batch_warnings(metrics: Mapping[str, float], dump: str, *, tools: bool
         yield f"{repeated:.0f} groups are of a prompt that the batch already has: data.train is small; {fix}"
 
 
+def _no_verdict(metrics: Mapping[str, float], dump: str) -> Iterator[str]:
+    if share := metrics.get("reward/no_verdict", 0.0):
+        cause = "the reward function raises, takes longer than reward.timeout_s, or returns None or NaN"
+        look = f"see `no_verdict` in {dump}"
+        yield f"{share:.0%} of the trajectories have no verdict, and teach nothing. Likely: {cause}; {look}"
+
+
 def _no_signal(metrics: Mapping[str, float], dump: str) -> Iterator[str]:
+    if metrics.get("reward/no_verdict") == 1:
+        return  # said already
     if metrics.get("reward/groups_mixed") == 0:
         same, mean = metrics["reward/std"] == 0, metrics["reward/mean"]
         rewards = f"all rewards are {mean:g}" if same else "the rewards within each group are equal"
@@ -94,6 +104,9 @@ def learning_checks(run: RunData) -> Iterator[Indicator]:
     if mixed := run.series("reward/groups_mixed"):
         note = "no group had both outcomes: compare `final_text` and `answer` in trajectories/"
         yield _steps("Steps without signal", mixed, note)
+    if missing := run.series("reward/no_verdict"):  # of the steps that miss any
+        most, note = max(missing.values), f"largest share of a step, in {len(missing.values)} steps; they teach nothing"
+        yield Indicator("Without a verdict", f"{most:.0%}", most < MANY, f"{note}: see `no_verdict` in trajectories/")
     if norm := run.series("actor/grad_norm_max"):
         note = "in all optimizer steps: no signal, or rollout.filters took every token out of the loss"
         yield _steps("Steps with zero gradient", norm, note)

@@ -124,7 +124,13 @@ def _reward_parts(run: RunData) -> list[Panel]:
 
 
 _NO_BOX = "reward/no_box"
-_REWARD = frozenset(f"reward/{name}" for name in ("mean", "std", "groups_mixed", "timeouts", "failures"))
+_REWARD = frozenset(
+    f"reward/{name}"
+    for name in (
+        *("mean", "std", "groups_mixed", "groups_unjudged", "no_verdict"),
+        *("timeouts", "failures", "crashes", "nones", "not_finite"),
+    )
+)
 """Reward metrics that every run has, with any reward function."""
 
 

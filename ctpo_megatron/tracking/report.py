@@ -147,8 +147,11 @@ def checks(run: RunData) -> Iterator[Indicator]:
         ("sandbox/infrastructure_error", "Sandbox failures", "tool calls the service could not serve"),
         ("rollout/group_retries", "Groups retried", "replaced as a whole, never trained on in part"),
         ("rollout/engine_restarts", "Engine restarts", ""),
-        ("reward/failures", "Scorer failures", "scored 0 and counted"),
-        ("reward/timeouts", "Scorer timeouts", "scored 0 and counted"),
+        ("reward/failures", "Scorer failures", "exceptions: no verdict"),
+        ("reward/timeouts", "Scorer timeouts", "reward.timeout_s: no verdict"),
+        ("reward/crashes", "Scorer crashes", "its process died: no verdict"),
+        ("reward/nones", "Scorer without an answer", "returned None: no verdict"),
+        ("reward/not_finite", "Scorer not finite", "NaN or infinite: no verdict"),
     ):
         series = run.series(metric)
         if series:

@@ -107,7 +107,8 @@ def _best_and_worst(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["prompt_id"], []).append(record)
-    pairs = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
+    judged = [[record for record in group if record["reward"] is not None] or group for group in groups.values()]
+    pairs = [(max(group, key=_reward), min(group, key=_reward)) for group in judged]
     pairs.sort(key=lambda pair: (_reward(pair[0]) == _reward(pair[1]), "log_ratio" not in pair[0]))
     chosen = []
     for best, worst in pairs[:GROUPS_PER_STEP]:

@@ -233,3 +233,44 @@ def test_engines_that_are_ended_and_begun_again_give_the_same_numbers(
             assert done.returncode == 0, done.stdout.decode()
     assert lines(ended) == lines(whole)
     assert (ended / "results.json").read_bytes() == (whole / "results.json").read_bytes()
+
+
+JUDGE = """
+def half(trajectory, prompt, *, every):
+    if trajectory.seed % every == 0 or prompt.id.endswith("/3"):
+        raise RuntimeError("the judge is away")
+    return float(prompt.answer in trajectory.final_text)
+"""
+
+
+def test_what_the_judge_did_not_judge_is_neither_right_nor_wrong(
+    run: Callable[..., Outcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "absent_judge.py").write_text(JUDGE)
+    path = f'extensions.path=["{tmp_path}"]'
+    function = "reward.function={name: 'absent_judge:half', arguments: {every: 3}}"
+    outcome = run(tmp_path / "out", path, function)
+    samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
+    by_prompt: dict[str, list[float]] = {}
+    for each in samples:
+        by_prompt.setdefault(each["prompt_id"], []).extend([each["score"]] if each["score"] is not None else [])
+    lost = {name for name, scores in by_prompt.items() if not scores}
+    judged = [sum(scores) / len(scores) for scores in by_prompt.values() if scores]
+    assert set(outcome.left_out) == lost and any(name.endswith("/3") for name in lost)
+    assert outcome.no_verdict == sum(K - len(scores) for scores in by_prompt.values() if scores) > 0
+    overall = outcome.results["overall"]
+    assert overall["reward"][f"avg@{K}"]["value"] == pytest.approx(sum(judged) / len(judged))
+    assert (overall["no_verdict"], overall["problems"]) == (outcome.no_verdict, len(judged))
+    assert "No verdict" in outcome.page.read_text() and "the judge is away" in caplog.text
+    again = run(tmp_path / "out", path, function)  # the same judge: all that has no verdict is asked for once more
+    assert sorted(run.engines.played) == sorted(  # type: ignore[attr-defined]
+        (each["prompt_id"], each["index"]) for each in samples if each["score"] is None
+    )
+    assert again.results == outcome.results
+
+
+def test_an_evaluation_without_any_verdict_says_so(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "gone_judge.py").write_text(JUDGE)
+    function = "reward.function={name: 'gone_judge:half', arguments: {every: 1}}"
+    with pytest.raises(RuntimeError, match="no prompt has a sample with a verdict"):
+        run(tmp_path / "out", f'extensions.path=["{tmp_path}"]', function)

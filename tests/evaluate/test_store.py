@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,15 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
 def test_two_writers_do_not_mix(tmp_path: Path) -> None:
     with SampleStore(tmp_path, SETTINGS), pytest.raises(ConfigError, match="another process writes to it"):
         SampleStore(tmp_path, SETTINGS)
+
+
+def test_what_nobody_judged_is_played_again_by_the_next_call(tmp_path: Path) -> None:
+    lost = replace(sample("p", 1), score=None)
+    with SampleStore(tmp_path, SETTINGS) as store:
+        store.add([sample("p", 0), lost])
+        assert store.complete("p", 2) == [sample("p", 0), lost]
+    with SampleStore(tmp_path, SETTINGS) as store:
+        assert store.played == {"p": {0}}
+        store.add([sample("p", 1)])
+    with SampleStore(tmp_path, SETTINGS) as store:
+        assert store.complete("p", 2) == [sample("p", 0), sample("p", 1)]

@@ -36,4 +36,4 @@ def test_the_reward_of_the_document(tmp_path: Path) -> None:
         report = pool.score(groups)
     assert [group.trajectories[0].reward for group in groups] == [pytest.approx(1.05), 0.0, 1.0]
     assert groups[0].trajectories[0].reward_components == {"right": 1.0, "short": 0.5}
-    assert report == ScoreReport(3, 0, 0, {"right": 0.5, "short": 0.625, "failed_tools": 1.0, "no_box": 0.0})
+    assert report == ScoreReport(3, {}, {"right": 0.5, "short": 0.625, "failed_tools": 1.0, "no_box": 0.0})

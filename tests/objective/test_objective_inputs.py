@@ -71,6 +71,35 @@ def test_other_kinds_compare_the_samples_of_one_prompt():
         assert batch_advantages(groups, config) == expected
 
 
+@pytest.mark.parametrize("settings", [{}, {"normalize_std": False}, {"kind": "rloo"}])
+def test_a_sample_without_a_verdict_is_compared_with_nothing(settings):
+    config = AdvantageConfig(**settings)
+    whole = [[1.0, None, 0.0, 3.0], [None, None, 2.0], [None, None], [None, 0.5, 0.5], [1.0, 0.0]]
+    first, last = (group_advantages(r, config).tolist() for r in ([1.0, 0.0, 3.0], [1.0, 0.0]))
+    expected = [first[0], None, *first[1:], *[None] * 5, None, 0.0, 0.0, *last]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a lone verdict is no group of one: no key of the configuration helps
+        assert batch_advantages(whole, config) == expected
+    assert batch_advantages([[0, 1, 2, None]], AdvantageConfig(normalize_std=False)) == [-1.0, 0.0, 1.0, None]
+
+
+def test_the_mean_of_the_batch_is_that_of_the_verdicts():
+    mean_baseline = AdvantageConfig(kind="mean_baseline")
+    assert batch_advantages([[1.0], [None], [0.0], [0.5]], mean_baseline) == [0.5, None, -0.5, 0.0]
+    assert batch_advantages([[1.0], [None], [None]], mean_baseline) == [None] * 3
+    assert batch_advantages([[None, None]], mean_baseline) == [None] * 2
+
+
+@pytest.mark.parametrize("low", [1e9, -1e9, 2.0**40, 1e12, 16777216.0, 0.1])
+@pytest.mark.parametrize("kind", [list, tuple, lambda r: torch.tensor(r, dtype=torch.float64)])
+def test_large_rewards_are_not_rounded_to_each_other(low, kind):
+    rewards = [low, low + 1]
+    expected = [-math.sqrt(0.5), math.sqrt(0.5)]
+    assert group_advantages(kind(rewards), AdvantageConfig()).tolist() == pytest.approx(expected, rel=1e-4)
+    assert group_advantages(kind(rewards), AdvantageConfig(normalize_std=False)).tolist() == pytest.approx([-0.5, 0.5])
+    assert group_advantages(kind(rewards), AdvantageConfig(kind="rloo")).tolist() == pytest.approx([-1, 1], rel=1e-4)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_reward_is_named(bad):
     with pytest.raises(ValueError, match=f"reward 2 of the group is {bad}"):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ctpo_megatron.rewards import Reward
 
@@ -33,6 +37,8 @@ def misbehaving(trajectory: Any, prompt: Any) -> Any:
         return 1.0
     if text == "raise":
         raise KeyError("broken scorer")
+    if text == "login":
+        raise ConnectionError("http://me:hunter2@judge:80 does not answer")
     if text in RAISED:
         raise RAISED[text]
     if text in ANSWERS:
@@ -69,6 +75,15 @@ RAISED: dict[str, BaseException] = {
 
 ANSWERS: dict[str, Any] = {
     "nan": float("nan"),
+    "numpy nan": np.float32("nan"),
+    "array nan": np.array(np.nan),
+    "decimal nan": Decimal("nan"),
+    "infinite": -math.inf,
+    "nan in a Reward": Reward(float("nan"), components={"length": 1.0}),
+    "nan metric": Reward(1.0, metrics={"length": float("nan")}),
+    "none in a Reward": Reward(None),
+    "complex": 1j,
+    "too large for a float": 10**400,
     "infinite component": Reward(1.0, components={"length": float("inf")}),
     "reserved name": Reward(1.0, metrics={"mean": 1.0}),
     "same name twice": Reward(1.0, components={"length": 1.0}, metrics={"length": 1.0}),

@@ -92,7 +92,7 @@ def test_a_reward_sees_trajectory_and_prompt_and_names_its_parts(folder: Path) -
         {"right": right, "short": short} for right, short in zip((1.0, 0.0, 0.0, 1.0), shares, strict=True)
     ]
     means = {"right": 0.5, "short": pytest.approx(sum(shares) / 4), "calls": 1.0, "tokens": 3.5}
-    assert report == ScoreReport(4, 0, 0, {**means, "silent": 1.0})  # a flag is counted
+    assert report == ScoreReport(4, {}, {**means, "silent": 1.0})  # a flag is counted
     assert Trajectory.from_json(scored[0].to_json()) == scored[0]
 
 
@@ -109,25 +109,25 @@ def test_each_data_source_may_have_its_own_reward(folder: Path) -> None:
     report = score(folder, groups, by_source={"mine": judge, "other": judge, "length": "user_rewards:text"})
     assert [t.reward for g in groups for t in g.trajectories] == [0.25, 1.0, 0.0, 4.0]
     # The figures of a reward are of its own trajectories alone; one that two sources name is made once.
-    assert report == ScoreReport(4, 0, 0, {"made": 1.0, "no_box": 1.0})
+    assert report == ScoreReport(4, {}, {"made": 1.0, "no_box": 1.0})
 
 
 def test_async_rewards_are_awaited_together(folder: Path) -> None:
     groups = [group(*"abcdefgh"), group(*"abcdefgh")]
     remote = {"name": "user_rewards:Remote", "arguments": {"expected": 16}}
     report = score(folder, groups, function=remote)
-    assert report == ScoreReport(16, 0, 0, {"together": 16.0})
+    assert report == ScoreReport(16, {}, {"together": 16.0})
     assert [t.reward for t in groups[1].trajectories] == [float(n) for n in range(8)]
 
 
 def test_all_of_a_group_are_awaited_together_whatever_the_workers(folder: Path) -> None:
     remote = {"name": "user_rewards:Remote", "arguments": {"expected": 8}}
     report = score(folder, [group(*"abcdefgh")], function=remote, workers=4)
-    assert report == ScoreReport(8, 0, 0, {"together": 8.0})
+    assert report == ScoreReport(8, {}, {"together": 8.0})
 
 
 def test_no_more_than_so_many_are_awaited_together(folder: Path) -> None:
     remote = {"name": "user_rewards:Remote", "arguments": {"expected": 5}}
     report = score(folder, [group(*"abcdefgh")], function=remote, concurrency=4, timeout_s=scaled(1.0))
     # The fourth and earlier calls wait for a fifth, which comes once they were given up.
-    assert report == ScoreReport(4, 4, 0, {"together": pytest.approx(6.5)})
+    assert report == ScoreReport(4, {"timeout": 4}, {"together": pytest.approx(6.5)})

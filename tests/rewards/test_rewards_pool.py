@@ -1,7 +1,8 @@
-"""Hangs, crashes and exceptions of a reward function cost one trajectory, are counted, and are logged by name."""
+"""What a reward function does instead of judging costs one trajectory, is counted by cause, and logged by name."""
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import time
@@ -17,7 +18,7 @@ from ctpo_megatron.base.extensions import ExtensionError
 from ctpo_megatron.config.schema import RewardConfig
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import ToolCall, Trajectory
+from ctpo_megatron.data.trajectory import MissingCause, ToolCall, Trajectory
 from ctpo_megatron.rewards import RewardPool, ScoreReport
 from tests.rewards.misbehaving_reward import RAISED
 from tests.support.deadlines import scaled
@@ -35,6 +36,12 @@ def group(*final_texts: str, answer: str = "2", name: str = "p", source: str = "
 
 def rewards(groups: list[Group]) -> list[float | None]:
     return [trajectory.reward for group in groups for trajectory in group.trajectories]
+
+
+def causes(groups: list[Group]) -> list[str]:
+    """Why each trajectory has no verdict; "" where it has one."""
+    everything = [trajectory.no_verdict for group in groups for trajectory in group.trajectories]
+    return ["" if missing is None else missing.cause for missing in everything]
 
 
 def misbehaving(name: str = "misbehaving", timeout_s: float = 0.5, **settings: Any) -> RewardPool:
@@ -55,9 +62,9 @@ def unruly() -> Iterator[RewardPool]:
 def test_math_scores_in_order_with_counts() -> None:
     groups = [group(r"\boxed{2}", r"\boxed{3}", "2", r"\boxed{\frac{4}{2}}") for _ in range(64)]
     with RewardPool(RewardConfig(workers=2)) as pool:
-        assert pool.score([]) == ScoreReport(0, 0, 0)
+        assert pool.score([]) == ScoreReport(0)
         report = pool.score(groups)
-    assert report == ScoreReport(scored=256, timeouts=0, failures=0, metrics={"no_box": 64.0})
+    assert report == ScoreReport(scored=256, metrics={"no_box": 64.0})
     assert rewards(groups) == [1.0, 0.0, 0.0, 1.0] * 64
 
 
@@ -66,7 +73,7 @@ def test_tool_output_and_earlier_turns_do_not_count() -> None:
     call = ToolCall(1, "code_interpreter", {"code": "print(2)"}, "success", r"\boxed{2}", 0.0)
     silent.trajectories[0].tool_calls.append(call)
     with RewardPool(RewardConfig()) as pool:
-        assert pool.score([silent]) == ScoreReport(1, 0, 0, {"no_box": 1.0})
+        assert pool.score([silent]) == ScoreReport(1, {}, {"no_box": 1.0})
     assert rewards([silent]) == [0.0]
 
 
@@ -78,39 +85,52 @@ def test_a_hang_is_killed_and_costs_only_itself(
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as thread:
         # The hang itself would take an hour; the deadline here is far beyond what a busy machine needs.
         report = thread.submit(unruly.score, groups).result(timeout=scaled(60))
-    assert report == ScoreReport(scored=3, timeouts=1, failures=0)
-    assert rewards(groups) == [1.0, 0.0, 1.0, 0.0]
-    assert f"prompt slow sample 4: the scorer was killed after {scaled(0.5):g} s" in caplog.text
+    assert report == ScoreReport(3, {"timeout": 1})
+    assert rewards(groups) == [1.0, None, 1.0, 0.0]
+    assert causes(groups) == ["", "timeout", "", ""]
+    assert f"prompt slow sample 4: the scorer was killed after {scaled(0.5):g} s, no verdict" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("how", "shown"),
+    ("how", "cause", "shown"),
     [
-        ("die", "ProcessExpired"),
-        ("raise", "KeyError('broken scorer') at "),
-        *((name, type(error).__name__) for name, error in RAISED.items()),
-        ("none", "TypeError"),
-        ("text", "could not convert string to float"),
-        ("component of text", "could not convert string to float"),
+        ("die", "crash", "failed (ProcessExpired"),
+        ("raise", "exception", "failed (KeyError('broken scorer') at "),
+        *((name, "exception", f"failed ({type(error).__name__}") for name, error in RAISED.items()),
+        ("text", "exception", 'failed (ValueError("could not convert string to float'),
+        ("component of text", "exception", 'failed (ValueError("could not convert string to float'),
+        ("complex", "exception", "failed (TypeError"),
+        ("too large for a float", "exception", "failed (OverflowError"),
+        ("none", "none", "returned None"),
+        ("none in a Reward", "none", "returned None"),
+        ("nan", "not_finite", "returned nan"),
+        ("numpy nan", "not_finite", "returned nan"),
+        ("array nan", "not_finite", "returned nan"),
+        ("decimal nan", "not_finite", "returned nan"),
+        ("infinite", "not_finite", "returned -inf"),
+        ("nan in a Reward", "not_finite", "returned nan"),
+        ("infinite component", "not_finite", "returned length=inf"),
+        ("nan metric", "not_finite", "returned length=nan"),
     ],
 )
-def test_a_crash_or_exception_is_counted_and_named(
-    unruly: RewardPool, how: str, shown: str, caplog: pytest.LogCaptureFixture
+def test_what_is_no_verdict_is_counted_by_cause_and_named(
+    unruly: RewardPool, how: str, cause: MissingCause, shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = [group("2"), group(how, name="bad"), group("2")]
     with caplog.at_level(logging.WARNING):
         report = unruly.score(groups)
-    assert report == ScoreReport(scored=2, timeouts=0, failures=1)
-    assert rewards(groups) == [1.0, 0.0, 1.0]
-    assert "prompt bad sample 4: the scorer failed" in caplog.text
-    assert shown in caplog.text
+    assert report == ScoreReport(2, {cause: 1})
+    assert rewards(groups) == [1.0, None, 1.0]
+    assert causes(groups) == ["", cause, ""]
+    assert f"prompt bad sample 4: the scorer {shown}" in caplog.text and "no verdict" in caplog.text
+    (bad,) = groups[1].trajectories
+    assert bad.no_verdict is not None and shown in bad.no_verdict.reason
+    assert Trajectory.from_json(json.loads(json.dumps(bad.to_json()))) == bad
 
 
 @pytest.mark.parametrize(
     ("how", "shown"),
     [
-        ("nan", "returned nan"),
-        ("infinite component", "returned length=inf"),
         ("reserved name", "named 'mean'"),
         ("same name twice", "named 'length'"),
         ("slash in a name", "named 'a/b'"),
@@ -122,9 +142,29 @@ def test_a_reward_that_must_not_be_trained_on_stops_the_run(unruly: RewardPool, 
     assert unruly.score([group("2")]).scored == 1  # the pool is still usable
 
 
+def test_a_sample_that_is_judged_later_has_its_verdict(unruly: RewardPool) -> None:
+    """A recording is scored anew when it is replayed."""
+    again = group("raise")
+    unruly.score([again])
+    again.trajectories[0].final_text = "2"
+    unruly.score([again])
+    assert again.rewards == [1.0] and causes([again]) == [""]
+    again.trajectories[0].final_text = "raise"
+    unruly.score([again])
+    assert again.rewards == [None] and again.verdicts == []
+
+
+def test_no_secret_of_an_exception_is_kept(unruly: RewardPool, caplog: pytest.LogCaptureFixture) -> None:
+    groups = [group("login")]
+    unruly.score(groups)
+    (found,) = groups[0].trajectories
+    assert found.no_verdict is not None and "http://***@judge" in found.no_verdict.reason
+    assert "hunter2" not in found.no_verdict.reason + caplog.text
+
+
 def test_an_unreadable_ground_truth_is_a_failure_not_a_wrong_answer(caplog: pytest.LogCaptureFixture) -> None:
     with RewardPool(RewardConfig()) as pool:
-        assert pool.score([group(r"\boxed{1}", answer="")]) == ScoreReport(scored=0, timeouts=0, failures=1)
+        assert pool.score([group(r"\boxed{1}", answer="")]) == ScoreReport(0, {"exception": 1})
     assert "cannot read the ground truth" in caplog.text
 
 
@@ -132,8 +172,8 @@ def test_async_rewards_that_wait_are_given_up_one_by_one(caplog: pytest.LogCaptu
     groups = [group("2", "wait for ever", "5", "raise", "refuse to be cancelled", "2")]
     with misbehaving("misbehaving_async", 1.0) as pool:
         children = psutil.Process().children(recursive=True)
-        assert pool.score(groups) == ScoreReport(scored=3, timeouts=2, failures=1)
-        assert rewards(groups) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+        assert pool.score(groups) == ScoreReport(3, {"timeout": 2, "exception": 1})
+        assert rewards(groups) == [1.0, None, 0.0, None, None, 1.0]
         assert psutil.Process().children(recursive=True) == children  # no worker had to be killed
         assert pool.score([group("2", "2")]).scored == 2
     assert "prompt p sample 5: the scorer was killed" in caplog.text
@@ -145,17 +185,17 @@ def test_async_rewards_that_wait_are_given_up_one_by_one(caplog: pytest.LogCaptu
 def test_an_async_reward_that_raises_what_is_no_exception_is_counted(how: str, together: bool) -> None:
     groups = [group("2", how, "5", "2") if together else group(how)]
     with misbehaving("misbehaving_async", 5.0) as pool:
-        assert pool.score(groups) == ScoreReport(3 if together else 0, 0, 1)
-        assert rewards(groups) == ([1.0, 0.0, 0.0, 1.0] if together else [0.0])
+        assert pool.score(groups) == ScoreReport(3 if together else 0, {"exception": 1})
+        assert rewards(groups) == ([1.0, None, 0.0, 1.0] if together else [None])
         assert pool.score([group("2", "2")]).scored == 2
 
 
-@pytest.mark.parametrize(("how", "cost"), [("sleep", (1, 0)), ("die", (0, 1))])
-def test_an_async_reward_that_blocks_or_kills_its_worker_costs_only_itself(how: str, cost: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("how", "cost"), [("sleep", "timeout"), ("die", "crash")])
+def test_an_async_reward_that_blocks_or_kills_its_worker_costs_only_itself(how: str, cost: MissingCause) -> None:
     groups = [group("2", how, "2", "5", "2")]
     with misbehaving("misbehaving_async", 1.0) as pool:
-        assert pool.score(groups) == ScoreReport(4, *cost)
-    assert rewards(groups) == [1.0, 0.0, 1.0, 0.0, 1.0]
+        assert pool.score(groups) == ScoreReport(4, {cost: 1})
+    assert rewards(groups) == [1.0, None, 1.0, 0.0, 1.0]
 
 
 def test_a_reward_that_is_not_there_is_said_at_the_start() -> None:
@@ -188,7 +228,7 @@ def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path: Path) 
                 process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             (tmp_path / "go").touch()
-            assert scoring.result(timeout=scaled(30)) == ScoreReport(scored=4, timeouts=0, failures=0)
+            assert scoring.result(timeout=scaled(30)) == ScoreReport(4)
         assert rewards(groups) == [1.0] * 4
         assert (
             fork_server() == server and [process for process in server.children() if process not in others] == workers
@@ -199,7 +239,7 @@ def test_a_sigterm_to_all_processes_of_the_job_costs_no_verdict(tmp_path: Path) 
 def test_a_worker_killed_by_somebody_else_costs_no_verdict(tmp_path: Path) -> None:
     groups = [group(f"die unless {tmp_path / 'died before'}", "2")]
     with misbehaving(timeout_s=30) as pool:
-        assert pool.score(groups) == ScoreReport(scored=2, timeouts=0, failures=0)
+        assert pool.score(groups) == ScoreReport(2)
     assert rewards(groups) == [1.0, 1.0]
 
 
@@ -217,6 +257,6 @@ def test_a_worker_killed_while_it_had_nothing_to_do_costs_no_verdict(
             pending.append(pool.begin([group("2")]))
             for scores, scored in zip(pending, (2, 1), strict=True):
                 report = thread.submit(scores.result).result(timeout=scaled(30))
-                assert report == ScoreReport(scored=scored, timeouts=0, failures=0)
+                assert report == ScoreReport(scored)
             others += idle
     assert "the reward workers are gone, was one of them killed?" in caplog.text

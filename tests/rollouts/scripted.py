@@ -11,7 +11,7 @@ from typing import Any
 
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.trajectory import NoVerdict, Trajectory
 from ctpo_megatron.engines import pool_stats
 from ctpo_megatron.rollouts import Answers, Quarantined, Request
 
@@ -104,10 +104,13 @@ class ScriptedGenerator:
             self.discard(self.pending)
 
 
+UNJUDGED = NoVerdict("exception", "the script has no reward for it")
+
+
 class Scored:
     """Scores that are there at the second check. The report counts groups."""
 
-    def __init__(self, groups: Sequence[Group], reward: Callable[[str, int], float]) -> None:
+    def __init__(self, groups: Sequence[Group], reward: Callable[[str, int], float | None]) -> None:
         self._groups, self._reward, self._checks = groups, reward, 0
 
     @property
@@ -119,13 +122,14 @@ class Scored:
         for group in self._groups:
             for trajectory in group.trajectories:
                 trajectory.reward = self._reward(group.prompt.id, trajectory.sample_index)
+                trajectory.no_verdict = UNJUDGED if trajectory.reward is None else None
         return len(self._groups)
 
 
 class ScriptedScorer:
     """A `Scorer` by a function of prompt id and sample index; keeps the ids that it was given."""
 
-    def __init__(self, reward: Callable[[str, int], float] = lambda _, sample: float(sample)) -> None:
+    def __init__(self, reward: Callable[[str, int], float | None] = lambda _, sample: float(sample)) -> None:
         self._reward = reward
         self.begun: list[str] = []
 
@@ -135,7 +139,7 @@ class ScriptedScorer:
 
     def metrics(self, groups: Sequence[Group], reports: Sequence[int]) -> dict[str, float]:
         assert len(groups) == sum(reports)
-        rewards = [reward for group in groups for reward in group.rewards]
+        rewards = [reward for group in groups for reward in group.verdicts]
         return {"reward/mean": sum(rewards) / len(rewards)}
 
     def report_record(self, report: int) -> int:

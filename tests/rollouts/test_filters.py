@@ -12,7 +12,7 @@ import yaml
 from ctpo_megatron.base.extensions import ExtensionError, activate
 from ctpo_megatron.config import Extension, RolloutConfig
 from ctpo_megatron.data import Group, PackingRules, Prompt, ToolCall, Trajectory, pack, token_sequences
-from ctpo_megatron.data.trajectory import FinishReason
+from ctpo_megatron.data.trajectory import FinishReason, NoVerdict
 from ctpo_megatron.objective import PRESETS, PolicyLossOutput, PolicyObjective, policy_loss
 from ctpo_megatron.rollouts import Filters, filter_problem
 from tests.extend.examples import example
@@ -189,3 +189,21 @@ def test_a_filter_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "unexpected keyword" in filter_problem(Extension(name="truncated", arguments={"x": 1}))
     with pytest.raises(ExtensionError, match="has no 'no'"):
         filter_problem(Extension(name="own_filters:no"))
+
+
+def test_no_filter_sees_what_nobody_judged() -> None:
+    """It leaves the loss whole, counts in no figure, and comes back with a verdict, as in a replay."""
+    lost, kept = episode("sf"), episode("sf")
+    lost.no_verdict, kept.reward = NoVerdict("none", "the scorer returned None"), 1.0
+    assert Filters([]).apply([Group(PROMPT, [lost, kept])]) == {}
+    assert not any(lost.loss_mask) and kept.loss_mask == kept.response_mask
+    metrics = Filters([Extension(name="failed_tool")]).apply([Group(PROMPT, [lost, kept])])
+    assert metrics == {
+        "rollout/masked_tokens": pytest.approx(1 / 3),
+        "rollout/masked_trajectories": 0.0,
+        "filter/failed_tool": 1.0,
+    }
+    assert Filters([Extension(name="failed_tool")]).apply([Group(PROMPT, [lost])]) == {}
+    lost.no_verdict, lost.reward = None, 0.0
+    Filters([]).apply([Group(PROMPT, [lost])])
+    assert lost.loss_mask == lost.response_mask

@@ -8,7 +8,7 @@ import pytest
 
 from ctpo_megatron.data.batch import Group
 from ctpo_megatron.data.prompt import Prompt
-from ctpo_megatron.data.trajectory import Trajectory
+from ctpo_megatron.data.trajectory import NoVerdict, Trajectory
 from ctpo_megatron.rollouts import rollout_metrics
 from ctpo_megatron.rollouts.samples import Sample, accuracies, by_problem, conduct, validation_metrics
 from tests.tracking.synthetic_run import make_groups
@@ -18,7 +18,7 @@ def samples_of(groups: list[Group]) -> list[Sample]:
     return [Sample.of(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
 
 
-def sample(source: str, prompt: str, index: int, score: float) -> Sample:
+def sample(source: str, prompt: str, index: int, score: float | None) -> Sample:
     return Sample(prompt, source, index, score, "answer", 10, 8, 1, ())
 
 
@@ -65,3 +65,30 @@ def test_samples_of_a_problem_come_in_order() -> None:
 def test_an_unscored_trajectory_is_no_sample() -> None:
     with pytest.raises(ValueError, match="prompt p sample 3"):
         Sample.of(Prompt("p", "a", (), "", ()), Trajectory("p", 3, 0, finish_reason="answer"))
+
+
+def test_a_sample_without_a_verdict_is_no_wrong_answer() -> None:
+    assert accuracies([1, None, 0, None], ["4", "5", "6", "5"]) == {
+        "avg@4": 0.5,
+        "best@4": 1,
+        "worst@4": 0,
+        "maj@4": 0.5,
+        "pass@1": 0.5,
+        "pass@2": 1,
+        "pass@3": 1,
+        "pass@4": 1,
+    }
+    assert accuracies([None, None], ["5", "5"]) == {}
+    judged = [("p", 0, 1), ("p", 1, None), ("q", 0, None), ("q", 1, None), ("r", 0, 0), ("r", 1, 1)]
+    metrics = validation_metrics([sample("a", *each) for each in judged])
+    assert (metrics["val/a/acc/mean@2"], metrics["val/a/acc/best@2"]) == (0.75, 1.0)
+    assert metrics["val/a/no_verdict"] == 0.5 and metrics["val/a/response_length_mean"] == 10.0
+    nothing = validation_metrics([sample("a", "p", 0, None), sample("b", "q", 0, 1)])
+    assert "val/a/acc/mean@1" not in nothing and nothing["val/a/no_verdict"] == 1.0
+    assert nothing["val/b/acc/mean@1"] == 1.0 and "val/b/no_verdict" not in nothing
+
+
+def test_the_verdict_that_is_missing_is_kept() -> None:
+    lost = Trajectory("p", 3, 0, finish_reason="answer", no_verdict=NoVerdict("timeout", "late"))
+    lost.append_context([1], turn=0)
+    assert Sample.of(Prompt("p", "a", (), "", ()), lost).score is None

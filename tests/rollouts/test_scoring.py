@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,4 +86,25 @@ def test_rounds_are_reported_as_one_batch(pool: RewardPool) -> None:
     rounds = scoring.metrics(groups, [scoring.begin(part).result() for part in (groups[:1], groups[1:])])
     assert rounds == scoring.metrics(groups, [scoring.begin(groups).result()])
     assert rounds["reward/empty"] == 1.0 and rounds["reward/failures"] == 1.0
-    assert rounds["reward/right"] == pytest.approx(4 / 6)
+    assert rounds["reward/right"] == pytest.approx(4 / 6) and rounds["reward/no_verdict"] == pytest.approx(1 / 7)
+
+
+def test_the_penalty_is_of_judged_answers_alone(pool: RewardPool) -> None:
+    groups = [answers("4", "?", "5", tokens=18), answers("?", tokens=18)]
+    shaped = Scorer(pool, OverlongPenalty(buffer=8, penalty=0.4, budget=20))
+    report = shaped.begin(groups).result()
+    assert groups[0].rewards == [pytest.approx(0.7), None, pytest.approx(-0.3)] and groups[1].rewards == [None]
+    assert groups[0].trajectories[1].reward_components == {}
+    metrics = shaped.metrics(groups, [report])
+    assert metrics["reward/overlong_penalty"] == pytest.approx(-0.3)
+    assert (metrics["reward/mean"], metrics["reward/no_verdict"]) == (pytest.approx(0.2), 0.5)
+    nothing = shaped.metrics(groups[1:], [shaped.begin(groups[1:]).result()])
+    assert "reward/overlong_penalty" not in nothing and "reward/mean" not in nothing
+
+
+def test_a_checkpoint_keeps_what_was_missing(pool: RewardPool) -> None:
+    """A batch that is sampled ahead is counted after the resume."""
+    scoring = Scorer(pool)
+    report = scoring.begin([answers("4", "?", "?")]).result()
+    again = scoring.report_of(json.loads(json.dumps(scoring.report_record(report))))
+    assert again == report and (again + report).missing == {"exception": 4}

@@ -11,10 +11,20 @@ import pytest
 
 from ctpo_megatron.base.stop import Stop
 from ctpo_megatron.config import RolloutConfig
-from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler
+from ctpo_megatron.data import Batch, Group, Prompt, PromptSampler, Trajectory
+from ctpo_megatron.data.trajectory import NoVerdict
 from ctpo_megatron.rollouts import Generator, Replay, ReplayError, Rollouts, RolloutSettings
-from ctpo_megatron.tracking import Phases, read_trajectories, trajectory_files, trajectory_of, write_trajectories
-from tests.rollouts.scripted import ScriptedGenerator, ScriptedScorer, Stops
+from ctpo_megatron.rollouts.buffer import UniformGroups, is_uniform
+from ctpo_megatron.tracking import (
+    Phases,
+    read_trajectories,
+    recorded_trajectories,
+    trajectory_files,
+    trajectory_of,
+    write_trajectories,
+)
+from ctpo_megatron.tracking.trajectories import Form
+from tests.rollouts.scripted import UNJUDGED, ScriptedGenerator, ScriptedScorer, Stops
 
 PROMPTS = [Prompt(f"p{n}", "test", (), str(n), (1, 2, n + 3)) for n in range(40)]
 ORDER = [prompt.id for prompt in PromptSampler(PROMPTS, seed=0).take(120)]
@@ -188,3 +198,67 @@ def test_a_batch_cancelled_in_a_refill_consumes_nothing(tmp_path: Path) -> None:
     assert rollouts.state_dict()["prompts"]["consumed"] == []
     again = rollouts.next_batch(1)
     assert again is not None and told(again) == told(replace(batch))
+
+
+FAILED = NoVerdict("timeout", "the scorer was killed after 5 s")
+
+
+def judged(*rewards: float | None) -> Group:
+    """A group of these rewards; None: no verdict."""
+    samples = [Trajectory("p", n, 0, reward=r, no_verdict=FAILED if r is None else None) for n, r in enumerate(rewards)]
+    return Group(PROMPTS[0], samples)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "uniform", "unjudged"),
+    [
+        ((0, 1, None), False, False),
+        ((0, 0, None), True, False),
+        ((1, None, None), True, True),
+        ((None, None, None), True, True),
+        ((0, 1, 1), False, False),
+        ((1,), True, False),
+        ((None,), True, True),
+    ],
+)
+def test_a_group_is_uniform_by_its_verdicts(rewards: tuple[float | None, ...], uniform: bool, unjudged: bool) -> None:
+    group = judged(*rewards)
+    assert (is_uniform(group), group.unjudged) == (uniform, unjudged)
+
+
+def test_groups_that_nobody_judged_are_the_first_to_leave() -> None:
+    """The last optimizer step is filled with equal verdicts rather than with none."""
+    groups = [judged(0, 1), judged(1, 1), judged(None, 1), judged(0, 0), judged(None, None)]
+    UniformGroups(CONFIG.model_copy(update={"uniform_groups": "drop"}), 3).drop(groups)
+    assert [group.dropped for group in groups] == [False, False, True, False, True]
+    everything = UniformGroups(CONFIG.model_copy(update={"uniform_groups": "refill"}), 1)
+    assert everything.missing(groups) == 3
+
+
+def without_verdicts(prompt_id: str, sample: int) -> float | None:
+    """One prompt in three has none, and is no better than a uniform one."""
+    return None if int(prompt_id[1:]) % 3 == 0 else float(sample)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("mode", ["keep", "drop", "refill"])
+def test_what_nobody_judged_is_dumped_and_replayed(tmp_path: Path, mode: str, form: Form) -> None:
+    def sampled(engines: Generator) -> Rollouts:
+        settings = RolloutSettings(CONFIG.model_copy(update={"uniform_groups": mode}), steps=9, mini_batch_prompts=2)
+        scorer = ScriptedScorer(without_verdicts)
+        return Rollouts(settings, engines, scorer, PromptSampler(PROMPTS, seed=0), Stops(), Phases())
+
+    live = batches(sampled(ScriptedGenerator()), range(1, 6))
+    for step, batch in enumerate(live, start=1):
+        write_trajectories(tmp_path, step, batch.groups, lambda _: "", form=form)
+    files = trajectory_files(tmp_path)
+    recorded = [recorded_trajectories(files[step]) for step in range(1, 6)]
+    lost = [t for trajectories in recorded for t in trajectories if t.no_verdict is not None]
+    assert lost and all(t.reward is None and t.no_verdict == UNJUDGED for t in lost)
+    if mode == "keep":
+        assert not any(mask for t in lost for mask in t.loss_mask) and any(t.response_mask for t in lost)
+    again = sampled(Replay(lambda step: recorded_trajectories(files[step]), refills=mode == "refill"))
+    for batch, found in zip(live, batches(again, range(1, 6)), strict=True):
+        assert told(found) == told(batch) and found.trajectories == batch.trajectories
+    if mode == "refill":
+        assert all(t.no_verdict is None for batch in live for t in batch.trajectories)

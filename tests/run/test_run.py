@@ -12,9 +12,11 @@ import pytest
 
 from ctpo_megatron.base.signals import ENDING
 from ctpo_megatron.base.stop import Cancelled, StopSignal
-from ctpo_megatron.data import Batch
+from ctpo_megatron.cli.errors import report_error
+from ctpo_megatron.data import Batch, Group, Prompt, Trajectory
+from ctpo_megatron.data.trajectory import NoVerdict
 from ctpo_megatron.policy import TrainResult
-from ctpo_megatron.run import Run
+from ctpo_megatron.run import Run, TooManyFailed
 from ctpo_megatron.tracking import Progress
 from ctpo_megatron.train import reinforce
 from tests.tracking.synthetic_run import make_config
@@ -180,3 +182,60 @@ def test_an_evaluation_is_awaited_where_something_needs_its_result(tmp_path: Pat
     assert awaited(keep_best=0, best_metric="val/x/acc/mean@1") == [5]  # the last checkpoint, the report, the export
     assert awaited(keep_best=2, best_metric="reward/mean") == [5]
     assert awaited(keep_best=2, best_metric="val/x/acc/mean@1") == [0, 3, 5]
+
+
+def verdicts(missing: int, of: int = 4) -> Batch:
+    """A batch of which so many samples have no verdict."""
+    why = NoVerdict("exception", "the scorer failed (OSError('judge 7 is away'))")
+    samples = [Trajectory("p", n, 0, reward=None if n < missing else 1.0) for n in range(of)]
+    for each in samples[:missing]:
+        each.no_verdict = why
+    return Batch([Group(Prompt("p", "test", (), "", ()), samples, dropped=True)])
+
+
+@pytest.mark.parametrize(
+    ("missing", "limit", "ends"),
+    [
+        ([4, 4, 4, 4, 4], 0.5, 3),
+        ([0, 0, 4, 4, 0], 0.5, 4),
+        ([4, 0, 2, 4, 0], 0.5, None),  # exactly the limit is allowed
+        ([4, 4, 0, 1, 1], 0.5, 3),
+        ([4, 4, 4, 4, 4], 1.0, None),
+        ([0, 0, 0, 0, 1], 0.0, 5),
+        ([0, 0, 0, 0, 0], 0.0, None),
+    ],
+)
+def test_too_few_verdicts_end_the_run_with_its_state_saved(
+    tmp_path: Path, stop: StopSignal, missing: list[int], limit: float, ends: int | None
+) -> None:
+    run, recorder = a_run(tmp_path, stop, reward={"max_failed": limit})
+    everything: Any = recorder
+    everything.next_batch = lambda step: verdicts(missing[step - 1])
+    if ends is None:
+        reinforce(run, everything, everything)
+        assert run.end() and run.done == 5
+        return
+    with pytest.raises(TooManyFailed) as raised:
+        reinforce(run, everything, everything)
+    first = next(step for step in range(ends - 2, ends + 1) if missing[step - 1])
+    said = str(raised.value)
+    assert f"steps {ends - 2} to {ends} have no verdict, more than reward.max_failed = {limit:g} allows; the" in said
+    assert f"the first: step {first}, prompt p sample 0: the scorer failed (OSError('judge 7 is away'))" in said
+    assert "or raise reward.max_failed" in said and "run.resume=auto" in said
+    assert recorder.calls[-2:] == [f"log {ends}", f"ensure_saved {ends}"] and run.done == ends
+
+
+def test_a_resumed_run_counts_anew(tmp_path: Path, stop: StopSignal) -> None:
+    """The judge may be back: two bad batches before the resume do not end the run after it."""
+    run, recorder = a_run(tmp_path, stop)
+    everything: Any = recorder
+    recorder.restored, recorder.version = 3, 4
+    everything.next_batch = lambda step: verdicts(4)
+    run.restore(None)
+    reinforce(run, everything, everything)
+    assert run.end() and run.done == 5
+
+
+def test_the_end_for_missing_verdicts_is_no_bug_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_error(TooManyFailed("80% have no verdict"), "train") == 2
+    assert capsys.readouterr().err == "ctpo: 80% have no verdict\n"

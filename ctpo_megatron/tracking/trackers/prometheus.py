@@ -16,6 +16,9 @@ FAULTS = (
     "rollout/quarantined",
     "reward/timeouts",
     "reward/failures",
+    "reward/crashes",
+    "reward/nones",
+    "reward/not_finite",
     "sandbox/infrastructure_error",
     "actor/bad_steps",
 )
